@@ -58,7 +58,7 @@ Hook = tuple[Any, Callable[..., Any]]
 
 
 def obstacle(model: DistributedDataParallel) -> str:
-    """Returns why plain DDP cannot take the hook's place on a model, in a few words; empty if it can."""
+    """Returns the reason why plain DDP cannot take the hook's place on a model, in a few words; empty if it can."""
     missing = [name for name in _NEEDED if not hasattr(model, name)]
     missing += [] if hasattr(torch._C, "_current_graph_task_id") else ["torch._C._current_graph_task_id"]
     missing += [] if hasattr(getattr(model, "reducer", None), "_remove_autograd_hooks") else ["_remove_autograd_hooks"]
@@ -105,10 +105,10 @@ def rebuild_reducer(model: DistributedDataParallel, reduced: Sequence[Tensor], h
 
 
 def _build_anew(model: DistributedDataParallel, reduced: Sequence[Tensor], hook: Hook | None) -> bool:
-    """`rebuild_reducer`, where all of the parameters require a gradient."""
+    """Build the Reducer anew, where all of the parameters require a gradient; see `rebuild_reducer`."""
     built = zip(*model._build_params_for_reducer(), strict=True)
     known = set(map(id, reduced))
-    # One that was unfrozen since is not reduced, which `trained.TrainedParameters.check` refuses.
+    # A parameter that was unfrozen since is not reduced; `ddp.unaveraged.TrainedParameters.check` refuses it.
     kept = [(parameter, is_sparse) for parameter, is_sparse in built if id(parameter) in known]
     parameters = [parameter for parameter, _ in kept]
     expects_sparse = [is_sparse for _, is_sparse in kept]

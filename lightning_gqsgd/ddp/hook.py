@@ -133,7 +133,7 @@ class GQSGDState:
                 self._attach(model, is_countable=False)
 
     def _prepare(self, tables: list[Tensor], dtype: torch.dtype, engine: Engine) -> None:
-        """Make what reduces sparse gradients and measures the noise of dense ones, with its kernels compiled."""
+        """Make the parts for sparse gradients and for the noise of dense ones, and compile their kernels."""
         entries = [self._parameters.entries[id(table)] for table in tables]
         self._sparse = SparseGradients.of(engine, self._candidates, entries, dtype)
         if self._steering is not None:
@@ -351,8 +351,8 @@ class GQSGDState:
     # --- which parameters are trained --------------------------------------------------------------------------------
 
     def changes(self) -> tuple[list[str], list[str]]:
-        """Names of the parameters that require a gradient although DDP does not reduce them, and names of those that
-        DDP reduces although they require none.
+        """Returns the names of the parameters that require a gradient although DDP does not reduce them, and of those
+        that DDP reduces although they require none.
 
         DDP reduces the parameters that required a gradient when it was built.
         """
@@ -467,7 +467,7 @@ class GQSGDState:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs to give the same bits: plain values and tensors.
+        """Returns the state with which a resumed run gives the same bits: plain values and tensors.
 
         Without a memory, the state is equal on all ranks, and this is no collective. With a memory, every rank has to
         call this. Rank 0 alone gets all ranks' memory, tensors [ranks, numel] by kind and parameter number: save its
@@ -523,7 +523,7 @@ class GQSGDState:
         with closing(Communicator(self._device, self._group, key, self._timeout)) as communicator:
             return checkpoint.gathered_memory(communicator, self._store, self._parameters.remembered)
 
-    # --- what the user sees ------------------------------------------------------------------------------------------
+    # --- reports -----------------------------------------------------------------------------------------------------
 
     def report(self) -> str:
         """Returns one line that says what is compressed, to how many bits and by which reducer, and what is not; with
@@ -539,7 +539,7 @@ class GQSGDState:
         return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe(self._configs)}"
 
     def summary(self) -> dict[str, float]:
-        """Returns what compression did since the hook was made, in numbers (see `report.summary`)."""
+        """Returns bytes, bits, errors and waiting since the hook was made, by name (see `report.summary`)."""
         return summary(self.telemetry, self._engine.world_size)
 
     def summary_line(self) -> str:
@@ -547,7 +547,7 @@ class GQSGDState:
         return in_words(self.summary())
 
     def announce(self, say: Callable[[str], None]) -> None:
-        """Say what `report` says, and from now on whatever ``auto`` or ``bits="auto"`` decides, on rank 0.
+        """Announce the `report`, and from now on each decision of ``auto`` or ``bits="auto"``, on rank 0.
 
         ``say`` must not refer to the model, which would never be freed then.
         """

@@ -1,7 +1,7 @@
-"""The DDP model that has the hook: its parameters and what is remembered of them, and what ends with the wrapper.
+"""The DDP model that has the hook: its parameters with their memories, and what belongs to the wrapper alone.
 
-Another DDP model may be wrapped around the same module later. `NumberedParameters` stay then, and what is remembered of
-them; an `Attachment` belongs to one DDP model.
+Another DDP model may be wrapped around the same module later. `NumberedParameters` and their memories stay then; an
+`Attachment` belongs to one DDP model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What DDP does not average: parameters that are trained without it, and backward passes that do not reach it.
+"""Finds gradients that DDP does not average: of parameters that it does not know, and of backward passes without it.
 
 DDP fixes what it reduces when it is built: it hooks onto the gradient accumulators of the parameters that require a
 gradient then. It never looks again. A parameter that is unfrozen, replaced or added later trains on each rank's own
@@ -61,7 +61,7 @@ _CALL_THE_MODEL = (
 
 
 class TrainedParameters:
-    """The parameters that a DDP model reduces, and what has become of them.
+    """The parameters that a DDP model reduces, and changes to them since it was built.
 
     Args:
         model: the DDP model.
@@ -109,7 +109,7 @@ class TrainedParameters:
                 )
 
     def left_behind(self, reducer: Any) -> dict[str, Tensor]:
-        """The gradients of the parameters in `frozen`, by name; of those that have one.
+        """Returns the gradients of the parameters in `frozen`, by name; of those that have one.
 
         In the middle of an accumulation they are this rank's own, which DDP would have averaged later.
 
@@ -135,7 +135,7 @@ class TrainedParameters:
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
     def new_in(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters of a module that this object has not seen, by name."""
+        """Returns the parameters of a module that this object has not seen, by name."""
         seen = {id(p) for known in (self.reduced, self._unreduced) for p in known.values()}
         return {name: p for name, p in module.named_parameters() if id(p) not in seen}
 
@@ -148,7 +148,7 @@ class TrainedParameters:
         self._accumulators = _Accumulators({})
 
     def _of(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters of a module that DDP was not told to ignore, by name."""
+        """Returns the parameters of a module that DDP was not told to ignore, by name."""
         return {name: p for name, p in module.named_parameters() if name not in self._ignored}
 
     def _look(self) -> None:
@@ -230,7 +230,7 @@ class _Tree:
         ]
 
     def has_changed(self) -> bool:
-        """Whether a module or parameter was replaced, added or removed."""
+        """Returns whether a module or parameter was replaced, added or removed."""
         if self._count != _Registrations.count:
             self._count = _Registrations.count
             has_other_single = any(content.get(name) is not value for content, name, value in self._single)
@@ -276,7 +276,7 @@ class _Accumulators:
         self._mark(parameters)
 
     def lost(self) -> list[str]:
-        """Names of the parameters that have another accumulator now, of those that require a gradient."""
+        """Returns the names of the parameters that require a gradient and have another accumulator now."""
         if not self._gone:
             return []
         asked = {name: p for name in sorted(self._gone) if (p := self._parameters.get(name)) is not None}
@@ -415,10 +415,10 @@ class BackwardWatch:
         else:
             self.end_reduction()
 
-    # --- what has happened -------------------------------------------------------------------------------------------
+    # --- findings ----------------------------------------------------------------------------------------------------
 
     def _end_stray(self, reductions: int) -> None:
-        """At the end of a backward pass that no forward pass of DDP has announced."""
+        """Note the end of a backward pass that no forward pass of DDP has announced."""
         self._is_asking = False
         if self._reductions != reductions:
             return
@@ -465,7 +465,7 @@ class BackwardWatch:
         return any(id(p) in self._reduced for group in optimizer.param_groups for p in group["params"])
 
     def _version(self) -> int:
-        """A number that grows whenever a watched parameter is changed in place."""
+        """Returns a number that grows whenever a watched parameter is changed in place."""
         parameters = [parameter for ref in self._watched if (parameter := ref()) is not None]
         return sum(parameter._version for parameter in parameters)
 

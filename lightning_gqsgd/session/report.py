@@ -1,4 +1,4 @@
-"""What is said of a training: at its start what is compressed, and how; at its end, bytes, errors and waiting."""
+"""Reports on a training: the compression at its start, and bytes, errors and waiting at its end."""
 
 from __future__ import annotations
 

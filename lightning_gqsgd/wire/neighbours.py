@@ -159,7 +159,7 @@ def _node(number: int) -> bytes:
 
 
 class _Offer:
-    """What a rank offers to others: memory, and a socket on which they ask for it.
+    """The offer of a rank to others: memory, and a socket on which they ask for it.
 
     Attributes:
         token: the name of the socket.
