@@ -44,7 +44,7 @@ class Steering:
 
     Attributes:
         candidates: the configurations by their bits, widest first, with their reducers chosen.
-        trials: what has been tried and decided; None without ``auto``.
+        trials: trials and decisions so far; None without ``auto``.
         gauge: the noise of the gradients; None without ``bits="auto"``.
         bits: the bits of the latest step; before the first step, those of the first.
         clock: measures the steps of this rank.

@@ -159,7 +159,7 @@ class GQSGDState:
 
     @property
     def _store(self) -> MemoryStore:
-        """What this rank remembers."""
+        """The memory of this rank."""
         return self._parameters.store
 
     @property

@@ -40,7 +40,8 @@ from lightning_gqsgd.session.parameters import Parameter
 
 logger = logging.getLogger(__name__)
 
-#: How parameters come to require a gradient that DDP does not reduce: what is said of them, and what to do.
+#: The words for parameters that require a gradient although DDP does not reduce it: the change, the remedy, and the
+#: change in one word.
 _UNREDUCED = (
     ("requires a gradient, but did not when the model was wrapped", "Unfreeze it", "unfrozen"),
     (

@@ -158,7 +158,7 @@ class GQSGDFSDPState:
         module several times. (Each module counts its own, and that number is the dither's.)"""
         return max(self._reductions.values(), default=0)
 
-    # --- what FSDP calls ---------------------------------------------------------------------------------------------
+    # --- called by FSDP -----------------------------------------------------------------------------------------------
 
     def average(self, group: ShardedGroup, reduced: Tensor) -> None:
         """All-reduce hook: replace gradients by their mean over replicas.
@@ -347,7 +347,7 @@ class GQSGDFSDPState:
             self._scatter.engine.plans.clear()
         self._reductions = defaultdict(partial(int, state["step"]), state["reductions"])
 
-    # --- what the user sees ------------------------------------------------------------------------------------------
+    # --- reports ---------------------------------------------------------------------------------------------------
 
     def report(self) -> str:
         """Returns one line that says what is compressed, to how many bits and in which collectives, and what is not."""

@@ -44,7 +44,7 @@ class GQSGDCallback(MeteredCallback):
         self._meter = Meter(states[-1].telemetry) if states else None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say on rank 0 what compression did."""
+        """Report bytes, bits and waiting on rank 0."""
         for hook in self._handler.states[-1:]:
             if state.is_world_process_zero and hook.telemetry.steps:
                 print_to_stderr(hook.summary_line())

@@ -238,7 +238,7 @@ class Layout:
 
 
 class BlockRun(NamedTuple):
-    """Consecutive blocks of one parameter: what a block table has a row for each of.
+    """Consecutive blocks of one parameter. A block table has a row for each of them.
 
     Predictions of large models work on runs, because their tables would have millions of rows.
 
@@ -371,7 +371,7 @@ def place(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw
 
     Args:
         table: block table, [blocks, COLUMNS].
-        q: what the codes are.
+        q: the quantiser.
         shards: number of shards.
         scale_bytes: bytes of one block's scale in the message, 0 if scales do not travel in it.
         raw_bytes: bytes per uncompressed coordinate.

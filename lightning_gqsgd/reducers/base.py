@@ -79,7 +79,7 @@ Steps = Generator[Sequence[Exchange], None, Count]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a reducer is built for. `config.setting_of` makes it of a configuration.
+    """The setting that a reducer is built for. `config.setting_of` makes it of a configuration.
 
     Attributes:
         reducer: the reducer itself.

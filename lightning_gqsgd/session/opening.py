@@ -67,7 +67,7 @@ def open_engines(
         sides: the process groups, in the meeting's order. All engines share the runner of the first.
         device: device of the tensors.
         timeout: of collectives; None takes that of each group.
-        messages: what errors say of the caller.
+        messages: the words for the caller in errors.
         dtypes: dtypes of the tensors; empty where kernels are compiled later, by `compile_together`.
         prepare: called with the first engine, to make and compile what it needs beside its configurations.
         streams: see `Engine`; 1 if there are several sides.
@@ -121,7 +121,7 @@ def open_agreed(side: Side, key: str, device: torch.device, *, timeout: timedelt
         key: see `Engine`.
         device: device of the tensors.
         timeout: of collectives.
-        messages: what errors say of the caller.
+        messages: the words for the caller in errors.
 
     Raises:
         CollectiveError: a rank did not come in time.

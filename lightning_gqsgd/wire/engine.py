@@ -71,7 +71,7 @@ class Messages:
     """The words for an engine's caller in the engine's errors.
 
     Attributes:
-        owner: what is closed when the engine is.
+        owner: the object that is closed together with the engine, in words.
         remedy: what to do once it is closed.
         differ: why ranks may be at different steps, and what to do then, in whole sentences.
     """
@@ -91,15 +91,16 @@ class Request:
             They differ in ``bits`` alone, and in what follows from that.
         segments: the parameters in the tensor, in order.
         step: number of the step, and of its dither.
-        store: what this rank remembers; None: nothing.
-        agreement: what ranks compare: a card before anything else is sent, or a stamp while messages are under way.
-            In steps whose messages differ from those of other steps, a stamp is compared before anything else, too.
+        store: the memory of this rank; None: it remembers nothing.
+        agreement: a card, which ranks compare before anything else is sent, or a stamp, which they compare while
+            messages are under way. In steps whose messages differ from those of other steps, a stamp is compared before
+            anything else, too.
         bucket: index of the counters.
         ends_step: whether the tensor is the last one of its step.
         compressed: False: everything travels uncompressed.
         varies: whether messages may have other sizes in other steps, so that a stamp is compared before they are sent.
-        watch: what is called with the mean as soon as it is there, on the thread and the stream that complete the job;
-            None: nothing. It changes nothing.
+        watch: a function that is called with the mean as soon as it is there, on the thread and the stream that
+            complete the job, and that leaves the mean as it is; None: there is none.
     """
 
     name: str
@@ -140,8 +141,8 @@ class Engine:
         streams: on a GPU over NCCL, number of streams to work on; 1 if another engine is to work beside this one.
         shares_runner_of: another engine, which was made with one stream. Both engines use the other engine's runner,
             so that their collectives never run at the same time, and both add to the same counters.
-        messages: what errors say of the caller.
-        plan: what cuts tensors into pieces.
+        messages: the words for the caller in errors.
+        plan: the class that cuts tensors into pieces.
         direct: whether the calling thread starts native all-reduces over Gloo itself; see `wire.direct`.
 
     Attributes:
@@ -269,7 +270,7 @@ class Engine:
         return self._submit(self._job(x, starts, request, counters))
 
     def agreed(self, until_step: int = MAX_STEP, *, at_once: bool = False) -> dict[int, Agreed]:
-        """Returns what all ranks know from the stamps of steps, by step, and forgets it.
+        """Returns the numbers that all ranks have agreed on in stamps, by step, and forgets them.
 
         Args:
             until_step: the latest step whose stamps count. If they were exchanged in the step before the last one, or

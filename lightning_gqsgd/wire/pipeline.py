@@ -63,7 +63,7 @@ CLOSE_TIMEOUT_S = 60.0
 #: The context of most work on the CPU. It may be entered by several threads at once.
 _NO_CONTEXT = nullcontext()
 
-#: What starts the steps of a piece.
+#: A function that starts the steps of a piece.
 Start = Callable[[], Steps]
 
 
@@ -204,7 +204,7 @@ class _Piece:
         waiting_for: how many of them are still under way, or 1 while a worker computes.
         is_through: whether nothing is left to be done.
         is_computing: whether a worker computes for the piece.
-        task: what a worker does for the piece, or did last; it may end a little after ``is_computing``.
+        task: the latest work of a worker for the piece; it may end a little after ``is_computing``.
         turn: which of several connections its exchanges take.
         stream: where its work is done, if not on the job's stream.
     """
@@ -247,7 +247,7 @@ class _Piece:
         return True
 
     def compute(self) -> None:
-        """Encode or decode, on any thread: what `resume` does before it starts an exchange. Raises nothing.
+        """Encode or decode, on any thread, as `resume` does before it starts an exchange. Raises nothing.
 
         If an exchange has failed, this computes nonsense, and `resume` raises the exchange's error.
         """
@@ -312,7 +312,7 @@ def _pieces_of(job: Job, communicator: Communicator) -> list[_Piece]:
 
 
 class Runner(Protocol):
-    """The interface of what runs jobs."""
+    """The interface of the runners of jobs."""
 
     def submit(self, communicator: Communicator, job: Job) -> None:
         """Start a job; jobs of a communicator are submitted in the same order on every rank."""

@@ -57,7 +57,7 @@ def check_parameters(trained: Mapping[str, Tensor]) -> None:
 
 
 class _Piece(NamedTuple):
-    """Some coordinates, what reduces them, and where to sample them; nothing is sampled of what is not compressed."""
+    """A run of coordinates, their reducer, and where to sample them; only compressed pieces are sampled."""
 
     part: slice
     reducer: HasSteps
@@ -114,7 +114,7 @@ class Plan:
             x: flat tensor, [numel].
             rank: this rank.
             step: number of the step, and of its dither.
-            store: what this rank remembers.
+            store: the memory of this rank.
             counters: of the bucket.
             telemetry: of the process.
         """
@@ -148,7 +148,7 @@ class Plan:
         Args:
             gradients: a flat tensor for each rank.
             step: number of the step, and of its dither.
-            stores: what each rank remembers.
+            stores: the memory of each rank.
             only_first: replace rank 0's gradient only, and leave the others in any state.
         """
         keys = StepKeys.of(self.setting.seed, step, self.setting.ranks)
