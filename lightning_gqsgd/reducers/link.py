@@ -9,6 +9,7 @@ step that overflows on one rank leaves no trace on any.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -68,34 +69,34 @@ class Link:
         self.kernels_find_scales = kernels_find_scales(self.codec, self.scale_rule)
         self.rotates = setting.rotates
 
-    @property
+    @cached_property
     def plain(self) -> bool:
-        """Returns whether the link only computes scales and codes, apart from a rotation, and the kernels do both."""
+        """Whether the link only computes scales and codes, apart from a rotation, and the kernels do both."""
         return self.recursion is None and self.kernels_find_scales
 
-    @property
+    @cached_property
     def remembers(self) -> bool:
-        """Returns whether a sender remembers what its messages lose."""
+        """Whether a sender remembers what its messages lose."""
         return self.recursion is not None
 
-    @property
+    @cached_property
     def shares(self) -> bool:
-        """Returns whether all ranks share one reference. No rank then remembers what its own message has lost."""
+        """Whether all ranks share one reference. No rank then remembers what its own message has lost."""
         return self.recursion is not None and self.recursion.shared
 
-    @property
+    @cached_property
     def fuses(self) -> bool:
-        """Returns whether the kernels rotate in encoding and decoding: nothing else needs the turned coordinates."""
+        """Whether the kernels rotate in encoding and decoding: nothing else needs the turned coordinates."""
         return self.rotates and self.plain and self.scales_travel and not self.shares_scales
 
-    @property
+    @cached_property
     def turns(self) -> bool:
-        """Returns whether the rotation is a pass of its own over the coordinates."""
+        """Whether the rotation is a pass of its own over the coordinates."""
         return self.rotates and not self.fuses
 
-    @property
+    @cached_property
     def needs_copy(self) -> bool:
-        """Returns whether a sender changes its input in place, so that it needs a copy in the compute dtype."""
+        """Whether a sender changes its input in place, so that it needs a copy in the compute dtype."""
         return self.remembers or self.turns
 
     def part_for_owners(self, layout: Layout, rank: int) -> Part:
