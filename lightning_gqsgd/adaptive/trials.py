@@ -49,7 +49,7 @@ Predictor = Callable[[Mapping[int, Measured]], Mapping[int, "float | None"]]
 
 
 class PlainDDP(NamedTuple):
-    """Whether plain DDP can take the hook's place, as far as that is known on all ranks (see `plain`).
+    """The knowledge of all ranks on whether plain DDP can take the hook's place (see `plain`).
 
     Attributes:
         obstacle: why it cannot, in a few words; empty: nothing prevents it; None: nobody has looked.

@@ -84,7 +84,7 @@ class Averager(ABC):
         """
 
     def state(self) -> dict[str, Tensor]:
-        """Return the memory by name: the tensors themselves, not copies."""
+        """Returns the memory by name: the tensors themselves, not copies."""
         return {}
 
     def take(self, state: Mapping[str, Tensor]) -> None:
