@@ -59,7 +59,6 @@ HIGH_PRIORITY = -1
 #: How long to wait for the thread when closing; it never waits for the network itself.
 CLOSE_TIMEOUT_S = 60.0
 
-
 #: The context of most work on the CPU. It may be entered by several threads at once.
 _NO_CONTEXT = nullcontext()
 
