@@ -80,8 +80,8 @@ def pipeline_times(communicator: Communicator, costs: Costs, bits: int) -> Pipel
     """Time pieces that go through the pipeline in two shots. All ranks call this, over Gloo.
 
     Args:
-        communicator: what collectives run on.
-        costs: what kernels take alone.
+        communicator: runs the collectives.
+        costs: the costs of kernels that run alone.
         bits: of the codes of the default codec; their costs are given.
     """
     config = resolve(GQSGDConfig(bits=bits, reducer="two_shot", sample_every=0), communicator.size)
