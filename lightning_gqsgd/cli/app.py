@@ -90,7 +90,7 @@ def presets(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what each preset sends, remembers and guarantees at a number of ranks; local steps, optimizers, topologies."""
+    """Show what each preset sends, remembers and guarantees; also local steps, optimizers and topologies."""
     from lightning_gqsgd.cli import asking
     from lightning_gqsgd.errors import check_integer
     from lightning_gqsgd.presets import PRESETS
