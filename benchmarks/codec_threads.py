@@ -31,8 +31,7 @@ from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.base import Exchange
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.compiling import compile_kernels
-from lightning_gqsgd.wire.job import Job
-from lightning_gqsgd.wire.pipeline import Sequencer
+from lightning_gqsgd.wire.pipeline import Job, Sequencer
 from lightning_gqsgd.wire.plan import Plan
 from lightning_gqsgd.wire.telemetry import Telemetry
 from lightning_gqsgd.wire.workers import MOST

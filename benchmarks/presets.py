@@ -35,8 +35,8 @@ from torch.nn import functional as F
 
 from benchmarks import accuracy
 from benchmarks.report import RESULTS, Report, present
-from lightning_gqsgd.cli import local, systems
 from lightning_gqsgd.cli.facts import HEADINGS, NOTES, facts_of, notes
+from lightning_gqsgd.cli.listing import LOCAL_STEPS, OTHER_SYSTEMS
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import FIXED, LOCAL_PRESETS, PRESETS, make_config
@@ -377,8 +377,8 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
         *_markdown(HEADINGS, [preset_facts.row() for preset_facts in described], numbers=(1, 2, 4)),
         "",
         *_spaced(notes(described)[len(NOTES) :]),
-        *local.LISTING.markdown(),
-        *systems.LISTING.markdown(),
+        *LOCAL_STEPS.markdown(),
+        *OTHER_SYSTEMS.markdown(),
         *left_out(),
     ]
     errors_page, picture = path.with_name(ERRORS), path.with_suffix(".png")

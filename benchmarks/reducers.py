@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import PropertyMock, patch
 
 import torch
 import torch.distributed as dist
@@ -33,17 +32,16 @@ from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_sec
 from benchmarks.report import Report
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
-from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.kernels.layout import Part, Segment
 from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
-from lightning_gqsgd.reducers import link, new_store, stages, summed, tree, two_shot
+from lightning_gqsgd.reducers import new_store, stages
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.session.nodes import layouts, with_nodes
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.compiling import compile_kernels
-from lightning_gqsgd.wire.job import Job
 from lightning_gqsgd.wire.meeting import Meeting
-from lightning_gqsgd.wire.pipeline import release, runner_for
+from lightning_gqsgd.wire.pipeline import Job, release, runner_for
 from lightning_gqsgd.wire.plan import Plan
 from lightning_gqsgd.wire.telemetry import Telemetry
 
@@ -117,9 +115,7 @@ class Bench:
         job.future.wait()
 
     def _run_bare(self, run: Callable[[], None]) -> None:
-        with ExitStack() as stack:
-            for module in (link, summed, tree, two_shot):
-                stack.enter_context(patch.object(module, "kernels_for", return_value=IDLE))
+        with patch.object(Part, "kernels", new_callable=PropertyMock, return_value=IDLE):
             run()
 
 

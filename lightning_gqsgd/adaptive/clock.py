@@ -1,4 +1,4 @@
-"""How long steps take on one rank, and which of them can be compared."""
+"""Measures the length of steps on one rank, and tells which of them can be compared."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ class StepClock:
             self._begun += seconds
 
     def interrupt(self) -> None:
-        """The step under way does not count."""
+        """Leave the step under way out."""
         self._begun = None

@@ -1,4 +1,4 @@
-"""How few bits the noise of the gradients allows: the gradient noise scale, and the error of rounding beside it.
+"""Finds the fewest bits that the noise of gradients allows, from the gradient noise scale and the error of rounding.
 
 `NoiseGauge` is a state machine without processes or tensors. Its inputs are sums that all ranks know, so ranks that
 give it the same sums get the same numbers of bits.
@@ -68,7 +68,7 @@ class NoiseSums(NamedTuple):
 
     @property
     def is_usable(self) -> bool:
-        """Whether all numbers are finite, and the gradient is not zero."""
+        """Returns whether all numbers are finite, and the gradient is not zero."""
         return all(map(math.isfinite, (self.square, self.inner, *self.errors))) and self.square > 0
 
     @classmethod
@@ -85,7 +85,7 @@ class NoiseSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Way:
-    """How the messages of one candidate are averaged.
+    """The way in which the messages of one candidate are averaged.
 
     Attributes:
         reducer: ``"native"``, ``"bf16"``, ``"gather"`` or ``"two_shot"``.
@@ -230,7 +230,7 @@ class NoiseGauge:
         return {"bits": list(self.ways), "floor": self.floor, "count": self.count, "sums": list(self._sums)}
 
     def resume(self, state: object, *, is_same_world: bool) -> None:
-        """Begin with what `state` gave; with nothing, if ``state`` is None or has other numbers of bits.
+        """Restore a `state`. Start anew if it is None or has other numbers of bits.
 
         Args:
             state: from `state`.

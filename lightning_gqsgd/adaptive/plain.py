@@ -18,8 +18,10 @@ before one step and read before the next, so no rank waits for it.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from lightning_gqsgd.session.copies import on_gradients, remove_all
 from lightning_gqsgd.spec.decisions import Rules
 from lightning_gqsgd.wire.agreement import Stamp, StepCounter
 from lightning_gqsgd.wire.engine import Engine
-from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.pipeline import Job
 
 #: Attributes of a DDP model, beyond the documented ones, that are needed to build its Reducer anew.
 _NEEDED = (
@@ -56,7 +58,7 @@ Hook = tuple[Any, Callable[..., Any]]
 
 
 def obstacle(model: DistributedDataParallel) -> str:
-    """Returns why plain DDP cannot take the hook's place on a model, in a few words; empty if it can."""
+    """Returns the reason why plain DDP cannot take the hook's place on a model, in a few words; empty if it can."""
     missing = [name for name in _NEEDED if not hasattr(model, name)]
     missing += [] if hasattr(torch._C, "_current_graph_task_id") else ["torch._C._current_graph_task_id"]
     missing += [] if hasattr(getattr(model, "reducer", None), "_remove_autograd_hooks") else ["_remove_autograd_hooks"]
@@ -103,10 +105,10 @@ def rebuild_reducer(model: DistributedDataParallel, reduced: Sequence[Tensor], h
 
 
 def _build_anew(model: DistributedDataParallel, reduced: Sequence[Tensor], hook: Hook | None) -> bool:
-    """`rebuild_reducer`, where all of the parameters require a gradient."""
+    """Build the Reducer anew, where all of the parameters require a gradient; see `rebuild_reducer`."""
     built = zip(*model._build_params_for_reducer(), strict=True)
     known = set(map(id, reduced))
-    # One that was unfrozen since is not reduced, which `trained.TrainedParameters.check` refuses.
+    # A parameter that was unfrozen since is not reduced; `ddp.unaveraged.TrainedParameters.check` refuses it.
     kept = [(parameter, is_sparse) for parameter, is_sparse in built if id(parameter) in known]
     parameters = [parameter for parameter, _ in kept]
     expects_sparse = [is_sparse for _, is_sparse in kept]
@@ -178,7 +180,7 @@ class PlainPath:
         self._goes_back = False
         # Any parameter may be one that a backward pass does not use, if DDP allows for such parameters.
         watched = self._parameters if model.find_unused_parameters else self._parameters[-1:]
-        self._handles = on_gradients(watched, model, self, PlainPath._count_gradient)
+        self._handles = on_gradients(watched, model, partial(_count_gradient, weakref.ref(self)))
 
     def forget_comparison(self) -> None:
         """Draw no conclusion from a comparison that is under way: the step was set, perhaps by a state that was loaded.
@@ -242,7 +244,7 @@ class PlainPath:
         if self._goes_back:
             self._return_to_hook(model, stamp.step, hook)
 
-    def _count_gradient(self) -> None:
+    def count_gradient(self) -> None:
         """Count a backward pass that a forward pass has announced, at its first watched gradient."""
         if not self._expects:
             return
@@ -303,3 +305,10 @@ class PlainPath:
         self._steps.compares_first = True  # before the hook sends anything again
         self._steering.end_plain()
         self._steering.say(f"the hook carries the gradients again from step {step} on")
+
+
+def _count_gradient(path: weakref.ref[PlainPath], _: Tensor) -> None:
+    """Hook on a watched parameter, for as long as the path is there."""
+    here = path()
+    if here is not None:
+        here.count_gradient()

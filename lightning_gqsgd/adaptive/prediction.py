@@ -1,4 +1,4 @@
-"""How long steps at other numbers of bits will take, predicted from steps of the training itself.
+"""Predicts the length of steps at other numbers of bits from steps of the training itself.
 
 The performance model (`predict.model`) needs to know what a rank computes, and what the link and the codec cost.
 `StepPredictor` takes all of that from steps that were measured:
@@ -66,7 +66,7 @@ class StepPredictor:
         self._ranks = ranks
 
     def __call__(self, measured: Mapping[int, Measured]) -> dict[int, float | None]:
-        """Seconds of a step at every number of bits; None: there is no prediction.
+        """Returns the seconds of a step at every number of bits; None: there is no prediction.
 
         Args:
             measured: the medians of the widths that were measured so far.
@@ -99,7 +99,7 @@ class _Model:
     """
 
     def __init__(self, candidates: Mapping[int, GQSGDConfig], ranks: int, compute_s: float, backward_s: float) -> None:
-        # Only trainings that try several widths need the model.
+        # Imported here, because only trainings that try several widths need the model.
         from lightning_gqsgd.predict.timeline import Bucket, Timeline
 
         self._candidates = candidates
@@ -113,14 +113,14 @@ class _Model:
         self._codecs = [codec_name(codec_of(c).quantiser(c.block_size).kind, c.num_bits) for c in coded]
 
     def largest_beta_s(self, step_s: float) -> float:
-        """A cost of a byte at which 32 bits take longer than ``step_s``, whatever is hidden."""
+        """Returns a cost of a byte at which a step of 32 bits takes longer than ``step_s``, even if it hides a part."""
         from lightning_gqsgd.predict.model import predict
 
         sent = predict(self._timeline, self._costs(0.0, 0.0), self._ranks, self._candidates[32]).sent_bytes
         return 2 * step_s / sent
 
     def step_s(self, bits: int, beta_s: float, gamma_s: float) -> float:
-        """Seconds of a step."""
+        """Returns the seconds of a step."""
         from lightning_gqsgd.predict.model import predict
 
         costs = self._costs(beta_s, gamma_s)
@@ -135,7 +135,7 @@ class _Model:
 
 
 def _solved(excess: Callable[[float], float], most: float) -> float:
-    """The number from 0 to ``most`` at which a growing function changes its sign; 0 or ``most``, if it has none."""
+    """Returns the root of a growing function between 0 and ``most``, by bisection; if it has none, the nearer end."""
     if excess(0.0) >= 0 or most <= 0:
         return 0.0
     low = 0.0

@@ -55,7 +55,7 @@ class Taken(NamedTuple):
     """A sample of one bucket, before the bucket is reduced.
 
     Attributes:
-        runs: where the coordinates are.
+        runs: the coordinates, by parameter.
         values: the rank's own gradient there, one run after the other, in the compute dtype of sums: fp64.
         original: the same in the gradient's dtype.
         step: number of the step.
@@ -113,7 +113,7 @@ class GradientSampler:
             self._own[run.parameter] = sums * run.weight
 
     def watch(self, taken: Taken) -> Callable[[Tensor], None]:
-        """Returns the function to call with the bucket's mean as soon as the mean is there."""
+        """Returns a function that takes the bucket's mean, and adds its products with the sample to the sums."""
 
         def add(mean: Tensor) -> None:
             if mean.is_cuda:  # another stream made the sample, and its memory is not to be used again before this one

@@ -40,11 +40,11 @@ class Steering:
     Args:
         config: a configuration whose bits are chosen while training.
         ranks: number of ranks.
-        says: whether this rank says decisions to people.
+        says: whether this rank announces decisions.
 
     Attributes:
         candidates: the configurations by their bits, widest first, with their reducers chosen.
-        trials: what has been tried and decided; None without ``auto``.
+        trials: trials and decisions so far; None without ``auto``.
         gauge: the noise of the gradients; None without ``bits="auto"``.
         bits: the bits of the latest step; before the first step, those of the first.
         clock: measures the steps of this rank.
@@ -100,17 +100,17 @@ class Steering:
         return self._total_bits / self._total_steps if self._total_steps else math.nan
 
     def compile(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Compile what measures the noise of gradients, so that no step waits for a compiler."""
+        """Compile the kernels that measure the noise of gradients, so that no step waits for a compiler."""
         if self.gauge is not None and self._ranks > 1:
             self.sampler.compile(dtype, device)
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def receive(self, agreed: Mapping[int, Agreed]) -> None:
-        """Take what all ranks know from stamps, by the step that they were exchanged in.
+        """Take the agreed stamps of all ranks, by the step in which they were exchanged.
 
-        Stamps without numbers are those of steps that plain DDP has carried. One that nobody has read since, because a
-        state was loaded or the model was wrapped anew, says nothing of the hook's steps.
+        Stamps without numbers are those of steps that plain DDP has carried, and are left out: they say nothing of the
+        hook's steps. One may be left unread where a state was loaded or the model was wrapped anew.
         """
         self._inbox |= {number: told for number, told in agreed.items() if any(told.numbers)}
 
@@ -140,14 +140,14 @@ class Steering:
         return Stamp(self.config.seed, step, digest_of(f"{digest} {self.bits}"), period_us, numbers)
 
     def take(self, x: Tensor, segments: Sequence[Segment], step: int) -> Taken | None:
-        """Copy what is to be measured of a bucket before it is reduced; None: nothing is."""
+        """Copy the sample of a bucket before it is reduced; None: nothing is measured in this step."""
         if self.gauge is None or self._ranks == 1 or step % self.gauge.rules.every:
             return None
         self._measuring = step
         return self.sampler.take(x, segments, step, self.config.seed)
 
     def choice(self) -> dict[str, float]:
-        """The latest step in numbers, for telemetry: ``bits``; ``trying`` and ``plain``, with ``auto``;
+        """Returns the latest step in numbers, for telemetry: ``bits``; ``trying`` and ``plain``, with ``auto``;
         ``noise_scale``, in batches of one rank, and ``predicted_step_s`` of these bits, where they are known."""
         values: dict[str, float] = {"bits": self.bits}
         if self.trials is not None:
@@ -158,7 +158,7 @@ class Steering:
         return values if predicted is None else {**values, "predicted_step_s": predicted}
 
     def _use(self, compared_in: int, agreed: Agreed, step: int) -> None:
-        """Let what was compared in an earlier step decide from ``step`` on."""
+        """Let the stamps of an earlier step decide from ``step`` on."""
         waits = [row[:2] for row in agreed.numbers]
         sums = [row[2:] for row in agreed.numbers]
         if self.trials is not None:
@@ -187,7 +187,7 @@ class Steering:
         return self.bits if self.gauge is None else self.gauge.floor
 
     def _say_from(self, known: int) -> None:
-        """Say the decisions beyond those that were known, if this rank says anything."""
+        """Announce the decisions after the first ``known`` ones."""
         for decision in self.decisions[known:]:
             self.say(self._described(decision))
 
@@ -231,7 +231,7 @@ class Steering:
         self._plain = self._plain._replace(obstacle=obstacle)
 
     def begin_plain(self) -> None:
-        """Plain DDP has taken the hook's place. What was measured of the hook's steps does not count any more."""
+        """Note that plain DDP has taken the hook's place, and forget the lengths of the hook's steps."""
         assert self.trials is not None
         self.trials.begin_rest()
         self.is_plain = True
@@ -240,7 +240,7 @@ class Steering:
         self.clock.interrupt()
 
     def end_plain(self) -> None:
-        """The hook is in its place again."""
+        """Note that the hook is in its place again."""
         if self.trials is not None:
             self.trials.end_rest()
         self.is_plain = False
@@ -252,7 +252,7 @@ class Steering:
         self._total_steps += 1
 
     def watch_plain(self, steps: int, period_us: int, step: int) -> None:
-        """Take what all ranks know of steps that plain DDP has carried; afterwards, `rests` is False if it has to end.
+        """Take the agreed length of plain DDP's steps. Afterwards, `rests` is False if plain DDP has to end.
 
         Args:
             steps: their number since the last call.
@@ -302,7 +302,7 @@ class Steering:
         return state
 
     def resume(self, state: object) -> None:
-        """Begin with what `state` gave; with nothing, if ``state`` is None.
+        """Restore a `state`. Start anew if it is None.
 
         Raises:
             ConfigError: ``state`` is no such state.
@@ -363,16 +363,16 @@ class Steering:
     # --- what the user sees ------------------------------------------------------------------------------------------
 
     def announce(self, say: Callable[[str], None]) -> None:
-        """Let ``say`` say decisions from now on, if this rank says anything."""
+        """Announce decisions by ``say`` from now on, on the rank that announces them."""
         self._say = say if self._say is not None else None
 
     def say(self, text: str) -> None:
-        """Say a line to people, if this rank says anything."""
+        """Announce a line, if this rank announces anything."""
         if self._say is not None:
             self._say(f"gqsgd: {text}")
 
     def report(self, ranks: int) -> str:
-        """Returns one line for people."""
+        """Returns a line on the bits that are allowed, their average so far, and the latest decision."""
         allowed = ", ".join(map(str, self.candidates))
         rules = ["whichever makes steps shortest"] if self.trials is not None else []
         if self.gauge is not None:

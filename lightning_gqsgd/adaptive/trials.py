@@ -1,4 +1,4 @@
-"""Try, stay, watch: which of several candidates each step uses, decided from the lengths of earlier steps.
+"""Chooses the candidate of each step from the lengths of earlier steps: try, stay, watch.
 
 `Trials` is a state machine without processes, clocks or tensors. Its inputs are the lengths of steps that all ranks
 know, and its output is the candidate of each step. Ranks that give it the same inputs get the same outputs.
@@ -44,12 +44,12 @@ from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.spec.decisions import LAG, Decision, Rules, positive, width
 
-#: What predicts the seconds of a step at every number of bits, from those that were measured; see `prediction`.
+#: Predicts the seconds of a step at every number of bits, from those that were measured; see `prediction`.
 Predictor = Callable[[Mapping[int, Measured]], Mapping[int, "float | None"]]
 
 
 class PlainDDP(NamedTuple):
-    """Whether plain DDP can take the hook's place, as far as that is known on all ranks (see `plain`).
+    """The knowledge of all ranks on whether plain DDP can take the hook's place (see `plain`).
 
     Attributes:
         obstacle: why it cannot, in a few words; empty: nothing prevents it; None: nobody has looked.
@@ -65,7 +65,7 @@ class PlainDDP(NamedTuple):
         return self.obstacle == "" and self.is_countable
 
     def after_native(self) -> str:
-        """Returns what the reason of a decision for 32 bits says of the hook's place."""
+        """Returns the part of a decision's reason that says whether plain DDP takes the hook's place."""
         if self.obstacle is None:
             return ""
         return f"; the hook stays, because of {self.obstacle}" if self.obstacle else "; plain DDP takes over"
@@ -81,14 +81,14 @@ class Trials:
     Args:
         allow: the candidates, by their bits.
         rules: the numbers.
-        predictor: what predicts the lengths of steps; None: nothing does.
+        predictor: predicts the lengths of steps; None: there are no predictions.
 
     Attributes:
         allow: the candidates, widest first.
         permitted: those of them that may be used at present.
         bits: the candidate of the latest step, at first the widest.
         decisions: the ends of all trials and all other changes of bits, in order.
-        state: what is done at present, see `states`.
+        state: the present state, see `states`.
     """
 
     def __init__(self, allow: Sequence[int], rules: Rules | None = None, predictor: Predictor | None = None) -> None:
@@ -193,8 +193,8 @@ class Trials:
             self._enter(Stay())
 
     def rest(self, steps: int, seconds: float | None, step: int) -> None:
-        """Let steps pass for which `choose` was not called. Afterwards, `is_resting` is False if a trial has begun, or
-        if other bits were taken.
+        """Count steps for which `choose` was not called. Afterwards, `is_resting` is False if a trial has begun, or if
+        other bits were taken.
 
         Args:
             steps: their number since the last call.

@@ -1,4 +1,4 @@
-"""Decisions of `auto` in words, and where they are said if no framework prints for a training."""
+"""Decisions of `auto` in words, and the default way to announce them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def say(text: str) -> None:
 
 
 def print_to_stderr(text: str) -> None:
-    """Print a line to stderr, if that is open: a training should not end because nobody can read of it."""
+    """Print a line to stderr. Nothing is raised if stderr is closed, because that should not end a training."""
     with suppress(OSError, ValueError):  # closed at its other end, or at this one
         print(text, file=sys.stderr, flush=True)
 

@@ -66,12 +66,12 @@ class Question:
     codec: str | None
 
     def given(self) -> list[str]:
-        """The names of the options that were given."""
+        """Returns the names of the options that were given."""
         names = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         return ["--" + name.replace("_", "-") for name in names]
 
     def cluster(self) -> Cluster:
-        """What the options say. The model comes last, because it may take long to build.
+        """Returns the cluster that the options describe. The model comes last, because it may take long to build.
 
         Raises:
             ConfigError: options that make no cluster, or that have no effect.
@@ -108,7 +108,7 @@ class Question:
         return Cluster(timeline, costs_at, nodes, per_node, batch, link_rate, tuple(filter(None, notes)), words)
 
     def _inside(self, codec: str, probe: Probe | None, link: Link) -> Link:
-        """The link between the ranks of a node: at the rate that is given, or else that of the device."""
+        """Returns the link between the ranks of a node, at the rate of ``--intra``, or else at that of the device."""
         inside = inside_of(_device(codec, probe), link)
         return replace(inside, bytes_per_s=bytes_per_second(self.intra, "--intra")) if self.intra else inside
 
@@ -127,7 +127,7 @@ class Question:
         )
 
     def _check_effects(self) -> None:
-        """Check that no option is given that nothing would read.
+        """Check that no option is given that would have no effect.
 
         Raises:
             ConfigError: there is one.
@@ -143,7 +143,7 @@ class Question:
             )
 
     def _network(self, codec: str, probe: Probe | None, per_node: int) -> tuple[Any, float | None]:
-        """What `Cluster.costs_at` and `Cluster.link` are.
+        """Returns `Cluster.costs_at` and `Cluster.link`.
 
         Raises:
             ConfigError: a rate or a latency is none, or the probe has other nodes.
@@ -163,7 +163,7 @@ class Question:
         return over_probe(costs, probe.ranks, per_node), None
 
     def _measured(self, probe: Probe | None) -> Timeline:
-        """The timeline of the probe.
+        """Returns the timeline of the model that the probe has measured.
 
         Raises:
             ConfigError: there is none, or none of this model.
@@ -179,7 +179,7 @@ class Question:
         )
 
     def _batch_of(self, timeline: Timeline) -> int | None:
-        """Samples of each rank in a step that was measured; None: neither the probe nor an option says them.
+        """Returns the samples of each rank in a measured step; None: neither the probe nor an option says them.
 
         Raises:
             ConfigError: the option is not what was measured.
@@ -195,7 +195,7 @@ class Question:
         return measured
 
     def _estimated(self, backward: str) -> tuple[Timeline, list[str]]:
-        """When buckets are ready in a backward pass of a given length, and how sure that is.
+        """Returns when buckets are ready in a backward pass of a given length, and notes on how sure that is.
 
         Raises:
             ConfigError: no model, one that cannot be built, or a time that is none.
@@ -213,12 +213,12 @@ class Question:
 
 
 def _device(codec: str, probe: Probe | None) -> str:
-    """The name of the device whose codec is meant."""
+    """Returns the name of the device whose codec is meant, in lower case."""
     return probe.device.lower() if codec == MEASURED and probe is not None else codec
 
 
 def _costs(codec: str, probe: Probe | None, collectives: dict[str, Any]) -> Costs:
-    """The costs of a codec, with given costs of collectives."""
+    """Returns the costs of a codec, with given costs of collectives."""
     if codec == MEASURED:
         assert probe is not None
         return replace(probe.costs, collectives=collectives)
@@ -226,7 +226,7 @@ def _costs(codec: str, probe: Probe | None, collectives: dict[str, Any]) -> Cost
 
 
 def _note(codec: str, probe: Probe | None, *, is_assumed: bool) -> str:
-    """Whose codec it is, and where its speed is from."""
+    """Returns a note on the codec: the device that it runs on, and the source of its speed."""
     if codec == MEASURED:
         assert probe is not None
         return f"codec: measured on {probe.device}"
@@ -235,7 +235,7 @@ def _note(codec: str, probe: Probe | None, *, is_assumed: bool) -> str:
 
 
 def _note_on_tables(tables: Mapping[str, int], numel: int) -> str:
-    """What the predictions leave out of tables with sparse gradients; empty if there are none."""
+    """Returns a note that predictions count tables with sparse gradients as dense; empty if there are none."""
     if not tables:
         return ""
     first, *others = tables
@@ -247,7 +247,7 @@ def _note_on_tables(tables: Mapping[str, int], numel: int) -> str:
 
 
 def table(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | None) -> Table:
-    """The predictions, one in a row; ``local``: that of local steps, if there is one."""
+    """Returns a table with a row for each prediction; ``local``: that of local steps, if there is one."""
     made = Table(
         title=f"{cluster.timeline.name}, {cluster.timeline.numel / 1e6:.1f} M parameters, "
         f"{cluster.nodes} × {cluster.per_node} ranks{', ' * bool(cluster.codec)}{cluster.codec}: predicted",
@@ -286,25 +286,25 @@ def table(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | Non
 
 
 def _interval(candidate: Candidate) -> str:
-    """The interval of a step in milliseconds, without decimals from a tenth of a second on."""
+    """Returns the interval of a step in milliseconds, as text; without decimals from a tenth of a second on."""
     if candidate.interval is None:
         return "–"
     return " to ".join(f"{1e3 * end:.{0 if end >= 0.1 else 1}f}" for end in candidate.interval)
 
 
 def _samples_per_s(cluster: Cluster, candidate: Candidate) -> float | None:
-    """Samples per second of all ranks; None: nobody knows the batch."""
+    """Returns the samples per second of all ranks; None: the batch is not known."""
     return None if cluster.batch is None else candidate.prediction.throughput(cluster.batch, cluster.ranks)
 
 
 def lines(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | None) -> list[str]:
-    """The recommendation, local steps where they help more, and how sure the numbers are."""
+    """Returns the recommendation, advice on local steps where they help more, and notes on how sure that is."""
     advice = [recommendation(choices), advice_on_local_steps(choices, local)]
     return [*filter(None, advice), *(f"Note: {note}." for note in cluster.notes)]
 
 
 def to_dict(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | None, sweeps: Sweeps) -> dict[str, Any]:
-    """Plain values only."""
+    """Returns all of it as plain values."""
     limit = break_even(sweeps.rates)
     return {
         "model": cluster.timeline.name,
@@ -329,7 +329,7 @@ def to_dict(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | N
 
 
 def _rate(cluster: Cluster, factor: float) -> dict[str, float | None]:
-    """A rate of the links: as a factor, and in bits per second where the rate was given and not measured."""
+    """Returns a rate of the links as a factor, and in bits per second; None where the rate was measured."""
     return {"factor": factor, "link_bit_per_s": None if cluster.link is None else 8 * cluster.link * factor}
 
 

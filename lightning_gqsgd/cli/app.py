@@ -90,7 +90,7 @@ def presets(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What each preset sends, remembers and guarantees at a number of ranks; local steps, optimizers, topologies."""
+    """Show what each preset sends, remembers and guarantees; also local steps, optimizers and topologies."""
     from lightning_gqsgd.cli import asking
     from lightning_gqsgd.errors import check_integer
     from lightning_gqsgd.presets import PRESETS
@@ -100,10 +100,11 @@ def presets(
         if name is not None:
             asking.check_name(name)
     # Here, not above: they import torch, which takes seconds.
-    from lightning_gqsgd.cli import facts, local, systems, tables
+    from lightning_gqsgd.cli import facts, tables
+    from lightning_gqsgd.cli.listing import LOCAL_STEPS, OTHER_SYSTEMS
     from lightning_gqsgd.config import GQSGDConfig
 
-    listings = (local.LISTING, systems.LISTING)
+    listings = (LOCAL_STEPS, OTHER_SYSTEMS)
     for listing in listings:
         if name is not None and name in listing.names:
             if as_json:

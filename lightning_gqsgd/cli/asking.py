@@ -1,4 +1,4 @@
-"""What ``gqsgd`` refuses before anything heavy is imported: names, and options that are missing."""
+"""Checks of names and options, which ``gqsgd`` makes before it imports anything that takes long."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, bits_of_name, did_you_mean_preset
 from lightning_gqsgd.research.systems import SYSTEMS
 
-#: The most ranks of which facts are told: each of them is an owner of a shard, which takes memory and time.
+#: The most ranks for which ``gqsgd presets`` computes facts: each owns a shard, which takes memory and time.
 MOST_RANKS = 4096
 
 
@@ -40,7 +40,7 @@ def check_system(name: str) -> None:
 
 
 def unknown(name: str) -> ConfigError:
-    """The error for a name that is no preset."""
+    """Returns the error for a name that is no preset, with the names that may be meant."""
     if bits_of_name(name) is not None:
         return ConfigError(f"unknown preset {name!r}{did_you_mean_preset(name, ())} (presets: {', '.join(PRESETS)})")
     near = difflib.get_close_matches(name, (*PRESETS, *LOCAL_PRESETS, *SYSTEMS), n=3, cutoff=0.4)
@@ -49,10 +49,10 @@ def unknown(name: str) -> ConfigError:
 
 
 def check_network(probe: Path | None, link: str | None) -> None:
-    """Check that ``gqsgd advise`` is told of a network.
+    """Check that one of the options of ``gqsgd advise`` describes a network.
 
     Raises:
-        ConfigError: by neither of its options.
+        ConfigError: neither of them is given.
     """
     if probe is None and link is None:
         raise ConfigError("nothing is known of the network; give --probe FILE of `gqsgd probe`, or --link, e.g. 10gbit")

@@ -1,4 +1,4 @@
-"""The command ``gqsgd bench`` as one of a launcher's ranks, and its output."""
+"""The command ``gqsgd bench``: its measurements, as one of a launcher's ranks, and its output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRAINING = "training"
 CHOICES = (*PARTS, TRAINING)
 #: MiB of the gradient that is averaged, where nobody says another number.
 MEGABYTES = 25.0
-#: What answers for a network. Whoever has torch has its model.
+#: A command that predicts steps over a network. Its model comes with torch.
 ADVICE = "gqsgd advise --link 10gbit --backward 120ms --model torch.nn:Transformer"
 _ON_ONE_MACHINE = (
     "Ranks on one machine share its memory, so nothing is gained there;\n"
@@ -50,12 +50,12 @@ class Training:
     steps: tuple[WayTime, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Returns the measurements as plain values."""
         return asdict(self)
 
 
 def check(part: str | None, megabytes: float | None) -> None:
-    """Check what is to be measured, before anything starts.
+    """Check the arguments before anything starts.
 
     Raises:
         ConfigError: there is no such part, or it has no gradient whose size could be given.
@@ -93,7 +93,7 @@ def run_rank(part: str | None, megabytes: float | None, rounds: int) -> Bench | 
 
 @contextmanager
 def _progress(words: str, total: int) -> Iterator[Callable[[], object]]:
-    """A bar on rank 0's terminal; the function moves it on by one."""
+    """Show a progress bar on rank 0's terminal. Yields a function that moves it on by one."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     console = Console(stderr=True, quiet=dist.get_rank() != 0)
     with Progress(*columns, console=console, transient=True) as progress:
@@ -102,14 +102,14 @@ def _progress(words: str, total: int) -> Iterator[Callable[[], object]]:
 
 
 def parts_of(made: Bench | Training) -> list[RenderableType]:
-    """What was measured, for people: tables, and what they do and do not say."""
+    """Returns the tables of a measurement, and the note below them."""
     if isinstance(made, Training):
         return [_table_of_steps(made), _note_on_steps(made)]
     return [*tables(made), note(made)]
 
 
 def tables(made: Bench) -> list[Table]:
-    """Kernels and all-reduces, as far as they were measured."""
+    """Returns the tables of kernels and of all-reduces, as far as they were measured."""
     return [
         *([_table_of_kernels(made)] if made.kernels else []),
         *([_table_of_reduces(made)] if made.all_reduces else []),
@@ -147,7 +147,7 @@ def _table_of_ways(title: str, against: str, ways: Sequence[WayTime]) -> Table:
 
 
 def note(made: Bench) -> str:
-    """What the figures do and do not say, in words."""
+    """Returns the units of the figures, and a warning that ranks on one machine say nothing of a network."""
     said = [f"Medians of {made.rounds} rounds in turns."]
     if made.kernels:
         said.insert(0, "ns: per coordinate; GB/s: of fp32 gradient.")

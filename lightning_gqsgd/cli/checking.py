@@ -1,4 +1,4 @@
-"""``gqsgd systems check``: what systems of the literature claim, beside what their smallest experiments measure."""
+"""The command ``gqsgd systems check``: claims of the literature beside measurements of small experiments."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightning_gqsgd.research.experiments import EXPERIMENTS, Row, source_of
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an experiment gave.
+    """The result of an experiment.
 
     Attributes:
         system: its name.
         source: its paper.
         rows: claims and measurements.
-        seconds: that it took.
+        seconds: how long it took.
     """
 
     system: str
@@ -36,16 +36,16 @@ class Outcome:
         return all(row.holds for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Returns the result as plain values."""
         return {**asdict(self), "holds": self.holds}
 
 
 def checked(names: Sequence[str], say: Callable[[str], None]) -> list[Outcome]:
-    """Returns what the experiments of systems give, each once, in the order of the names.
+    """Run the experiments of systems, each once, in the order of the names. Returns their results.
 
     Args:
         names: names of `EXPERIMENTS`, or "all".
-        say: is told what is under way.
+        say: called with the name of each step, for a progress line.
     """
     wanted = EXPERIMENTS if "all" in names else dict.fromkeys(names)
     threads = torch.get_num_threads()
@@ -77,7 +77,7 @@ def table(made: Sequence[Outcome]) -> Table:
 
 
 def summary(made: Sequence[Outcome]) -> str:
-    """Returns how many claims hold, and which systems have others."""
+    """Returns a line: how many claims hold, and the systems of which some do not."""
     rows = [row for outcome in made for row in outcome.rows]
     holding = sum(row.holds for row in rows)
     failing = [outcome.system for outcome in made if not outcome.holds]

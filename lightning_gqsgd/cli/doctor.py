@@ -1,4 +1,4 @@
-"""What ``gqsgd doctor`` finds: whether this machine has what the package needs, a line for each question."""
+"""The command ``gqsgd doctor``: checks that this machine has what the package needs, with a line for each."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_gqsgd.errors import ConfigError
 
 
 class Finding(NamedTuple):
-    """An answer.
+    """The result of one check.
 
     Attributes:
-        question: what was looked at.
-        answer: what was found.
+        question: the part that was checked, e.g. "GPU kernels".
+        answer: the result in words.
         is_bad: whether training cannot work like this.
     """
 
@@ -31,7 +31,7 @@ class Finding(NamedTuple):
 
 
 def findings() -> list[Finding]:
-    """All answers, in the order in which they are printed."""
+    """Returns the results of all checks, in the order in which they are printed."""
     questions: dict[str, Callable[[], Finding | str]] = {
         "versions": _versions,
         "devices": _devices,
@@ -55,7 +55,7 @@ def findings() -> list[Finding]:
 
 
 def lines(answers: list[Finding]) -> list[str]:
-    """A line for each answer."""
+    """Returns a line for each result."""
     width = max(len(finding.question) for finding in answers)
     return [
         f"{'FAIL' if finding.is_bad else 'ok  '}  {finding.question:{width}}  {finding.answer}" for finding in answers
@@ -118,7 +118,7 @@ def _average(device: torch.device) -> None:
 
 
 def _strategy(module: str) -> Finding | str:
-    """Whether a Lightning package knows the strategy "gqsgd"."""
+    """Check that a Lightning package knows the strategy "gqsgd"."""
     package = module.partition(".")[0]
     name = "gqsgd"
     if _version(package) == "not installed":

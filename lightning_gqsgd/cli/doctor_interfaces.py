@@ -1,4 +1,4 @@
-"""The network interfaces of a host, and which of them traffic should not take; for ``gqsgd doctor --nodes``."""
+"""Network interfaces of a host, and warnings about those that traffic takes; for ``gqsgd doctor --nodes``."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def busiest(before: Sequence[Interface], after: Sequence[Interface]) -> Interfac
 
 
 def warnings(host: str, used: Interface | None, present: Sequence[Interface], is_alone: bool) -> list[str]:
-    """Returns what is wrong with the interface that traffic takes, each with its remedy.
+    """Returns warnings about the interface that traffic takes, each with its remedy.
 
     Args:
         host: name of the host.
@@ -111,7 +111,7 @@ def of_plain(values: Mapping[str, Any] | None) -> Interface | None:
 
 
 def _sent(counters: Path) -> dict[str, int]:
-    """Bytes sent, by the name of the interface; empty where the system does not count like Linux."""
+    """Returns the bytes sent, by name of the interface; empty where the system does not count like Linux."""
     text = _read(counters)
     rows = [line.partition(":") for line in (text or "").splitlines() if ":" in line]
     return {name.strip(): int(numbers.split()[8]) for name, _, numbers in rows}

@@ -1,8 +1,8 @@
-"""What ``gqsgd doctor --nodes`` finds: where the ranks of a launcher are, and how fast they reach each other.
+"""The command ``gqsgd doctor --nodes``: the hosts of a launcher's ranks, and the speed of the links between them.
 
-The ranks meet at a store, where each leaves what it knows of its host, so that rank 0 can name the hosts even if they
-cannot reach each other. Then one rank of each host, or every rank of a single host, measures with each of the others
-over Gloo, which needs no GPU. Which interface carries this is read from the system's counters of sent bytes.
+The ranks meet at a store. Each leaves there the name and the interfaces of its host, so that rank 0 can name the hosts
+even if they cannot reach each other. Then one rank of each host, or every rank of a single host, measures its links to
+the others over Gloo, which needs no GPU. The system's counters of sent bytes tell which interface has carried this.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MOST_PAIRS = 40
 
 
 class Pair(NamedTuple):
-    """What two ranks have measured.
+    """A measurement between two ranks.
 
     Attributes:
         low, high: the ranks.
@@ -59,7 +59,7 @@ class Pair(NamedTuple):
 
 
 class Host(NamedTuple):
-    """What a rank knows of its host.
+    """The host of a rank.
 
     Attributes:
         rank: the rank.
@@ -76,24 +76,24 @@ class Host(NamedTuple):
     present: tuple[Interface, ...]
 
     def to_json(self) -> str:
-        """Returns it as text, for the other ranks."""
+        """Returns the host as text, for the other ranks."""
         used, present = doctor_interfaces.to_plain(self.interface), map(doctor_interfaces.to_plain, self.present)
         return json.dumps([self.rank, self.name, self.namespace, used, list(present)])
 
     @classmethod
     def of_json(cls, text: bytes) -> Host:
-        """Returns it from the text of `to_json`."""
+        """Returns the host of a text that `to_json` has made."""
         rank, name, namespace, used, present = json.loads(text)
         return cls(rank, name, namespace, doctor_interfaces.of_plain(used), tuple(Interface(**one) for one in present))
 
 
 class Findings(NamedTuple):
-    """What all ranks have found.
+    """The findings of all ranks.
 
     Attributes:
-        place: of rank 0.
-        hosts: of each rank, in their order.
-        pairs: what was measured.
+        place: the place of rank 0.
+        hosts: the host of each rank, in the order of ranks.
+        pairs: the measurements.
     """
 
     place: Place
@@ -102,7 +102,7 @@ class Findings(NamedTuple):
 
 
 def examine() -> Findings | None:
-    """Measure as one of a launcher's ranks; returns what was found on rank 0, and None on the others.
+    """Measure as one of a launcher's ranks. Returns the findings on rank 0, and None on the others.
 
     Raises:
         ConfigError: the ranks do not meet, or do not reach each other; each rank says so in its own words.
@@ -148,7 +148,7 @@ def tables(findings: Findings) -> list[Table]:
 
 
 def warnings(findings: Findings) -> list[str]:
-    """Returns what is wrong, a line each."""
+    """Returns a line for each thing that is wrong."""
     by_host = {(host.name, host.namespace): place for place, host in reversed(list(enumerate(findings.hosts)))}
     used = _used_by_host(findings.hosts)
     return [
@@ -159,7 +159,7 @@ def warnings(findings: Findings) -> list[str]:
 
 
 def _used_by_host(hosts: Sequence[Host]) -> list[Interface | None]:
-    """The interface in use of each rank: that of the rank of its host that has measured."""
+    """Returns the interface that each rank uses: the one that the first rank of its host has found in use."""
     leading = {(host.name, host.namespace): host.interface for host in reversed(hosts)}
     return [leading[host.name, host.namespace] for host in hosts]
 
@@ -176,7 +176,7 @@ def _wait_s() -> float:
 
 
 def _meet(place: Place, wait: timedelta) -> Any:
-    """The store at which all ranks meet.
+    """Returns the store at which all ranks meet.
 
     Raises:
         ConfigError: see `examine`.
@@ -196,7 +196,7 @@ def _meet(place: Place, wait: timedelta) -> Any:
 
 
 def _exchange(store: Any, key: str, host: Host, place: Place, wait: timedelta) -> list[Host]:
-    """What every rank knows of its host.
+    """Exchange hosts with the other ranks. Returns the host of each rank.
 
     Raises:
         ConfigError: a rank has not come.
@@ -213,7 +213,7 @@ def _exchange(store: Any, key: str, host: Host, place: Place, wait: timedelta) -
 
 
 def _asked(store: Any, key: str, host: Host, place: Place, end: float) -> list[Host]:
-    """See `_exchange`; ``end`` is when the wait is over."""
+    """Exchange hosts through the store; see `_exchange`. ``end``: when to give up, on the monotonic clock."""
     begun = time.monotonic()
     store.set(f"{key}/{place.rank}", host.to_json())
     missing = list(range(place.size))
@@ -237,7 +237,7 @@ def _asked(store: Any, key: str, host: Host, place: Place, end: float) -> list[H
 
 @contextmanager
 def _connected(store: Any, place: Place, hosts: Sequence[Host], wait: timedelta) -> Iterator[None]:
-    """A context in which all ranks have connections to each other.
+    """Connect all ranks by Gloo, and disconnect them at the end of the context.
 
     Raises:
         ConfigError: they do not reach each other, or a connection breaks.
@@ -260,7 +260,7 @@ def _connected(store: Any, place: Place, hosts: Sequence[Host], wait: timedelta)
 
 
 def _measuring(hosts: Sequence[Host]) -> list[int]:
-    """The ranks that measure: the first of each host, or all of a single host."""
+    """Returns the ranks that measure: the first of each host, or all of a single host."""
     first = {(host.name, host.namespace): host.rank for host in reversed(hosts)}
     return sorted(first.values()) if len(first) > 1 else [host.rank for host in hosts]
 
@@ -278,7 +278,7 @@ def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def _measure_all(place: Place, ranks: Sequence[int]) -> list[Pair]:
-    """What this rank has measured as the lower one of its pairs."""
+    """Measure with the other ranks. Returns the pairs of which this rank is the lower one."""
     plan = rounds(ranks)
     budget_s = min(ROUND_S, ROUNDS_S / max(1, len(plan)))
     found = []

@@ -1,4 +1,4 @@
-"""What the command line says of presets: bits, bytes, state, bias and constants at a number of ranks."""
+"""Facts of presets at a number of ranks: bits, bytes, state, bias and constants, for ``gqsgd presets``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What a preset does at a number of ranks. If ``config`` is None, the preset cannot work; ``problem`` says why.
+    """The facts of a preset at a number of ranks. If ``config`` is None, the preset cannot work.
 
     Attributes:
         name: of the preset.
@@ -83,7 +83,7 @@ class Facts:
 
     @property
     def bias(self) -> str:
-        """Whether one message's mean is its input."""
+        """Whether the mean of a message is its input, in words."""
         config = self.config or self.preset.config
         if config.biased:
             return "biased, memory corrects" if config.up is not None else "biased"
@@ -94,7 +94,7 @@ class Facts:
 
     @property
     def sharing(self) -> str:
-        """What shares a scale."""
+        """The coordinates that share a scale, in words."""
         if self.config is None:
             return "–"
         if not codec_of(self.config).has_scale:
@@ -110,7 +110,7 @@ class Facts:
         return "–" if self.delta is None else f"δ = {self.delta:.3g}"
 
     def row(self) -> list[str]:
-        """Cells under `HEADINGS`."""
+        """Returns the cells of a row under `HEADINGS`."""
         if self.config is None:
             what = "chosen in training" if self.preset.config.chooses_bits else f"not at n = {self.ranks}"
             return [self.name, "–", "–", what, "–", self.bias, "–", "–", self.preset.paper]
@@ -127,7 +127,7 @@ class Facts:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Returns the facts as plain values."""
         return {
             "name": self.name,
             "ranks": self.ranks,
@@ -153,7 +153,7 @@ class Facts:
 
 
 def facts_of(name: str, ranks: int, block_size: int | None = None) -> Facts:
-    """What a preset does at ``ranks``, with another block size if one is given.
+    """Returns the facts of a preset at ``ranks``, with another block size if one is given.
 
     Raises:
         ConfigError: an unknown preset.
@@ -177,7 +177,7 @@ def facts_of(name: str, ranks: int, block_size: int | None = None) -> Facts:
 
 
 def _traffic(config: GQSGDConfig, ranks: int) -> tuple[float, float]:
-    """Bits of a message per coordinate, and bytes sent over those of an fp32 ring allreduce."""
+    """Returns the bits of a message per coordinate, and the bytes sent over those of an fp32 ring allreduce."""
     if config.coder == "fixed":
         plan = Plan([Segment(0, NUMEL, raw=False)], setting_of(config, ranks, torch.float32))
         return 8 * plan.message_bytes / NUMEL, plan.sent_bytes / ring_bytes(4 * NUMEL, ranks)
@@ -189,19 +189,20 @@ def _traffic(config: GQSGDConfig, ranks: int) -> tuple[float, float]:
 
 
 def _state(config: GQSGDConfig, ranks: int) -> dict[str, float]:
-    """Numbers remembered per coordinate, by kind: where owners of shards average messages, they share some kinds."""
+    """Returns the numbers remembered per coordinate, by kind. Owners of shards share some kinds among them."""
     owned = REDUCERS[config.reducer].owns_shards
     kept = kinds(config.up, config.down)
     return {kind.value: 1 / ranks if owned and kind in KEPT_BY_OWNERS else 1.0 for kind in kept}
 
 
 def _shares(config: GQSGDConfig) -> bool:
-    """Whether all ranks have one scale."""
+    """Returns whether all ranks have one scale."""
     return REDUCERS[config.reducer].adds_codes or config.scale == "global"
 
 
 def _omega(config: GQSGDConfig, ranks: int) -> float | None:
-    """ω of what shares a scale; under one of all ranks, that is their n blocks, see `theory.theta_linear`."""
+    """Returns ω of the coordinates that share a scale: a block, or the blocks of all ranks under a shared scale (see
+    `theory.theta_linear`). None where the theory does not apply."""
     if config.biased or config.clip or config.scale_per != "block":
         return None
     together = dimension_together(config.block_size, ranks, config.norm_over_ranks)
@@ -210,6 +211,6 @@ def _omega(config: GQSGDConfig, ranks: int) -> float | None:
 
 
 def notes(rows: Sequence[Facts]) -> list[str]:
-    """What the table's columns mean, and why some of its presets cannot work."""
+    """Returns notes on the columns of the table, and on the presets that cannot work."""
     failing = [row for row in rows if row.problem and not row.preset.config.chooses_bits]
     return [*NOTES, *(f"{row.name}: not at n = {row.ranks}: {row.problem}" for row in failing)]

@@ -1,4 +1,4 @@
-"""A lighthouse, at which the members of an elastic training meet, and what it says while it runs."""
+"""The command ``gqsgd lighthouse``: a lighthouse, at which the members of an elastic training meet."""
 
 from __future__ import annotations
 

@@ -1,13 +1,16 @@
-"""Tables of ``gqsgd presets`` beside that of the presets: in a terminal, on a page, and one entry in full."""
+"""The tables of ``gqsgd presets`` beside that of presets: local steps, and optimizers, rules and topologies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich import box
 from rich.table import Table
+
+from lightning_gqsgd.presets import LOCAL_PRESETS
+from lightning_gqsgd.research.systems import SYSTEMS
 
 
 @dataclass(frozen=True)
@@ -19,11 +22,11 @@ class Listing:
         about: a sentence below the heading, on the page.
         headings: of the columns.
         whole: headings of the columns that are not folded where the terminal is narrow.
-        note: what the columns mean.
-        names: what has a row.
+        note: the meaning of the columns.
+        names: the names that have a row.
         row: the cells of a name, under the headings.
         to_dict: all facts of a name: texts, and mappings of texts to plain values.
-        nothing: what an empty fact is called.
+        nothing: the word for an empty fact.
     """
 
     title: str
@@ -37,7 +40,7 @@ class Listing:
     nothing: str
 
     def table(self) -> Table:
-        """The table for a terminal."""
+        """Returns the table for a terminal."""
         made = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
         for heading in self.headings:
             made.add_column(heading, overflow="fold", no_wrap=heading in self.whole)
@@ -46,7 +49,7 @@ class Listing:
         return made
 
     def markdown(self) -> list[str]:
-        """The lines of the table's section in docs/presets.md."""
+        """Returns the lines of the table's section in docs/presets.md."""
         lines = [list(self.headings), ["---"] * len(self.headings), *(self.row(name) for name in self.names)]
         return [
             f"## {self.title}",
@@ -60,7 +63,7 @@ class Listing:
         ]
 
     def in_full(self, name: str) -> Table:
-        """All facts of one name."""
+        """Returns all facts of one name."""
         grid = Table.grid(padding=(0, 2))
         grid.add_column(no_wrap=True)
         grid.add_column(overflow="fold")
@@ -68,3 +71,64 @@ class Listing:
             plain = value if isinstance(value, str) else ", ".join(f"{key}={given!r}" for key, given in value.items())
             grid.add_row(label, plain or self.nothing)
         return grid
+
+
+def _row_of_local_steps(name: str) -> list[str]:
+    preset = LOCAL_PRESETS[name]
+    given = preset.options
+    outer = str(given.get("outer", "nesterov"))
+    rule = str(given.get("rule", "mean"))
+    return [name, str(given["every"]), outer, rule, preset.compression.config.describe(), preset.paper]
+
+
+def _local_steps_to_dict(name: str) -> dict[str, Any]:
+    preset = LOCAL_PRESETS[name]
+    return {
+        "name": name,
+        "what": preset.what,
+        "optimizer": preset.optimizer,
+        "paper": preset.paper,
+        "local_steps": dict(preset.options),
+        "config": preset.compression.config.describe(),
+        "compression": preset.preset,
+        "fields": dict(preset.fields),
+        "left_out": preset.left_out or "nothing",
+    }
+
+
+LOCAL_STEPS = Listing(
+    title="Local steps",
+    about="Ranks train by themselves and average seldom; [formulas and experiments](local_steps.md).",
+    headings=("preset", "H", "outer", "rule", "an average sends", "paper"),
+    whole=("preset",),
+    note="H: optimizer steps between two averages. outer: what moves the anchor by the mean change. rule: how changes "
+    "become their mean. All of one: gqsgd presets NAME. Every argument of LocalSteps replaces the preset's.",
+    names=LOCAL_PRESETS,
+    row=_row_of_local_steps,
+    to_dict=_local_steps_to_dict,
+    nothing="none",
+)
+
+
+def _row_of_a_system(name: str) -> list[str]:
+    system = SYSTEMS[name]
+    return [name, system.where, system.sends, system.keeps, system.needs, system.paper]
+
+
+def _system_to_dict(name: str) -> dict[str, Any]:
+    system = SYSTEMS[name]
+    return {"name": name, **asdict(system), "fields": dict(system.fields), "left_out": system.left_out or "nothing"}
+
+
+OTHER_SYSTEMS = Listing(
+    title="Optimizers, rules of training, topologies",
+    about="What is more than a configuration; [formulas and experiments](systems.md).",
+    headings=("system", "in", "sends", "keeps", "needs", "paper"),
+    whole=("system", "in"),
+    note="in: where a system runs, in training or in simulations. sends: what a rank sends, and bits per coordinate. "
+    "keeps: numbers that a rank remembers, per coordinate. All of one, with what it guarantees: gqsgd presets NAME.",
+    names=SYSTEMS,
+    row=_row_of_a_system,
+    to_dict=_system_to_dict,
+    nothing="any",
+)

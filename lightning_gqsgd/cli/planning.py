@@ -1,4 +1,4 @@
-"""What ``gqsgd advise --local-steps`` says: the plan of least energy, beside those with less freedom."""
+"""The command ``gqsgd advise --local-steps``: the plan of least energy, beside plans with less freedom."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_alone(others: Sequence[str]) -> None:
     """Check that no options of clusters are given beside ``--local-steps``.
 
     Raises:
-        ConfigError: ``others``, the names of such options, are some.
+        ConfigError: there are some; ``others``: their names.
     """
     if others:
         raise ConfigError(
@@ -37,7 +37,7 @@ class Planned:
 
     @classmethod
     def of(cls, path: Path) -> Planned:
-        """The plans for the problem of a JSON file, see `LocalProblem.load`.
+        """Returns the plans for the problem of a JSON file, see `LocalProblem.load`.
 
         Raises:
             ConfigError: a file or a problem that cannot work.
@@ -53,7 +53,7 @@ class Planned:
         return cls(best, others)
 
     def lines(self) -> list[str]:
-        """The plans in words, the best one first."""
+        """Returns a line for each plan, the best one first."""
         best = self.best
         steps = ", ".join(map(str, best.steps))
         return [
@@ -66,5 +66,5 @@ class Planned:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Returns the plans as plain values."""
         return {**asdict(self.best), "others": {name: asdict(other) for name, other in self.others.items()}}

@@ -1,4 +1,4 @@
-"""What ``gqsgd probe`` does: as one of a launcher's ranks, or as their parent, which ``gqsgd bench`` has as well."""
+"""The command ``gqsgd probe``, as one of a launcher's ranks or as their parent; ``gqsgd bench`` starts ranks alike."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MOST_PROCS = 64
 
 
 def is_rank() -> bool:
-    """Whether a launcher has given this process a rank."""
+    """Returns whether a launcher has given this process a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -81,7 +81,7 @@ def save(probe: Probe, output: Path) -> None:
 
 
 def run_ranks(procs: int, arguments: Sequence[str]) -> int:
-    """Run a command as ranks on this machine; returns 0, or the exit code of a rank that failed.
+    """Run a command as ranks on this machine. Returns 0, or the exit code of a rank that failed.
 
     Args:
         procs: number of ranks.
@@ -121,7 +121,7 @@ def run_ranks(procs: int, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """A context in which interrupts do nothing; processes that are started inside ignore them from their start."""
+    """Ignore interrupts in this context. Processes that are started in it ignore them from their start."""
     if threading.current_thread() is not threading.main_thread():  # another thread is not interrupted
         yield
         return
@@ -133,7 +133,7 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def run_rank(bits: Sequence[int], model: str | None, batch: int | None) -> Probe | None:
-    """Measure as one of a launcher's ranks; returns the probe on rank 0, and None on the others.
+    """Measure as one of a launcher's ranks. Returns the probe on rank 0, and None on the others.
 
     Raises:
         ConfigError: one rank, or a model that cannot be built.
@@ -148,7 +148,7 @@ def run_rank(bits: Sequence[int], model: str | None, batch: int | None) -> Probe
 
 @contextmanager
 def joined_ranks() -> Iterator[torch.device]:
-    """A context in which this process is one of a launcher's ranks; its device."""
+    """Join the process group of a launcher's ranks, and leave it at the end of the context. Yields the device."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available() and torch.cuda.device_count() > local
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
@@ -162,10 +162,10 @@ def joined_ranks() -> Iterator[torch.device]:
 
 
 def timeline_of(name: str, batch: int | None, device: torch.device) -> Timeline:
-    """The timeline of a model by its name, with the batch that it was measured with. A collective.
+    """Measure the timeline of a model, and note its batch. A collective.
 
     Args:
-        name: see `models.build`.
+        name: of the model, see `models.build`.
         batch: samples of this rank in a step; None: those of a factory's inputs, or else `models.USUAL_BATCH`.
         device: of this rank.
     """
@@ -183,7 +183,7 @@ def timeline_of(name: str, batch: int | None, device: torch.device) -> Timeline:
 
 
 def tables(probe: Probe) -> list[Table]:
-    """What was measured, for people."""
+    """Returns the tables of links and of kernels."""
     rows = to_rows(probe)
     links = plain_table(f"{probe.ranks} ranks over {probe.backend}, {probe.per_node} per node", list(rows[0]))
     for row in rows:
@@ -195,7 +195,7 @@ def tables(probe: Probe) -> list[Table]:
 
 
 def lines(probe: Probe) -> list[str]:
-    """The remaining constants, in words."""
+    """Returns lines on the other constants, and on the timelines."""
     costs = probe.costs
     said = [
         f"Each rank has {costs.cores:.2g} processors, {costs.thread:.2g} with one thread; a copy takes "
@@ -212,7 +212,7 @@ def lines(probe: Probe) -> list[str]:
 
 
 def plain_table(title: str, headings: Sequence[str]) -> Table:
-    """An empty table whose first column is text, and whose other columns are numbers."""
+    """Returns an empty table whose first column is text, and whose other columns are numbers."""
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for number, heading in enumerate(headings):
         made.add_column(heading, justify="right" if number else "left", no_wrap=True)

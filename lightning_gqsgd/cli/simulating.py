@@ -1,4 +1,4 @@
-"""``gqsgd simulate``: presets on a small problem, with virtual workers in this process."""
+"""The command ``gqsgd simulate``: presets on a small problem, with virtual workers in this process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression, Problem
 from lightning_gqsgd.research.simulation.training import UNCOMPRESSED
 
-#: What is shown without names: no compression, the package's own widths, and well-known systems.
+#: The presets of a call without names: no compression, the package's own widths, and well-known systems.
 DEFAULT_PRESETS = (UNCOMPRESSED, "gqsgd", "gqsgd_4bit", "gqsgd_2bit", "qsgd", "terngrad", "signsgd_ef", "topk_ef")
-#: What makes a `Problem`, by name; each worker draws 16 rows for a gradient.
+#: Makers of a `Problem`, by name; each worker draws 16 rows for a gradient.
 PROBLEMS: dict[str, Callable[[], Any]] = {
     "least_squares": lambda: LeastSquares(batch=16),
     "logistic": lambda: LogisticRegression(batch=16),
@@ -30,7 +30,7 @@ DEFAULT_PROBLEM = "least_squares"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a preset did.
+    """The result of a preset.
 
     Attributes:
         preset: its name.
@@ -48,14 +48,14 @@ class Outcome:
     relative_error: float
 
     def to_dict(self) -> dict[str, Any]:
-        """The outcome for JSON, which has no infinite numbers."""
+        """Returns plain values, with None for infinite numbers, which JSON does not have."""
         return {name: None if value in (math.inf, -math.inf) else value for name, value in asdict(self).items()}
 
 
 def outcomes(
     presets: Sequence[str], problem: str, workers: int, steps: int, lr: float, say: Callable[[str], None]
 ) -> list[Outcome]:
-    """Returns how each preset did on the same problem, from the same start.
+    """Train with each preset on the same problem, from the same start. Returns the results.
 
     Args:
         presets: names that `simulate` knows.
@@ -63,7 +63,7 @@ def outcomes(
         workers: number of virtual workers.
         steps: number of steps.
         lr: learning rate of SGD.
-        say: is told what is under way.
+        say: called with the name of each step, for a progress line.
 
     Raises:
         ConfigError: an unknown preset or problem, or numbers that cannot work.

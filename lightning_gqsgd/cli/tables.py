@@ -23,7 +23,7 @@ _DISPENSABLE = ("paper", "scale shared by", "bias", "state")
 
 
 def fitting_table(rows: Sequence[Facts]) -> Table:
-    """A row for each preset, with as many columns as the terminal is wide enough for."""
+    """Returns a table with a row for each preset, and as many columns as fit the terminal."""
     table = _table(rows, ())
     if not sys.stdout.isatty():
         return table
@@ -53,7 +53,7 @@ def _table(rows: Sequence[Facts], left_out: tuple[str, ...]) -> Table:
 
 
 def in_full(facts: Facts) -> Table:
-    """All facts and fields of a preset; a star marks each field that is not the default."""
+    """Returns all facts and fields of a preset. A star marks each field that is not the default."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")

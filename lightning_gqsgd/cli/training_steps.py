@@ -27,7 +27,7 @@ PLAIN = "ddp"
 
 
 def step_runs(rounds: int) -> int:
-    """How often `measure_steps` makes a step, those that are not timed included."""
+    """Returns how many steps `measure_steps` makes, those that are not timed included."""
     return (rounds + WARMUP) * (2 + len(WIDTHS))
 
 
@@ -85,7 +85,11 @@ class _Training:
         self._optimizer.zero_grad()
 
     def sent_bytes(self, itemsize: int) -> float:
-        """Bytes of gradients that each rank sends in a step; ``itemsize``: of a coordinate without the package."""
+        """Returns the bytes of gradients that each rank sends in a step.
+
+        Args:
+            itemsize: bytes of a coordinate under a hook that is not the package's.
+        """
         if self.state is None:
             return ring_bytes(itemsize * self._numel, dist.get_world_size())
         totals = self.state.telemetry.totals()

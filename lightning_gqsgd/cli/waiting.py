@@ -1,4 +1,4 @@
-"""What a terminal shows of a command that takes a while."""
+"""The progress line of a command that takes a while."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-#: Seconds after which a command says what it does.
+#: Seconds after which the line appears.
 PATIENCE_S = 2.0
 
 
 @contextmanager
 def status(first: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """A context in which a terminal shows a line with what is under way, once it takes longer than `PATIENCE_S`.
+    """Show a progress line in this context, once it takes longer than `PATIENCE_S`.
 
     Args:
-        first: what is under way at first.
+        first: the words of the line at first.
         console: where the line is; None: standard error. Nothing is shown where that is no terminal.
 
     Yields:
-        A function that takes the words for what comes next.
+        A function that changes the words.
     """
     console = Console(stderr=True) if console is None else console
     line = console.status(first)

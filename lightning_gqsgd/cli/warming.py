@@ -1,4 +1,4 @@
-"""Kernels for the CPU are compiled ahead of time, e.g. while an image is built."""
+"""The command ``gqsgd warmup``: compiles kernels for the CPU ahead of time, e.g. while an image is built."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def warm(presets: Sequence[str], dtypes: Sequence[str], ranks: Sequence[int]) ->
 def _jobs(
     presets: Sequence[str], dtypes: Sequence[str], ranks: Sequence[int]
 ) -> list[tuple[str, GQSGDConfig, str, int]]:
-    """The name, the configuration, the dtype and the number of ranks of each first run; none comes twice.
+    """Returns the preset, the configuration, the dtype and the number of ranks of each compilation.
+
+    Presets that need the same kernels have one compilation.
 
     Raises:
         ConfigError: see `warm`.

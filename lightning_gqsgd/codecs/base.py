@@ -16,7 +16,7 @@ class Codec(ABC):
     """A codec: stateless, frozen, and equal to another if its numbers are.
 
     Attributes:
-        name: what a configuration calls it.
+        name: its name in a configuration.
         fields: the fields of a configuration that are this codec's own affair; other codecs leave them alone.
         default_bits: ``bits`` of a configuration that leaves it out.
         widths: the numbers of bits that its codes can have, at most.

@@ -188,7 +188,7 @@ class GQSGDConfig(Fields):
         return bool(codec_of(self).biased_by)
 
     def describe(self) -> str:
-        """Bits per coordinate and what they are, e.g. ``8 bits (companded, adaptive dither, blocks of 128)``."""
+        """Returns bits and codec in words, e.g. ``8 bits (companded, adaptive dither, blocks of 128)``."""
         if self.bits_by_name is not None:
             widths = {bits: config.describe() for bits, config in self.by_bits().items()}
             patterns = {bits: [p for p, width in self.bits_by_name.items() if width == bits] for bits in widths}
@@ -240,7 +240,7 @@ class GQSGDConfig(Fields):
                 raise ConfigError(f"unknown field {name!r}{hint} (fields: {', '.join(cls.field_names())})")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only, safe in checkpoints and messages."""
+        """Returns all fields as plain values, for checkpoints and messages."""
         bits = self.bits if self.bits_by_name is None else self.bits_by_name.pairs()
         plain: dict[str, Any] = {name: memories.plain(getattr(self, name)) for name in ("memory", "memory_down")}
         plain |= {"codec": str(self.codec), "bits": bits, "exclude": list(self.exclude), "allow": list(self.allow)}

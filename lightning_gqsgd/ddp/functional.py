@@ -21,11 +21,10 @@ from lightning_gqsgd.session.opening import Side, facts_of, open_engines, prepar
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Card
 from lightning_gqsgd.wire.communicator import is_alive, parent_group, timeout_of
-from lightning_gqsgd.wire.engine import MAX_STEP, Engine, Messages, Request
-from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.engine import MAX_STEP, Engine, Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
+from lightning_gqsgd.wire.pipeline import Job
 from lightning_gqsgd.wire.plan import check_gradient
-from lightning_gqsgd.wire.tracing import untraced
 
 _PURPOSE = "all_reduce"
 #: What the number of a call is called in messages. A call that a rank has left early, by an interrupt, pairs wrongly.
@@ -160,7 +159,7 @@ def all_reduce(
     if known is not None:
         number = next(known.numbers)  # counted on all ranks, also where one refuses
         try:
-            config = _checked(tensor, out, parent, step, make_config(preset, **fields), known.layout)
+            config = _checked(tensor, out, step, make_config(preset, **fields), known.layout)
             target, flat = _copied(tensor, out)
         except Exception as error:
             # The other ranks hear of it in what would be the call's agreement. This rank need not wait for them.
@@ -173,7 +172,7 @@ def all_reduce(
         device = tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
         with Meeting(_PURPOSE, [parent], timeout_of(parent, device)) as meeting:
             (layout,) = layouts(meeting, device)
-            config = _checked(tensor, out, parent, step, make_config(preset, **fields), layout)
+            config = _checked(tensor, out, step, make_config(preset, **fields), layout)
             target, flat = _copied(tensor, out)
             side = Side(parent, _facts(tensor, config), [])  # `_Reductions` connects each configuration as it comes
             with open_engines(meeting, [side], tensor.device, messages=_MESSAGES) as (engine,):
@@ -193,9 +192,9 @@ atexit.register(close)  # Gloo groups that are still open at exit can abort the 
 
 
 def _usable(group: dist.ProcessGroup, tensor: object) -> _Reductions | None:
-    """Returns what earlier calls on a group have made for a tensor's device, or None if there is nothing to use.
+    """Returns the engine and layout of earlier calls on a group for a tensor's device; None if there are none.
 
-    What cannot be used any more is closed, for all groups.
+    Those that cannot be used any more are closed, for all groups.
     """
     for key in [key for key, reductions in _reductions.items() if not reductions.is_usable()]:
         _reductions.pop(key).engine.close()
@@ -203,14 +202,13 @@ def _usable(group: dist.ProcessGroup, tensor: object) -> _Reductions | None:
 
 
 def _any_of(group: dist.ProcessGroup) -> _Reductions | None:
-    """Returns what earlier calls on a group have made, for any device. It can tell other ranks of an error."""
+    """Returns the engine and layout of earlier calls on a group, for any device: enough to tell ranks of an error."""
     return next((reductions for (other, _), reductions in _reductions.items() if other is group), None)
 
 
 def _checked(
     tensor: Tensor,
     out: Tensor | None,
-    group: dist.ProcessGroup,
     step: int | None,
     config: GQSGDConfig,
     layout: Layout,

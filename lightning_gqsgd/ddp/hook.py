@@ -28,6 +28,7 @@ from lightning_gqsgd.adaptive.steering import Steering
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve_each, setting_of
 from lightning_gqsgd.ddp.checks import (
+    OTHER_DIVISOR,
     check_group,
     check_is_ddp,
     check_model,
@@ -55,11 +56,10 @@ from lightning_gqsgd.sparse.options import check_tables, tables_of
 from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.wire.agreement import Stamp, StepCounter, digest_of
 from lightning_gqsgd.wire.communicator import Communicator, parent_group, patience_of
-from lightning_gqsgd.wire.engine import MAX_STEP, Engine, Messages, Request
+from lightning_gqsgd.wire.engine import MAX_STEP, Engine, Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import PLANS_KEPT, check_parameters
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
-from lightning_gqsgd.wire.tracing import untraced
 
 _MESSAGES = Messages(remedy="register it on a new DistributedDataParallel model")
 
@@ -113,6 +113,8 @@ class GQSGDState:
             self._candidates = list(by_bits.values())
             # Candidates take turns in steps, while configurations by name share each step.
             self._configs = tuple(self._candidates if steering is None else self._candidates[:1])
+            # Otherwise the backend's own all-reduce averages all gradients.
+            self._compresses = any(REDUCERS[config.reducer].compresses for config in self._configs)
             choices = {bits: number for number, bits in enumerate(by_bits)}
             setting = setting_of(self.config, ranks, dtypes[0])
             self._parameters = NumberedParameters(numbered, named.values(), choices, setting, self._device)
@@ -131,7 +133,7 @@ class GQSGDState:
                 self._attach(model, is_countable=False)
 
     def _prepare(self, tables: list[Tensor], dtype: torch.dtype, engine: Engine) -> None:
-        """Make what reduces sparse gradients and measures the noise of dense ones, with its kernels compiled."""
+        """Make the parts for sparse gradients and for the noise of dense ones, and compile their kernels."""
         entries = [self._parameters.entries[id(table)] for table in tables]
         self._sparse = SparseGradients.of(engine, self._candidates, entries, dtype)
         if self._steering is not None:
@@ -156,13 +158,8 @@ class GQSGDState:
         return self._configs[0]
 
     @property
-    def _compresses(self) -> bool:
-        """True if some gradients are not averaged by the backend's own all-reduce."""
-        return any(REDUCERS[config.reducer].compresses for config in self._configs)
-
-    @property
     def _store(self) -> MemoryStore:
-        """What this rank remembers."""
+        """The memory of this rank."""
         return self._parameters.store
 
     @property
@@ -208,18 +205,22 @@ class GQSGDState:
         """
         x = bucket.buffer()
         attachment = self._attachment
-        attachment.check_divisor()
+        if getattr(attachment.model(), "_divide_by_initial_world_size", True) is False:
+            raise ConfigError(OTHER_DIVISOR)
         is_first = bucket.index() == 0 or not self._steps.is_under_way
         is_last = bucket.is_last() and not attachment.skips_buckets
         self._steps.is_under_way = True
         if is_last:
             attachment.trained.check()
-        left = self._left_to_torch(bucket, is_last)
-        if left is not None:
-            return left
+        if self._post_local_sgd is not None:
+            left = self._left_to_torch(self._post_local_sgd, bucket, is_last)
+            if left is not None:
+                return left
         stamp = self._begin_step() if is_first else None
-        segments = self._parameters.segments_of(bucket.parameters())
-        attachment.before_bucket(x, segments)
+        ids = tuple(map(id, bucket.parameters()))
+        segments = self._parameters.buckets.get(ids) or self._parameters.segments_of(ids)
+        if attachment.unused is not None:
+            attachment.unused.watch(x, segments)
         step = self._steps.number
         steering = self._steering
         # Rows of sparse gradients are not the same on all ranks, so no sample is taken of them.
@@ -233,7 +234,7 @@ class GQSGDState:
             agreement=stamp,
             bucket=bucket.index(),
             ends_step=is_last,
-            compressed=step >= self.config.warmup_steps,
+            compressed=step >= self._configs[0].warmup_steps,
             watch=None if steering is None or taken is None else steering.sampler.watch(taken),
         )
         if is_last:
@@ -250,11 +251,10 @@ class GQSGDState:
                 Variable._execution_engine.queue_callback(self._end_step_late)
         return future
 
-    def _left_to_torch(self, bucket: dist.GradBucket, is_last: bool) -> torch.futures.Future[Tensor] | None:
+    def _left_to_torch(
+        self, local: PostLocalSGDState, bucket: dist.GradBucket, is_last: bool
+    ) -> torch.futures.Future[Tensor] | None:
         """Count a bucket for post-local SGD. Returns the result of torch's hook, if the bucket is left to that."""
-        local = self._post_local_sgd
-        if local is None:
-            return None
         if local.iter < local.start_localSGD_iter:
             local.maybe_increase_iter(bucket)
             return None
@@ -266,11 +266,12 @@ class GQSGDState:
         """Begin a step. Returns the stamp that ranks compare in it; None if they have compared it, or need not, because
         the reducer "native" has neither seed nor dither."""
         # DDP has rebuilt its buckets after the first step, and the plan of the whole model is of no more use.
-        self._engine.plans.drop_unused(self.step - (2 if self._steering is None else PLANS_KEPT))
+        step = self._steps.number
+        self._engine.plans.drop_unused(step - (2 if self._steering is None else PLANS_KEPT))
         if self._steering is not None:
             stamp = self._choose_bits(self._steering)
         elif self._compresses:
-            stamp = Stamp(self.config.seed, self.step, self._digest)
+            stamp = Stamp(self._configs[0].seed, step, self._digest)
         else:
             return None
         stamp = stamp._replace(weights=self._attachment.weights(self.step))
@@ -298,15 +299,21 @@ class GQSGDState:
     def _end_step(self) -> None:
         """Count a step: its last bucket has come."""
         self._steps.end()
-        self._attachment.end_hook_step()
+        attachment = self._attachment
+        if attachment.unused is not None:
+            attachment.unused.settle_after_backward()
+        if attachment.plain is not None:
+            attachment.plain.end_hook_step()
         if self._steering is not None:
             self._steering.clock.end_backward()
         self._end_backward()
 
     def _end_backward(self) -> None:
+        """Note that all gradients of a backward pass have been handed over, to this hook or one of torch's."""
         self._steps.is_under_way = False
-        self.telemetry.end_backward()
-        self._attachment.end_backward()
+        self._engine.telemetry.end_backward()
+        if self._attachment.watch is not None:
+            self._attachment.watch.end_reduction()
 
     def _end_step_late(self) -> None:
         """Count a step at the end of its backward pass, because no bucket was known to be the last one as it came."""
@@ -338,14 +345,15 @@ class GQSGDState:
         plain = self._attachment.plain
         if plain is not None and plain.is_due(model):
             plain.go_on(model, Stamp(self.config.seed, self.step, self._digest), (self, gqsgd_hook))
-        if not is_closed:
-            self._attachment.before_forward(model)
+        watch = self._attachment.watch
+        if not is_closed and watch is not None:
+            watch.before_forward(model, has_hook=plain is None or not plain.is_on)
 
     # --- which parameters are trained --------------------------------------------------------------------------------
 
     def changes(self) -> tuple[list[str], list[str]]:
-        """Names of the parameters that require a gradient although DDP does not reduce them, and names of those that
-        DDP reduces although they require none.
+        """Returns the names of the parameters that require a gradient although DDP does not reduce them, and of those
+        that DDP reduces although they require none.
 
         DDP reduces the parameters that required a gradient when it was built.
         """
@@ -454,14 +462,13 @@ class GQSGDState:
         self._attachment = Attachment(model, self._parameters, ranks=ranks, remembers=remembers, plain=plain)
         self._parameters.remembered |= {entry.number for entry in self._attachment.trained.parameters if not entry.raw}
         model.register_forward_pre_hook(before_forward)
-        model.register_forward_pre_hook(say_if_detached)
         # Also at exit: Gloo groups that are still open then can abort the process.
         self._ends_with = weakref.finalize(model, self.close)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs to give the same bits: plain values and tensors.
+        """Returns the state with which a resumed run gives the same bits: plain values and tensors.
 
         Without a memory, the state is equal on all ranks, and this is no collective. With a memory, every rank has to
         call this. Rank 0 alone gets all ranks' memory, tensors [ranks, numel] by kind and parameter number: save its
@@ -517,7 +524,7 @@ class GQSGDState:
         with closing(Communicator(self._device, self._group, key, self._timeout)) as communicator:
             return checkpoint.gathered_memory(communicator, self._store, self._parameters.remembered)
 
-    # --- what the user sees ------------------------------------------------------------------------------------------
+    # --- reports -----------------------------------------------------------------------------------------------------
 
     def report(self) -> str:
         """Returns one line that says what is compressed, to how many bits and by which reducer, and what is not; with
@@ -533,7 +540,7 @@ class GQSGDState:
         return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe(self._configs)}"
 
     def summary(self) -> dict[str, float]:
-        """Returns what compression did since the hook was made, in numbers (see `report.summary`)."""
+        """Returns bytes, bits, errors and waiting since the hook was made, by name (see `report.summary`)."""
         return summary(self.telemetry, self._engine.world_size)
 
     def summary_line(self) -> str:
@@ -541,7 +548,7 @@ class GQSGDState:
         return in_words(self.summary())
 
     def announce(self, say: Callable[[str], None]) -> None:
-        """Say what `report` says, and from now on whatever ``auto`` or ``bits="auto"`` decides, on rank 0.
+        """Announce the `report`, and from now on each decision of ``auto`` or ``bits="auto"``, on rank 0.
 
         ``say`` must not refer to the model, which would never be freed then.
         """
@@ -560,12 +567,14 @@ class GQSGDState:
 
 
 def before_forward(model: nn.Module, inputs: Any) -> None:
-    """Forward pre-hook of DDP models: calls `GQSGDState.before_forward`, unless the model is a copy."""
+    """Forward pre-hook of DDP models: calls `GQSGDState.before_forward`, or warns that the model is a copy."""
     if torch.compiler.is_compiling():
         return
     for _, state in getattr(model, "_comm_hooks", ()):
         if isinstance(state, GQSGDState) and isinstance(model, DistributedDataParallel) and state.is_on(model):
             state.before_forward(model)
+            return
+    say_if_detached(model, inputs)
 
 
 def gqsgd_hook(state: GQSGDState, bucket):  # type: ignore[no-untyped-def]  # DDP rejects annotations that are strings

@@ -1,7 +1,7 @@
-"""The DDP model that has the hook: its parameters and what is remembered of them, and what ends with the wrapper.
+"""The DDP model that has the hook: its parameters with their memories, and what belongs to the wrapper alone.
 
-Another DDP model may be wrapped around the same module later. `NumberedParameters` stay then, and what is remembered of
-them; an `Attachment` belongs to one DDP model.
+Another DDP model may be wrapped around the same module later. `NumberedParameters` and their memories stay then; an
+`Attachment` belongs to one DDP model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.adaptive.plain import PlainPath
 from lightning_gqsgd.ddp.unaveraged import BackwardWatch, TrainedParameters
-from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.reducers.memory import Keeps, MemoryStore
@@ -37,6 +36,7 @@ class NumberedParameters:
 
     Attributes:
         entries: number, name and size of each parameter, by the parameter's id.
+        buckets: the segments of the buckets that were seen, by the ids of their parameters.
         store: what this rank remembers.
         remembered: numbers of the parameters that have been compressed, or loaded.
     """
@@ -52,7 +52,7 @@ class NumberedParameters:
         self._choices = choices
         self._setting = setting
         self._device = device
-        self._segments: dict[tuple[int, ...], tuple[Segment, ...]] = {}  # by the ids of a bucket's parameters
+        self.buckets: dict[tuple[int, ...], tuple[Segment, ...]] = {}
         self.entries = _by_id(numbered, parameters)
         self.remembered: set[int] = set()
         self.store = self._new_store()
@@ -62,12 +62,10 @@ class NumberedParameters:
         """All entries, in the order of their numbers."""
         return list(self.entries.values())
 
-    def segments_of(self, parameters: Sequence[Tensor]) -> tuple[Segment, ...]:
-        """Returns the segments of a bucket with these parameters."""
-        key = tuple(map(id, parameters))
-        if key not in self._segments:
-            self._segments[key] = segments_of([self.entries[number] for number in key], self._choices)
-        return self._segments[key]
+    def segments_of(self, ids: tuple[int, ...]) -> tuple[Segment, ...]:
+        """Returns the segments of a bucket that was not seen before; ``ids``: those of its parameters."""
+        self.buckets[ids] = segments_of([self.entries[number] for number in ids], self._choices)
+        return self.buckets[ids]
 
     def renumber(self, numbered: Sequence[Parameter], parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> bool:
         """Give parameters new numbers, and keep what is remembered of those that were there before.
@@ -77,7 +75,7 @@ class NumberedParameters:
         """
         before = self.entries
         self.entries = _by_id(numbered, parameters)
-        self._segments.clear()
+        self.buckets.clear()
         is_same = self.numbered == list(before.values()) and self.entries.keys() == before.keys()
         if is_same and dtype == self._setting.dtype:
             return False
@@ -169,7 +167,7 @@ def weights_of(name: str, parameter: Tensor, step: int) -> Weights | None:
 
 
 class Attachment:
-    """What belongs to one DDP model and to the hook on it.
+    """Everything that belongs to one DDP model and to the hook on it.
 
     Args:
         model: the DDP model.
@@ -182,6 +180,8 @@ class Attachment:
         model: refers to the DDP model, as long as that is there.
         trained: which parameters DDP reduces.
         plain: see above.
+        unused: keeps the memory of parameters that no rank may have used; None: nothing is to be kept.
+        watch: watches the backward passes; None: there is one rank, which has nobody to differ from.
         skips_buckets: whether DDP hands over no bucket without used parameters, the last one included.
     """
 
@@ -199,26 +199,12 @@ class Attachment:
         self._names = list(self.trained.reduced)
         self.plain = plain
         self.skips_buckets = getattr(model, "skip_all_reduce_unused_params", False)
-        self._unused: UnusedParameters | None = None
+        self.unused: UnusedParameters | None = None
         # DDP drops the results of unused parameters, except where it has learnt once which ones are used.
         if remembers and model.find_unused_parameters and not model.static_graph:
             numbers = [entry.number for entry in self.trained.parameters]
-            self._unused = UnusedParameters(model, parameters.store, numbers)
-        self._watch = BackwardWatch(model, list(self.trained.reduced.values())) if ranks > 1 else None
-
-    def check_divisor(self) -> None:
-        """Raise ConfigError for a step inside of torch's `Join` that asks for another divisor than the number of
-        ranks."""
-        if getattr(self.model(), "_divide_by_initial_world_size", True) is False:
-            raise ConfigError(
-                "Join with divide_by_initial_world_size=False divides by the number of ranks that still have inputs, "
-                "which a communication hook is not told; gqsgd divides by the number of all ranks: leave it at True"
-            )
-
-    def before_forward(self, model: DistributedDataParallel) -> None:
-        """Note a forward pass; raises ConfigError if the backward pass before has not reached DDP."""
-        if self._watch is not None:
-            self._watch.before_forward(model, has_hook=self.plain is None or not self.plain.is_on)
+            self.unused = UnusedParameters(model, parameters.store, numbers)
+        self.watch = BackwardWatch(model, list(self.trained.reduced.values())) if ranks > 1 else None
 
     def weights(self, step: int) -> Weights | None:
         """Returns some weights of a parameter that DDP reduces, another one in each step, for ranks to compare.
@@ -232,27 +218,10 @@ class Attachment:
         parameter = self.trained.reduced.get(name)
         return None if parameter is None else weights_of(name, parameter, step)  # none are left after `close`
 
-    def before_bucket(self, x: Tensor, segments: Sequence[Segment]) -> None:
-        """Keep what is remembered of parameters in a bucket that perhaps no rank has used."""
-        if self._unused is not None:
-            self._unused.watch(x, segments)
-
-    def end_hook_step(self) -> None:
-        """Note that the hook has got the last bucket of a step."""
-        if self._unused is not None:
-            self._unused.settle_after_backward()
-        if self.plain is not None:
-            self.plain.end_hook_step()
-
-    def end_backward(self) -> None:
-        """Note that all gradients of a backward pass have been handed over, to this hook or one of torch's."""
-        if self._watch is not None:
-            self._watch.end_reduction()
-
     def detach(self) -> None:
         """Leave the model: another one is wrapped around its module."""
-        if self._watch is not None:
-            self._watch.remove()
+        if self.watch is not None:
+            self.watch.remove()
         if self.plain is not None:
             self.plain.remove()
 
@@ -260,6 +229,6 @@ class Attachment:
         """Let go of the model: the hook was closed. A forward pass raises that, also while plain DDP has its place."""
         if self.plain is not None:
             self.plain.forget()
-        if self._watch is not None:
-            self._watch.remove()
+        if self.watch is not None:
+            self.watch.remove()
         self.trained.forget()

@@ -1,4 +1,4 @@
-"""What DDP does not average: parameters that are trained without it, and backward passes that do not reach it.
+"""Finds gradients that DDP does not average: of parameters that it does not know, and of backward passes without it.
 
 DDP fixes what it reduces when it is built: it hooks onto the gradient accumulators of the parameters that require a
 gradient then. It never looks again. A parameter that is unfrozen, replaced or added later trains on each rank's own
@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ from lightning_gqsgd.session.parameters import Parameter
 
 logger = logging.getLogger(__name__)
 
-#: How parameters come to require a gradient that DDP does not reduce: what is said of them, and what to do.
+#: The words for parameters that require a gradient although DDP does not reduce it: the change, the remedy, and the
+#: change in one word.
 _UNREDUCED = (
     ("requires a gradient, but did not when the model was wrapped", "Unfreeze it", "unfrozen"),
     (
@@ -61,7 +62,7 @@ _CALL_THE_MODEL = (
 
 
 class TrainedParameters:
-    """The parameters that a DDP model reduces, and what has become of them.
+    """The parameters that a DDP model reduces, and changes to them since it was built.
 
     Args:
         model: the DDP model.
@@ -109,7 +110,7 @@ class TrainedParameters:
                 )
 
     def left_behind(self, reducer: Any) -> dict[str, Tensor]:
-        """The gradients of the parameters in `frozen`, by name; of those that have one.
+        """Returns the gradients of the parameters in `frozen`, by name; of those that have one.
 
         In the middle of an accumulation they are this rank's own, which DDP would have averaged later.
 
@@ -135,7 +136,7 @@ class TrainedParameters:
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
     def new_in(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters of a module that this object has not seen, by name."""
+        """Returns the parameters of a module that this object has not seen, by name."""
         seen = {id(p) for known in (self.reduced, self._unreduced) for p in known.values()}
         return {name: p for name, p in module.named_parameters() if id(p) not in seen}
 
@@ -148,7 +149,7 @@ class TrainedParameters:
         self._accumulators = _Accumulators({})
 
     def _of(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters of a module that DDP was not told to ignore, by name."""
+        """Returns the parameters of a module that DDP was not told to ignore, by name."""
         return {name: p for name, p in module.named_parameters() if name not in self._ignored}
 
     def _look(self) -> None:
@@ -230,7 +231,7 @@ class _Tree:
         ]
 
     def has_changed(self) -> bool:
-        """Whether a module or parameter was replaced, added or removed."""
+        """Returns whether a module or parameter was replaced, added or removed."""
         if self._count != _Registrations.count:
             self._count = _Registrations.count
             has_other_single = any(content.get(name) is not value for content, name, value in self._single)
@@ -278,7 +279,7 @@ class _Accumulators:
         self._mark(parameters)
 
     def lost(self) -> list[str]:
-        """Names of the parameters that have another accumulator now, of those that require a gradient."""
+        """Returns the names of the parameters that require a gradient and have another accumulator now."""
         addresses = self._addresses_now()
         if addresses != self._addresses:
             before = zip(self._parameters, self._addresses, addresses, strict=True)
@@ -347,7 +348,7 @@ class BackwardWatch:
         # latest mean was computed, while no optimizer has used it.
         self._stray_version: int | None = None
         self._mean_version: int | None = None
-        self._handles = on_gradients(watched, model, self, BackwardWatch.count_gradient)
+        self._handles = on_gradients(watched, model, partial(_count_gradient, weakref.ref(self)))
         _WATCHES.add(self)
         _watch_optimizers()
 
@@ -425,10 +426,10 @@ class BackwardWatch:
         else:
             self.end_reduction()
 
-    # --- what has happened -------------------------------------------------------------------------------------------
+    # --- findings ----------------------------------------------------------------------------------------------------
 
     def _end_stray(self, reductions: int) -> None:
-        """At the end of a backward pass that no forward pass of DDP has announced."""
+        """Note the end of a backward pass that no forward pass of DDP has announced."""
         self._is_asking = False
         if self._reductions != reductions:
             return
@@ -475,7 +476,7 @@ class BackwardWatch:
         return any(id(p) in self._reduced for group in optimizer.param_groups for p in group["params"])
 
     def _version(self) -> int:
-        """A number that grows whenever a watched parameter is changed in place."""
+        """Returns a number that grows whenever a watched parameter is changed in place."""
         parameters = [parameter for ref in self._watched if (parameter := ref()) is not None]
         return sum(parameter._version for parameter in parameters)
 
@@ -484,6 +485,13 @@ class BackwardWatch:
             self._has_said = True
             logger.warning("gqsgd: %s", text)
         self._stray_version = None
+
+
+def _count_gradient(watch: weakref.ref[BackwardWatch], _: Tensor) -> None:
+    """Hook on a watched parameter, for as long as the watch is there."""
+    here = watch()
+    if here is not None:
+        here.count_gradient()
 
 
 #: The watches of this process, which the steps of all optimizers are shown to.

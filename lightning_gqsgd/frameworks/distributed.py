@@ -1,4 +1,4 @@
-"""The arguments of Lightning's strategies, and the process group's life, which adapters share."""
+"""Arguments of Lightning's strategies, and the end of the process group, for all adapters."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def split_arguments(
 
     Args:
         strategy: the class, which has a DDPStrategy of Lightning's among its ancestors.
-        preset: what the fields among the arguments replace values of.
+        preset: name of a preset, or a configuration, whose values the fields among the arguments replace.
         arguments: keyword arguments, without those of local steps. A field that is None keeps the preset's value.
 
     Raises:

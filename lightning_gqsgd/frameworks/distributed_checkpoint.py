@@ -35,7 +35,7 @@ class DCPState:
     with a warning, as `GQSGDState.load_state_dict` does.
 
     Args:
-        state: what `register_gqsgd` or `register_gqsgd_fsdp` has returned.
+        state: the state that `register_gqsgd` or `register_gqsgd_fsdp` has returned.
 
     Raises:
         ConfigError: ``state`` is no state of a hook.
@@ -63,7 +63,7 @@ class DCPState:
         return {**entries, "memory": (memory,)} if hook._engine.rank == 0 else entries
 
     def load_state_dict(self, entries: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` gave. A collective if the hook remembers anything.
+        """Continue from a `state_dict`. A collective if the hook remembers anything.
 
         Raises:
             ConfigError: on all ranks; see `GQSGDState.load_state_dict`, or ``entries`` are not those of `state_dict`.

@@ -50,11 +50,10 @@ from lightning_gqsgd.session.parameters import digest
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Stamp, digest_of
 from lightning_gqsgd.wire.communicator import patience_of
-from lightning_gqsgd.wire.engine import Engine, Messages, Request
+from lightning_gqsgd.wire.engine import Engine, Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import ScatterPlan
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
-from lightning_gqsgd.wire.tracing import untraced
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +158,7 @@ class GQSGDFSDPState:
         module several times. (Each module counts its own, and that number is the dither's.)"""
         return max(self._reductions.values(), default=0)
 
-    # --- what FSDP calls ---------------------------------------------------------------------------------------------
+    # --- called by FSDP -----------------------------------------------------------------------------------------------
 
     def average(self, group: ShardedGroup, reduced: Tensor) -> None:
         """All-reduce hook: replace gradients by their mean over replicas.
@@ -348,7 +347,7 @@ class GQSGDFSDPState:
             self._scatter.engine.plans.clear()
         self._reductions = defaultdict(partial(int, state["step"]), state["reductions"])
 
-    # --- what the user sees ------------------------------------------------------------------------------------------
+    # --- reports ---------------------------------------------------------------------------------------------------
 
     def report(self) -> str:
         """Returns one line that says what is compressed, to how many bits and in which collectives, and what is not."""

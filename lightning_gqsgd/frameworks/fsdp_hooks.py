@@ -47,7 +47,7 @@ def set_hooks(state: Reduces, groups: Sequence[ShardedGroup], *, averages: bool,
     """Set the hooks of all modules.
 
     Args:
-        state: what the hooks call.
+        state: the object that the hooks call.
         groups: the modules.
         averages: whether there is an all-reduce hook.
         scatters: whether there is a reduce-scatter.

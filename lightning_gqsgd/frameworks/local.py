@@ -29,7 +29,7 @@ class Trained:
 
     Attributes:
         averages: of the module.
-        module: what is trained.
+        module: the module that is trained.
         optimizers: those of the module, of which the first one's steps count.
         others: number of steps that the other optimizers have made.
     """
@@ -84,10 +84,10 @@ class LocalTraining:
     """The local steps of a strategy.
 
     Args:
-        options: when to average.
+        options: when and how to average.
 
     Attributes:
-        trained: what is trained, in the order in which it was set up.
+        trained: the modules that are trained, in the order in which they were set up.
     """
 
     def __init__(self, options: LocalOptions) -> None:
@@ -189,7 +189,7 @@ class LocalTraining:
             trained.averages.close()
 
 
-#: What a time between two merges may be.
+#: The types of a time between two merges.
 _TIMES = (str, timedelta)
 
 #: Arguments of Lightning's DDPStrategy that are about DistributedDataParallel.

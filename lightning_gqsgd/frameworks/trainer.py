@@ -220,7 +220,7 @@ class TrainerMixin(_Base):
             self._local.take_back()
 
     def on_train_end(self) -> None:
-        """Say what compression did; with local steps, make the last average."""
+        """Report bytes, bits and waiting; with local steps, make the last average."""
         super().on_train_end()
         if self._local is not None:
             self._local.finish()
@@ -325,7 +325,7 @@ class TelemetryMixin(_Base):
         self._meter = None if state is None else Meter(state.telemetry)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Log what the backward passes since the last reading have cost; nothing where none has reduced gradients."""
+        """Log the counters since the last reading; nothing where no backward pass has reduced gradients."""
         if self._meter is None or not trainer._logger_connector.should_update_logs:
             return
         values = self._meter.read()
@@ -336,7 +336,7 @@ class TelemetryMixin(_Base):
             pl_module.log_dict(values, rank_zero_only=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write what compression did into the summary of a W&B run: ``gqsgd/summary/...``."""
+        """Write the hook's summary into that of a W&B run, as ``gqsgd/summary/...``."""
         state = getattr(trainer.strategy, "gqsgd_state", None)
         if not isinstance(state, GQSGDState) or not state.telemetry.steps or not trainer.is_global_zero:
             return

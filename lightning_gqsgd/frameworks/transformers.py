@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from lightning_gqsgd.adaptive.words import print_to_stderr
@@ -16,7 +15,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs, enable_accelerator, is_seen
 from lightning_gqsgd.frameworks.local import LocalTraining
-from lightning_gqsgd.frameworks.transformers_local import LocalStepsCallback, enable_local_steps
+from lightning_gqsgd.frameworks.transformers_local import LocalStepsCallback, MeteredCallback, enable_local_steps
 from lightning_gqsgd.local_steps.choosing import pop_options
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.wire.telemetry import Meter
@@ -25,18 +24,12 @@ from lightning_gqsgd.wire.telemetry import Meter
 STATE_FILE = "gqsgd.pt"
 
 
-class GQSGDCallback(TrainerCallback):
-    """Logs the hook's counters (see `telemetry.Meter`), and saves and restores its state.
-
-    Attributes:
-        resumes_from: folder of the checkpoint that training resumes from.
-    """
+class GQSGDCallback(MeteredCallback):
+    """Logs the hook's counters, and saves and restores its state."""
 
     def __init__(self, trainer: Trainer, handler: GQSGDKwargs) -> None:
-        self._trainer = trainer
+        super().__init__(trainer)
         self._handler = handler
-        self._meter: Meter | None = None
-        self.resumes_from: Path | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore, and count from here: the model has just been wrapped.
@@ -50,15 +43,8 @@ class GQSGDCallback(TrainerCallback):
         states = self._handler.states
         self._meter = Meter(states[-1].telemetry) if states else None
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Put the counters beside what is logged."""
-        values = {} if self._meter is None else self._meter.read()
-        values = {name: value for name, value in values.items() if not math.isnan(value)}  # the log is kept as JSON
-        for row in (logs, state.log_history[-1]):
-            row.update(values)
-
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say on rank 0 what compression did."""
+        """Report bytes, bits and waiting on rank 0."""
         for hook in self._handler.states[-1:]:
             if state.is_world_process_zero and hook.telemetry.steps:
                 print_to_stderr(hook.summary_line())
@@ -109,7 +95,7 @@ def enable_trainer(
     return handler
 
 
-def _tell_what_is_resumed(trainer: Trainer, callback: GQSGDCallback | LocalStepsCallback) -> None:
+def _tell_what_is_resumed(trainer: Trainer, callback: MeteredCallback) -> None:
     """Tell a callback, when training begins, from which folder the Trainer resumes."""
     train = trainer.train
 

@@ -28,19 +28,33 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "gqsgd_local.pt"
 
 
-class LocalStepsCallback(TrainerCallback):
-    """Counts the Trainer's steps, makes the averages, logs the counters, and keeps the state in checkpoints.
+class MeteredCallback(TrainerCallback):
+    """Puts counters (see `telemetry.Meter`) into the logs of a Trainer.
 
     Attributes:
-        resumes_from: folder of the checkpoint that training resumes from.
+        resumes_from: folder of the checkpoint that training resumes from; None: it starts anew.
     """
 
-    def __init__(self, trainer: Trainer, local: LocalTraining, config: GQSGDConfig) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._local = local
-        self._config = config
         self._meter: Meter | None = None
         self.resumes_from: Path | None = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Put the counters beside what is logged."""
+        values = {} if self._meter is None else self._meter.read()
+        values = {name: value for name, value in values.items() if not math.isnan(value)}  # the log is kept as JSON
+        for row in (logs, state.log_history[-1]):
+            row.update(values)
+
+
+class LocalStepsCallback(MeteredCallback):
+    """Counts the Trainer's steps, makes the averages, logs the counters, and keeps the state in checkpoints."""
+
+    def __init__(self, trainer: Trainer, local: LocalTraining, config: GQSGDConfig) -> None:
+        super().__init__(trainer)
+        self._local = local
+        self._config = config
 
     @property
     def averages(self) -> LocalAverages | MergedAverages | None:
@@ -88,13 +102,6 @@ class LocalStepsCallback(TrainerCallback):
             if not (args.load_best_model_at_end and state.best_model_checkpoint):
                 self.averages.finish()
             self.averages.close()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Put the counters beside what is logged."""
-        values = {} if self._meter is None else self._meter.read()
-        values = {name: value for name, value in values.items() if not math.isnan(value)}  # the log is kept as JSON
-        for row in (logs, state.log_history[-1]):
-            row.update(values)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add all processes' states to a checkpoint that training can resume from. A collective."""

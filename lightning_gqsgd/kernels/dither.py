@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
@@ -15,16 +13,6 @@ from lightning_gqsgd.kernels.layout import INDEX, LENGTH, PARAMETER
 from lightning_gqsgd.kernels.wire import DITHER_FIRST, DITHER_UNIT, GOLDEN, MULTIPLY_1, MULTIPLY_2, Key
 
 _MASK = 0xFFFFFFFF
-
-
-def step_key(seed: int, step: int, stream: int) -> Key:
-    """Returns two 32-bit keys of the dither of one step and one stream (see `reducers.base.StepKeys`).
-
-    blake2b over (seed, step, stream): streams of neighbouring steps and ranks share no structure.
-    """
-    text = b"".join(value.to_bytes(8, "little") for value in (seed, step, stream))
-    digest = hashlib.blake2b(text, digest_size=8, person=b"gqsgd-v1").digest()
-    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def uniform(blocks: Tensor, key: Key, width: int) -> Tensor:

@@ -4,8 +4,9 @@ A quantiser names its family's package in its kind (`protocol.Kind`), so nothing
 has two modules beside its codec:
 
 * ``cpu``, with the parts of kernels that `cpu.stages` calls: ``constants(q, dtype, sources)``, the numbers of a
-  quantiser, typed for kernels; ``codec(q)``, the kernel that encodes, reduces and decodes (`cpu.blocks.codec_kernel`);
-  ``is_for_sums(q)``, whether messages are added up; and, where codes can be added, ``summed(q)`` and ``combine``.
+  quantiser, typed for kernels; and ``codec(q)``, the kernel that encodes, reduces and decodes
+  (`cpu.blocks.codec_kernel`). Families whose codes can be added also have ``is_for_sums(q)``, whether the messages of a
+  quantiser are added up; ``summed(q)``, the kernel that decodes sums; and, for sums of pairs, ``combine``.
 * ``cuda``, with ``FAMILY``, a `protocol.CodecKernels`.
 """
 

@@ -15,11 +15,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_gqsgd.kernels import kernels_for
 
 if TYPE_CHECKING:
     from lightning_gqsgd.kernels.protocol import Quantiser
@@ -102,7 +105,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some blocks, and the runs that they form.
+    """Some blocks, the runs that they form, and the kernels for them.
 
     Attributes:
         blocks: int64 [number of blocks, COLUMNS], on the layout's device.
@@ -113,6 +116,11 @@ class Part:
     blocks: Tensor
     table: np.ndarray
     block_size: int
+
+    @cached_property
+    def kernels(self) -> ModuleType:
+        """The kernels for tensors on the device of the blocks, with the functions of `protocol.Kernels`."""
+        return kernels_for(self.blocks.device)
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -143,11 +151,19 @@ class Layout:
     device: torch.device = torch.device("cpu")
 
     def on(self, device: torch.device) -> Layout:
-        """Returns the layout for tensors on a device. The table is copied to the device once; reducers call this in
-        every step."""
+        """Returns the layout for tensors on a device, to be used on the current stream; reducers call this in every
+        step. Tables are copied to the device once."""
         if device == self.device:
             return self
-        return self._copies.setdefault(device, replace(self, device=device))
+        if device not in self._copies:
+            self._copies[device] = replace(self, device=device)
+        layout = self._copies[device]
+        if device.type == "cuda":
+            # Streams take turns, and PyTorch gives memory back to the stream that it was allocated on. So it has to
+            # know that this stream uses the tables that another one has copied.
+            for part in layout._parts.values():
+                part.blocks.record_stream(torch.cuda.current_stream(device))
+        return layout
 
     @property
     def blocks(self) -> Tensor:
@@ -167,12 +183,12 @@ class Layout:
         """Number of shards."""
         return len(self.first) - 1
 
-    @property
+    @cached_property
     def message_bytes(self) -> int:
         """Bytes of all shards' messages together."""
         return self.shards * self.shard_bytes
 
-    @property
+    @cached_property
     def whole(self) -> Part:
         """All blocks, with their positions in the message of all shards."""
         return self._part((), lambda: self.table)
@@ -218,13 +234,11 @@ class Layout:
         if key not in self._parts:
             table = make()
             self._parts[key] = Part(torch.from_numpy(table).to(self.device), table, self.block_size)
-        part = self._parts[key]
-        _keep_for_this_stream(part.blocks)
-        return part
+        return self._parts[key]
 
 
 class BlockRun(NamedTuple):
-    """Consecutive blocks of one parameter: what a block table has a row for each of.
+    """Consecutive blocks of one parameter. A block table has a row for each of them.
 
     Predictions of large models work on runs, because their tables would have millions of rows.
 
@@ -357,7 +371,7 @@ def place(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw
 
     Args:
         table: block table, [blocks, COLUMNS].
-        q: what the codes are.
+        q: the quantiser.
         shards: number of shards.
         scale_bytes: bytes of one block's scale in the message, 0 if scales do not travel in it.
         raw_bytes: bytes per uncompressed coordinate.
@@ -474,13 +488,6 @@ def stripe(blocks: np.ndarray, shards: int) -> np.ndarray:
     not be handled one by one.
     """
     return np.clip(blocks // (4 * shards), 1, MAX_STRIPE)
-
-
-def _keep_for_this_stream(blocks: Tensor) -> None:
-    """Tell PyTorch that the current stream uses a table, too: streams take turns, and PyTorch gives memory back to the
-    stream that it was allocated on."""
-    if blocks.is_cuda:
-        blocks.record_stream(torch.cuda.current_stream(blocks.device))
 
 
 def _records(table: np.ndarray, q: Quantiser, raw_bytes: int) -> np.ndarray:

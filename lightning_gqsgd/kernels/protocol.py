@@ -274,7 +274,7 @@ class Kernels(CodecKernels, Protocol):
             x: fp32 [numel], contiguous.
             out: bf16 [numel], contiguous.
             key: the dither keys of the message.
-            factor: what the coordinates are multiplied by, in fp32.
+            factor: the factor of all coordinates, in fp32.
             limit: bits of the largest magnitude that is written, an fp32 number.
         """
         ...

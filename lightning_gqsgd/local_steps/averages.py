@@ -64,11 +64,10 @@ from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, ope
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.wire.agreement import Card, Stamp, digest_of
 from lightning_gqsgd.wire.communicator import parent_group, patience_of
-from lightning_gqsgd.wire.engine import Messages, Request
-from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.engine import Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
+from lightning_gqsgd.wire.pipeline import Job
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
-from lightning_gqsgd.wire.tracing import untraced
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ _OWN_ENTRIES = ("memory", "rule", "model", "optimizers")
 
 
 def state_of(averages: LocalAverages) -> dict[str, Any]:
-    """Return the state beside models and optimizers that this rank needs to continue: plain values and tensors.
+    """Returns the state beside models and optimizers that this rank needs to continue: plain values and tensors.
 
     Not a collective; waits for the averages under way, whose means are part of the state.
     """

@@ -21,8 +21,8 @@ from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.options import Every, LocalOptions
 from lightning_gqsgd.local_steps.outer import OuterOptimizer
 from lightning_gqsgd.wire.communicator import parent_group
+from lightning_gqsgd.wire.engine import untraced
 from lightning_gqsgd.wire.telemetry import Telemetry
-from lightning_gqsgd.wire.tracing import untraced
 
 
 class LocalSteps(Optimizer):

@@ -104,7 +104,7 @@ def load_outer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def _numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the entries of an optimizer's first group that are no tensors."""
+    """Returns the entries of an optimizer's first group that are no tensors."""
     return {name: value for name, value in optimizer.param_groups[0].items() if name not in ("params", "initial_lr")}
 
 

@@ -93,7 +93,7 @@ class _Seen:
 
 
 def _tensors_by_name(optimizer: Optimizer) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """Return an optimizer's states that have their parameter's shape, as pairs (parameter, state) by the state's name.
+    """Returns an optimizer's states that have their parameter's shape, as pairs (parameter, state) by the state's name.
 
     A tensor that shares the parameter's memory is averaged with the parameter.
     """

@@ -31,12 +31,11 @@ from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Card
 from lightning_gqsgd.wire.communicator import timeout_of
 from lightning_gqsgd.wire.compiling import compile_kernels
-from lightning_gqsgd.wire.engine import Engine, Messages, Request
-from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.engine import Engine, Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import Peers, peers_of_unregistered
+from lightning_gqsgd.wire.pipeline import Job
 from lightning_gqsgd.wire.telemetry import Telemetry
-from lightning_gqsgd.wire.tracing import untraced
 
 _MESSAGES = Messages("torchft's process group", "let the Manager configure it for the next quorum")
 

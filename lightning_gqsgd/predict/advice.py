@@ -1,4 +1,4 @@
-"""Which compression a cluster should take: predictions of all candidates, and a sentence that says what to do."""
+"""Advice on the compression for a cluster: predictions of all candidates, and a recommendation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORTH = 0.05
 CLOSE = 0.03
 #: The share of a step that waits, from which on local steps are advised as well.
 LONG_WAIT = 0.5
-#: The share of a step below which nothing is said of what it waits for.
+#: The share of a step below which the cause of its wait is not named.
 NO_WAIT = 0.01
 #: Steps between two averages, and bits of the changes, of the preset ``gqsgd_diloco``.
 LOCAL_STEPS = 32
@@ -44,17 +44,17 @@ RATE_FACTORS = tuple(10 ** (step / 8) for step in range(-16, 17))
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines, their network, and what a rank computes.
+    """Machines, their network, and the computation of a rank.
 
     Attributes:
         timeline: of each rank.
         costs_at: costs at a number of nodes, with links whose rate is multiplied by a factor.
         nodes: number of nodes.
         per_node: ranks on each node.
-        batch: samples of each rank in a step; None: nobody knows them.
+        batch: samples of each rank in a step; None: not known.
         link: rate of the link between nodes in bytes per second; None: it was measured.
-        notes: how sure the numbers are, for people.
-        codec: whose codec the predictions have, for people; empty: nobody has said.
+        notes: sentences on how sure the numbers are.
+        codec: the codec that the predictions assume, in words; empty: not given.
     """
 
     timeline: Timeline
@@ -100,7 +100,7 @@ def check_size(nodes: int, per_node: int) -> None:
 
 
 def check_batch(batch: int | None) -> None:
-    """Check the samples of a rank in a step; None: nobody knows them.
+    """Check the samples of a rank in a step; None: not known.
 
     Raises:
         ConfigError: the number is below 1 or above `MOST_SAMPLES`.
@@ -115,13 +115,13 @@ def check_batch(batch: int | None) -> None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way of averaging gradients, and what it is predicted to take.
+    """A way of averaging gradients, with its prediction.
 
     Attributes:
-        name: for people, e.g. ``"4 bit, hierarchical"``.
+        name: for tables, e.g. ``"4 bit, hierarchical"``.
         method: see `model.predict`.
         prediction: the prediction.
-        interval: seconds between which the step is expected, see `intervals`; None: nobody has asked for them.
+        interval: seconds between which the step is expected, see `intervals`; None: not predicted.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Candidate:
 
     @property
     def keywords(self) -> str:
-        """Return the arguments for `GQSGDStrategy` or `register_gqsgd`; empty for what needs neither."""
+        """The arguments for `GQSGDStrategy` or `register_gqsgd`; empty for a candidate that needs neither."""
         if isinstance(self.method, str):
             return ""
         reducer = ', reducer="hierarchical"' if self.method.reducer == "hierarchical" else ""
@@ -291,7 +291,7 @@ def recommendation(choices: Sequence[Candidate]) -> str:
 
 
 def _against_bf16(choices: Sequence[Candidate], best: Candidate) -> str:
-    """Returns how a candidate compares with what needs no package, torch's bf16 hook; empty where that is the
+    """Returns how a candidate compares with torch's bf16 hook, which needs no package; empty where that hook is the
     candidate, or is not predicted."""
     hook = next((candidate for candidate in choices if candidate.method == BF16), None)
     return "" if hook is None or best is hook else f", {_times(hook.prediction, best.prediction)} than its bf16 hook"
@@ -304,7 +304,8 @@ def _times(other: Prediction, made: Prediction) -> str:
 
 
 def _what_is_left(best: Candidate) -> str:
-    """Returns as a clause what a candidate's step still waits for. No cost that is exposed is called hidden."""
+    """Returns a clause on how long a candidate's step still waits, and for what. An exposed cost is never called
+    hidden."""
     made = best.prediction
     waits = f"with {best.name} it waits {_ms(made.exposed_s)}, {_share(made)} of the step"
     if made.exposed_s <= NO_WAIT * made.step_s:

@@ -19,7 +19,7 @@ from lightning_gqsgd.spec.quantities import RATES, TIMES, quantity
 KINDS = ("all_to_all", "all_gather", "max", "sum/float32", "sum/bfloat16", "sum/uint8")
 #: The kind whose cost a sum of another dtype has, if that dtype was not measured: a word of as many bytes or more.
 _STANDS_FOR = {"sum/float16": "sum/bfloat16", "sum/float64": "sum/float32", "sum/int64": "sum/float32"}
-#: What torch's ``bf16_compress_hook`` computes, by the name that its costs have. It is no codec, and is timed like one.
+#: The name of the costs of torch's ``bf16_compress_hook``. It is no codec, and is timed like one.
 BF16_HOOK = "bf16_compress_hook"
 
 #: The smallest and the largest rate in bits per second, and duration in seconds, that mean anything.
@@ -97,8 +97,8 @@ class Costs:
         thread: processors that a rank gets with one thread, at most 1. It is less where ranks, or other programs, share
             processors; several threads of a rank may then get more together.
         on_streams: whether collectives run on streams of a GPU (NCCL), and not on a thread (Gloo).
-        source: where the numbers are from, for people.
-        terms: what collectives between nodes take beyond their bytes at the rate of a link; None: times were measured,
+        source: where the numbers are from, in words.
+        terms: times of collectives between nodes beyond their bytes at the rate of a link; None: times were measured,
             so that nothing is to be added.
     """
 

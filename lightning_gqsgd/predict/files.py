@@ -23,7 +23,7 @@ def entries(value: object, what: str, names: tuple[str, ...] | None = None) -> d
     """Returns a dictionary.
 
     Args:
-        value: what the file has.
+        value: the value in the file.
         what: where it stands there, for messages.
         names: the keys that the dictionary has to have, and no others; None: any keys.
     """

@@ -141,7 +141,7 @@ class _Seconds:
     def warning(self, seconds: float, *, has_choice: bool) -> str:
         """Returns a clause that says that plain DDP is predicted to take less time; empty where it is not.
 
-        A link whose rate nobody knows gives no warning, and nor does a configuration that may choose plain DDP.
+        A link whose rate is not known gives no warning, and nor does a configuration that may choose plain DDP.
         """
         if not self._is_known or has_choice or seconds <= self._plain_s * (1 + TOLERANCE):
             return ""

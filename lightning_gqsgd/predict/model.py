@@ -1,9 +1,9 @@
 """The length of a training step, predicted by running the package's own reducers on a virtual clock.
 
-`predict` takes what a rank computes (`Timeline`) and what everything costs (`Costs`). The reducers say themselves what
-they compute and send (`profile`), and `runners` takes their pieces in the order of `wire.pipeline`.
+`predict` takes the computation of a rank (`Timeline`) and all costs (`Costs`). The reducers themselves tell their
+computation and messages (`profile`), and `runners` takes their pieces in the order of `wire.pipeline`.
 
-What the model leaves out: all ranks are alike, so nobody waits for a slower rank, and nothing varies from step to step;
+The model leaves this out: all ranks are alike, so none waits for a slower rank, and nothing varies from step to step;
 collectives that are under way together take turns on the link, where TCP would share it.
 """
 

@@ -22,7 +22,7 @@ FORMS = "torchvision:NAME, transformers:TYPE or transformers:FOLDER, or module:f
 #: Size of the images, and tokens of the texts, that models are tried on.
 IMAGE_SIZE = 224
 TOKENS = 128
-#: Samples of each rank in a step, where nobody says another number.
+#: Samples of each rank in a step, unless another number is given.
 USUAL_BATCH = 32
 #: Characters of another package's error that a message shows.
 _SHOWN = 300
@@ -35,7 +35,7 @@ class Built:
     Attributes:
         name: as it was asked for.
         model: the model.
-        inputs: arguments of its forward pass; None: nobody knows them.
+        inputs: arguments of its forward pass; None: they are not known.
     """
 
     name: str

@@ -21,8 +21,7 @@ from lightning_gqsgd.predict.profile import bucket_profiles
 from lightning_gqsgd.predict.timing import slowest
 from lightning_gqsgd.reducers import Setting, Steps, new_store, stages
 from lightning_gqsgd.wire.communicator import Communicator
-from lightning_gqsgd.wire.job import Job, Start
-from lightning_gqsgd.wire.pipeline import Runner, release, runner_for
+from lightning_gqsgd.wire.pipeline import Job, Runner, Start, release, runner_for
 from lightning_gqsgd.wire.plan import Plan
 from lightning_gqsgd.wire.telemetry import Telemetry
 
@@ -81,8 +80,8 @@ def pipeline_times(communicator: Communicator, costs: Costs, bits: int) -> Pipel
     """Time pieces that go through the pipeline in two shots. All ranks call this, over Gloo.
 
     Args:
-        communicator: what collectives run on.
-        costs: what kernels take alone.
+        communicator: runs the collectives.
+        costs: the costs of kernels that run alone.
         bits: of the codes of the default codec; their costs are given.
     """
     config = resolve(GQSGDConfig(bits=bits, reducer="two_shot", sample_every=0), communicator.size)

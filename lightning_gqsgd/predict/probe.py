@@ -1,9 +1,9 @@
-"""Measures what the model needs to know of a device and of the network between ranks: `measure`, a collective.
+"""Measures the constants of a device and of the network between ranks that the model needs: `measure`, a collective.
 
 Constants of collectives come from two sizes of message: a short one for the latency, and one as long as the package
 sends for the time per byte. The latter is measured twice: one collective at a time, and a row of them of which several
-are always under way in one process group, as in training, where they fill each other's pauses. What a device takes to
-compute is timed by `device_times`.
+are always under way in one process group, as in training, where they fill each other's pauses. The computation of
+a device is timed by `device_times`.
 """
 
 from __future__ import annotations
@@ -237,14 +237,14 @@ def _in_pipeline(costs: Costs, times: PipelineTimes) -> Costs:
 
 
 class _Stopwatch:
-    """Times collectives; what ranks measure differently is as long as the slowest says.
+    """Times collectives. Where ranks measure different times, that of the slowest counts.
 
     Attributes:
         cores: processors that a rank got while all ranks wanted as many as they can have, at several times.
         thread: the same while all ranks ran one thread.
 
     Args:
-        communicator: what collectives run on.
+        communicator: runs the collectives.
         kinds: how many kinds of collectives will be timed; they share `COLLECTIVES_S`.
     """
 

@@ -128,7 +128,7 @@ class _Piece:
     """A piece; it equals every piece whose reducer computes and sends the same.
 
     Attributes:
-        setting: what its reducer is built for.
+        setting: the setting that its reducer is built for.
         alike: see `reducers.base.Reducer.alike`.
         blocks: its blocks.
     """

@@ -27,7 +27,7 @@ class Recorder:
         module: the model.
         forward: computes the loss of a DDP model.
         update: the optimizer's step; None: there is none.
-        name: of the model, for people.
+        name: name of the model.
     """
 
     def __init__(

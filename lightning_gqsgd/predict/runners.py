@@ -1,8 +1,8 @@
-"""The order in which pieces are encoded, sent and decoded, on the virtual clock: what `wire.pipeline` does.
+"""The order in which pieces are encoded, sent and decoded on the virtual clock, which is that of `wire.pipeline`.
 
 `ThreadRunner` stands for `pipeline.Sequencer` (Gloo) and `StreamsRunner` for `pipeline.StreamRunner` (NCCL). Each asks
 the function that its counterpart asks for the order of pieces, `pipeline.ready` and `pipeline.by_stages`. What is left
-here is time: what a thread, a stream and a link are busy with, and what waits for them.
+here is time: when a thread, a stream and a link are busy, and when pieces wait for them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Network:
 
     Args:
         clock: the clock.
-        costs: what collectives cost.
+        costs: the costs of collectives.
         has_backward: whether the step has a backward pass, beside which collectives run.
     """
 

@@ -1,4 +1,4 @@
-"""What collectives of NCCL over TCP take between nodes, beyond a ring's bytes at the rate of the link.
+"""The time of collectives of NCCL over TCP between nodes, beyond a ring's bytes at the rate of the link.
 
 * **Sockets.** NCCL spreads what a rank sends over several sockets: 32 on AWS (two channels, each with the 2 threads of
   8 sockets that its source has for this vendor), and two where it does not know the vendor. Sockets that share the

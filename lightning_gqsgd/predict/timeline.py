@@ -53,8 +53,8 @@ class Timeline:
         forward_s: seconds from the start of the step to the backward pass.
         update_s: seconds of the optimizer.
         dtype: dtype of the gradients.
-        name: of the model, for people.
-        batch: samples of the rank in this step; None: nobody has said.
+        name: name of the model.
+        batch: samples of the rank in this step; None: not given.
     """
 
     buckets: tuple[Bucket, ...]
@@ -89,7 +89,7 @@ class Timeline:
         return replace(self, buckets=(everything,), backward_s=0.0, forward_s=0.0, update_s=0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values only. A batch that nobody has said is left out."""
+        """Returns plain values only. A batch that was not given is left out."""
         return {
             "name": self.name,
             **({} if self.batch is None else {"batch": self.batch}),

@@ -34,7 +34,7 @@ class Spread(NamedTuple):
 
 
 def stopwatch(case: Case) -> Callable[[], float]:
-    """Returns a clock of what goes by while this thread runs a case."""
+    """Returns a clock of the time that passes while this thread runs a case."""
     begun = time.perf_counter()
     case()
     elapsed = time.perf_counter() - begun

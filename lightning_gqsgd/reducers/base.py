@@ -8,6 +8,7 @@ order on every rank. On a GPU, `steps` issue work and never wait for it: they re
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.scales import ScaleRule
-from lightning_gqsgd.kernels.dither import step_key
 from lightning_gqsgd.kernels.layout import USUAL_SIZE, BlockRun, PieceSize
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, in_finite_range, scale_format
@@ -79,7 +79,7 @@ Steps = Generator[Sequence[Exchange], None, Count]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a reducer is built for. `config.setting_of` makes it of a configuration.
+    """The setting that a reducer is built for. `config.setting_of` makes it of a configuration.
 
     Attributes:
         reducer: the reducer itself.
@@ -138,6 +138,16 @@ class Setting:
     def record_sizes(self) -> dict[str, int]:
         """``scale_bytes`` and ``raw_bytes``, as arguments of `kernels.layout.place`."""
         return {"scale_bytes": self.scale_bytes, "raw_bytes": self.raw_bytes}
+
+
+def step_key(seed: int, step: int, stream: int) -> Key:
+    """Returns two 32-bit keys of the dither of one step and one stream (see `StepKeys`).
+
+    blake2b over (seed, step, stream): streams of neighbouring steps and ranks share no structure.
+    """
+    text = b"".join(value.to_bytes(8, "little") for value in (seed, step, stream))
+    digest = hashlib.blake2b(text, digest_size=8, person=b"gqsgd-v1").digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 @dataclass(frozen=True)
@@ -279,8 +289,12 @@ class HasSteps(Protocol):
 
 def reduced(reducer: HasSteps, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
     """Returns the steps of a reducer on ``x``, by way of a copy in the compute dtype if the reducer needs one."""
-    if not reducer.needs_copy:
-        return (yield from reducer.steps(x, rank, keys, store))
+    if reducer.needs_copy:
+        return _reduced_by_copy(reducer, x, rank, keys, store)
+    return reducer.steps(x, rank, keys, store)
+
+
+def _reduced_by_copy(reducer: HasSteps, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
     # A memory or a rotation changes the input, in fp32 or fp64. In a 16-bit dtype each of these steps would round once
     # more.
     work = x.to(COMPUTE_DTYPES[x.dtype], copy=True)

@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.codecs.floats.codec import FloatCodec, largest
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import LENGTH, Layout
 from lightning_gqsgd.kernels.wire import in_finite_range
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
@@ -66,9 +65,9 @@ class Bf16(Reducer):
         # The kernels narrow fp32 only. Clamping keeps fp64 numbers finite that are too large for fp32.
         wide = x if x.dtype == torch.float32 else in_finite_range(x, torch.float32).float()
         small = torch.empty_like(wide, dtype=torch.bfloat16)
-        blocks = self.layout.on(x.device).blocks
+        part = self.layout.on(x.device).whole
         # Ranks divide before they round, and clamp to `largest`, so that no sum within the all-reduce overflows.
-        kernels_for(x.device).narrow(wide, blocks, small, keys.up[rank], 1.0 / self.ranks, largest(self.ranks))
+        part.kernels.narrow(wide, part.blocks, small, keys.up[rank], 1.0 / self.ranks, largest(self.ranks))
         yield (Exchange.in_place("sum", small),)
         x.copy_(small)
         return 0

@@ -9,13 +9,13 @@ step that overflows on one rank leaves no trace on any.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs.scales import kernels_find_scales, over_ranks, rounded_up, scales_of
-from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import Layout, Part
 from lightning_gqsgd.kernels.protocol import Count, Quantiser
 from lightning_gqsgd.kernels.wire import Key
@@ -69,34 +69,34 @@ class Link:
         self.kernels_find_scales = kernels_find_scales(self.codec, self.scale_rule)
         self.rotates = setting.rotates
 
-    @property
+    @cached_property
     def plain(self) -> bool:
-        """Returns whether the link only computes scales and codes, apart from a rotation, and the kernels do both."""
+        """Whether the link only computes scales and codes, apart from a rotation, and the kernels do both."""
         return self.recursion is None and self.kernels_find_scales
 
-    @property
+    @cached_property
     def remembers(self) -> bool:
-        """Returns whether a sender remembers what its messages lose."""
+        """Whether a sender remembers what its messages lose."""
         return self.recursion is not None
 
-    @property
+    @cached_property
     def shares(self) -> bool:
-        """Returns whether all ranks share one reference. No rank then remembers what its own message has lost."""
+        """Whether all ranks share one reference. No rank then remembers what its own message has lost."""
         return self.recursion is not None and self.recursion.shared
 
-    @property
+    @cached_property
     def fuses(self) -> bool:
-        """Returns whether the kernels rotate in encoding and decoding: nothing else needs the turned coordinates."""
+        """Whether the kernels rotate in encoding and decoding: nothing else needs the turned coordinates."""
         return self.rotates and self.plain and self.scales_travel and not self.shares_scales
 
-    @property
+    @cached_property
     def turns(self) -> bool:
-        """Returns whether the rotation is a pass of its own over the coordinates."""
+        """Whether the rotation is a pass of its own over the coordinates."""
         return self.rotates and not self.fuses
 
-    @property
+    @cached_property
     def needs_copy(self) -> bool:
-        """Returns whether a sender changes its input in place, so that it needs a copy in the compute dtype."""
+        """Whether a sender changes its input in place, so that it needs a copy in the compute dtype."""
         return self.remembers or self.turns
 
     def part_for_owners(self, layout: Layout, rank: int) -> Part:
@@ -149,14 +149,14 @@ class Link:
             own = None
         if own is not None and self.shares:  # messages stand for differences, and so has what is exact
             x -= store.load(self.received, part.runs, x)
-        bad = kernels_for(x.device).decode(wires, part.blocks, x, self.quantiser, keys, turn, own)
+        bad = part.kernels.decode(wires, part.blocks, x, self.quantiser, keys, turn, own)
         if not self.fuses:
             self.restore(x, part, rotation, store)
         return bad
 
     def restore(self, decoded: Tensor, part: Part, rotation: Key, store: MemoryStore) -> None:
         """Finish what the kernels decoded: turn it back, add the mean of the references, and move that mean."""
-        self.turn_back(decoded, part.blocks, rotation)
+        self.turn_back(decoded, part, rotation)
         recursion = self.recursion
         if recursion is None or not recursion.rho:
             return
@@ -170,10 +170,10 @@ class Link:
         # One overflow must not stay in the memory for ever, so coordinates that are not finite leave it as it was.
         store.store(self.received, part.runs, torch.where(decoded.isfinite(), moved, reference))
 
-    def turn_back(self, decoded: Tensor, blocks: Tensor, rotation: Key) -> None:
+    def turn_back(self, decoded: Tensor, part: Part, rotation: Key) -> None:
         """Undo the rotation, if there is one."""
         if self.rotates:
-            kernels_for(decoded.device).rotate(decoded, blocks, rotation, self.quantiser.block_size, inverse=True)
+            part.kernels.rotate(decoded, part.blocks, rotation, self.quantiser.block_size, inverse=True)
 
 
 class Trace(Protocol):
@@ -203,7 +203,7 @@ class Outgoing:
         self._part = part
         self._rotation = rotation
         if link.turns:
-            kernels_for(x.device).rotate(x, part.blocks, rotation, link.quantiser.block_size)
+            part.kernels.rotate(x, part.blocks, rotation, link.quantiser.block_size)
         self._scales = None if link.kernels_find_scales else scales_of(x, part.blocks, link.codec, link.scale_rule)
 
     def find_scales(self) -> Tensor:
@@ -213,7 +213,7 @@ class Outgoing:
         Changes to the tensor count: `share_scales` replaces it in place before `encode`.
         """
         if self._scales is None:
-            self._scales = kernels_for(self._input.device).block_maxima(self._input, self._part.blocks)
+            self._scales = self._part.kernels.block_maxima(self._input, self._part.blocks)
         return self._scales
 
     def share_scales(self) -> Generator[Sequence[Exchange], None, Tensor]:
@@ -242,7 +242,7 @@ class Outgoing:
         if scales is not None and link.scales_travel:
             scales = rounded_up(scales, self._input.dtype)
         turn = self._rotation if link.fuses else None
-        kernels_for(wire.device).encode(self._input, self._part.blocks, wire, link.quantiser, key, scales, turn)
+        self._part.kernels.encode(self._input, self._part.blocks, wire, link.quantiser, key, scales, turn)
         return NO_TRACE
 
 
@@ -277,16 +277,15 @@ class _Remembering(Outgoing):
         if self.recursion.shared:
             return _Result(self) if self._link.direction is UP else NO_TRACE
         link = self._link
-        blocks = self._part.blocks
+        part = self._part
         decoded = torch.zeros_like(self._input)
-        kernels = kernels_for(wire.device)
         # Messages whose codes are added have no scales in them: the scales, already the maxima over ranks, are passed
         # beside them.
         if link.quantiser.summable:
-            kernels.decode_sum(wire, self.find_scales(), blocks, decoded, link.quantiser, (key,))
+            part.kernels.decode_sum(wire, self.find_scales(), part.blocks, decoded, link.quantiser, (key,))
         else:
-            kernels.decode(wire.view(1, -1), blocks, decoded, link.quantiser, (key,))
-        link.turn_back(decoded, blocks, self._rotation)
+            part.kernels.decode(wire.view(1, -1), part.blocks, decoded, link.quantiser, (key,))
+        link.turn_back(decoded, part, self._rotation)
         return _Lost(self, link.direction, decoded)
 
 

@@ -47,7 +47,7 @@ class Direction(NamedTuple):
     """One direction of a reducer, as far as its memory is concerned.
 
     Attributes:
-        error: what a sender keeps of its errors.
+        error: the error memory of a sender.
         sent: the reference of a sender.
         received: the reference, or the mean of the references, where messages arrive. The way back has one sender,
             whose reference all receivers follow.
@@ -82,7 +82,7 @@ class MemoryStore:
     """The memory of one rank: a flat tensor of each kind for each parameter, zero at first. It may be empty.
 
     Args:
-        kinds: what is kept.
+        kinds: the kinds of tensors that are kept.
         block_size: the most coordinates of a block.
         owners: number of ranks among which the blocks are divided, each of which averages the messages of its own, and
             keeps what belongs to that (see `layout.place_by_owner`); 1 where every rank averages all messages.

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import RAW, Layout
 from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.reducers.base import (
@@ -74,7 +73,8 @@ class Summed(Reducer):
 
     def _coded(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         layout = self.layout.on(x.device)
-        outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
+        part = layout.whole
+        outgoing = self.link.outgoing(x, part, keys.rotation, store)
         # Codes can be added only under equal scales, so these have to be there before anything is encoded.
         scales = yield from outgoing.share_scales()
 
@@ -83,7 +83,7 @@ class Summed(Reducer):
         lost = outgoing.encode(codes, keys.up[rank])
         yield from self._added(codes, layout, rank, keys)
 
-        bad = kernels_for(x.device).decode_sum(codes, scales, layout.blocks, x, self.link.quantiser, keys.up)
-        self.link.restore(x, layout.whole, keys.rotation, store)
+        bad = part.kernels.decode_sum(codes, scales, part.blocks, x, self.link.quantiser, keys.up)
+        self.link.restore(x, part, keys.rotation, store)
         lost.commit(x)
         return bad

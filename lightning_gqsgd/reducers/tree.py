@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import Layout, place_by_owner
 from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, ring_bytes
@@ -119,7 +118,6 @@ class Tree(Summed):
         self, codes: Tensor, layout: Layout, rank: int, keys: StepKeys
     ) -> Generator[Sequence[Exchange], None, None]:
         """Run all hops: yield their exchanges, and add or copy the codes that they bring."""
-        kernels = kernels_for(codes.device)
         size = layout.shard_bytes
         for number, hop in enumerate(hops_of(rank, self.ranks) if size else []):
             sent = codes[hop.gives[0] * size : hop.gives[1] * size]
@@ -130,8 +128,8 @@ class Tree(Summed):
             yield (Exchange("all_to_all", received, sent, (self._only(hop, received), self._only(hop, sent))),)
 
             if hop.adds:
-                blocks = layout.shards_from(*hop.takes).blocks
-                kernels.combine(mine, received, blocks, self.link.quantiser, keys.node(number, rank))
+                part = layout.shards_from(*hop.takes)
+                part.kernels.combine(mine, received, part.blocks, self.link.quantiser, keys.node(number, rank))
             else:
                 mine.copy_(received)
 

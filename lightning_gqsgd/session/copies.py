@@ -1,4 +1,4 @@
-"""Copies of models with a hook: what stands in place of the hook's state, and a warning when such a copy is trained.
+"""Copies of models with a hook: the object in place of the hook's state, and a warning when a copy is trained.
 
 A copy of a DDP model (by copy, pickle or torch.save) has a reducer of its own in C++, without a communication hook;
 this holds for every hook of DDP's. The gradients of the copy are averaged uncompressed.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Handles = list[RemovableHandle]
 
 
@@ -71,19 +70,12 @@ class OwnHook:
         return _no_hook, ()
 
 
-def on_gradients(parameters: Iterable[nn.Parameter], model: nn.Module, owner: T, call: Callable[[T], None]) -> Handles:
-    """Call a function with its owner for each gradient that parameters accumulate, until owner or model is gone.
+def on_gradients(parameters: Iterable[nn.Parameter], model: nn.Module, call: Callable[[nn.Parameter], None]) -> Handles:
+    """Call a function for each gradient that parameters accumulate, until the model is gone.
 
-    The hooks keep neither alive: the module may be trained without its DDP model afterwards.
+    The module may be trained without its DDP model afterwards. So the function must keep alive neither of the two.
     """
-    here = weakref.ref(owner)
-
-    def accumulated(_: nn.Parameter) -> None:
-        alive = here()
-        if alive is not None:
-            call(alive)
-
-    handles = [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in parameters]
+    handles = [parameter.register_post_accumulate_grad_hook(call) for parameter in parameters]
     weakref.finalize(model, remove_all, handles)
     return handles
 
@@ -104,7 +96,7 @@ def _do_nothing(*_: Any) -> None:
 
 def say_if_detached(model: nn.Module, inputs: Any) -> None:
     """Forward pre-hook: log once that the model is a copy, when it is trained."""
-    if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+    if not (model.training and torch.is_grad_enabled()):
         return
     states = [state for _, state in getattr(model, "_comm_hooks", ()) if hasattr(state, "is_on")]
     if states and not any(state.is_on(model) for state in states) and not hasattr(model, "_gqsgd_said"):

@@ -29,13 +29,13 @@ from lightning_gqsgd.wire.plan import Plan
 
 
 class Side(NamedTuple):
-    """What is reduced over the ranks of one process group.
+    """A process group, and what its ranks reduce.
 
     Attributes:
         group: the process group.
-        facts: what its ranks must share.
+        facts: the facts that its ranks must have in common.
         configs: the configurations, with their reducers chosen; none where each call brings its own.
-        plan: what cuts tensors into pieces.
+        plan: the class that cuts tensors into pieces.
         direct: see `Engine`.
     """
 
@@ -67,9 +67,9 @@ def open_engines(
         sides: the process groups, in the meeting's order. All engines share the runner of the first.
         device: device of the tensors.
         timeout: of collectives; None takes that of each group.
-        messages: what errors say of the caller.
+        messages: the words for the caller in errors.
         dtypes: dtypes of the tensors; empty where kernels are compiled later, by `compile_together`.
-        prepare: makes what the first engine needs beside its configurations.
+        prepare: called with the first engine, to make and compile what it needs beside its configurations.
         streams: see `Engine`; 1 if there are several sides.
 
     Yields:
@@ -121,7 +121,7 @@ def open_agreed(side: Side, key: str, device: torch.device, *, timeout: timedelt
         key: see `Engine`.
         device: device of the tensors.
         timeout: of collectives.
-        messages: what errors say of the caller.
+        messages: the words for the caller in errors.
 
     Raises:
         CollectiveError: a rank did not come in time.
@@ -178,7 +178,12 @@ def prepare_later(
 
 
 def facts_of(config: GQSGDConfig, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what ranks must share before they send anything, plain values by name; ``own``: what the caller adds."""
+    """Returns the facts that ranks must have in common before they send anything, plain values by name.
+
+    Args:
+        config: the configuration.
+        own: further facts of the caller.
+    """
     versions = {"version of lightning_gqsgd": __version__, "version of the wire format": VERSION}
     return {**config.to_dict(), **own, **versions}
 

@@ -1,4 +1,4 @@
-"""What is said of a training: at its start what is compressed, and how; at its end, bytes, errors and waiting."""
+"""Reports on a training: the compression at its start, and bytes, errors and waiting at its end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def report(
         trained: the parameters whose gradients are reduced.
         world_size: number of ranks.
         step: number of steps so far.
-        noun: what a compressed number is called, in the singular.
+        noun: the word for a compressed number, in the singular.
         has_tables: whether tables with sparse gradients, which are not among ``trained``, are reduced as well.
     """
     if world_size == 1:
@@ -86,7 +86,7 @@ def _other_codec(config: GQSGDConfig) -> str:
 
 
 def _raw(raw: Sequence[Parameter], config: GQSGDConfig) -> str:
-    """Returns what travels uncompressed, and why, in words."""
+    """Returns the parameters that travel uncompressed, with the reasons, in words."""
     small = [parameter for parameter in raw if parameter.numel < config.min_numel]
     why = [f"{len(small)} smaller than {config.min_numel}"] if small else []
     why += [f"{len(raw) - len(small)} excluded by name"] if len(raw) > len(small) else []
@@ -99,14 +99,14 @@ def _values(parameters: Sequence[Parameter], noun: str) -> str:
 
 
 def summary(telemetry: Telemetry, ranks: int) -> dict[str, float]:
-    """Returns what compression did since the hook was made, as this rank has counted it. Waits for a GPU.
+    """Returns bytes, bits, errors and times since the hook was made, as this rank has counted them. Waits for a GPU.
 
     Args:
         telemetry: counters of this process.
         ranks: number of ranks.
 
     Returns:
-        Numbers by name; NaN stands for what nothing has measured:
+        Numbers by name; NaN where nothing was measured:
 
         * ``steps``: averaged steps.
         * ``bytes_sent``: bytes of gradients that this rank has sent.
@@ -138,10 +138,10 @@ def summary(telemetry: Telemetry, ranks: int) -> dict[str, float]:
 
 
 def in_words(values: Mapping[str, float]) -> str:
-    """Returns the line that is said at the end of a training.
+    """Returns the line for the end of a training.
 
     Args:
-        values: what `summary` gives.
+        values: from `summary`.
     """
     steps = counted(int(values["steps"]), "step")
     if not values["bytes_sent"]:

@@ -34,7 +34,7 @@ def dense_mean(
 
     Args:
         table: the table.
-        touched: what this rank has touched.
+        touched: the rows that this rank has touched.
         x: see `dense_gradient`; overwritten.
         pieces: the steps of a plan that replace ``x`` by its mean.
         ranks: number of ranks.

@@ -52,10 +52,10 @@ def gathered_mean(
 
     Args:
         table: the table.
-        touched: what this rank has touched; the values may be changed.
+        touched: the rows that this rank has touched; their values may be changed.
         numbers: the stream of its row numbers.
         lengths: see `gathered_lengths`.
-        rows: how rows are written.
+        rows: the form in which rows are written.
         rank: this rank.
         counters: of the bucket.
     """

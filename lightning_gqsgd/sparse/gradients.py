@@ -90,11 +90,11 @@ class SparseGradients:
 
     @property
     def numbers(self) -> frozenset[int]:
-        """The numbers of the tables of which rows are sent; with ``sparse_limit=0``, all travel as dense gradients."""
+        """Numbers of the tables of which rows are sent; none with ``sparse_limit=0``: all are dense gradients then."""
         return frozenset(self._tables if self._limit else ())
 
     def describe(self, configs: Sequence[GQSGDConfig]) -> str:
-        """Describe for the report what is sent of the tables.
+        """Returns a clause for the report on the rows that are sent of the tables.
 
         Args:
             configs: as for the report: the configuration, or that of each number of bits that is given by name.

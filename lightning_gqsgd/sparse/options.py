@@ -22,7 +22,7 @@ def refuse_for(config: GQSGDConfig, what: str) -> None:
 
     Args:
         config: the configuration.
-        what: what is configured, for the message.
+        what: the function or framework that is configured, in words.
     """
     if config.sparse != "refuse":
         raise ConfigError(

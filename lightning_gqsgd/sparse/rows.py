@@ -145,7 +145,7 @@ class CodedRows:
 
 
 def rows_for(table: Table, config: GQSGDConfig, dtype: torch.dtype, keys: StepKeys, *, compressed: bool) -> Rows:
-    """Returns how a table's rows are written.
+    """Returns the form in which a table's rows are written.
 
     Args:
         table: the table.

@@ -43,7 +43,7 @@ _BESIDE = 16
 
 
 class Places(NamedTuple):
-    """Returns the places of rows in a sketch.
+    """The places of rows in a sketch.
 
     Attributes:
         cells: number of the cell of each row in each part, counted over all parts, int64 [rows, PARTS].
@@ -112,7 +112,7 @@ def sketched_mean(table: Table, touched: Touched, bad: int, key: Key, ranks: int
 
     Args:
         table: the table.
-        touched: what this rank has touched.
+        touched: the rows that this rank has touched.
         bad: how many rows of all ranks are not finite, added up.
         key: of the hashes, the same on all ranks.
         ranks: number of ranks.

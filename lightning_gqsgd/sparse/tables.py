@@ -119,7 +119,7 @@ def place_rows(table: Table, rows: Tensor, q: Quantiser, scale_bytes: int, raw_b
     Args:
         table: the table.
         rows: row numbers, int64 [rows].
-        q: what the codes are.
+        q: the quantiser.
         scale_bytes: bytes of a block's scale in the message, 0 if no scales travel.
         raw_bytes: bytes of an uncompressed coordinate.
     """

@@ -80,9 +80,9 @@ class Decision:
     Attributes:
         step: the first step that knows of it.
         bits: the candidate that is kept.
-        seconds: what was measured: the median length of the steps of each candidate that was tried, by its bits.
+        seconds: the median length of the steps of each candidate that was tried, by its bits.
         reason: why there was a trial, or a change, and why this candidate is kept.
-        predicted: what was predicted for each candidate before it was measured, in seconds; None: nothing was.
+        predicted: the prediction for each candidate before it was measured, in seconds; None: there was none.
         at_least: the candidates whose predictions are lower bounds. What a code costs is known once a width with codes
             was measured, and what rounding to 16 bits costs is never known.
     """

@@ -1,4 +1,4 @@
-"""Agreement: what ranks compare before, or while, they reduce. Cards hold facts, and stamps hold a few numbers.
+"""Agreement: ranks compare cards of facts before they reduce, and stamps of a few numbers while they reduce.
 
 A `Card` is compared before anything else is sent, because ranks with different facts would send messages of different
 sizes, which aborts Gloo. A `Stamp` has what may differ although ranks have agreed once: one rank may load a state.
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 #: Bytes of a card on the wire: JSON, padded.
 CARD_BYTES = 2048
 
-#: Steps whose stamps are kept, if nobody asks for them.
+#: Steps whose stamps are kept until they are taken.
 STEPS_KEPT = 16
 
 #: Weights that ranks compare in a step.
@@ -46,10 +46,10 @@ class Card:
 
     Attributes:
         purpose: the function that was called, for messages.
-        facts: what all ranks must have in common: plain values by name.
+        facts: the facts that all ranks must have in common: plain values by name.
         error: why the rank refuses; empty if it does not.
         is_own: whether the error is the rank's own, and not one that it heard of elsewhere.
-        news: what the rank tells the others, plain values by name; they need not be equal.
+        news: further values for the other ranks, plain values by name; they need not be equal.
     """
 
     purpose: str
@@ -161,7 +161,7 @@ class Stamp(NamedTuple):
         step: number of the dither.
         digest: of all other facts (see `digest_of`).
         period_us: length of the step before on this rank in microseconds; 0: none that counts.
-        numbers: what else this rank tells the others; as many on all ranks.
+        numbers: further numbers for the other ranks; as many on all ranks.
         weights: some weights, which training keeps equal on all ranks; None: this rank has none to compare.
     """
 
@@ -277,7 +277,7 @@ class StampCheck:
                 logger.warning("gqsgd: ranks have different weights: parameter %r %s", name, difference)
 
     def take(self, until_step: int) -> dict[int, Agreed]:
-        """Returns what is known from the stamps of steps, by step, and forgets it; of the latest `STEPS_KEPT` steps."""
+        """Returns the agreed numbers of steps, by step, and forgets them; of the latest `STEPS_KEPT` steps at most."""
         return {step: self._agreed.pop(step) for step in sorted(self._agreed) if step <= until_step}
 
     def steps(self, stamp: Stamp, *, at_once: bool = False) -> Generator[Sequence[Exchange], None, int]:

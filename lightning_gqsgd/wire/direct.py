@@ -20,8 +20,7 @@ import torch
 
 from lightning_gqsgd.reducers.base import Steps
 from lightning_gqsgd.wire.communicator import Communicator
-from lightning_gqsgd.wire.job import Job
-from lightning_gqsgd.wire.pipeline import Runner
+from lightning_gqsgd.wire.pipeline import Job, Runner
 
 
 class DirectRunner:

@@ -7,11 +7,13 @@ jobs and the plans. It knows nothing of models; its callers know them, count ste
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,12 +29,14 @@ from lightning_gqsgd.wire.agreement import STATE_DIFFERS, Agreed, Card, Stamp, S
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.compiling import compile_kernels
 from lightning_gqsgd.wire.direct import DirectRunner
-from lightning_gqsgd.wire.job import Job, Start
 from lightning_gqsgd.wire.peers import Peers
-from lightning_gqsgd.wire.pipeline import Runner, release, runner_for
+from lightning_gqsgd.wire.pipeline import Job, Runner, Start, release, runner_for
 from lightning_gqsgd.wire.plan import Plan, PlanCache, PlanKey, check_gradient
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
 from lightning_gqsgd.wire.workers import codec_threads
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 #: No step has a larger number.
 MAX_STEP = 2**63 - 1
@@ -41,12 +45,33 @@ MAX_STEP = 2**63 - 1
 COMPILE_PATIENCE_S = 600.0
 
 
+def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorator for a function of an engine's caller: torch.compile traces neither its calls nor what they call.
+
+    Dynamo runs whatever a compiled train step calls, and also the hook that DDP calls from its backward pass. It cannot
+    trace threads, process groups and compiled kernels, and fails instead of leaving them out.
+    """
+    # `torch.compiler.disable` would import Dynamo at once, which takes seconds. So it is called when Dynamo is there.
+
+    disabled: list[Callable[_P, _T]] = []  # once it was needed; Dynamo would warn of a function that is cached
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return call
+
+
 @dataclass(frozen=True)
 class Messages:
     """The words for an engine's caller in the engine's errors.
 
     Attributes:
-        owner: what is closed when the engine is.
+        owner: the object that is closed together with the engine, in words.
         remedy: what to do once it is closed.
         differ: why ranks may be at different steps, and what to do then, in whole sentences.
     """
@@ -66,15 +91,16 @@ class Request:
             They differ in ``bits`` alone, and in what follows from that.
         segments: the parameters in the tensor, in order.
         step: number of the step, and of its dither.
-        store: what this rank remembers; None: nothing.
-        agreement: what ranks compare: a card before anything else is sent, or a stamp while messages are under way.
-            In steps whose messages differ from those of other steps, a stamp is compared before anything else, too.
+        store: the memory of this rank; None: it remembers nothing.
+        agreement: a card, which ranks compare before anything else is sent, or a stamp, which they compare while
+            messages are under way. In steps whose messages differ from those of other steps, a stamp is compared before
+            anything else, too.
         bucket: index of the counters.
         ends_step: whether the tensor is the last one of its step.
         compressed: False: everything travels uncompressed.
         varies: whether messages may have other sizes in other steps, so that a stamp is compared before they are sent.
-        watch: what is called with the mean as soon as it is there, on the thread and the stream that complete the job;
-            None: nothing. It changes nothing.
+        watch: a function that is called with the mean as soon as it is there, on the thread and the stream that
+            complete the job, and that leaves the mean as it is; None: there is none.
     """
 
     name: str
@@ -115,8 +141,8 @@ class Engine:
         streams: on a GPU over NCCL, number of streams to work on; 1 if another engine is to work beside this one.
         shares_runner_of: another engine, which was made with one stream. Both engines use the other engine's runner,
             so that their collectives never run at the same time, and both add to the same counters.
-        messages: what errors say of the caller.
-        plan: what cuts tensors into pieces.
+        messages: the words for the caller in errors.
+        plan: the class that cuts tensors into pieces.
         direct: whether the calling thread starts native all-reduces over Gloo itself; see `wire.direct`.
 
     Attributes:
@@ -223,7 +249,8 @@ class Engine:
             store = request.store or new_store(plan.setting, {}, x.device)
             starts = plan.starts(x, self.rank, request.step, store, counters, self.telemetry)
         connections = request.configs[0].connections
-        return self._submit(self._job(x, starts, request, connections=connections, is_direct=is_direct))
+        job = self._job(x, starts, request, counters, connections=connections, is_direct=is_direct)
+        return self._submit(job)
 
     def run(self, x: Tensor, request: Request, start: Callable[[BucketCounters], Steps]) -> Job:
         """Start steps of the caller's own, in the order of `reduce`; on every rank, with any tensor.
@@ -241,10 +268,11 @@ class Engine:
         """
         self.check_open()
         counters = self.telemetry.bucket(request.bucket)
-        return self._submit(self._job(x, [partial(start, counters)] if self.world_size > 1 else [], request))
+        starts = [partial(start, counters)] if self.world_size > 1 else []
+        return self._submit(self._job(x, starts, request, counters))
 
     def agreed(self, until_step: int = MAX_STEP, *, at_once: bool = False) -> dict[int, Agreed]:
-        """Returns what all ranks know from the stamps of steps, by step, and forgets it.
+        """Returns the numbers that all ranks have agreed on in stamps, by step, and forgets them.
 
         Args:
             until_step: the latest step whose stamps count. If they were exchanged in the step before the last one, or
@@ -331,7 +359,14 @@ class Engine:
         return plan
 
     def _job(
-        self, x: Tensor, starts: Sequence[Start], request: Request, *, connections: int = 1, is_direct: bool = False
+        self,
+        x: Tensor,
+        starts: Sequence[Start],
+        request: Request,
+        counters: BucketCounters,
+        *,
+        connections: int = 1,
+        is_direct: bool = False,
     ) -> Job:
         """Returns the job of a request, whose pieces are started by ``starts``; for the others, see `Job`."""
         is_card = isinstance(request.agreement, Card)
@@ -339,7 +374,7 @@ class Engine:
             x,
             starts,
             request.name,
-            self.telemetry.bucket(request.bucket),
+            counters,
             self.telemetry,
             request.ends_step,
             preface=self._preface(request.agreement),  # also for nothing, because other ranks may have something

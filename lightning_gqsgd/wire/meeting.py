@@ -132,7 +132,7 @@ class Meeting:
         """Hold a round: compare what each rank brings. A collective.
 
         Args:
-            facts: for each group, what its ranks must have in common: plain values by name.
+            facts: for each group, the facts that its ranks must have in common: plain values by name.
 
         Returns:
             For each group, a key that was never used before, the same on all its ranks.
@@ -148,10 +148,10 @@ class Meeting:
         """Hold a round in which each rank tells the others something. A collective.
 
         Args:
-            news: what this rank tells: plain values by name.
+            news: this rank's news: plain values by name.
 
         Returns:
-            For each group, what its ranks have told, in the order of ranks.
+            For each group, the news of its ranks, in the order of ranks.
 
         Raises:
             ConfigError: a rank refuses; raised on every rank.
@@ -241,12 +241,12 @@ class _Circle:
         self.told: list[Mapping[str, Any]] = []
 
     def show_life(self, key: str) -> None:
-        """From now on, watch whether the other ranks are alive; ``key``: that of a round."""
+        """Begin to watch whether the other ranks are alive; ``key``: that of a round."""
         if self.size > 1:
             self.pulse = Pulse(self._store.under(f"alive/{key}"), self.rank, self.size, self._timeout_s)
 
     def round(self, card: Card, patience_s: float) -> tuple[str, str]:
-        """Hold a round; returns a key that was never used before, and what is wrong, if anything.
+        """Hold a round. Returns a key that was never used before, and the problem; empty if there is none.
 
         Raises:
             CollectiveError: a rank did not come within ``patience_s`` seconds, or is not alive, or the store is gone.
@@ -380,7 +380,7 @@ class Pulse:
         self._store.set(_LAST_WORDS, f"rank {self._rank} has left: {reason[:ERROR_LENGTH]}")
 
     def problem(self) -> str:
-        """Returns what has become of a rank that this one watches; empty: all are alive, as far as is known."""
+        """Returns why a watched rank counts as gone, in words; empty: all are alive, as far as is known."""
         now = time.monotonic()
         # The caller asks every few milliseconds, and each look is a request to the store.
         if now < self._next_look:

@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 #: "0" in this environment variable keeps ranks of one machine on Gloo.
 VARIABLE = "GQSGD_SHARED_MEMORY"
-#: Bytes of memory of a rank, for one process group: what a stage of eight pieces has under way at 8 bits.
+#: Bytes of memory of a rank, for one process group: a stage of eight pieces has as many under way at 8 bits.
 MEMORY_BYTES = 1 << 22
 #: Seconds that ranks wait for each other while they connect, at most. After that, they stay on Gloo.
 PATIENCE_S = 10.0
 
 _TOKEN_BYTES = 16
-#: What a rank without memory to share tells in the place of its token.
+#: The token of a rank without memory to share.
 _NO_TOKEN = bytes(_TOKEN_BYTES)
 #: Bytes in which a rank tells the others why it could not connect; all zero: it could.
 _PROBLEM_BYTES = 200
@@ -159,7 +159,7 @@ def _node(number: int) -> bytes:
 
 
 class _Offer:
-    """What a rank offers to others: memory, and a socket on which they ask for it.
+    """The offer of a rank to others: memory, and a socket on which they ask for it.
 
     Attributes:
         token: the name of the socket.
@@ -232,7 +232,7 @@ class _Offer:
             return neighbours
 
     def _greet(self, connection: socket.socket, token: bytes, rank: int) -> None:
-        """Say who this rank is, and hand its memory over; ``token``: of the other rank, which no third one knows."""
+        """Send this rank's number and its memory; ``token``: of the other rank, which no third one knows."""
         socket.send_fds(connection, [_GREETING.pack(token, rank)], [self._memory])
 
 

@@ -1,4 +1,7 @@
-"""The runners of reducers' steps: over Gloo on one thread that puts them in order, over NCCL on streams of our own.
+"""Jobs, and their runners: over Gloo one thread that puts steps in order, over NCCL streams of our own.
+
+A job is a flat tensor on its way to the mean over ranks, with a future that completes with it. Its pieces are the steps
+of reducers.
 
 Gloo: a collective that is started from the callback of another aborts the process or mixes up ranks, because callbacks
 run on several threads in no order. Here one thread per process starts every collective, and callbacks only wake it.
@@ -23,18 +26,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain, cycle
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.reducers.base import Exchange, Steps
 from lightning_gqsgd.wire.communicator import Communicator
-from lightning_gqsgd.wire.job import Job, Start
+from lightning_gqsgd.wire.telemetry import BucketCounters, Moment, Telemetry, moment
 from lightning_gqsgd.wire.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -53,6 +59,137 @@ HIGH_PRIORITY = -1
 #: How long to wait for the thread when closing; it never waits for the network itself.
 CLOSE_TIMEOUT_S = 60.0
 
+#: The context of most work on the CPU. It may be entered by several threads at once.
+_NO_CONTEXT = nullcontext()
+
+#: A function that starts the steps of a piece.
+Start = Callable[[], Steps]
+
+
+@dataclass(eq=False)
+class Job:
+    """A flat tensor to be replaced by its mean over ranks.
+
+    Attributes:
+        tensor: the tensor; after an error it is all NaN, unless ``kept_if_refused`` says otherwise.
+        pieces: for each piece, a function that starts its steps.
+        name: for messages.
+        counters: of the bucket; time is added there.
+        telemetry: of the process; time is added there.
+        last_of_step: True for the last bucket of a step.
+        preface: a function that starts the steps of an agreement, without which the job does not complete; None: there
+            is nothing to agree on.
+        preface_blocks: whether the agreement is over before the first piece starts.
+        watch: called with the tensor once the mean is there, before the job is complete; None: nothing.
+        kept_if_refused: whether the tensor stays as it is where ranks do not agree, and nothing has been sent.
+        threads: how many pieces may be encoded and decoded at once. More than 1 only if pieces have nothing in common
+            that they change, such as a memory.
+        connections: how many connections the pieces take in turns.
+        is_direct: whether the calling thread starts its only exchange, which needs no codec; see `wire.direct`.
+        error: the error, once complete.
+    """
+
+    tensor: Tensor
+    pieces: Sequence[Start]
+    name: str
+    counters: BucketCounters
+    telemetry: Telemetry
+    last_of_step: bool
+    preface: Start | None = None
+    preface_blocks: bool = True
+    watch: Callable[[Tensor], None] | None = None
+    kept_if_refused: bool = False
+    threads: int = 1
+    connections: int = 1
+    is_direct: bool = False
+
+    def __post_init__(self) -> None:
+        # A future of a CUDA tensor has to know its device: `wait` then synchronises streams, not the host.
+        devices: list[int | str | torch.device] | None = [self.tensor.device] if self.tensor.is_cuda else None
+        self._done: torch.futures.Future[Tensor | None] = torch.futures.Future(devices=devices)
+        self.error: BaseException | None = None
+        self._submitted = time.perf_counter()
+        self._arrived = moment(self.tensor.device)
+        self._stream: torch.cuda.Stream | None = None
+        self.left = len(self.pieces) + (self.preface is not None)
+
+    @cached_property
+    def future(self) -> torch.futures.Future[Tensor]:
+        """The future that completes with the tensor, or with the error."""
+        # An error raised in a `then` reaches C++ as an error; `Future.set_exception` would hand it over as a value.
+        succeeded = self._done.done() and self.error is None
+        return cast("torch.futures.Future[Tensor]", self._done) if succeeded else self._done.then(self._result)
+
+    def take(self, stream: torch.cuda.Stream | None) -> None:
+        """Do all work on ``stream``, behind the current stream's work when the job was made; None: on the CPU."""
+        self._stream = stream
+        if stream is not None:
+            stream.wait_event(cast("torch.cuda.Event", self._arrived))
+            # The caching allocator would reuse the memory once the tensor is freed, although this stream may not be
+            # done with it.
+            self.tensor.record_stream(stream)
+
+    def wait(self) -> Tensor:
+        """Wait for the tensor and return it. On a GPU, the current stream waits.
+
+        Raises:
+            ConfigError: the ranks do not agree.
+            CollectiveError: a collective failed; the tensor is all NaN.
+        """
+        try:
+            self.future.wait()
+        except Exception:
+            if self._stream is not None:  # a future with an error lets no stream wait
+                torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
+            if self.error is None:
+                raise
+            raise self.error from None
+        return self.tensor
+
+    def context(self, stream: torch.cuda.Stream | None = None) -> AbstractContextManager[object]:
+        """Returns the context in which the job's work is done: a stream, which is the job's own unless one is given.
+
+        It is in inference mode if the tensor was made there, because PyTorch lets nobody else change such tensors.
+        """
+        stream = stream or self._stream
+        if stream is None and not self.tensor.is_inference():
+            return _NO_CONTEXT
+        context = ExitStack()
+        if self.tensor.is_inference():
+            context.enter_context(torch.inference_mode())
+        if stream is not None:
+            context.enter_context(torch.cuda.stream(stream))
+        return context
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Complete the future."""
+        self.error = error
+        try:
+            with self.context():
+                if error is None and self.watch is not None:
+                    self.watch(self.tensor)
+                elif error is not None and not (self.kept_if_refused and isinstance(error, ConfigError)):
+                    self.tensor.fill_(torch.nan)  # never a mixture of averaged and local gradients
+                self._count(moment(self.tensor.device))
+        except Exception as cause:  # e.g. the GPU has failed: then a future cannot take a tensor on it any more
+            self.error = error or cause
+            logger.critical("gqsgd: %s: the result on %s cannot be written: %s", self.name, self.tensor.device, cause)
+            self._done.set_result(None)
+            return
+        with self.context():
+            self._done.set_result(self.tensor)  # on a GPU, complete when the job's stream has come so far
+
+    def _count(self, now: Moment) -> None:
+        self.counters.latency_s += time.perf_counter() - self._submitted
+        if self.last_of_step:
+            self.telemetry.expose(self._arrived, now)
+            self.telemetry.end_step()
+
+    def _result(self, _: object) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return self.tensor
+
 
 class _Piece:
     """One piece of a job under way.
@@ -66,7 +203,7 @@ class _Piece:
         waiting_for: how many of them are still under way, or 1 while a worker computes.
         is_through: whether nothing is left to be done.
         is_computing: whether a worker computes for the piece.
-        task: what a worker does for the piece, or did last; it may end a little after ``is_computing``.
+        task: the latest work of a worker for the piece; it may end a little after ``is_computing``.
         turn: which of several connections its exchanges take.
         stream: where its work is done, if not on the job's stream.
     """
@@ -89,9 +226,7 @@ class _Piece:
 
     def resume(self, communicator: Communicator) -> bool:
         """Go on to the next exchange and start it; False if there is none and the piece is through."""
-        with self.job.context() as context:
-            if self.stream is not None:
-                context.enter_context(torch.cuda.stream(self.stream))
+        with self.job.context(self.stream):
             for work in self.works:
                 work.wait()  # over Gloo, the work is complete, and this raises its error; over NCCL, the stream waits
             self.works = []
@@ -111,7 +246,7 @@ class _Piece:
         return True
 
     def compute(self) -> None:
-        """Encode or decode, on any thread: what `resume` does before it starts an exchange. Raises nothing.
+        """Encode or decode, on any thread, as `resume` does before it starts an exchange. Raises nothing.
 
         If an exchange has failed, this computes nonsense, and `resume` raises the exchange's error.
         """
@@ -176,7 +311,7 @@ def _pieces_of(job: Job, communicator: Communicator) -> list[_Piece]:
 
 
 class Runner(Protocol):
-    """The interface of what runs jobs."""
+    """The interface of the runners of jobs."""
 
     def submit(self, communicator: Communicator, job: Job) -> None:
         """Start a job; jobs of a communicator are submitted in the same order on every rank."""
@@ -253,6 +388,7 @@ class Sequencer:
         self._broken: dict[Communicator, BaseException] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._workers = Workers()
+        self._uses_workers = False  # whether a job has ever allowed more than one thread
         self._thread = threading.Thread(target=self._run, name="gqsgd-sequencer", daemon=True)
         self._thread.start()
 
@@ -314,6 +450,7 @@ class Sequencer:
         if cause is not None:
             job.finish(communicator.describe(cause, f"{job.name}, after an earlier failure,"))
             return
+        self._uses_workers = self._uses_workers or job.threads > 1
         # A lane keeps the order of submission, which is the same on every rank.
         self._lanes.setdefault(communicator, deque()).extend(_pieces_of(job, communicator))
         self._advance(communicator)
@@ -347,7 +484,8 @@ class Sequencer:
 
     def _next(self, communicator: Communicator, lane: deque[_Piece]) -> _Piece | None:
         """Returns the piece to be resumed; workers get what they can compute meanwhile."""
-        self._compute_ahead(communicator, lane)
+        if self._uses_workers:
+            self._compute_ahead(communicator, lane)
         return next((piece for piece in ready(lane) if piece.can_resume), None)
 
     def _compute_ahead(self, communicator: Communicator, lane: deque[_Piece]) -> None:

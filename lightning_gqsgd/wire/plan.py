@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +57,7 @@ def check_parameters(trained: Mapping[str, Tensor]) -> None:
 
 
 class _Piece(NamedTuple):
-    """Some coordinates, what reduces them, and where to sample them; nothing is sampled of what is not compressed."""
+    """A run of coordinates, their reducer, and where to sample them; only compressed pieces are sampled."""
 
     part: slice
     reducer: HasSteps
@@ -114,7 +114,7 @@ class Plan:
             x: flat tensor, [numel].
             rank: this rank.
             step: number of the step, and of its dither.
-            store: what this rank remembers.
+            store: the memory of this rank.
             counters: of the bucket.
             telemetry: of the process.
         """
@@ -148,7 +148,7 @@ class Plan:
         Args:
             gradients: a flat tensor for each rank.
             step: number of the step, and of its dither.
-            stores: what each rank remembers.
+            stores: the memory of each rank.
             only_first: replace rank 0's gradient only, and leave the others in any state.
         """
         keys = StepKeys.of(self.setting.seed, step, self.setting.ranks)
@@ -167,9 +167,9 @@ class Plan:
         """Bytes that one rank's coordinates take on the wire once; see `reducers.base.Reducer`."""
         return sum(piece.reducer.message_bytes for piece in self._pieces)
 
-    @property
+    @cached_property
     def is_native(self) -> bool:
-        """Returns whether the tensor is one piece that the backend's own all-reduce takes as it is."""
+        """Whether the tensor is one piece that the backend's own all-reduce takes as it is."""
         is_native = all(setting.reducer is Native for setting in self._settings)
         return is_native and len(self._pieces) == 1
 
@@ -251,7 +251,7 @@ class ScatterPlan(Plan):
     def _result(self, rank: int) -> slice:
         return slice(rank, rank + 1)
 
-    @property
+    @cached_property
     def is_native(self) -> bool:
         """Always False: a rank needs the mean of its part only, which an all-reduce does not give."""
         return False
@@ -280,7 +280,8 @@ class PlanCache:
 
     def get(self, key: PlanKey, step: int, make: Callable[[], Plan]) -> Plan:
         """Returns the plan of a key, which is made if there is none; ``step``: the step that uses the plan."""
-        plan = self._plans.pop(key)[0] if key in self._plans else make()
+        found = self._plans.pop(key, None)
+        plan = make() if found is None else found[0]
         self._plans[key] = (plan, step)  # behind the others
         return plan
 

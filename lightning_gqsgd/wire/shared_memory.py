@@ -123,7 +123,7 @@ class SharedWork:
 
 @dataclass(eq=False)
 class _Incoming:
-    """What comes from one rank: the bytes that it goes to or is added to, how many were told, and how many are in."""
+    """The message of one rank: its target, and how many bytes of it were announced and have been received."""
 
     target: np.ndarray
     told: int = 0
@@ -132,7 +132,7 @@ class _Incoming:
 
 @dataclass(eq=False)
 class _Outgoing:
-    """What goes to some ranks, and how much of it lies in the memory."""
+    """A message to some ranks, and how many bytes of it lie in the memory already."""
 
     number: int
     source: np.ndarray
@@ -147,12 +147,12 @@ class _Collective:
     Attributes:
         number: see the module.
         deadline: when it fails, on the monotonic clock.
-        incoming: what comes from each other rank that sends something.
-        outgoing: what is not wholly written yet.
-        combine: how what comes joins what is there; None: it takes its place.
+        incoming: the message of each other rank that sends something.
+        outgoing: the messages that are not wholly written yet.
+        combine: joins the numbers of a message with those that are there; None: the message takes their place.
         dtype: of the numbers that are combined.
-        held: chunks that came before this rank's own numbers at that place were written, which they would change.
-        work: what the caller has.
+        held: chunks that have to wait, because they would change numbers that this rank has not written yet.
+        work: the object that the caller waits for.
     """
 
     number: int
@@ -245,11 +245,11 @@ class _Ring:
 
 
 class _Line:
-    """The connection to another rank: what is still to be sent on it, and what was read from the rank's memory.
+    """The connection to another rank, with packets that wait to be sent, and places that were read in its memory.
 
     Args:
         neighbour: the rank.
-        most_unfreed: bytes that were read before the rank hears of it: fewer packets do.
+        most_unfreed: bytes that are read before the rank is told so; more bytes need fewer packets.
     """
 
     def __init__(self, neighbour: Neighbour, most_unfreed: int) -> None:
@@ -271,7 +271,7 @@ class _Line:
             self.flush()
 
     def flush(self) -> None:
-        """Send what is still to be sent, as far as there is room."""
+        """Send the packets that wait, as far as there is room."""
         try:
             while self.backlog:
                 self.socket.send(self.backlog[0], socket.MSG_NOSIGNAL)
@@ -514,7 +514,7 @@ class SharedGroup:
         line.free(notice)
 
     def _sweep(self, done: list[tuple[SharedWork, BaseException | None]]) -> None:
-        """Move what is through from what is under way to what is done, and fail what can never be through."""
+        """Complete the collectives that are through, and fail those that can never be."""
         # A packet that is still to be sent would be lost if the caller closed the group now.
         is_sent = not any(line.backlog for line in self._lines.values())
         for collective in list(self._under_way.values()) if is_sent else ():
@@ -575,7 +575,7 @@ class SharedGroup:
         return interests
 
     def _stop(self) -> None:
-        """Let nobody use the connections any more, which are about to be closed."""
+        """Mark the connections as lost, because they are about to be closed."""
         with self._held():
             for line in self._lines.values():
                 line.is_lost = True

@@ -28,7 +28,7 @@ class StagedWork:
     """A collective under way, like torch's `Work`.
 
     Args:
-        exchange: what was asked for; its input is being copied.
+        exchange: the collective; its input is being copied.
         patience: how long `wait` waits for the collective to start; after that, the collective has its own timeout.
     """
 

@@ -20,7 +20,7 @@ class Store:
     the client has one connection.
 
     Args:
-        store: what holds the values, all of them text.
+        store: the store that holds the values, all of them text.
         within_s: seconds that a request may take.
     """
 

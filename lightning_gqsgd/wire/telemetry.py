@@ -1,4 +1,4 @@
-"""Counters of what compression did: bytes, seconds, and the error measured on samples.
+"""Counters of compression: bytes, seconds, and the error measured on samples.
 
 Nothing here waits for a GPU during a step. Numbers that a GPU computes are added up on the GPU, and copied to the host
 when they are read.
@@ -168,7 +168,8 @@ class Telemetry:
 
     def bucket(self, index: int) -> BucketCounters:
         """Counters of a bucket, made on first use."""
-        return self.buckets.setdefault(index, BucketCounters())
+        counters = self.buckets.get(index)
+        return self.buckets.setdefault(index, BucketCounters()) if counters is None else counters
 
     def add_sample(self, error: Tensor, reference: Tensor) -> None:
         """Add sums of squares over one sample, 0-d; a non-finite sample is left out."""

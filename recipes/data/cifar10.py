@@ -11,7 +11,7 @@ from torchvision.datasets import CIFAR10
 
 from recipes.data.image_cache import load_cached
 from recipes.data.images import ImageDataModule
-from recipes.data.sources import announce_fallback, cache_folder, socket_timeout, unreachable
+from recipes.data.sources import announce_fallback, cache_folder, socket_timeout, try_download
 from recipes.errors import DataError
 from workloads.digits import load_digits
 from workloads.image_files import ARCHIVES, SPLITS, is_archive
@@ -105,18 +105,13 @@ class Cifar10Data(ImageDataModule):
 
     def _try_download(self) -> str | None:
         """Download the data set; returns why that is not possible, or None."""
-        absent = f"data.root is not set, {self._cache} holds none"
-        if not self._download:
-            return f"{absent}, and data.download is off"
-        problem = unreachable(CIFAR10.url, self._timeout)
-        if problem:
-            return f"{absent}, and {CIFAR10.url} does not answer ({problem})"
-        try:
+
+        def download() -> None:
             with socket_timeout(self._timeout), redirect_stdout(None):
                 CIFAR10(str(self._cache), download=True)
-        except (OSError, RuntimeError, EOFError) as error:
-            return f"{absent}, and the download of {CIFAR10.url} failed ({error})"
-        return None
+
+        absent = f"data.root is not set, {self._cache} holds none"
+        return try_download(absent, self._download, CIFAR10.url, self._timeout, download)
 
 
 def from_torchvision(root: Path, name: str) -> ImageSet:

@@ -18,7 +18,7 @@ from recipes.data.criteo import FIELDS, ClickLog
 from recipes.data.sources import announce_fallback, cache_folder
 from recipes.data.splits import split, stratified
 from recipes.data.synthetic_clicks import TRUE_AUC, synthetic_clicks
-from recipes.data.task_data import TaskData, whole_batches
+from recipes.data.task_data import TaskData, loaded, whole_batches
 from recipes.errors import DataError
 
 #: Ids and labels.
@@ -132,9 +132,7 @@ class ClickData(TaskData):
         Raises:
             DataError: `setup` has not been called.
         """
-        if self._set is None:
-            raise DataError("the clicks are not loaded; call setup() first")
-        return self._set
+        return loaded(self._set, "the clicks are")
 
     @property
     def train_count(self) -> int:

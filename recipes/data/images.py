@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from recipes.data.augmentation import EDGES, FLIPS, Edges, Flip, augment
 from recipes.data.sizes import kept_for_validation
 from recipes.data.splits import stratified
-from recipes.data.task_data import TaskData, whole_batches
+from recipes.data.task_data import TaskData, loaded, whole_batches
 from recipes.errors import DataError
 from workloads.images import Images, ImageSet, Labels
 
@@ -105,9 +105,7 @@ class ImageDataModule(TaskData):
         Raises:
             DataError: `setup` has not been called.
         """
-        if self._set is None:
-            raise DataError("the images are not loaded; call setup() first")
-        return self._set
+        return loaded(self._set, "the images are")
 
     @property
     def train_count(self) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import socket
 import threading
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,28 @@ def unreachable(url: str, timeout: float) -> str | None:
     thread.start()
     thread.join(timeout)
     return outcome[0]
+
+
+def try_download(absent: str, wanted: bool, url: str, timeout: float, download: Callable[[], object]) -> str | None:
+    """Download data that are absent. Returns why that is not possible, or None.
+
+    Args:
+        absent: a clause that says which data are absent.
+        wanted: whether to download, ``data.download``.
+        url: where the data are.
+        timeout: see `unreachable`.
+        download: downloads the data.
+    """
+    if not wanted:
+        return f"{absent}, and data.download is off"
+    problem = unreachable(url, timeout)
+    if problem:
+        return f"{absent}, and {url} does not answer ({problem})"
+    try:
+        download()
+    except (OSError, RuntimeError, EOFError, http.client.HTTPException, DataError) as error:
+        return f"{absent}, and the download of {url} failed ({error})"
+    return None
 
 
 @contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from recipes.data.sizes import check_fills_a_step
 from recipes.errors import DataError, OtherDataError
+
+T = TypeVar("T")
 
 
 class TaskData(LightningDataModule):
@@ -69,6 +71,21 @@ class TaskData(LightningDataModule):
                 f"process {self.trainer.global_rank} has found {loaded} (name, training and test samples), "
                 f"process 0 {first}; put the same data at data.root on every machine"
             )
+
+
+def loaded(data: T | None, words: str) -> T:
+    """Returns data that `setup` has loaded.
+
+    Args:
+        data: the data; None: they are not loaded yet.
+        words: subject and verb of the error, e.g. ``"the images are"``.
+
+    Raises:
+        DataError: `setup` has not been called.
+    """
+    if data is None:
+        raise DataError(f"{words} not loaded; call setup() first")
+    return data
 
 
 def whole_batches(rows: Any, size: int, train: bool) -> DataLoader[Any]:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_gqsgd.errors import counted
 from recipes.data.named_files import is_tokenizer_file
-from recipes.data.task_data import TaskData, whole_batches
+from recipes.data.task_data import TaskData, loaded, whole_batches
 from recipes.data.tokenizers import TOKENIZERS, Ids, unknown_tokenizer
 from recipes.errors import DataError
 
@@ -106,9 +106,7 @@ class TextDataModule(TaskData):
         Raises:
             DataError: `setup` has not been called.
         """
-        if self._set is None:
-            raise DataError("the text is not loaded; call setup() first")
-        return self._set
+        return loaded(self._set, "the text is")
 
     @property
     def train_count(self) -> int:

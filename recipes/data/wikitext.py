@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from recipes.data import corpus
 from recipes.data.corpus import Text, TextFile
 from recipes.data.download import download as download_file
 from recipes.data.named_files import is_tokenizer_file, named_file
-from recipes.data.sources import announce_fallback, cache_folder, unreachable
+from recipes.data.sources import announce_fallback, cache_folder, try_download
 from recipes.data.text import TextDataModule, TextSet
 from recipes.data.tokenizers import Ids
 from recipes.errors import DataError
@@ -149,16 +149,8 @@ class WikiTextData(TextDataModule):
     def _try_download(self) -> str | None:
         """Download the collection; returns why that is not possible, or None."""
         absent = f"data.root is not set, {self._archive} does not exist"
-        if not self._download:
-            return f"{absent}, and data.download is off"
-        problem = unreachable(self._url, self._timeout)
-        if problem:
-            return f"{absent}, and {self._url} does not answer ({problem})"
-        try:
-            download_file(self._url, self._sha256, self._archive, self._timeout)
-        except (OSError, http.client.HTTPException, DataError) as error:
-            return f"{absent}, and the download of {self._url} failed ({error})"
-        return None
+        download = partial(download_file, self._url, self._sha256, self._archive, self._timeout)
+        return try_download(absent, self._download, self._url, self._timeout, download)
 
 
 def _missing(root: Path, split: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +28,24 @@ def wrapped(ddp: dict[str, Any], hook: dict[str, Any], model: nn.Module | None =
     model = DistributedDataParallel(model or mlp(), **ddp)
     state = register_gqsgd(model, **hook)
     assert model._get_ddp_logging_data()["comm_hook"] == "gqsgd_hook"
+    return model, state
+
+
+def save(model: DistributedDataParallel, state: GQSGDState, rank: int, path: Path) -> None:
+    """Save a model and the state of its hook on rank 0. The other ranks take part if there is a memory."""
+    saved = state.state_dict() if rank == 0 or state.config.remembers else None
+    if rank == 0:
+        torch.save({"model": model.module.state_dict(), "gqsgd": saved}, path)
+    dist.barrier()
+
+
+def resume(path: Path, ddp: dict[str, Any], hook: dict[str, Any], model: nn.Module | None = None):
+    """Another model with another hook, which go on from a file of `save`."""
+    checkpoint = torch.load(path, weights_only=True)
+    model = model or mlp()
+    model.load_state_dict(checkpoint["model"])
+    model, state = wrapped(ddp, hook, model)
+    state.load_state_dict(checkpoint["gqsgd"])
     return model, state
 
 

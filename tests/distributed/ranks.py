@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import queue
@@ -20,6 +21,15 @@ from tests.ports import free_port
 
 #: New processes, which take seconds each: for a GPU, which a process cannot use if the one that it was forked from did.
 SPAWN = multiprocessing.get_context("spawn")
+
+
+def logged(name: str = "lightning_gqsgd", level: int = logging.NOTSET) -> list[str]:
+    """A list that gets all that is logged from now on: pytest's `caplog` does not see the processes of `run`."""
+    texts: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    return texts
 
 
 class RankFailed(AssertionError):

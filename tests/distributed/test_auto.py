@@ -22,7 +22,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.session.copies import DetachedState
 from lightning_gqsgd.wire.telemetry import Meter
-from tests.distributed.models import Branches, batch, fingerprint, mlp, train, wrapped
+from tests.distributed.models import Branches, batch, fingerprint, mlp, resume, save, train, wrapped
 from tests.distributed.ranks import run
 from tests.distributed.test_hook import DDP_OPTIONS
 
@@ -127,23 +127,17 @@ def _interrupted(rank: int, path: Path) -> tuple[list[int], list[int], str, str]
     model, state = wrapped({}, {"auto": True, "allow": (16, 4)})
     _watches_nothing(state)
     train(model, rank, range(60))
-    if rank == 0:
-        torch.save({"model": model.module.state_dict(), "gqsgd": state.state_dict()}, path)
-    dist.barrier()
-    checkpoint = torch.load(path, weights_only=True)
+    save(model, state, rank, path)
     train(model, rank, range(60, 80))
     expected, decided = fingerprint(model), [decision.bits for decision in state.decisions]
     state.close()
-    again = mlp()
-    again.load_state_dict(checkpoint["model"])
-    resumed, state = wrapped({}, {"auto": True, "allow": (16, 4)}, again)
-    state.load_state_dict(checkpoint["gqsgd"])
+    again, state = resume(path, {}, {"auto": True, "allow": (16, 4)})
     _watches_nothing(state)
     assert state.config.num_bits == decided[0]
-    train(resumed, rank, range(60, 80))
+    train(again, rank, range(60, 80))
     known = [decision.bits for decision in state.decisions]
     state.close()
-    return decided, known, expected, fingerprint(resumed)
+    return decided, known, expected, fingerprint(again)
 
 
 def test_a_resumed_run_begins_with_the_decision_and_gives_the_same_bits(tmp_path: Path) -> None:

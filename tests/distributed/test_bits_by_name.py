@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd import all_reduce
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import register_gqsgd
-from tests.distributed.models import batch, finish, mlp, train, wrapped
+from tests.distributed.models import batch, finish, mlp, resume, save, train, wrapped
 from tests.distributed.ranks import run
 
 PATTERNS = {"*": 4, "0.*": 8, "*.bias": 2, "4.*": 3}
@@ -53,16 +53,10 @@ def _trained(rank: int, path: Path) -> None:
 
     first, state = wrapped(options, hook, mlp(depth=4))
     train(first, rank, range(6))
-    if rank == 0:
-        torch.save({"model": first.module.state_dict(), "gqsgd": state.state_dict()}, path)
+    save(first, state, rank, path)
     state.close()
-    dist.barrier()
-    checkpoint = torch.load(path, weights_only=True)
-    model = mlp(depth=4)
-    model.load_state_dict(checkpoint["model"])
-    resumed, state = wrapped(options, hook, model)
-    state.load_state_dict(checkpoint["gqsgd"])
-    train(resumed, rank, range(6, 10))
+    second, state = resume(path, options, hook, mlp(depth=4))
+    train(second, rank, range(6, 10))
     again = state.rewrap(lambda module: DistributedDataParallel(module, **options))
     train(again, rank, range(10, 14))
     assert finish(state, again)["bits"] == expected

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import logging
 import os
 import signal
 import time
@@ -21,7 +20,7 @@ from lightning_gqsgd.ddp.functional import all_reduce
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.session.copies import DetachedState
 from tests.distributed.models import fingerprint, train, wrapped
-from tests.distributed.ranks import run
+from tests.distributed.ranks import logged, run
 
 #: One that remembers, and one that does not.
 HOOKS: list[dict[str, Any]] = [{"bits": 4}, {"preset": "signsgd_ef"}, {"auto": True}]
@@ -35,10 +34,7 @@ def _saved_and_loaded(model: DistributedDataParallel) -> DistributedDataParallel
 
 
 def _copied(rank: int) -> list[Any]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_gqsgd").addHandler(handler)
+    records = logged()
     found: list[Any] = []
     for hook in HOOKS:
         model, state = wrapped({"bucket_cap_mb": 0.03}, hook)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 from lightning_gqsgd import DCPState
 from lightning_gqsgd.errors import ConfigError
 from tests.distributed.models import fingerprint, mlp, train, wrapped
-from tests.distributed.ranks import run
+from tests.distributed.ranks import logged, run
 from tests.integrations.fsdp_models import mesh, quantised, weight_bits
 
 #: What is remembered between steps: by each rank, by owners of stripes, by all, or nothing.
@@ -85,27 +84,18 @@ def _saved(rank: int, folder: Path) -> None:
         _save(folder / str(number), model, state)
 
 
-class _Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def _loaded(rank: int, folder: Path) -> list[tuple[str, list[str]]]:
-    records, ends = _Records(), []
-    logging.getLogger("lightning_gqsgd.session.checkpoint").addHandler(records)
+    records = logged("lightning_gqsgd.session.checkpoint")
+    ends = []
     for number, hook in enumerate(HOOKS[:2]):
         model, state = wrapped({}, hook)
         train(model, rank, range(20, 22))
-        records.texts.clear()
+        records.clear()
         _load(folder / str(number), model, state)
         assert state.step == 3
         assert not any(bool(rows.any()) for rows in state._store._tensors.values())
         train(model, rank, range(3, 5))
-        ends.append((fingerprint(model), list(records.texts)))
+        ends.append((fingerprint(model), list(records)))
     return ends
 
 

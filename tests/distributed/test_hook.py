@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import register_gqsgd
-from tests.distributed.models import Branches, batch, fingerprint, finish, mlp, train, wrapped
+from tests.distributed.models import Branches, batch, fingerprint, finish, mlp, resume, save, train, wrapped
 from tests.distributed.ranks import run
 
 QUANTISING = ["sum", "two_shot", "gather"]
@@ -143,17 +143,11 @@ def _interrupted(rank: int, path: Path, reducer: str) -> tuple[str, str]:
 
     first, state = wrapped(options, hook)
     train(first, rank, range(11))
-    if rank == 0:
-        torch.save({"model": first.module.state_dict(), "gqsgd": state.state_dict()}, path)
+    save(first, state, rank, path)
     state.close()
-    dist.barrier()
-    checkpoint = torch.load(path, weights_only=True)
-    model = mlp()
-    model.load_state_dict(checkpoint["model"])
-    resumed, state = wrapped(options, hook, model)
-    state.load_state_dict(checkpoint["gqsgd"])
-    train(resumed, rank, range(11, 24))
-    return expected, finish(state, resumed)["bits"]
+    second, state = resume(path, options, hook)
+    train(second, rank, range(11, 24))
+    return expected, finish(state, second)["bits"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from tests.distributed.local_models import (
     train,
 )
 from tests.distributed.models import fingerprint, mlp
-from tests.distributed.ranks import run
+from tests.distributed.ranks import logged, run
 from workloads.characters import CharacterTransformer, load_texts, windows
 
 # --- what ranks have in common ---------------------------------------------------------------------------------------
@@ -230,10 +229,7 @@ def _saved_for_more(rank: int, folder: Path) -> str:
 
 
 def _continued_with_more(rank: int, folder: Path) -> list[Any]:
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_gqsgd").addHandler(handler)
+    texts = logged()
     model = WithBuffers(rank)
     optimizer = local_steps(model, WAYS[3])
     weights, state = torch.load(folder / "state.pt", weights_only=True)

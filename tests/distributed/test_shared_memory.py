@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import logging
 import os
 import signal
 import threading
@@ -27,7 +26,7 @@ from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.neighbours import MEMORY_BYTES, VARIABLE
 from lightning_gqsgd.wire.shared_memory import SharedGroup
 from tests.distributed.models import fingerprint, train, wrapped
-from tests.distributed.ranks import run
+from tests.distributed.ranks import logged, run
 
 CPU = torch.device("cpu")
 NODE, PEERS = Scope("node", 2), Scope("peers", 2)
@@ -198,10 +197,7 @@ def _refuse(reason: str) -> Any:
 
 
 def _one_cannot(rank: int, reason: str) -> list[str]:
-    words: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_gqsgd").addHandler(handler)
+    words = logged()
     with _refuse(reason) if rank == 1 else mock.patch.dict(os.environ), mock.patch.object(neighbours, "PATIENCE_S", 1):
         communicator = made("one cannot")
     assert not communicator._shared

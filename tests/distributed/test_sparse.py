@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.functional import all_reduce
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from tests.distributed.models import fingerprint
-from tests.distributed.ranks import run
+from tests.distributed.ranks import logged, run
 
 ROWS = 60
 
@@ -354,18 +353,8 @@ def test_tables_of_every_dtype(tmp_path: Path) -> None:
 # --- what is said and refused ----------------------------------------------------------------------------------------
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def _said_and_refused(rank: int) -> list[str]:
-    lines = _Lines()
-    logging.getLogger("lightning_gqsgd").addHandler(lines)
+    lines = logged()
     model, state = _wrapped(Tables(max_norm=0.5), sparse_limit=0.3)
     for step in range(3):
         model(_ids(rank, step)).mean().backward()
@@ -380,7 +369,7 @@ def _said_and_refused(rank: int) -> list[str]:
     averaging = PostLocalSGDState(None, None, 2)
     with pytest.raises(ConfigError, match="post-local SGD averages dense gradients"):
         register_gqsgd(DistributedDataParallel(Tables()), sparse="gather", post_local_sgd=averaging)
-    return lines.texts
+    return lines
 
 
 def test_the_fall_back_is_said_once_and_what_cannot_work_is_refused(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.wire import communicator, pipeline
-from lightning_gqsgd.wire.job import Job
-from lightning_gqsgd.wire.pipeline import StreamRunner
+from lightning_gqsgd.wire.pipeline import Job, StreamRunner
 from tests.distributed.models import finish, train, wrapped
 from tests.distributed.ranks import run
 

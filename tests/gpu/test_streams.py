@@ -19,8 +19,7 @@ from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import Steps, new_store, stages
 from lightning_gqsgd.reducers.base import ALL
 from lightning_gqsgd.wire.communicator import CollectiveError, Communicator
-from lightning_gqsgd.wire.job import Job
-from lightning_gqsgd.wire.pipeline import Runner, StreamRunner, release, runner_for
+from lightning_gqsgd.wire.pipeline import Job, Runner, StreamRunner, release, runner_for
 from lightning_gqsgd.wire.plan import Plan
 from lightning_gqsgd.wire.telemetry import Telemetry
 from tests.gpu.card import CPU, DEVICE, STANDS_IN, difference, is_waiting, keep_busy, marks, synchronise

@@ -12,32 +12,22 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder, ModelCheckpoint
 
 from lightning_gqsgd.reducers.memory import MemoryStore
-from tests.distributed.ranks import run
+from tests.distributed.ranks import logged, run
 from tests.integrations.loops import Classifier, bits_of, data, fitted, trainer_of
 
 MEMORYLESS: dict[str, Any] = {"preset": "gqsgd_4bit"}
 REMEMBERING: dict[str, Any] = {"preset": "dore"}
 
 
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-        logging.getLogger("lightning_gqsgd").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def _continued(_: int, ranks: int, strategy: dict[str, Any], epochs: int, folder: Path) -> list[Any]:
     """One epoch more, from the checkpoint of the last one, with this number of ranks."""
-    warned = _Warnings()
+    warned = logged(level=logging.WARNING)
     trainer = trainer_of(strategy, devices=ranks, max_epochs=epochs, limit_train_batches=4)
     module = Classifier()
     path = folder / f"{epochs - 1}.ckpt"
     trainer.fit(module, data(12), ckpt_path=path if epochs > 1 else None)
     trainer.save_checkpoint(folder / f"{epochs}.ckpt")
-    return [bits_of(module), trainer.global_step, trainer.strategy.gqsgd_state.step, warned.texts]
+    return [bits_of(module), trainer.global_step, trainer.strategy.gqsgd_state.step, warned]
 
 
 @pytest.mark.slow

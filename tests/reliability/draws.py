@@ -15,8 +15,8 @@ from lightning_gqsgd.codecs.variance import variance_companded
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.kernels import cpu
-from lightning_gqsgd.kernels.dither import step_key
 from lightning_gqsgd.kernels.layout import Segment, cut, place
+from lightning_gqsgd.reducers.base import step_key
 from tests.reliability.knobs import SEED, scaled
 
 #: Draws of a long test, and of a test of the usual suite.

@@ -25,7 +25,7 @@ from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.local_steps.optimizer import LocalSteps
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.engine import Engine
-from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.pipeline import Job
 from lightning_gqsgd.wire.plan import Plan
 from tests.distributed.models import batch, mlp
 

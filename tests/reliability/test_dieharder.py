@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.kernels.dither import step_key, words
+from lightning_gqsgd.kernels.dither import words
 from lightning_gqsgd.kernels.layout import COLUMNS, INDEX, LENGTH, PARAMETER
+from lightning_gqsgd.reducers.base import step_key
 from tests.reliability.knobs import SEED
 
 #: Numbers of dieharder's tests (`dieharder -l`): birthdays, ranks of matrices, bit stream, ones, runs, greatest common

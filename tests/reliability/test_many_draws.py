@@ -13,8 +13,9 @@ from torch import Tensor
 from lightning_gqsgd.codecs import CODECS, ExponentialCodec
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.parsing import codec_of
-from lightning_gqsgd.kernels.dither import step_key, uniform
+from lightning_gqsgd.kernels.dither import uniform
 from lightning_gqsgd.kernels.layout import Segment, cut
+from lightning_gqsgd.reducers.base import step_key
 from tests.reliability.draws import (
     BLOCK,
     CONFIGS,

@@ -15,9 +15,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import lightning_gqsgd
-from lightning_gqsgd.cli import local, probing, systems
+from lightning_gqsgd.cli import probing
 from lightning_gqsgd.cli.app import app, main
 from lightning_gqsgd.cli.facts import HEADINGS, facts_of
+from lightning_gqsgd.cli.listing import LOCAL_STEPS, OTHER_SYSTEMS
 from lightning_gqsgd.codecs import CompandedCodec
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.local_steps.choosing import make_local
@@ -122,8 +123,8 @@ def test_a_system_says_where_it_lives_and_its_configuration_works(name: str) -> 
 
 def test_the_page_of_presets_has_the_systems_as_they_are() -> None:
     page = (Path(__file__).parents[2] / "docs" / "presets.md").read_text()
-    assert "\n".join(systems.LISTING.markdown()) in page
-    assert "\n".join(local.LISTING.markdown()) in page
+    assert "\n".join(OTHER_SYSTEMS.markdown()) in page
+    assert "\n".join(LOCAL_STEPS.markdown()) in page
 
 
 def test_no_warning_reaches_the_output() -> None:

@@ -13,8 +13,8 @@ from lightning_gqsgd.adaptive import words
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.choosing import choose_reducer
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.kernels.dither import step_key
 from lightning_gqsgd.presets import PRESETS, make_config
+from lightning_gqsgd.reducers.base import step_key
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import torch
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers.base import Exchange, Steps
-from lightning_gqsgd.wire.job import Job
-from lightning_gqsgd.wire.pipeline import MAX_ON_STREAM, MAX_UNDER_WAY, Sequencer, StreamRunner
+from lightning_gqsgd.wire.pipeline import MAX_ON_STREAM, MAX_UNDER_WAY, Job, Sequencer, StreamRunner
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
 from lightning_gqsgd.wire.workers import VARIABLE, codec_threads, spare_threads
 

@@ -12,8 +12,7 @@ import torch
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers.base import Exchange, Steps
 from lightning_gqsgd.wire import staging
-from lightning_gqsgd.wire.job import Job
-from lightning_gqsgd.wire.pipeline import Sequencer, StreamRunner, release, runner_for
+from lightning_gqsgd.wire.pipeline import Job, Sequencer, StreamRunner, release, runner_for
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
 from tests.unit.fake_cuda import DEVICE, FakeCuda, FakeEvent, cuda, on_gpu
 

@@ -85,23 +85,9 @@ def constants(q: CompandedQuantiser, dtype: torch.dtype, sources: int) -> Compan
     )
 
 
-def is_for_sums(q: CompandedQuantiser) -> bool:
-    """Returns whether messages are added up, so that no single message is ever decoded: they never are."""
-    return False
-
-
 def codec(q: CompandedQuantiser) -> Any:
     """Returns the kernel that encodes, reduces and decodes."""
     return _codec()
-
-
-def summed(q: CompandedQuantiser) -> Any:
-    """Returns the kernel that decodes sums of codes.
-
-    Raises:
-        NotImplementedError: always, because levels that are not equidistant cannot be added.
-    """
-    raise NotImplementedError(f"messages of {q} cannot be added up: take a linear or an exponential codec")
 
 
 @lru_cache

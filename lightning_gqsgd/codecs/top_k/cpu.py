@@ -46,23 +46,9 @@ def constants(q: TopKQuantiser, dtype: torch.dtype, sources: int) -> TopK:
     return TopK(form_of(dtype), real(share.each), real(share.rest), q.kept, np.dtype(real).itemsize)
 
 
-def is_for_sums(q: TopKQuantiser) -> bool:
-    """Returns whether messages are added up. They never are."""
-    return False
-
-
 def codec(q: TopKQuantiser) -> Any:
     """Returns the kernel that encodes, reduces and decodes."""
     return _codec()
-
-
-def summed(q: TopKQuantiser) -> Any:
-    """Returns the kernel that decodes sums of codes.
-
-    Raises:
-        NotImplementedError: always, because places cannot be added.
-    """
-    raise NotImplementedError(f"messages of {q} cannot be added up: take a linear or an exponential codec")
 
 
 @lru_cache

@@ -6,9 +6,11 @@ to fp32 first, and PyTorch rounds them afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,23 +32,23 @@ from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, scale_format
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
     """Find the largest magnitude of each block; see `protocol.Kernels.block_maxima`."""
     out = torch.empty(len(blocks), dtype=scale_format(x.dtype).integer, device="cpu")
-    with _widened(x, blocks) as (values, table):
-        maxima(values, table, form_of(x.dtype).mask, out.numpy())
+    wide = _widened(x, blocks)
+    maxima(wide.values, wide.table, form_of(x.dtype).mask, out.numpy())
     return out
 
 
 def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
     """Sum x, |x| and x² of each block; see `protocol.Kernels.block_moments`."""
     out = torch.empty(len(blocks), 3, dtype=torch.float64, device="cpu")
-    with _widened(x, blocks) as (values, table):
-        moments(values, table, np.empty((3, LANES)), out.numpy())
+    wide = _widened(x, blocks)
+    moments(wide.values, wide.table, np.empty((3, LANES)), out.numpy())
     return out
 
 
 def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
     """Turn blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
-    scratch = _scratch(block_size, x.dtype)
-    rotate_blocks(x.numpy(), blocks.numpy(), Turn.of(key, block_size, x.dtype), inverse, scratch.u)
+    u = _scratch.of(block_size, x.dtype).u
+    rotate_blocks(x.numpy(), blocks.numpy(), Turn.of(key, block_size, x.dtype), inverse, u)
 
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
@@ -72,12 +74,12 @@ def encode(
     rotation: Key | None = None,
 ) -> None:
     """Encode blocks into a message; see `protocol.Kernels.encode`."""
-    if cpu_family(q.kind) is None:
+    coder = _coder(q, x.dtype, 1)
+    if coder is None:
         reference.encode(x, blocks, wire, q, key, scales, rotation)
         return
-    given = None if scales is None else scales.numpy()
-    with _widened(x, blocks) as (values, table):
-        _run(values, table, q, x.dtype, sent=_sent(wire, key, x.dtype, given), rotation=rotation)
+    given = coder.nothing_sent.scales if scales is None else scales.numpy()
+    coder.run(_widened(x, blocks), coder.nothing_received, _sent(wire, key, given), rotation)
 
 
 def reduce(
@@ -90,13 +92,12 @@ def reduce(
     own: Own,
 ) -> None:
     """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`."""
-    if cpu_family(q.kind) is None:
+    coder = _coder(q, own.x.dtype, len(keys))
+    if coder is None:
         reference.reduce(wires, blocks, out, q, keys, out_key, own)
         return
-    received = _received(wires, keys, own.source)
-    sent = _sent(out, out_key, own.x.dtype)
-    with _widened(own.x, blocks) as (values, table):
-        _run(values, table, q, own.x.dtype, received=received, sent=sent, rotation=own.rotation)
+    sent = _sent(out, out_key, coder.nothing_sent.scales)
+    coder.run(_widened(own.x, blocks), _received(wires, keys, own.source), sent, own.rotation)
 
 
 def decode(
@@ -109,41 +110,79 @@ def decode(
     own: int | None = None,
 ) -> int:
     """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`."""
-    if cpu_family(q.kind) is None:
+    coder = _coder(q, x.dtype, len(keys))
+    if coder is None:
         return reference.decode(wires, blocks, x, q, keys, rotation, own)
-    with _widened(x, blocks, write=True) as (values, table):
-        return _run(values, table, q, x.dtype, received=_received(wires, keys, own), rotation=rotation)
+    wide = _widened(x, blocks)
+    not_finite = coder.run(wide, _received(wires, keys, own), coder.nothing_sent, rotation)
+    _write_back(wide)
+    return not_finite
 
 
 def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> int:
     """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`."""
-    family = _family_of(q)
-    scratch = _scratch(q.block_size, x.dtype)
-    constants = family.constants(q, x.dtype, len(keys))
-    with _widened(x, blocks, write=True) as (values, table):
-        return family.summed(q)(wire.numpy(), scales.numpy(), table, values, _keys(keys), constants, scratch)
+    kernel, constants = _sum_decoder(q, x.dtype, len(keys))
+    scratch = _scratch.of(q.block_size, x.dtype)
+    wide = _widened(x, blocks)
+    not_finite: int = kernel(wire.numpy(), scales.numpy(), wide.table, wide.values, _keys(keys), constants, scratch)
+    _write_back(wide)
+    return not_finite
 
 
-def _run(
-    values: np.ndarray,
-    table: np.ndarray,
-    q: Quantiser,
-    dtype: torch.dtype,
-    *,
-    received: Received | None = None,
-    sent: Sent | None = None,
-    rotation: Key | None = None,
-) -> int:
-    """Call the kernel that encodes, reduces and decodes, see `blocks.codec_kernel`."""
-    family = _family_of(q)
-    sources = 1 if received is None else len(received.keys)
-    if received is None and not family.is_for_sums(q):  # the same machine code as for decoding
-        received = Received(np.empty(0, np.uint8), 0, _keys([]), -1)
-    turn = None if rotation is None else Turn.of(rotation, q.block_size, dtype)
-    sent = sent or _sent(torch.empty(0, dtype=torch.uint8, device="cpu"), (0, 0), dtype)
+class _Coder(NamedTuple):
+    """The kernel of a quantiser, with all that is the same in every call.
+
+    Attributes:
+        kernel: the kernel that encodes, reduces and decodes, see `blocks.codec_kernel`.
+        constants: numbers of the quantiser, typed for the kernel.
+        block_size: the most coordinates of a block.
+        dtype: dtype of the gradients.
+        nothing_received: the argument where nothing is decoded.
+        nothing_sent: the argument where nothing is encoded.
+    """
+
+    kernel: Any
+    constants: Any
+    block_size: int
+    dtype: torch.dtype
+    nothing_received: Received | None
+    nothing_sent: Sent
+
+    def run(self, wide: _Widened, received: Received | None, sent: Sent, rotation: Key | None) -> int:
+        """Call the kernel. Returns the number of blocks that are not finite after decoding."""
+        turn = None if rotation is None else Turn.of(rotation, self.block_size, self.dtype)
+        scratch = _scratch.of(self.block_size, self.dtype)
+        not_finite: int = self.kernel(wide.values, wide.table, received, sent, turn, self.constants, scratch)
+        return not_finite
+
+
+@lru_cache
+def _coder(q: Quantiser, dtype: torch.dtype, sources: int) -> _Coder | None:
+    """Returns the kernel for messages of so many sources; None: the quantiser's family has no kernels for CPUs."""
+    family = cpu_family(q.kind)
+    if family is None:
+        return None
+    # With an empty list of messages, encoding is the same machine code as decoding. Families whose messages are added
+    # up decode with another kernel, and None leaves the decoder out of this one.
+    no_messages = Received(np.empty(0, np.uint8), 0, _keys([]), -1)
+    no_message = Sent(np.empty(0, np.uint8), _keys([(0, 0)])[0], np.empty(0, integer_type(dtype)))
     constants = family.constants(q, dtype, sources)
-    scratch = _scratch(q.block_size, dtype)
-    return family.codec(q)(values, table, received, sent, turn, constants, scratch)
+    is_for_sums = hasattr(family, "is_for_sums") and family.is_for_sums(q)
+    nothing_received = None if is_for_sums else no_messages
+    return _Coder(family.codec(q), constants, q.block_size, dtype, nothing_received, no_message)
+
+
+@lru_cache
+def _sum_decoder(q: Quantiser, dtype: torch.dtype, sources: int) -> tuple[Any, Any]:
+    """Returns the kernel that decodes sums of so many messages, and its constants.
+
+    Raises:
+        NotImplementedError: codes of the quantiser's family cannot be added.
+    """
+    family = _family_of(q)
+    if not hasattr(family, "summed"):
+        raise NotImplementedError(f"messages of {q} cannot be added up: take a linear or an exponential codec")
+    return family.summed(q), family.constants(q, dtype, sources)
 
 
 def _family_of(q: Quantiser) -> ModuleType:
@@ -153,33 +192,39 @@ def _family_of(q: Quantiser) -> ModuleType:
     return family
 
 
-@contextmanager
-def _widened(x: Tensor, blocks: Tensor, *, write: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Returns the coordinates that blocks span, in the compute dtype, and a block table that counts from the first of
-    them.
+class _Widened(NamedTuple):
+    """The coordinates that blocks span, in the compute dtype.
 
-    Args:
-        x: coordinates of a gradient dtype.
-        blocks: block table.
-        write: whether to put the coordinates back into ``x`` afterwards. What lies between the blocks comes back as it
-            was.
+    Attributes:
+        values: the coordinates.
+        table: a block table that counts from the first of them.
+        narrow: the coordinates that ``values`` is a copy of; None if it is no copy.
     """
+
+    values: np.ndarray
+    table: np.ndarray
+    narrow: Tensor | None = None
+
+
+def _widened(x: Tensor, blocks: Tensor) -> _Widened:
+    """Returns coordinates for the kernels; ``x`` has any gradient dtype."""
     compute = COMPUTE_DTYPES[x.dtype]
     x = x.detach()
     if not len(blocks):
-        yield np.empty(0, float_type(x.dtype)), blocks.numpy()
-        return
+        return _Widened(np.empty(0, float_type(x.dtype)), blocks.numpy())
     if compute == x.dtype and x.is_contiguous():
-        yield x.numpy(), blocks.numpy()
-        return
+        return _Widened(x.numpy(), blocks.numpy())
     table = blocks.numpy().copy()
     first = int(table[:, START].min())
     spanned = x[first : int((table[:, START] + table[:, LENGTH]).max())]
-    wide = spanned.to(compute).contiguous()
     table[:, START] -= first
-    yield wide.numpy(), table
-    if write:
-        spanned.copy_(wide)
+    return _Widened(spanned.to(compute).contiguous().numpy(), table, spanned)
+
+
+def _write_back(wide: _Widened) -> None:
+    """Round what a kernel has written to the gradient dtype. What lies between the blocks comes back as it was."""
+    if wide.narrow is not None:
+        wide.narrow.copy_(torch.from_numpy(wide.values))
 
 
 def _received(wires: Tensor, keys: Sequence[Key], own: int | None) -> Received:
@@ -187,9 +232,8 @@ def _received(wires: Tensor, keys: Sequence[Key], own: int | None) -> Received:
     return Received(wires.flatten().numpy(), wires.shape[1], _keys(keys), -1 if own is None else own)
 
 
-def _sent(wire: Tensor, key: Key, dtype: torch.dtype, scales: np.ndarray | None = None) -> Sent:
-    """Returns a message to write, under scales if they are given; ``wire``: uint8 [bytes]."""
-    scales = np.empty(0, integer_type(dtype)) if scales is None else scales
+def _sent(wire: Tensor, key: Key, scales: np.ndarray) -> Sent:
+    """Returns a message to write; ``wire``: uint8 [bytes]; ``scales``: see `Sent`."""
     return Sent(wire.numpy(), np.array(key, dtype=np.uint32), scales)
 
 
@@ -198,8 +242,27 @@ def _keys(keys: Sequence[Key]) -> np.ndarray:
     return np.array(keys, dtype=np.uint32).reshape(-1, 2)
 
 
-def _scratch(block_size: int, dtype: torch.dtype) -> Scratch:
-    """Returns the space for blocks. Every call has its own, because kernels run on several threads at once."""
+class _ScratchByThread(threading.local):
+    """Space for blocks, which calls use again.
+
+    Each thread has its own, because kernels run on several threads at once.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, torch.dtype], Scratch] = {}
+
+    def of(self, block_size: int, dtype: torch.dtype) -> Scratch:
+        """Returns the space for blocks of at most ``block_size`` coordinates of a gradient dtype."""
+        key = (block_size, dtype)
+        if key not in self._made:
+            self._made[key] = _new_scratch(block_size, dtype)
+        return self._made[key]
+
+
+_scratch = _ScratchByThread()
+
+
+def _new_scratch(block_size: int, dtype: torch.dtype) -> Scratch:
     size = max(block_size, TOGETHER * min(block_size, LONGEST_TOGETHER)) + 1
     real = float_type(dtype)
     return Scratch(

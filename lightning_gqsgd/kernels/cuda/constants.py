@@ -88,7 +88,7 @@ class Mean(NamedTuple):
     Attributes:
         ranks: number of messages, or of ranks whose codes were added up in one message.
         each: factor of every message, see `wire.Share`.
-        rest: what the sum is divided by, see `wire.Share`.
+        rest: the divisor of the sum, see `wire.Share`.
         limit: coordinates of a message are clamped to this magnitude, so that the sum of all messages stays finite.
         is_clamped: whether the mean is clamped once more, to the finite numbers of the gradient's dtype.
         has_own: whether one source's coordinates are given, so that its message is not decoded.
@@ -159,7 +159,7 @@ def shape_of(block_size: int, codes: Codes | None = None) -> Shape:
 
 
 def codes_of(q: Quantiser) -> Codes:
-    """How the codes of a quantiser lie in a record."""
+    """Returns the place of a quantiser's codes in a record."""
     return Codes(q.bits, in_words=q.summable and 8 % q.bits != 0, padded=q.kind.name == "eden")
 
 

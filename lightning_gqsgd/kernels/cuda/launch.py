@@ -138,8 +138,8 @@ def run(kernel: Any, division: Division, c: Constants, *arguments: Any, **consta
         kernel: the kernel, which takes a table, the number of its blocks, and then what is below.
         division: the block table, from `divided`.
         c: the kernel's constants.
-        arguments: what the kernel takes, in order.
-        constants: what the kernel takes as constants beside ``c``, by name.
+        arguments: the arguments of the kernel, in order.
+        constants: its constants beside ``c``, by name.
     """
     for kind, columns, count in division.tables:
         if division.splits:

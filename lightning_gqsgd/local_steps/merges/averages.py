@@ -64,10 +64,9 @@ from lightning_gqsgd.session.nodes import layouts
 from lightning_gqsgd.session.opening import Side, facts_of, open_engines
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.wire.communicator import parent_group
-from lightning_gqsgd.wire.engine import Messages
+from lightning_gqsgd.wire.engine import Messages, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.telemetry import Telemetry
-from lightning_gqsgd.wire.tracing import untraced
 
 logger = logging.getLogger(__name__)
 

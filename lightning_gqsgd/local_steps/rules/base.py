@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import Steps
-from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.pipeline import Job
 from lightning_gqsgd.wire.telemetry import BucketCounters
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Averager(ABC):
         """
 
     def state(self) -> dict[str, Tensor]:
-        """Return the memory by name: the tensors themselves, not copies."""
+        """Returns the memory by name: the tensors themselves, not copies."""
         return {}
 
     def take(self, state: Mapping[str, Tensor]) -> None:

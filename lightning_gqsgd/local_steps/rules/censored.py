@@ -59,7 +59,7 @@ class Censored(Rule):
             )
 
     def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
-        """Return the averager of one bundle, as `Rule.averager` specifies."""
+        """Returns the averager of one bundle, as `Rule.averager` specifies."""
         return _CensoredAverager(self, bundle, rank, ranks)
 
 
@@ -75,7 +75,7 @@ class _CensoredAverager(Averager):
         self._anchors = anchors
 
     def state(self) -> dict[str, Tensor]:
-        """Return the memory by name, as `Averager.state` specifies: h_i, h̄, and the anchor at the latest average."""
+        """Returns the memory by name, as `Averager.state` specifies: h_i, h̄, and the anchor at the latest average."""
         return {"sent": self._sent, "mean": self._mean, "anchors": self._anchors}
 
     def requests(self, change: Tensor) -> RuleRequests:

@@ -18,7 +18,7 @@ class Mean(Rule):
     """See the module."""
 
     def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
-        """Return the averager of one bundle, as `Rule.averager` specifies."""
+        """Returns the averager of one bundle, as `Rule.averager` specifies."""
         return _MeanAverager(bundle)
 
 

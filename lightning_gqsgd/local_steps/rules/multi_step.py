@@ -47,7 +47,7 @@ class MultiStep(Rule):
 
     @property
     def most_requests(self) -> int:
-        """Return the largest number of requests of one average; see `Rule.most_requests`."""
+        """Returns the largest number of requests of one average; see `Rule.most_requests`."""
         return self.messages
 
     def check(self, config: GQSGDConfig) -> None:
@@ -63,7 +63,7 @@ class MultiStep(Rule):
                 )
 
     def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
-        """Return the averager of one bundle, as `Rule.averager` specifies."""
+        """Returns the averager of one bundle, as `Rule.averager` specifies."""
         return _MultiStepAverager(bundle, self.messages)
 
 

@@ -42,7 +42,7 @@ class Predicted(Rule):
     remembers: ClassVar[bool] = True
 
     def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
-        """Return the averager of one bundle, as `Rule.averager` specifies."""
+        """Returns the averager of one bundle, as `Rule.averager` specifies."""
         return _PredictedAverager(bundle)
 
 
@@ -58,7 +58,7 @@ class _PredictedAverager(Averager):
         self._averages = torch.zeros(2, *like.shape, dtype=like.dtype, device=like.device)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the memory by name: the last mean changes, their number, and moving averages."""
+        """Returns the memory by name: the last mean changes, their number, and moving averages."""
         return {"last": self._last, "count": self._count, "averages": self._averages}
 
     def requests(self, change: Tensor) -> RuleRequests:
