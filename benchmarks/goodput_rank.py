@@ -38,6 +38,8 @@ VALIDATE_S = 2.0
 #: Steps between two averages, and between two checkpoints of DDP.
 EVERY = 16
 TIMEOUT = timedelta(seconds=10)
+#: Seconds between two merges by the clock.
+ROUND_S = 2.0
 
 
 class Rank:
@@ -218,7 +220,13 @@ def elastic(rank: Rank) -> None:
     from lightning_gqsgd import LocalSteps
 
     optimizer = LocalSteps(
-        rank.model, rank.optimizer, every="2s", delay=1, elastic=True, preset="gqsgd_diloco", timeout=TIMEOUT
+        rank.model,
+        rank.optimizer,
+        every=timedelta(seconds=ROUND_S),
+        delay=1,
+        elastic=True,
+        preset="gqsgd_diloco",
+        timeout=TIMEOUT,
     )
     merges = 0
     while True:

@@ -128,3 +128,26 @@ def early(rank: int, address: str, folder: Path) -> int:
     merges = optimizer.averages.averages
     optimizer.close()
     return merges
+
+
+def between_merges(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
+    """Member 1 comes when member 0 has just begun a round of an hour, and trains."""
+    if rank:
+        wait_for((folder / "round").exists)
+    model, optimizer = member(rank, lighthouse, every="1h", delay=1)
+    start = bits_of(model)
+    (folder / "round").touch()
+    if rank == 0:
+        wait_for((folder / "trained").exists)
+    else:
+        for _ in range(3):
+            train_step(model, optimizer, torch.Generator().manual_seed(0))
+        (folder / "trained").touch()
+    result = {
+        "start": start,
+        "merges": optimizer.averages.averages,
+        "steps": optimizer.averages.step,
+        "report": optimizer.averages.report(),
+    }
+    optimizer.close()
+    return result

@@ -52,6 +52,14 @@ def test_survivors_go_on_and_a_newcomer_takes_their_state(delay: int, tmp_path: 
     assert survivor["samples"] > newcomer["steps"] + survivor["steps"]
 
 
+def test_a_newcomer_trains_from_the_others_state_before_their_next_merge(tmp_path: Path, lighthouse: str) -> None:
+    there, newcomer = run(members.between_merges, 2, tmp_path, lighthouse, tmp_path, initialise=False, torchrun=False)
+    assert newcomer["start"] == there["start"]
+    assert newcomer["merges"] == there["merges"] == 1
+    assert newcomer["steps"] == 3
+    assert "started from what another member had after merge 1" in newcomer["report"]
+
+
 def test_a_machine_with_notice_merges_what_it_has_learnt_and_leaves(tmp_path: Path, lighthouse: str) -> None:
     stays, leaves = run(members.notice, 2, tmp_path, lighthouse, tmp_path, initialise=False, torchrun=False)
     assert stays["exits"] is None
