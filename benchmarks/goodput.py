@@ -9,8 +9,8 @@ alone, at its own speed and without faults. Samples of a merge that a restart un
 
 Every way is run with the first seed, and ours with all of them. The speed of a machine drifts, so the hosts train alone
 before and after each way, and the mean of the two counts. The bound is the goodput of members who lose nothing but the
-time in which a host is away, and what a killed rank has learnt since its last merge. Ways with a lighthouse fork a rank that comes back from a
-process that has imported everything; torchrun restarts all ranks, which import again.
+time in which a host is away, and what a killed rank has learnt since its last merge. Ways with a lighthouse fork a rank
+that comes back from a process that has imported everything; torchrun restarts all ranks, which import again.
 """
 
 from __future__ import annotations
@@ -346,8 +346,8 @@ def _measure(options: argparse.Namespace) -> Report:
             returned = None if math.isnan(back) else back
             report.rows.append([name, seed, rate / most, best, rate, most, loss, returned, equal])
             print(
-                f"{name}, seed {seed}: goodput {rate / most:.2f}, bound {best:.2f} ({rate:.0f} of {most:.0f} samples/s), "
-                f"loss {loss:.3f}, back {back:.1f} s, equal: {equal}",
+                f"{name}, seed {seed}: goodput {rate / most:.2f}, bound {best:.2f}, "
+                f"{rate:.0f} of {most:.0f} samples/s, loss {loss:.3f}, back {back:.1f} s, equal: {equal}",
                 flush=True,
             )
     return report
