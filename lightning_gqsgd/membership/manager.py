@@ -191,8 +191,13 @@ class TorchftMembers(Members):
         self._received = state
 
     def _fail(self, error: Exception) -> None:
-        """Tell the lighthouse that this member needs new connections."""
+        """Close the connections, and tell the lighthouse that this member needs new ones.
+
+        Another member may wait for what this one had to send, and not for the one that has died. It finds out now, and
+        not after the timeout.
+        """
         self._manager.report_error(error)
+        self._group.abort()
         with suppress(Exception):  # it says the same as the error that is being raised
             self._manager.should_commit()
 
