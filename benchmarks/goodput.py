@@ -31,7 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.goodput_rank import ROUND_S
+from benchmarks.goodput_rank import EVERY, EVERY_VARIABLE, ROUND_S
 from benchmarks.report import Report, present
 from netlab.lab import NetLab, NetLabError
 from netlab.ranks import exit_on_signals
@@ -43,7 +43,9 @@ CPUS = ["0.6", "0.6", "0.6", "0.15"]
 #: Seconds between two kills, and until the killed rank may start again.
 EVERY_S, DOWN_S = 20.0, 5.0
 #: Seconds for which hosts train alone, between two ways.
-ALONE_S = 20.0
+ALONE_S = 30.0
+#: Seconds of a trial of a number of steps between two averages, and the numbers that are tried.
+TRIAL_S, TRIALS = 45.0, (16, 64, 256)
 #: Seconds for which ranks may take to make their first merge.
 START_S = 180.0
 LIGHTHOUSE_PORT, RENDEZVOUS_PORT = 29510, 29511
@@ -80,10 +82,14 @@ class Way(NamedTuple):
         join_s: how long members wait for one that is alive and does not come to torchft's lighthouse; None: there is
             no lighthouse. Where members count steps, those that wait for a slow one lose time, so it is short. Rounds
             by the clock need more than a round.
+        is_tuned: whether numbers of steps between two averages are tried first.
+        every: that number.
     """
 
     start: Callable[[NetLab, int], list[str]]
     join_s: float | None = None
+    is_tuned: bool = False
+    every: int = EVERY
 
     @property
     def has_lighthouse(self) -> bool:
@@ -95,8 +101,8 @@ class Way(NamedTuple):
 WAYS = {
     "ddp": Way(_torchrun),
     "lock_step": Way(_torchrun),
-    "torchft_diloco": Way(_plain, join_s=2.0),
-    "torchft_diloco_4bit": Way(_plain, join_s=2.0),
+    "torchft_diloco": Way(_plain, join_s=2.0, is_tuned=True),
+    "torchft_diloco_4bit": Way(_plain, join_s=2.0, is_tuned=True),
     "elastic": Way(_plain, join_s=20.0),
 }
 
@@ -127,6 +133,7 @@ class Run:
             "NETLAB_ADDRESS": self._lab.address(host),
             "TORCHFT_LIGHTHOUSE": f"http://{self._lab.address(0)}:{LIGHTHOUSE_PORT}",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            EVERY_VARIABLE: str(self._way.every),
         }
         command = ["env", *(f"{name}={value}" for name, value in variables.items()), *self._way.start(self._lab, host)]
         log = (self._folder / f"log{host}").open("a")
@@ -311,10 +318,59 @@ def _notes(seconds: float) -> list[str]:
         "loss: of the last merge, on validation text; ways that see fewer samples end higher. back: seconds from when "
         "a killed rank may start again to its first merge; a dash: it had made none by the end. equal: whether members "
         "that took part in the last merge have the same weights.",
-        "torchft's DiLoCo averages every 16 steps; members that wait for a slow one go on without it after 2 s. It was "
-        "not tuned. ddp and lock_step make no step after the first kill where imports take longer than the time "
-        "between two.",
+        f"torchft's DiLoCo: averages every {', '.join(map(str, TRIALS[:-1]))} and {TRIALS[-1]} steps were tried for "
+        f"{TRIAL_S:.0f} s each with the first schedule, and the best number was taken. Members that wait for a slow "
+        "one go on without it after 2 s. ddp and lock_step make no step after the first kill where imports take longer "
+        "than the time between two.",
     ]
+
+
+class Measurement:
+    """Runs one way after the other, and lets the hosts train alone in between.
+
+    Args:
+        report: gets a row for each run.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._before = alone()
+
+    def add(self, label: str, name: str, way: Way, seed: int, seconds: float) -> tuple[float, list[list[Line]]]:
+        """Run a way, and return when it began, and the journals.
+
+        Args:
+            label: what the row is called.
+            name: of the way.
+            way: how it is started.
+            seed: of the schedule of kills.
+            seconds: of the run.
+        """
+        kills = schedule(seed, seconds, len(RATES))
+        begun, journals = measure(name, way, kills, seconds)
+        after = alone()
+        rates = [(one + other) / 2 for one, other in zip(self._before, after, strict=True)]
+        self._before = after
+        most, best = sum(rates), bound(kills, rates, seconds)
+        rate = samples_per_second(journals, begun, seconds)
+        loss, back = last_loss(journals), longest_return(journals, begun, kills)
+        equal = "yes" if are_equal(journals) else "no"
+        returned = None if math.isnan(back) else back
+        self._report.rows.append([label, seed, rate / most, best, rate, most, loss, returned, equal])
+        print(
+            f"{label}, seed {seed}: goodput {rate / most:.2f}, bound {best:.2f}, "
+            f"{rate:.0f} of {most:.0f} samples/s, loss {loss:.3f}, back {back:.1f} s, equal: {equal}",
+            flush=True,
+        )
+        return begun, journals
+
+    def tuned(self, name: str, way: Way, seed: int) -> Way:
+        """Returns a way with the best of some numbers of steps between two averages."""
+        found: dict[int, float] = {}
+        for every in TRIALS:
+            self.add(f"{name}, trial of {every}", name, way._replace(every=every), seed, TRIAL_S)
+            found[every] = float(self._report.rows[-1][2] or 0.0)
+        return way._replace(every=max(found, key=lambda every: found[every]))
 
 
 def _measure(options: argparse.Namespace) -> Report:
@@ -329,27 +385,15 @@ def _measure(options: argparse.Namespace) -> Report:
     runs: dict[str, tuple[float, list[list[Line]]]] = {}
     report = Report("goodput", "Goodput while ranks die, are slow, and have slow links", columns, _notes(seconds))
     report.draw = lambda file: draw(runs, file)
-    before = alone()
+    measurement = Measurement(report)
     for name in options.ways:
+        way = WAYS[name]
+        if way.is_tuned:
+            way = measurement.tuned(name, way, options.seed[0])
+            report.notes = [*report.notes, f"{name}: {way.every} steps between two averages."]
         for seed in options.seed if name == "elastic" else options.seed[:1]:
-            kills = schedule(seed, seconds, len(RATES))
-            begun, journals = measure(name, WAYS[name], kills, seconds)
-            runs.setdefault(name, (begun, journals))
-            after = alone()
-            rates = [(one + other) / 2 for one, other in zip(before, after, strict=True)]
-            most, best = sum(rates), bound(kills, rates, seconds)
-            before = after
-            rate = samples_per_second(journals, begun, seconds)
-            loss = last_loss(journals)
-            back = longest_return(journals, begun, kills)
-            equal = "yes" if are_equal(journals) else "no"
-            returned = None if math.isnan(back) else back
-            report.rows.append([name, seed, rate / most, best, rate, most, loss, returned, equal])
-            print(
-                f"{name}, seed {seed}: goodput {rate / most:.2f}, bound {best:.2f}, "
-                f"{rate:.0f} of {most:.0f} samples/s, loss {loss:.3f}, back {back:.1f} s, equal: {equal}",
-                flush=True,
-            )
+            run = measurement.add(name, name, way, seed, seconds)
+            runs.setdefault(name, run)
     return report
 
 

@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 #: Of connections, collectives and transfers of the state.
 _TIMEOUT = timedelta(seconds=60)
 
+#: Between two signs of life for the lighthouse, which takes a member for dead after seconds without any.
+_HEARTBEAT = timedelta(milliseconds=250)
+
 #: The longest that a member that joins waits for one answer of another one, before it meets all of them instead.
 _GLANCE = timedelta(seconds=5)
 
@@ -113,6 +116,7 @@ class TorchftMembers(Members):
             lighthouse_addr=lighthouse,
             replica_id=name,
             hostname=host,
+            heartbeat_interval=_HEARTBEAT,
             checkpoint_transport=PlainTransport(timeout, host, state),
         )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from benchmarks import goodput
 from benchmarks.goodput import (
     DOWN_S,
     EVERY_S,
@@ -55,3 +58,12 @@ def test_a_member_that_has_merged_with_nobody_yet_is_not_back() -> None:
     joined = {**_line(27.0, 7), "members": 1}
     merged = {**_line(28.5, 8), "members": 4}
     assert longest_return([[_line(1.0, 1), joined, merged]], 0.0, [(20.0, 0)]) == 28.5 - 25.0
+
+
+def test_the_number_of_steps_with_the_best_goodput_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goodput, "alone", lambda: [90.0, 10.0])
+    monkeypatch.setattr(goodput, "measure", lambda name, way, kills, seconds: (0.0, [[_line(1.0, 1, way.every % 256)]]))
+    report = goodput.Report("goodput", "", {})
+    way = goodput.Measurement(report).tuned("torchft_diloco", WAYS["torchft_diloco"], 0)
+    assert way.every == 64
+    assert [row[0] for row in report.rows] == [f"torchft_diloco, trial of {every}" for every in goodput.TRIALS]
