@@ -195,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic_losses", description=__doc__.split("\n")[0])
     parser.add_argument("--folder", default="elastic_losses", help="where trainings are kept (default elastic_losses)")
     parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--samples", type=int, default=64_000, help="of each training (default 64000)")
+    parser.add_argument("--samples", type=int, default=48_000, help="of each training (default 48000)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further training begins")
     present(parser, _measure)
