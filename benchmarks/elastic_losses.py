@@ -34,7 +34,7 @@ from workloads.characters import CharacterTransformer, load_texts, windows
 RANKS = 4
 BATCH, LENGTH = 16, 32
 VALIDATION = 512
-RATES = (2e-3, 4e-3, 8e-3)
+RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
 
 #: One result: loss, samples, merges and kills.
 Result = dict[str, float]
