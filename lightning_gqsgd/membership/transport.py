@@ -35,7 +35,7 @@ class PlainTransport(HTTPTransport[Any]):
         super().__init__(timeout=timeout, num_chunks=0)
         torchfts: Any = self._server.RequestHandlerClass
 
-        class Handler(torchfts):  # type: ignore[misc]
+        class Handler(torchfts):
             def do_GET(self) -> None:
                 if self.path == _PRESENT:
                     _answer(self, state)
