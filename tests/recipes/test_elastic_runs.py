@@ -34,6 +34,5 @@ def test_two_runs_of_one_training_end_with_the_same_weights(tmp_path: Path) -> N
     assert [process.returncode for process in finished] == [0, 0], [process.stderr[-3000:] for process in finished]
     results = [json.loads((tmp_path / str(seed) / "result.json").read_text())["metrics"] for seed in range(2)]
     first, second = ({name: value for name, value in found.items() if name.startswith("test/")} for found in results)
-    assert first == second
-    assert "test/acc" in first
-    assert "changes are merged every 0.3 s" in finished[0].stdout + finished[0].stderr
+    assert first == second  # of runs with other seeds, down to the last digit of the loss
+    assert "test/loss" in first
