@@ -132,6 +132,8 @@ def of_elastic(column: str) -> list[float]:
 
 #: Columns of the least and the largest loss of all seeds.
 OF_SEEDS = ("lowest", "highest")
+#: Ways that are quoted.
+EQUAL_SAMPLES = ("elastic, rounds of 16 steps", "ddp")
 
 
 def at_equal_samples(column: str, way: str, page: str = "elastic_losses") -> str:
@@ -250,8 +252,8 @@ SENTENCES: Sentences = {
         r"end at ([\d.]+) nats per byte, between ([\d.]+) and ([\d.]+), where ddp has ([\d.]+), between ([\d.]+) and "
         r"([\d.]+) .*?On WikiText-2, they end at ([\d.]+), and ddp at ([\d.]+)",
     ): [
-        *(partial(at_equal_samples, column, way) for way in ("elastic", "ddp") for column in ("loss", *OF_SEEDS)),
-        *(partial(at_equal_samples, "loss", way, "elastic_losses_wikitext2") for way in ("elastic", "ddp")),
+        *(partial(at_equal_samples, column, way) for way in EQUAL_SAMPLES for column in ("loss", *OF_SEEDS)),
+        *(partial(at_equal_samples, "loss", way, "elastic_losses_wikitext2") for way in EQUAL_SAMPLES),
     ],
     ("README.md", r"([\d.]+) to ([\d.]+) of what the hosts learn alone"): [
         lambda: of_elastic("goodput")[0],

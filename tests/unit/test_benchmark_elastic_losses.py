@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from benchmarks import elastic_losses as losses
 from benchmarks.virtual_members import Clock, Training, VirtualMembers
 
+ELASTIC = "elastic, rounds of 16 steps"
 CLOCK = Clock(every=8.0, merge=2.0, kill_every=12.0, down=10.0)
 
 
@@ -68,7 +69,7 @@ def test_a_seed_says_all_that_happens() -> None:
 
 def test_both_ways_learn_and_what_is_over_is_kept(tmp_path: Path) -> None:
     trainings = losses.Trainings(tmp_path, 1280, 60.0)
-    found = {way: trainings.result(way, 4e-3, 0) for way in ("ddp", "elastic")}
+    found = {way: trainings.result(way, 4e-3, 0) for way in ("ddp", ELASTIC)}
     assert all(result is not None and result["loss"] < 4.5 for result in found.values())
     late = losses.Trainings(tmp_path, 1280, 0.0)
     assert {way: late.result(way, 4e-3, 0) for way in found} == found
@@ -76,7 +77,7 @@ def test_both_ways_learn_and_what_is_over_is_kept(tmp_path: Path) -> None:
 
 
 def test_what_is_not_over_is_named(tmp_path: Path) -> None:
-    options = argparse.Namespace(folder=str(tmp_path), samples=1280, seeds=1, minutes=0.0, way=["elastic"])
+    options = argparse.Namespace(folder=str(tmp_path), samples=1280, seeds=1, minutes=0.0, way=[ELASTIC])
     report = losses._measure(options)
     assert report.rows == []
-    assert "Not over yet: elastic." in report.notes
+    assert f"Not over yet: {ELASTIC}." in report.notes
