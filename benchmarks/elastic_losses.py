@@ -4,9 +4,10 @@
 
 No wall clock counts here: members live under a virtual clock (see `virtual_members`). Three of four are four times as
 fast as the last one. A random one is killed every 320 steps of a fast one in the mean, loses what it has learnt since
-its last merge and the state of its optimizer, and is back 80 steps later. ddp has four equal ranks with the same batches in each step. Every way ends after the same number of
-samples. Learning rates are tried with the first seed, from the lowest on, until the loss rises. A training that is over
-is kept in ``--folder``, and the same command goes on with the next one; after ``--minutes``, none begins.
+its last merge and the state of its optimizer, and is back 80 steps later. ddp has four equal ranks with the same
+batches in each step. Every way ends after the same number of samples. Learning rates are tried with the first seed,
+from the lowest on, until the loss rises. A training that is over is kept in ``--folder``, and the same command goes on
+with the next one; after ``--minutes``, none begins.
 """
 
 from __future__ import annotations
