@@ -61,8 +61,12 @@ def test_a_member_that_has_merged_with_nobody_yet_is_not_back() -> None:
 
 
 def test_the_number_of_steps_with_the_best_goodput_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(goodput, "alone", lambda: [90.0, 10.0])
-    monkeypatch.setattr(goodput, "measure", lambda name, way, kills, seconds: (0.0, [[_line(1.0, 1, way.every % 256)]]))
+
+    def measured(name: str, way: goodput.Way, *_: object) -> tuple[float, list[list[goodput.Line]]]:
+        return 0.0, [[_line(1.0, 1, way.every % 256)], [], [], []]
+
+    monkeypatch.setattr(goodput, "alone", lambda: [1.0] * 4)
+    monkeypatch.setattr(goodput, "measure", measured)
     report = goodput.Report("goodput", "", {})
     way = goodput.Measurement(report).tuned("torchft_diloco", WAYS["torchft_diloco"], 0)
     assert way.every == 64
