@@ -35,9 +35,12 @@ from workloads.characters import CharacterTransformer, load_texts, windows
 BATCH, LENGTH = 16, 32
 #: Least seconds between two validations of a rank, which take the time of several steps.
 VALIDATE_S = 2.0
-#: Steps between two averages, and between two checkpoints of DDP.
+#: Steps between two averages, and between two checkpoints of DDP, unless the variable says another number.
 EVERY = 16
+EVERY_VARIABLE = "GOODPUT_EVERY"
 TIMEOUT = timedelta(seconds=10)
+#: Seconds between two merges by the clock.
+ROUND_S = 2.0
 
 
 class Rank:
@@ -50,6 +53,7 @@ class Rank:
     def __init__(self, folder: Path) -> None:
         self.host = int(os.environ["NETLAB_HOST"])
         self.folder = folder
+        self.every = int(os.environ.get(EVERY_VARIABLE, EVERY))
         torch.manual_seed(0)
         self.model = CharacterTransformer(LENGTH, layers=1, width=64, heads=2)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -117,9 +121,9 @@ class Rank:
 def alone(rank: Rank) -> None:
     """Train without anybody: the speed of the host."""
     for number in range(1, sys.maxsize):
-        for _ in range(EVERY):
+        for _ in range(rank.every):
             rank.step(rank.model, rank.optimizer)
-        rank.merged(number, EVERY * BATCH)
+        rank.merged(number, rank.every * BATCH)
 
 
 def ddp(rank: Rank) -> None:
@@ -128,10 +132,10 @@ def ddp(rank: Rank) -> None:
     number = rank.resume(model=rank.model, optimizer=rank.optimizer)
     wrapped = DistributedDataParallel(rank.model)
     while True:
-        for _ in range(EVERY):
+        for _ in range(rank.every):
             rank.step(wrapped, rank.optimizer)
         number += 1
-        rank.merged(number, EVERY * BATCH)
+        rank.merged(number, rank.every * BATCH)
         rank.save(number, model=rank.model, optimizer=rank.optimizer)
 
 
@@ -140,14 +144,14 @@ def lock_step(rank: Rank) -> None:
     from lightning_gqsgd import LocalSteps
 
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    optimizer = LocalSteps(rank.model, rank.optimizer, every=EVERY, preset="gqsgd_diloco")
+    optimizer = LocalSteps(rank.model, rank.optimizer, every=rank.every, preset="gqsgd_diloco")
     # Moments of AdamW and memories of the averages start anew with the ranks.
     number = rank.resume(model=rank.model)
     while True:
-        for _ in range(EVERY):
+        for _ in range(rank.every):
             rank.step(rank.model, optimizer)
         number += 1
-        rank.merged(number, EVERY * BATCH)
+        rank.merged(number, rank.every * BATCH)
         rank.save(number, model=rank.model)
 
 
@@ -202,14 +206,14 @@ def _diloco(rank: Rank, group: Any) -> None:
         lighthouse_addr=os.environ["TORCHFT_LIGHTHOUSE"],
     )
     number = 0
-    with DiLoCo(manager, [rank.model], rank.optimizer, outer, sync_every=EVERY, pin_memory=False):
+    with DiLoCo(manager, [rank.model], rank.optimizer, outer, sync_every=rank.every, pin_memory=False):
         while True:
-            for _ in range(EVERY):
+            for _ in range(rank.every):
                 rank.step(rank.model, rank.optimizer)
             if manager.current_step() > number:
                 number = manager.current_step()
                 # What a rank learnt before it took the others' state is in no model.
-                rank.merged(number, 0 if healed else EVERY * BATCH)
+                rank.merged(number, 0 if healed else rank.every * BATCH)
             healed.clear()
 
 
@@ -218,7 +222,13 @@ def elastic(rank: Rank) -> None:
     from lightning_gqsgd import LocalSteps
 
     optimizer = LocalSteps(
-        rank.model, rank.optimizer, every="2s", delay=1, elastic=True, preset="gqsgd_diloco", timeout=TIMEOUT
+        rank.model,
+        rank.optimizer,
+        every=timedelta(seconds=ROUND_S),
+        delay=1,
+        elastic=True,
+        preset="gqsgd_diloco",
+        timeout=TIMEOUT,
     )
     merges = 0
     while True:

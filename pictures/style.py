@@ -48,6 +48,7 @@ COLOURS = {
     "gqsgd_neolithic": "#a4161a",
     "gqsgd_mcm": "#1d7874",
     "gqsgd_predictive": "#ee964b",
+    "gqsgd_elastic": "#00798c",
 }
 #: Colours of variants that are named otherwise.
 OTHERS = ("#e69f00", "#7b3294", "#8c564b", "#1b7837", "#999933", "#882255")

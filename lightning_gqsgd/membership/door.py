@@ -32,6 +32,9 @@ _PATIENCE_S = 30.0
 _SEEN = re.compile(r"^\s*(\S.*?): seen ([\d.]+)(ns|µs|us|ms|s) ago\s*$", re.MULTILINE)
 _UNITS = {"ns": 1e-9, **TIMES}
 
+#: How it lists those that took part in the latest merge: name, number of merges before it, address.
+_MERGED = re.compile(r"<b>([^<]+)</b> <br/>\s*Step: (\d+) <br/>\s*Manager: (\S+) <br/>")
+
 
 def lighthouse_address(environment: Mapping[str, str]) -> str:
     """Returns the lighthouse's address, ``http://host:port``.
@@ -117,15 +120,40 @@ def members_at(lighthouse: str, timeout_s: float, alive_s: float = _ALIVE_S) -> 
     Raises:
         ConfigError: no lighthouse answers there.
     """
+    return _alive_on(_page_of(lighthouse, timeout_s), alive_s)
+
+
+def managers_at(lighthouse: str, name: str, timeout_s: float) -> list[str]:
+    """Returns the addresses of the managers that have merged with a name and live; those with the most merges first.
+
+    Args:
+        lighthouse: its address.
+        name: of the members, see `name_for`.
+        timeout_s: how long to wait for it.
+
+    Raises:
+        ConfigError: no lighthouse answers there.
+    """
+    page = _page_of(lighthouse, timeout_s)
+    alive = {member for member in _alive_on(page, _ALIVE_S) if member.partition(":")[0] == name}
+    merged = [(int(merges), address) for member, merges, address in _MERGED.findall(page) if member in alive]
+    return [address for _, address in sorted(merged, key=lambda entry: -entry[0])]
+
+
+def _page_of(lighthouse: str, timeout_s: float) -> str:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{lighthouse}/status", timeout=timeout_s) as answer:
-            page = answer.read().decode(errors="replace")
+            page: str = answer.read().decode(errors="replace")
     except OSError as error:
         raise ConfigError(
             f"no lighthouse answers at {lighthouse} ({error}); start one with `gqsgd lighthouse`, and see that "
             f"{LIGHTHOUSE} has its address"
         ) from error
+    return page
+
+
+def _alive_on(page: str, alive_s: float) -> list[str]:
     seen = _SEEN.findall(page)
     return sorted(member for member, number, unit in seen if float(number) * _UNITS[unit] <= alive_s)
 

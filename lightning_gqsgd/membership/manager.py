@@ -3,6 +3,9 @@
 torchft's Manager asks the lighthouse who takes part, connects them, and gives a member that has made fewer merges the
 state of one that has made the most. A merge in which a member dies fails on those that were still sending. The
 lighthouse then leaves the dead one out.
+
+A member that joins need not wait for the others' next merge: it fetches what one of them knows at that moment, before
+anybody knows of it, and so before anybody waits for it.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchft import Manager, ProcessGroupGloo
+from torchft._torchft import ManagerClient
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.membership.door import check_others, lighthouse_address, name_for, own_host
+from lightning_gqsgd.membership.door import check_others, lighthouse_address, managers_at, name_for, own_host
 from lightning_gqsgd.membership.members import (
     Commit,
     Gather,
@@ -40,6 +44,15 @@ logger = logging.getLogger(__name__)
 
 #: Of connections, collectives and transfers of the state.
 _TIMEOUT = timedelta(seconds=60)
+
+#: Between two signs of life for the lighthouse, which takes a member for dead after seconds without any.
+_HEARTBEAT = timedelta(milliseconds=250)
+
+#: The longest that a member that joins waits for one answer of another one, before it meets all of them instead.
+_GLANCE = timedelta(seconds=5)
+
+#: Members that it asks for their state, until one answers.
+_ASKED = 3
 
 #: The most members for whom kernels of a CPU are compiled before they are known. More need the same ones.
 _COMPILED_RANKS = 8
@@ -84,6 +97,8 @@ class TorchftMembers(Members):
         # Before this member is known to the others, because they wait for it from then on. Kernels of a GPU are for one
         # number of members each, and take long to compile.
         self._group.compile_for(2 if device.type == "cuda" else _COMPILED_RANKS)
+        self._present = _fetch_present(lighthouse, name, min(timeout, _GLANCE))
+        self._has_met = False
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         self._manager = Manager(
             pg=self._group,
@@ -101,7 +116,8 @@ class TorchftMembers(Members):
             lighthouse_addr=lighthouse,
             replica_id=name,
             hostname=host,
-            checkpoint_transport=PlainTransport(timeout, host),
+            heartbeat_interval=_HEARTBEAT,
+            checkpoint_transport=PlainTransport(timeout, host, state),
         )
 
     @property
@@ -142,8 +158,14 @@ class TorchftMembers(Members):
             self._fail(error)
             raise MergeFailed(f"{type(error).__name__}: {error}") from error
 
+    def present_state(self) -> Mapping[str, Any] | None:
+        """Returns what a member knew when this one came; None: nobody had merged, or has answered in time."""
+        state = self._present
+        self._present = None
+        return state
+
     def start_after(self, merges: int) -> None:
-        """Go on after a number of merges, which a checkpoint says."""
+        """Go on after a number of merges, which another member or a checkpoint says."""
         self._manager.load_state_dict({"step": merges, "batches_committed": 0})
 
     def close(self) -> None:
@@ -160,19 +182,43 @@ class TorchftMembers(Members):
         if problem is not None:
             error = problem.original_exception
             # Those that are there already go on without the one that does not fit.
-            if isinstance(error, ConfigError) and not request.number:
+            if isinstance(error, ConfigError) and not self._has_met:
                 raise error
             raise MergeFailed(f"{type(error).__name__}: {error}") from error
         own = self._manager.participating_rank()
         if own is None:
             raise MergeFailed("this member does not take part")
+        self._has_met = True
         return Quorum(own, self._received)
 
     def _receive(self, state: Mapping[str, Any]) -> None:
         self._received = state
 
     def _fail(self, error: Exception) -> None:
-        """Tell the lighthouse that this member needs new connections."""
+        """Close the connections, and tell the lighthouse that this member needs new ones.
+
+        Another member may wait for what this one had to send, and not for the one that has died. It finds out now, and
+        not after the timeout.
+        """
         self._manager.report_error(error)
+        self._group.abort()
         with suppress(Exception):  # it says the same as the error that is being raised
             self._manager.should_commit()
+
+
+def _fetch_present(lighthouse: str, name: str, timeout: timedelta) -> Mapping[str, Any] | None:
+    """Returns what a member knows at this moment; None: nobody has merged, or nobody answers.
+
+    Args:
+        lighthouse: its address.
+        name: of the members.
+        timeout: of each answer.
+    """
+    for manager in managers_at(lighthouse, name, timeout.total_seconds())[:_ASKED]:
+        try:
+            client = ManagerClient(manager, connect_timeout=timeout)
+            address = client._checkpoint_metadata(0, timeout=timeout)
+            return PlainTransport.fetch_present(address, timeout)
+        except Exception as error:  # of torchft's, of the network, or of half a state: this member may have died
+            logger.info("gqsgd: no state from the member at %s (%s)", manager, error)
+    return None

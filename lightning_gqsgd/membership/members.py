@@ -125,8 +125,15 @@ class Members(ABC):
     def answer(self, request: Request) -> Any:
         """Answer one request. Waits for the other members."""
 
+    def present_state(self) -> Mapping[str, Any] | None:
+        """Returns what a member knew when this one came, from which it may start between two merges.
+
+        None: all begin together, or nobody is there who has merged. Not a collective.
+        """
+        return None
+
     def start_after(self, merges: int) -> None:  # noqa: B027  # fixed ranks need not know
-        """Go on after a number of merges, which a checkpoint says. No merge is under way."""
+        """Go on after a number of merges, which another member or a checkpoint says. No merge is under way."""
 
     @abstractmethod
     def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -38,6 +39,9 @@ from lightning_gqsgd.wire.pipeline import Job
 from lightning_gqsgd.wire.telemetry import Telemetry
 
 _MESSAGES = Messages("torchft's process group", "let the Manager configure it for the next quorum")
+
+#: The longest that `shutdown` waits for old connections to end.
+_CLOSE_S = 10.0
 
 
 def quantised(
@@ -92,6 +96,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         self.telemetry = Telemetry()
         self._device = device
         self._engines: list[Engine] = []  # the one of the present ranks, if there is one
+        self._closing: list[threading.Thread] = []  # of those of earlier ranks
         self._peers: Peers  # the present ranks, once there are some
         self._resolved = config  # for the present number of ranks
         self._prepared: set[torch.dtype] = set()  # dtypes that kernels are compiled for
@@ -99,7 +104,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         self._calls = 0
         self._error: Exception | None = None
         # Also at exit: Gloo groups that are still open then can abort the process.
-        weakref.finalize(self, _close, self._engines)
+        weakref.finalize(self, _close_all, self._engines, self._closing)
 
     @property
     def resolved(self) -> GQSGDConfig:
@@ -136,7 +141,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             ConfigError: ranks have different configurations or versions; on all of them.
             CollectiveError: a rank did not come in time, or gave no sign of life.
         """
-        _close(self._engines)
+        self._close_beside()
         super().configure(*arguments, **named)
         self._open_or_abort()
 
@@ -146,7 +151,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         Args:
             options: see ``torchft.process_group.ProcessGroup.reconfigure``.
         """
-        _close(self._engines)
+        self._close_beside()
         work = super().reconfigure(options)
         work.wait()
         self._open_or_abort()
@@ -163,12 +168,12 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             errored: whether the cause is an error, which torchft logs.
         """
         self._error = self._error or RuntimeError("gqsgd: the process group was aborted")
-        _close(self._engines)
+        self._close_beside()
         self._pg.abort(errored)
 
     def shutdown(self) -> None:
-        """Close the connections."""
-        _close(self._engines)
+        """Close the connections, and wait until they have ended."""
+        _close_all(self._engines, self._closing)
         self._pg.shutdown()
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -215,6 +220,19 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             if not self._is_compiled(config, ranks):
                 compile_kernels(config, torch.float32, self._device, ranks)
                 self._compiled.add(self._kernels_of(config, ranks))
+
+    def _close_beside(self) -> None:
+        """Close the engines of the present ranks, while this rank goes on to others.
+
+        Gloo's connections take many milliseconds to end, in which this rank has nothing to do.
+        """
+        self._closing[:] = [thread for thread in self._closing if thread.is_alive()]
+        if self._engines:
+            old = self._engines[:]
+            self._engines.clear()  # now, so that nothing more is started on them
+            thread = threading.Thread(target=_close, args=(old,), name="gqsgd-closing", daemon=True)
+            self._closing.append(thread)
+            thread.start()
 
     def _open_or_abort(self) -> None:
         """Make an engine for the present ranks, or close the connections, so that no rank waits for this one."""
@@ -503,3 +521,11 @@ def _close(engines: list[Engine]) -> None:
     """Close engines and forget them."""
     while engines:
         engines.pop().close()
+
+
+def _close_all(engines: list[Engine], closing: list[threading.Thread]) -> None:
+    """Close engines, and wait for the threads that close others."""
+    _close(engines)
+    deadline = time.monotonic() + _CLOSE_S
+    while closing:
+        closing.pop().join(max(0.0, deadline - time.monotonic()))

@@ -1,14 +1,24 @@
-"""A member's state on its way to one that joins, without pickles that could run code."""
+"""A member's state on its way to one that joins, without pickles that could run code.
+
+torchft sends it within a merge, where all know that a member needs it. A member that joins between two merges fetches
+what another one knows at that moment.
+"""
 
 from __future__ import annotations
 
 import urllib.request
 import warnings
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed._serialization import _streaming_load
+import torch
+from torch.distributed._serialization import _streaming_load, _streaming_save
+from torch.utils._pytree import tree_map_only
 from torchft.checkpointing.http_transport import HTTPTransport
+
+#: Where torchft's own states are, and where a member's present one is.
+_CHECKPOINTS, _PRESENT = "/checkpoint/", "/present"
 
 
 class PlainTransport(HTTPTransport[Any]):
@@ -17,17 +27,46 @@ class PlainTransport(HTTPTransport[Any]):
     Args:
         timeout: of each transfer.
         host: the address under which others reach this process.
+        state: returns copies of what this member knows.
     """
 
-    def __init__(self, timeout: timedelta, host: str) -> None:
+    def __init__(self, timeout: timedelta, host: str, state: Callable[[], Mapping[str, Any]]) -> None:
         self._host = f"[{host}]" if ":" in host else host  # before the line below, which asks for the address
         super().__init__(timeout=timeout, num_chunks=0)
-        # The standard library's handler writes a line to standard error for each request.
-        self._server.RequestHandlerClass.log_message = lambda *_: None
+        torchfts: Any = self._server.RequestHandlerClass
+
+        class Handler(torchfts):
+            def do_GET(self) -> None:
+                if self.path == _PRESENT:
+                    _answer(self, state)
+                else:
+                    super().do_GET()
+
+            def log_message(self, *_: object) -> None:
+                """Say nothing. The standard library's writes a line to standard error for each request."""
+
+        self._server.RequestHandlerClass = Handler
 
     def address(self) -> str:
         """Returns where others fetch the state from, without the step at the end."""
-        return f"http://{self._host}:{self._server.socket.getsockname()[1]}/checkpoint/"
+        return f"http://{self._host}:{self._server.socket.getsockname()[1]}{_CHECKPOINTS}"
+
+    @classmethod
+    def fetch_present(cls, address: str, timeout: timedelta) -> Mapping[str, Any]:
+        """Fetch what a member knows at this moment.
+
+        Args:
+            address: of the member's transport, see `address`.
+            timeout: between two packets.
+
+        Raises:
+            OSError: it does not answer, or not to the end.
+            ValueError: it answers with something else than a state.
+        """
+        state = cls._load_from_address(address.removesuffix(_CHECKPOINTS) + _PRESENT, timeout)
+        if not isinstance(state, Mapping):
+            raise ValueError(f"{address} has answered with {type(state).__name__}, and not with a state")
+        return state
 
     @classmethod
     def _load_from_address(cls, address: str, timeout: timedelta) -> object:
@@ -37,3 +76,12 @@ class PlainTransport(HTTPTransport[Any]):
             # Of memory that is read only, which nobody writes to: what is loaded is copied to where it belongs.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             return _streaming_load(file, weights_only=True)
+
+
+def _answer(handler: Any, state: Callable[[], Mapping[str, Any]]) -> None:
+    """Send a member's present state. Whoever has asked finds out about errors from its missing end."""
+    present = tree_map_only(torch.Tensor, torch.Tensor.cpu, state())
+    handler.send_response(200)
+    handler.send_header("Content-type", "application/octet-stream")
+    handler.end_headers()
+    _streaming_save(present, handler.wfile)

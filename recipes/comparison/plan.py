@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -26,7 +27,7 @@ from recipes.limits import check_limits
 from recipes.loggers.chosen import chosen_loggers
 from recipes.measuring.metrics import METRICS, Metric
 from recipes.overrides import combinations, composed, parse
-from recipes.strategies.choices import ALL, CONF, UnknownStrategyError, check_light, check_strategies
+from recipes.strategies.choices import ALL, CONF, UnknownStrategyError, check_elastic, check_light, check_strategies
 
 CELL_FILE = "cell.json"
 
@@ -280,6 +281,7 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
         check_arguments(resolved)
         check_profile(resolved)
         check_light(resolved["strategy"], resolved["trainer"]["accelerator"])
+        check_elastic(resolved, os.environ)
         check_named(resolved["data"])
         check_stand_in(resolved["data"], resolved["trainer"]["accelerator"])
         if resolved["trainer"]["accelerator"] == "cpu":

@@ -42,7 +42,14 @@ from recipes.limits import check_limits
 from recipes.opening import INTERRUPTED, leads, say
 from recipes.overrides import composed, first_combination, parse
 from recipes.own_folders import with_search_path
-from recipes.strategies.choices import CONF, check_light, check_settings, check_strategies, register_presets
+from recipes.strategies.choices import (
+    CONF,
+    check_elastic,
+    check_light,
+    check_settings,
+    check_strategies,
+    register_presets,
+)
 from recipes.training.checkpoints import find_checkpoint, finished_message
 from recipes.training.continuing import check_continued, uncompared
 from recipes.unread import check_read
@@ -162,6 +169,7 @@ def check(cfg: DictConfig, hydra_config: Any) -> None:
     check_arguments(cfg)
     check_profile(cfg)
     check_light(cfg.strategy, cfg.trainer.accelerator)
+    check_elastic(cfg, os.environ)
     check_stand_in(cfg.data, cfg.trainer.accelerator)
     name, (nodes, devices) = cfg.hardware.name, places(cfg)
     by_hand = external_rank(os.environ) is None

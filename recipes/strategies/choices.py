@@ -1,7 +1,8 @@
 """The choices of ``strategy=``: the files in conf/strategy, and every preset of the package.
 
 A preset has no file. `register_presets` puts an entry for each preset into Hydra's ConfigStore, beside the files, so
-that a new preset is a choice as soon as it is in `lightning_gqsgd.presets`.
+that a new preset is a choice as soon as it is in `lightning_gqsgd.presets`. ``gqsgd_elastic`` is DiLoCo's preset by the
+clock, with processes that may leave and join.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_gqsgd.errors import counted
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, did_you_mean_preset
 from lightning_gqsgd.spec.decisions import WIDTHS
 from recipes.errors import RecipeError
@@ -24,6 +26,11 @@ TARGET = "lightning_gqsgd.GQSGDStrategy"
 
 #: Bits of the package's own codec where a preset names no number.
 DEFAULT_BITS = 8
+
+#: Local steps by the clock, with processes that may leave and join, each of which is a run of its own.
+ELASTIC = "gqsgd_elastic"
+#: The variable with the lighthouse's address, as in `lightning_gqsgd.membership.door`, which needs torch.
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 
 #: What ``strategy=all`` of compare.py stands for: every preset, and the baselines that run on every device.
 ALL = ("ddp", "ddp_bf16", *PRESETS)
@@ -50,8 +57,8 @@ def baselines() -> list[str]:
 
 def strategies() -> list[str]:
     """Names of all strategies: the baselines, then the presets in the order of the package, then those of local
-    steps."""
-    return [*baselines(), *PRESETS, *LOCAL_PRESETS]
+    steps, and the elastic one."""
+    return [*baselines(), *PRESETS, *LOCAL_PRESETS, ELASTIC]
 
 
 def register_presets() -> None:
@@ -62,6 +69,9 @@ def register_presets() -> None:
     for name, local in LOCAL_PRESETS.items():
         node = {"name": name, "_target_": TARGET, "preset": name, "local_steps": local.options["every"]}
         store.store(group=GROUP, name=name, node=node, provider="lightning_gqsgd.presets")
+    rounds = {"local_steps": "20s", "delay": 1, "elastic": True, "validate_at": "anchor"}
+    node = {"name": ELASTIC, "_target_": TARGET, "preset": "gqsgd_diloco", **rounds}
+    store.store(group=GROUP, name=ELASTIC, node=node, provider="recipes.strategies.choices")
 
 
 def _node(name: str) -> dict[str, Any]:
@@ -120,6 +130,32 @@ def check_light(strategy: Mapping[str, Any], accelerator: str) -> None:
         raise SettingError(
             f"strategy.bits={bits} is out of range: {WIDTHS[0]} to {WIDTHS[-3]}, {WIDTHS[-2]}, {WIDTHS[-1]}, or auto, "
             "e.g. strategy.bits=4"
+        )
+
+
+def check_elastic(config: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    """Refuse an elastic run of several processes, or without a lighthouse.
+
+    Args:
+        config: the whole configuration.
+        environment: the environment variables of this process.
+
+    Raises:
+        SettingError: the run cannot be made as asked.
+    """
+    if not config["strategy"].get("elastic"):
+        return
+    trainer, name = config["trainer"], config["strategy"]["name"]
+    if trainer["num_nodes"] != 1 or str(trainer["devices"]) != "1":
+        raise SettingError(
+            f"strategy={name} has one process, and this run asks for trainer.devices={trainer['devices']} on "
+            f"{counted(trainer['num_nodes'], 'node')}; add trainer.devices=1, and start a run with another seed for "
+            "each process"
+        )
+    if not environment.get(LIGHTHOUSE):
+        raise SettingError(
+            f"strategy={name} needs a lighthouse: start one with `gqsgd lighthouse`, and set {LIGHTHOUSE}=host:port "
+            "for each run"
         )
 
 

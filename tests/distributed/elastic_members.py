@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_gqsgd import ConfigError, LocalSteps
+from lightning_gqsgd.membership.members import Gather, Request
 from tests.distributed.test_merges import bits_of, network, train_step
 
 SECOND = timedelta(seconds=1)
@@ -60,6 +61,32 @@ def death_and_newcomer(rank: int, lighthouse: str, folder: Path, delay: int) -> 
         "joined with": joined_with,
         "steps": optimizer.averages.step,
     }
+    optimizer.close()
+    return result
+
+
+def death_in_a_merge(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
+    """Member 1 of four dies when the others wait for its rows, with a timeout of an hour."""
+    from lightning_gqsgd.membership.manager import TorchftMembers
+
+    model, optimizer = member(rank, lighthouse, timeout=timedelta(hours=1))
+    if rank == 1:
+        answer = TorchftMembers.answer
+
+        def dies(self: TorchftMembers, request: Request) -> Any:
+            if isinstance(request, Gather) and optimizer.averages.world_size == 4:
+                os._exit(0)
+            return answer(self, request)
+
+        pytest.MonkeyPatch().setattr(TorchftMembers, "answer", dies)
+    generator = torch.Generator().manual_seed(rank)
+    worlds = []
+    while worlds[-2:] != [4, 3]:
+        train_step(model, optimizer, generator, 0.02)
+        if optimizer.averages.world_size != (worlds or [0])[-1]:
+            worlds.append(optimizer.averages.world_size)
+    optimizer.finish()
+    result = {"bits": bits_of(model), "samples": optimizer.samples, "failed": optimizer.averages.failed}
     optimizer.close()
     return result
 
@@ -128,3 +155,26 @@ def early(rank: int, address: str, folder: Path) -> int:
     merges = optimizer.averages.averages
     optimizer.close()
     return merges
+
+
+def between_merges(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
+    """Member 1 comes when member 0 has just begun a round of an hour, and trains."""
+    if rank:
+        wait_for((folder / "round").exists)
+    model, optimizer = member(rank, lighthouse, every="1h", delay=1)
+    start = bits_of(model)
+    (folder / "round").touch()
+    if rank == 0:
+        wait_for((folder / "trained").exists)
+    else:
+        for _ in range(3):
+            train_step(model, optimizer, torch.Generator().manual_seed(0))
+        (folder / "trained").touch()
+    result = {
+        "start": start,
+        "merges": optimizer.averages.averages,
+        "steps": optimizer.averages.step,
+        "report": optimizer.averages.report(),
+    }
+    optimizer.close()
+    return result

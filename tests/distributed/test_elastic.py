@@ -52,6 +52,25 @@ def test_survivors_go_on_and_a_newcomer_takes_their_state(delay: int, tmp_path: 
     assert survivor["samples"] > newcomer["steps"] + survivor["steps"]
 
 
+def test_who_waits_for_a_survivor_finds_out_when_that_one_does(tmp_path: Path, lighthouse: str) -> None:
+    # In a ring, two members are no neighbours of the dead one.
+    results = run(
+        members.death_in_a_merge, 4, tmp_path, lighthouse, tmp_path, initialise=False, torchrun=False, dies=(1,)
+    )
+    survivors = [result for rank, result in enumerate(results) if rank != 1]
+    assert len({survivor["bits"] for survivor in survivors}) == 1
+    assert len({survivor["samples"] for survivor in survivors}) == 1
+    assert all(survivor["failed"] for survivor in survivors)
+
+
+def test_a_newcomer_trains_from_the_others_state_before_their_next_merge(tmp_path: Path, lighthouse: str) -> None:
+    there, newcomer = run(members.between_merges, 2, tmp_path, lighthouse, tmp_path, initialise=False, torchrun=False)
+    assert newcomer["start"] == there["start"]
+    assert newcomer["merges"] == there["merges"] == 1
+    assert newcomer["steps"] == 3
+    assert "started from what another member had after merge 1" in newcomer["report"]
+
+
 def test_a_machine_with_notice_merges_what_it_has_learnt_and_leaves(tmp_path: Path, lighthouse: str) -> None:
     stays, leaves = run(members.notice, 2, tmp_path, lighthouse, tmp_path, initialise=False, torchrun=False)
     assert stays["exits"] is None

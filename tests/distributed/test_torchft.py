@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,23 @@ def test_a_rank_that_dies_is_an_error_until_the_others_are_configured_anew(tmp_p
     assert is_nan
     assert had_error
     assert goes_on
+
+
+def test_a_rank_goes_on_to_others_while_old_connections_end(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    module = "lightning_gqsgd.membership.process_group"
+    group = replicas.process_group()
+    replicas.configure(group, 0, 1, port, "first")
+    (engine,) = group._engines
+    close = engine.close
+    monkeypatch.setattr(engine, "close", lambda: ended.wait(30) and close())
+    replicas.configure(group, 0, 1, port, "second")
+    assert group._engines not in ([], [engine])
+    assert torch.equal(replicas.reduce(group, torch.ones(4)), torch.ones(4))
+    monkeypatch.setattr(f"{module}._CLOSE_S", 0.0)
+    group.shutdown()  # its wait has an end
+    assert not ended.is_set()
+    ended.set()
 
 
 def _disagree(rank: int, port: int) -> tuple[str, str, bool]:

@@ -247,8 +247,21 @@ class VirtualWorld:
         if len(self.members) >= self.width:
             return
         member = VirtualMember(len(self.members), self, self.random.uniform(*self.schedule.speeds))
+        there = [other for other in self.alive() if other.shared.merges]
         self.members.append(member)
-        self._merge(member)
+        if there and self.random.random() < 0.5:
+            self._start_between_merges(member, self.random.choice(there))
+        else:
+            self._merge(member)
+
+    def _start_between_merges(self, member: VirtualMember, other: VirtualMember) -> None:
+        """A member takes what another one knows, and comes to a merge when it has learnt something from there.
+
+        Until then the others may have merged, or may have lost what it has taken.
+        """
+        member.shared.load_state_dict(other.shared.state_dict())
+        member.start()
+        self._round(member)
 
     def _round(self, member: VirtualMember) -> None:
         """A round of steps, and the merge after it."""

@@ -130,6 +130,16 @@ def of_elastic(column: str) -> list[float]:
     return sorted(float(row[column]) for row in rows_of(RESULTS / "goodput.md") if row["way"] == "elastic")
 
 
+#: Columns of the least and the largest loss of all seeds.
+OF_SEEDS = ("lowest", "highest")
+#: Ways that are quoted.
+EQUAL_SAMPLES = ("elastic, rounds of 16 steps", "ddp")
+
+
+def at_equal_samples(column: str, way: str, page: str = "elastic_losses") -> str:
+    return cell(page, column, way=way)
+
+
 def of_dither(column: str, dither: str = "companded, adaptive (default)") -> str:
     """At 8 bits."""
     return cell("tolerance", column, dither=dither, bits="8")
@@ -236,6 +246,14 @@ SENTENCES: Sentences = {
         lambda: of_elastic("goodput")[-1],
         lambda: of_elastic("back (s)")[-1],
         *(partial(goodput, way) for way in ("torchft_diloco", "torchft_diloco_4bit", "lock_step", "ddp")),
+    ],
+    (
+        "docs/elastic.md",
+        r"end at ([\d.]+) nats per byte, between ([\d.]+) and ([\d.]+), where ddp has ([\d.]+), between ([\d.]+) and "
+        r"([\d.]+) .*?On WikiText-2, they end at ([\d.]+), and ddp at ([\d.]+)",
+    ): [
+        *(partial(at_equal_samples, column, way) for way in EQUAL_SAMPLES for column in ("loss", *OF_SEEDS)),
+        *(partial(at_equal_samples, "loss", way, "elastic_losses_wikitext2") for way in EQUAL_SAMPLES),
     ],
     ("README.md", r"([\d.]+) to ([\d.]+) of what the hosts learn alone"): [
         lambda: of_elastic("goodput")[0],

@@ -12,9 +12,20 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_gqsgd import GQSGDStrategy
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.membership import door
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, Preset, make_config
 from recipes.strategies.baselines import BaselineDDPStrategy
-from recipes.strategies.choices import CONF, TARGET, UnknownStrategyError, baselines, check_strategies, strategies
+from recipes.strategies.choices import (
+    CONF,
+    LIGHTHOUSE,
+    TARGET,
+    SettingError,
+    UnknownStrategyError,
+    baselines,
+    check_elastic,
+    check_strategies,
+    strategies,
+)
 from recipes.training.building import ALLOWED_TARGETS, TargetError, build
 from workloads.resnet import ResNet
 
@@ -49,7 +60,7 @@ def test_every_experiment_with_every_strategy(composed: Compose, experiment: str
 
 
 def test_every_preset_is_a_strategy_and_only_torchs_own_strategies_have_files() -> None:
-    assert strategies() == ["ddp", "ddp_bf16", "ddp_fp16", "powersgd", *PRESETS, *LOCAL_PRESETS]
+    assert strategies() == ["ddp", "ddp_bf16", "ddp_fp16", "powersgd", *PRESETS, *LOCAL_PRESETS, "gqsgd_elastic"]
     targets = {OmegaConf.load(file)._target_ for file in (CONF / "strategy").glob("*.yaml")}
     assert targets == {"recipes.strategies.baselines.BaselineDDPStrategy"}
 
@@ -61,6 +72,33 @@ def test_local_steps_are_strategies_whose_steps_a_key_changes(composed: Compose,
     assert (strategy._local.options.every, strategy._local.options.fragments) == (5, 2)
     assert strategy._local.options.outer == LOCAL_PRESETS[name].options["outer"]
     assert strategy.gqsgd_config.min_numel == 2
+
+
+def test_elastic_runs_are_local_steps_by_the_clock(composed: Compose) -> None:
+    cfg = composed("strategy=gqsgd_elastic", "strategy.local_steps=5s", "+strategy.min_replicas=2")
+    options = build(cfg.strategy, leave_out=("name",))._local.options
+    assert (options.every_s, options.delay, options.elastic, options.min_replicas) == (5.0, 1, True, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "address", "message"),
+    [
+        ([], "host:29510", "add trainer.devices=1, and start a run with another seed for each process"),
+        (["trainer.devices=1", "trainer.num_nodes=2"], "host:29510", "trainer.devices=1 on 2 nodes"),
+        (["trainer.devices=1"], "", "start one with `gqsgd lighthouse`"),
+    ],
+)
+def test_an_elastic_run_has_one_process_and_a_lighthouse(
+    composed: Compose, overrides: list[str], address: str, message: str
+) -> None:
+    with pytest.raises(SettingError, match=message):
+        check_elastic(composed("strategy=gqsgd_elastic", *overrides), {LIGHTHOUSE: address})
+    check_elastic(composed("strategy=gqsgd_elastic", "trainer.devices=1"), {LIGHTHOUSE: "host:29510"})
+    check_elastic(composed("strategy=gqsgd_diloco"), {})
+
+
+def test_the_lighthouse_has_one_variable() -> None:
+    assert LIGHTHOUSE == door.LIGHTHOUSE
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from benchmarks.goodput import DOWN_S, EVERY_S, WAYS, are_equal, samples_per_second, schedule
+import pytest
+
+from benchmarks import goodput
+from benchmarks.goodput import (
+    DOWN_S,
+    EVERY_S,
+    WAYS,
+    are_equal,
+    bound,
+    longest_return,
+    samples_per_second,
+    schedule,
+)
+from benchmarks.goodput_rank import ROUND_S
 from benchmarks.goodput_rank import WAYS as RANKS
 
 
@@ -32,3 +45,29 @@ def test_members_are_equal_if_the_last_merge_that_several_know_is() -> None:
     assert are_equal([one, [_line(1.0, 1, digest="b"), _line(2.0, 2)]])
     assert not are_equal([one, [_line(2.0, 2), _line(3.0, 3, digest="d")]])
     assert not are_equal([one])  # nobody to compare with
+
+
+def test_a_host_that_is_away_and_what_it_has_learnt_are_all_that_must_be_lost() -> None:
+    assert bound([], [3.0, 1.0], 100.0) == 1.0
+    lost_s = DOWN_S + ROUND_S / 2
+    assert bound([(20.0, 0), (40.0, 1)], [3.0, 1.0], 100.0) == 1 - lost_s / 100
+    assert bound([(99.0, 0)], [3.0, 1.0], 100.0) == 1 - (1 + ROUND_S / 2) * 0.75 / 100
+
+
+def test_a_member_that_has_merged_with_nobody_yet_is_not_back() -> None:
+    joined = {**_line(27.0, 7), "members": 1}
+    merged = {**_line(28.5, 8), "members": 4}
+    assert longest_return([[_line(1.0, 1), joined, merged]], 0.0, [(20.0, 0)]) == 28.5 - 25.0
+
+
+def test_the_number_of_steps_with_the_best_goodput_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def measured(name: str, way: goodput.Way, *_: object) -> tuple[float, list[list[goodput.Line]]]:
+        return 0.0, [[_line(1.0, 1, way.every % 256)], [], [], []]
+
+    monkeypatch.setattr(goodput, "alone", lambda: [1.0] * 4)
+    monkeypatch.setattr(goodput, "measure", measured)
+    report = goodput.Report("goodput", "", {})
+    way = goodput.Measurement(report).tuned("torchft_diloco", WAYS["torchft_diloco"], 0)
+    assert way.every == 64
+    assert [row[0] for row in report.rows] == [f"torchft_diloco, trial of {every}" for every in goodput.TRIALS]

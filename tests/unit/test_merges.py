@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from lightning_gqsgd import ConfigError
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.local_steps.fragments import fragments_of
 from lightning_gqsgd.local_steps.merges.contribution import difference, norm_of
-from lightning_gqsgd.local_steps.merges.rounds import ByClock, BySteps
+from lightning_gqsgd.local_steps.merges.merge import Member
+from lightning_gqsgd.local_steps.merges.rounds import ByClock, BySteps, MergeRounds
 from lightning_gqsgd.local_steps.merges.rows import Flag, Row, fastest_step_s, majority, shares_of
+from lightning_gqsgd.local_steps.merges.shared import SharedState
+from lightning_gqsgd.local_steps.merges.thread import MergeThread
 from lightning_gqsgd.local_steps.options import LocalOptions, parse_time
+from lightning_gqsgd.local_steps.outer import make_outer
+from lightning_gqsgd.local_steps.starting import numbered
+from lightning_gqsgd.membership.members import Gather, Meet, Members, Quorum, Request
 
 SENDS = Flag.HAS_CHANGE | Flag.IS_FINITE
 
@@ -125,6 +137,87 @@ def test_by_steps_the_merge_begins_when_the_steps_are_made() -> None:
     assert not rounds.is_due(19)
     assert rounds.is_due(20)
     assert rounds.late_after_s() is None
+
+
+@pytest.mark.parametrize("rounds", [ByClock(0.0), BySteps(lambda _: 1)])
+def test_nothing_is_due_before_the_first_merge_of_a_member_that_joins_between_two(rounds: MergeRounds) -> None:
+    assert rounds.is_due(1)
+    rounds.wait()
+    assert not rounds.is_due(1)
+    rounds.begin(0.0, [row(1)])
+    assert rounds.is_due(1)
+
+
+class OnlyOne(Members):
+    """A member without others.
+
+    Args:
+        state: what it finds when it comes.
+        meets: is set once merges may begin.
+    """
+
+    waits_for_all = False
+
+    def __init__(self, state: Mapping[str, Any] | None, meets: threading.Event) -> None:
+        self.state = state
+        self.meets = meets
+        self.started_after = 0
+
+    def present_state(self) -> Mapping[str, Any] | None:
+        """See `Members`."""
+        return self.state
+
+    def start_after(self, merges: int) -> None:
+        """See `Members`."""
+        self.started_after = merges
+
+    def answer(self, request: Request) -> Any:
+        """See `Members`."""
+        if isinstance(request, Meet):
+            assert self.meets.wait(30)
+            return Quorum(0)
+        return request.row[None] if isinstance(request, Gather) else True
+
+    def close(self) -> None:
+        """See `Members`."""
+
+
+def state_of(value: float) -> SharedState:
+    """What members with one parameter have in common."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, value)
+    options = LocalOptions(every="1h", outer="sgd", elastic=True)
+    _, parameters, buffers = numbered(model, dict(model.named_parameters()), GQSGDConfig(min_numel=0))
+    (fragment,) = fragments_of(parameters, buffers, options)
+    outer = make_outer("sgd", [anchor for _, anchor in fragment.entries()])
+    return SharedState(fragment, outer, options, torch.empty(0, dtype=torch.int64))
+
+
+def test_a_member_starts_from_what_another_one_knows_and_merges_beside_its_training() -> None:
+    there, own = state_of(3.0), state_of(0.0)
+    there.merges = 5
+    members = OnlyOne(there.state_dict(), threading.Event())
+    thread = MergeThread(members, own, Member(1, "one"), ByClock(3600.0), None)
+    thread.join()
+    assert (own.merges, members.started_after, thread.latest) == (5, 5, None)
+    assert own.checksum() == there.checksum()
+    members.meets.set()
+    with thread._changed:
+        assert thread._changed.wait_for(lambda: thread.latest is not None, 30)
+    assert own.merges == 6
+    thread.close()
+
+
+@pytest.mark.parametrize("state", [None, {"merges": 0}, {"merges": 5}, {**state_of(3.0).state_dict(), "anchors": {}}])
+def test_a_member_that_finds_nothing_of_use_meets_the_others(state: Mapping[str, Any] | None) -> None:
+    own = state_of(0.0)
+    members = OnlyOne(state, threading.Event())
+    members.meets.set()
+    thread = MergeThread(members, own, Member(1, "one"), ByClock(3600.0), None)
+    thread.join()
+    assert thread.latest is not None
+    assert own.merges == 1
+    thread.close()
 
 
 def test_infinities_that_stay_are_no_difference() -> None:

@@ -79,8 +79,8 @@ _ENTRIES: dict[str, type] = {"merged": Mapping}
 class MergedAverages:
     """Merges what members learn in their own optimizer steps.
 
-    Creating one is a collective on the process group, or, with ``options.elastic``, the first merge with the members
-    that the lighthouse knows. All then have the same parameters and buffers.
+    Creating one is a collective on the process group. All then have the same parameters and buffers. With
+    ``options.elastic``, it takes those of a member that the lighthouse knows, and does not wait for the next merge.
 
     Args:
         model: the module that each member trains.
@@ -245,12 +245,12 @@ class MergedAverages:
 
     @property
     def rank(self) -> int:
-        """This member's number in the latest merge."""
+        """This member's number in the latest merge; 0 before the first one."""
         return self._thread.latest.own if self._thread.latest else 0
 
     @property
     def world_size(self) -> int:
-        """Number of members of the latest merge."""
+        """Number of members of the latest merge; 1 before the first one."""
         return len(self._thread.latest.rows) if self._thread.latest else 1
 
     @property
@@ -399,7 +399,9 @@ class MergedAverages:
 
     def report(self) -> str:
         """Returns one line that says what is merged how often, and how it is compressed."""
-        if self.options.elastic and self.world_size == 1:
+        if self._thread.latest is None:
+            text = f"gqsgd: started from what another member had after merge {self.averages}"
+        elif self.options.elastic and self.world_size == 1:
             text = "gqsgd: one member so far, nothing to reduce yet"
         else:
             text = report(self.requested, [self._configs()], self._facts, self.world_size, self.averages, "value")

@@ -36,6 +36,7 @@ class MergeRounds(ABC):
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=_STEPS)
         self._step_began: float | None = None
+        self._waits = False
 
     @property
     def step_s(self) -> float:
@@ -53,17 +54,33 @@ class MergeRounds(ABC):
         """Note that the next step begins now, because this member has waited since the last one."""
         self._step_began = time.monotonic()
 
-    @abstractmethod
+    def wait(self) -> None:
+        """Let nothing be due until the next round begins.
+
+        A member that has joined between two merges has asked for the next one already, with nothing to hand over.
+        """
+        self._waits = True
+
     def is_due(self, steps: int) -> bool:
         """Returns whether to hand over after a step; ``steps``: those since the last time."""
+        return not self._waits and self._is_over(steps)
+
+    def begin(self, began: float, rows: Sequence[Row]) -> None:
+        """Begin the next round; ``began``: time.monotonic() when all members' rows were there."""
+        self._waits = False
+        self._plan(began, rows)
 
     @abstractmethod
     def late_after_s(self) -> float | None:
         """Returns the seconds until this member merges without having handed anything over; None: it never does."""
 
     @abstractmethod
-    def begin(self, began: float, rows: Sequence[Row]) -> None:
-        """Begin the next round; ``began``: time.monotonic() when all members' rows were there."""
+    def _is_over(self, steps: int) -> bool:
+        """Returns whether the round ends after a step; see `is_due`."""
+
+    @abstractmethod
+    def _plan(self, began: float, rows: Sequence[Row]) -> None:
+        """Plan the next round; see `begin`."""
 
 
 class ByClock(MergeRounds):
@@ -80,7 +97,7 @@ class ByClock(MergeRounds):
         self._ends = time.monotonic() + every_s
         self._grace_s = 0.0
 
-    def is_due(self, steps: int) -> bool:
+    def _is_over(self, steps: int) -> bool:
         """Returns whether the end of the next step would be too late."""
         return steps > 0 and time.monotonic() + self.step_s >= self._ends + self._grace_s
 
@@ -88,8 +105,8 @@ class ByClock(MergeRounds):
         """Returns the seconds until the end of the round and the grace, and half a step for its varying time."""
         return max(0.0, self._ends + self._grace_s + self.step_s / 2 - time.monotonic())
 
-    def begin(self, began: float, rows: Sequence[Row]) -> None:
-        """Begin the next round, with the grace of the fastest member."""
+    def _plan(self, began: float, rows: Sequence[Row]) -> None:
+        """Plan the next round, with the grace of the fastest member."""
         self._ends = began + self._every_s
         self._grace_s = min(fastest_step_s(rows), self._every_s / 2)
 
@@ -108,7 +125,7 @@ class BySteps(MergeRounds):
         self._steps_of_round = steps_of_round
         self._number = 0
 
-    def is_due(self, steps: int) -> bool:
+    def _is_over(self, steps: int) -> bool:
         """Returns whether the round's steps are made."""
         return steps >= self._steps_of_round(self._number)
 
@@ -116,8 +133,8 @@ class BySteps(MergeRounds):
         """Returns None: a merge begins when this member has handed over."""
         return None
 
-    def begin(self, began: float, rows: Sequence[Row]) -> None:
-        """Begin the next round, with the number that all members have."""
+    def _plan(self, began: float, rows: Sequence[Row]) -> None:
+        """Plan the next round, with the number that all members have."""
         self._number = rows[0].merges + 1
 
 

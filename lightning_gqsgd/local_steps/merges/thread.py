@@ -6,10 +6,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
-from lightning_gqsgd.errors import CollectiveError
+from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.local_steps.merges.contribution import Contribution
 from lightning_gqsgd.local_steps.merges.merge import Member, Merge, merge
 from lightning_gqsgd.local_steps.merges.rounds import MergeRounds
@@ -64,20 +65,27 @@ class MergeThread:
         """Returns whether `close` was called, an error has ended the merges, or this process was forked."""
         return self._is_closing or self._error is not None or self._process != os.getpid()
 
-    def join(self) -> Merge:
-        """Make the first merge, in which this member takes what the others know, and begin the rounds.
+    def join(self) -> None:
+        """Take what the others know, and begin the rounds.
+
+        Where members come and go, that is what one of them knew a moment ago, and this member's first merge is beside
+        its training. Otherwise, this makes the first merge.
 
         Raises:
             ConfigError: this member does not fit the others.
             CollectiveError: they cannot be reached.
         """
-        self._failing_since = time.monotonic()
+        self._failing_since = time.monotonic()  # so that the first merge is due at once
+        if self._has_taken(self._members.present_state()):
+            self._rounds.wait()
+            self._thread.start()
+            return
         while True:
             found = self._merge(None, has_finished=False)
             if found is not None:
                 self._take(found, None)
                 self._thread.start()
-                return found
+                return
 
     def hand_over(self, contribution: Contribution) -> None:
         """Merge a contribution as soon as the others do. The one before is settled."""
@@ -139,6 +147,19 @@ class MergeThread:
             self._is_closing = True
             self._changed.notify_all()
         self._members.close()
+
+    def _has_taken(self, state: Mapping[str, Any] | None) -> bool:
+        """Take a state, if there is one that is of use; returns whether there was."""
+        if state is None or not state.get("merges"):
+            return False
+        try:
+            self._shared.load_state_dict(state)
+        except ConfigError as error:
+            # Whoever answers a stranger's question may be anything. In a merge, all hear of what does not fit.
+            logger.info("gqsgd: the state of another member does not fit: %s", error)
+            return False
+        self._members.start_after(self._shared.merges)
+        return True
 
     def _check(self) -> None:
         if self._error is not None:

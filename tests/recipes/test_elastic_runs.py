@@ -1,0 +1,38 @@
+"""Recipes whose processes are runs of their own, which meet at a lighthouse."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+from tests.recipes.conftest import TINY, run_script
+
+coordination: Any = pytest.importorskip("torchft.coordination", reason="the extra torchft is not installed")
+
+ELASTIC = ("strategy=gqsgd_elastic", "strategy.local_steps=300ms", "+strategy.min_replicas=2", "trainer.devices=1")
+
+
+@pytest.mark.slow
+def test_two_runs_of_one_training_end_with_the_same_weights(tmp_path: Path) -> None:
+    server = coordination.LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000, quorum_tick_ms=50, heartbeat_timeout_ms=2000
+    )
+    environment = {"TORCHFT_LIGHTHOUSE": f"127.0.0.1:{server.address().rpartition(':')[2]}", "OMP_NUM_THREADS": "1"}
+
+    def start(seed: int) -> CompletedProcess[str]:
+        arguments = (*TINY, *ELASTIC, f"seed={seed}", f"hydra.run.dir={tmp_path}/{seed}")
+        return run_script("run.py", *arguments, cwd=tmp_path, environment=environment)
+
+    with ThreadPoolExecutor(2) as pool:
+        finished = list(pool.map(start, range(2)))
+    server.shutdown()
+    assert [process.returncode for process in finished] == [0, 0], [process.stderr[-3000:] for process in finished]
+    results = [json.loads((tmp_path / str(seed) / "result.json").read_text())["metrics"] for seed in range(2)]
+    first, second = ({name: value for name, value in found.items() if name.startswith("test/")} for found in results)
+    assert first == second  # of runs with other seeds, down to the last digit of the loss
+    assert "test/loss" in first
