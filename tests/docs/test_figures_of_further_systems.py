@@ -31,6 +31,12 @@ def rates() -> list[float]:
     return [float(row["coded (MB/s)"]) for row in rows_of(RESULTS / "lossless.md")]
 
 
+def saved(dtype: str) -> list[float]:
+    """Percent of a dtype's bits that gradients as they are do not need."""
+    rows = (row for row in rows_of(RESULTS / "lossless.md") if row["dtype"] == dtype)
+    return [100 - float(row["of the dtype's (%)"]) for row in rows]
+
+
 def way_row(page: str, row: tuple[str, ...]) -> list[str | None]:
     return [None, *(cell(page, column, way=row[0]) for column in ("learning rate", "sent (MB)", "loss at the end"))]
 
@@ -100,6 +106,15 @@ SENTENCES: Sentences = {
         lambda: bits_cost("AdamW"),
     ],
     (SYSTEMS, r"codes a gradient at (\d+) to (\d+) MB/s"): [lambda: min(rates()), lambda: max(rates())],
+    (SYSTEMS, r"It saves (\d+) to (\d+) % of bf16, and (\d+) to (\d+) % of fp32"): [
+        lambda: min(saved("bfloat16")),
+        lambda: max(saved("bfloat16")),
+        lambda: min(saved("float32")),
+        lambda: max(saved("float32")),
+    ],
+    (SYSTEMS, r"change in each of these steps, at least ([\d.]+) %"): [
+        lambda: min(float(row["fp32 weights that change (%)"]) for row in rows_of(RESULTS / "pulse.md")),
+    ],
 }
 TABLES = [
     Checked(LOCAL, "Muon inside", ("inside",), muloco_row),
