@@ -48,6 +48,14 @@ def test_parts_that_ended_well_are_not_run_again(
     assert _day(monkeypatch, folder, {"good": bad, "bad": mended}, "--part", "good") == 1, "a named part runs again"
 
 
+def test_a_part_may_keep_files_beside_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "keeps.py"
+    file.write_text("import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('kept')")
+    folder = tmp_path / "day"
+    assert _day(monkeypatch, folder, {"keeps": Part("-c fail", f"{file} {{folder}}/kept", 60)}) == 0
+    assert (folder / "dry" / "kept").read_text() == "kept"
+
+
 def test_a_part_whose_time_is_over_says_what_it_knows_and_leaves_no_process(tmp_path: Path) -> None:
     file = tmp_path / "waits.py"
     file.write_text(
