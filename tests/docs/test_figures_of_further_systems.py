@@ -75,6 +75,33 @@ def of_way(page: str, way: str, column: str = "loss at the end") -> float:
     return float(row[saved["columns"].index(column)])
 
 
+#: Rows of the table on AVX2: the part of the benchmark, and the case.
+AVX2_PARTS = (
+    "encoding and decoding, over a copy",
+    "25 MiB between two hosts at 1 Gbit/s, times faster than fp32",
+    "a step of dense layers in two processes, times faster than ddp",
+)
+AVX2_ROWS = {
+    "encoding and decoding at 8 bits, times as long as a copy": (0, "8 bit, blocks of 128, companded, adaptive"),
+    "encoding and decoding at 4 bits": (0, "4 bit, blocks of 128, companded, adaptive"),
+    "encoding and decoding at 2 bits": (0, "2 bit, blocks of 256, eden, adaptive"),
+    "a bucket of 25 MiB between two hosts at 1 Gbit/s, bf16, times faster than fp32": (1, "bf16"),
+    "the same at 8 bits": (1, "two_shot, 8 bit"),
+    "the same at 4 bits": (1, "two_shot, 4 bit"),
+    "the same at 2 bits": (1, "two_shot, 2 bit"),
+    "a step of dense layers in two processes of one machine at 8 bits, times faster than `ddp`": (2, "gqsgd (gather)"),
+    "the same step at 4 bits": (2, "gqsgd_4bit (gather)"),
+}
+
+
+def avx2_row(row: tuple[str, ...]) -> list[str | None]:
+    part, case = AVX2_ROWS[row[0]]
+    return [
+        None,
+        *(cell("avx2", column, what=AVX2_PARTS[part], case=case) for column in ("all instructions", "AVX2 alone")),
+    ]
+
+
 DEMO, SIGNS = "DeMo, 1/128", "signs of a momentum, 32 bits"
 SENTENCES: Sentences = {
     (SYSTEMS, r"and ([\d.]+) above Muon, which averages whole"): [
@@ -122,6 +149,7 @@ TABLES = [
     Checked(SYSTEMS, "DeMo", ("way",), lambda row: way_row("demo", row)),
     Checked(SYSTEMS, "Dion", ("way",), lambda row: way_row("dion", row)),
     Checked(SYSTEMS, "PULSE", ("learning rate",), pulse_row),
+    Checked("docs/performance.md", "On processors without AVX-512", ("", "all instructions"), avx2_row),
 ]
 
 
