@@ -9,7 +9,8 @@ the name of the device, tables and pictures of the commands to benchmarks/result
 ended. A part that ended well is left out when the command runs again, unless ``--part`` names it.
 
 Nothing is installed, and nothing is fetched: torch, Triton, Numba, pytest, pytest-xdist, pytest-timeout, hypothesis,
-scikit-learn, torchvision, Lightning and matplotlib have to be there. The part *training* needs root and iproute2.
+scikit-learn, torchvision, Lightning and matplotlib have to be there. The part *training* needs root and iproute2. The
+part *language_model* keeps each training that is over, and goes on with the next one when it runs again.
 
 ``--dry`` runs the same commands on a machine without a GPU, with the smallest sizes: a processor stands in for the
 card, and no table is written.
@@ -45,7 +46,7 @@ class Part:
     """Something that is measured or tested.
 
     Attributes:
-        on_card: arguments of Python, where there is a GPU.
+        on_card: arguments of Python, where there is a GPU; ``{folder}`` stands for that of the logs.
         dry: arguments of Python, where there is none.
         seconds: limit.
     """
@@ -87,6 +88,13 @@ PARTS = {
         f"-n {os.cpu_count()} --maxprocesses {os.cpu_count()}",
         dry="-m pytest -p no:cacheprovider -q --tb=short -n 0 tests/gpu/test_statistics.py",
         seconds=540,
+    ),
+    "language_model": Part(
+        on_card="-m benchmarks.language_model --device cuda --sweep-steps 250 --minutes 8 --folder {folder}/trainings "
+        "--save",
+        dry="-m benchmarks.language_model --at-once --layers 1 --width 16 --batch 1 --steps 4 --sweep-steps 2 "
+        "--validate-every 2 --most-rates 1 --seeds 1 --folder {folder}/trainings",
+        seconds=560,
     ),
 }
 
@@ -161,7 +169,8 @@ def main() -> None:
             print(f"{name}: left out", flush=True)
             continue
         limit = min(part.seconds, options.seconds)
-        outcomes[name] = run(part.dry if options.dry else part.on_card, limit, folder / f"{name}.log")
+        arguments = (part.dry if options.dry else part.on_card).replace("{folder}", str(folder))
+        outcomes[name] = run(arguments, limit, folder / f"{name}.log")
         (folder / f"{name}.json").write_text(json.dumps(asdict(outcomes[name]), indent=1) + "\n")
         (folder / "page.md").write_text(page(device, outcomes))
         all_well &= outcomes[name].code == 0

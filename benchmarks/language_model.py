@@ -1,12 +1,18 @@
 """A language model of 10.8 M parameters on four virtual workers: loss against bytes, and against predicted time.
 
     GQSGD_DATA=FOLDER python -m benchmarks.language_model --save
+    python -m benchmarks.language_model --device cuda --sweep-steps 250 --minutes 8 --save
 
 A decoder-only transformer predicts bytes of WikiText-2; without a folder with WikiText-2, the text is that of Python's
 ``help``. Every way starts from the same network and sees the same batches. The learning rate of each way is swept with
-the first seed, and the best one is trained with all seeds. A training takes hours on two cores and all of them take
-days: each training that is over is kept in ``--folder``, and the same command goes on with the next one. After
-``--minutes``, no other training begins.
+the first seed, in trainings of ``--sweep-steps``, and the best one is trained with all seeds: the first seed of all
+ways, then the second one, and so on. A training takes hours on two cores and all of them take days: each training that
+is over is kept in ``--folder``, and the same command goes on with the next one. After ``--minutes``, no other training
+begins, and the table has the seeds that are there.
+
+With ``--device cuda`` or ``--at-once``, all workers compute their gradients in one pass, in bf16, and codes are made by
+the kernels of the device. How long trainings will take, by their floating-point operations and by those that are over,
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -27,8 +33,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.report import Report, present
-from benchmarks.virtual_characters import VirtualCharacters
+from benchmarks.batched_characters import BatchedCharacters
+from benchmarks.report import Report, gpu_machine, present
+from benchmarks.virtual_characters import LENGTH, VirtualCharacters
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.local_steps.choosing import options_of, pop_options
@@ -82,16 +89,18 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Run:
-    """A training: the name of a way, a learning rate and a seed."""
+    """A training: the name of a way, a learning rate, a seed, and steps other than those that the table is about."""
 
     way: str
     rate: float
     seed: int
+    fewer_steps: int | None = None
 
     @property
     def name(self) -> str:
         """Name in files."""
-        return f"{self.way}, {self.rate:g}, seed {self.seed}".replace(" ", "_").replace("=", "").replace(",", "")
+        steps = "" if self.fewer_steps is None else f", {self.fewer_steps} steps"
+        return f"{self.way}, {self.rate:g}, seed {self.seed}{steps}".replace(" ", "_").replace("=", "").replace(",", "")
 
 
 #: Steps between two lines on standard error.
@@ -111,7 +120,7 @@ class EveryStep:
         self._ranks = None
         if bits < 16:
             config = GQSGDConfig(bits=bits, seed=seed, sample_every=0)
-            self._ranks = VirtualRanks(WORKERS, problem.segments, torch.float32, config)
+            self._ranks = VirtualRanks(WORKERS, problem.segments, torch.float32, config, device=self.x.device)
         self.optimizer = make([self._parameter])
         self.bytes_sent = 0
 
@@ -181,15 +190,16 @@ class Training:
     """
 
     def __init__(self, run: Run, options: argparse.Namespace) -> None:
-        self._problem = VirtualCharacters(run.seed, options.layers, options.width, options.batch)
-        self._rate, self._steps = run.rate, options.steps
+        self._problem = problem_of(options, run.seed)
+        self._rate = run.rate
+        self._steps = run.fewer_steps or options.steps
         way = WAYS[run.way]
         make = self._muon if way.rates is MUON else self._adamw
         self._trainer: EveryStep | Local
         if way.preset is None:
             self._trainer = EveryStep(self._problem, way.bits, run.seed, make)
         else:
-            self._trainer = Local(self._problem, way, options.steps, run.seed, make)
+            self._trainer = Local(self._problem, way, self._steps, run.seed, make)
         self.step = 0
         self.curve: list[tuple[int, float, float]] = []
         self._book()
@@ -237,6 +247,46 @@ def schedule(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))
 
 
+def problem_of(options: argparse.Namespace, seed: int) -> VirtualCharacters:
+    """Returns the problem of a seed, on the device of the command line."""
+    sizes = (seed, options.layers, options.width, options.batch)
+    if options.device == "cpu" and not options.at_once:
+        return VirtualCharacters(*sizes)
+    return BatchedCharacters(torch.device(options.device), *sizes)
+
+
+#: Floating-point operations in a second that small matrices leave of a device, and seconds of a step that a GPU waits
+#: for the host: guesses, until the first training is over.
+SPEEDS = {"cpu": (2e10, 0.0), "cuda": (1e14, 0.015)}
+
+
+class Pace:
+    """What trainings take, and have taken.
+
+    Args:
+        device: "cpu" or "cuda".
+        numel: number of parameters.
+        batch: windows of a worker in a step.
+    """
+
+    def __init__(self, device: str, numel: int, batch: int) -> None:
+        per_second, least = SPEEDS[device]
+        # Two operations for each parameter and character forward, and four backward.
+        self.operations = 6 * numel * batch * LENGTH * WORKERS
+        self._seconds = max(least, self.operations / per_second)
+        self._steps = 0
+
+    def minutes(self, steps: int) -> float:
+        """Returns the minutes that so many steps will take."""
+        return steps * self._seconds / 60
+
+    def took(self, steps: int, seconds: float) -> None:
+        """Learn from a training that is over."""
+        known = self._seconds * self._steps
+        self._steps += steps
+        self._seconds = (known + seconds) / self._steps
+
+
 class Trainings:
     """All trainings of a folder.
 
@@ -251,12 +301,18 @@ class Trainings:
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / "settings.json"
         settings = {name: getattr(options, name) for name in ("steps", "layers", "width", "batch", "validate_every")}
+        if options.at_once or options.device != "cpu":
+            settings["at_once"] = True
         if file.exists() and json.loads(file.read_text()) != settings:
             raise SystemExit(
                 f"{self._folder} has trainings with {file.read_text()}, and {json.dumps(settings)} were asked for; "
                 "give another --folder, or those settings"
             )
         file.write_text(json.dumps(settings))
+        numel = problem_of(options, 0).start().numel()
+        self._pace = Pace(options.device, numel, options.batch)
+        self._left = self._all_steps()
+        self._say()
 
     @property
     def is_late(self) -> bool:
@@ -265,28 +321,54 @@ class Trainings:
 
     def curve(self, run: Run) -> list[tuple[int, float, float]] | None:
         """Returns the curve of a training, which is made if it is not there; None: time is over before."""
-        result = self._folder / f"{run.name}.json"
+        result = self._file(run)
         if result.exists():
             return [(step, sent, loss) for step, sent, loss in json.loads(result.read_text())]
         if self.is_late:
             return None
+        begun = time.monotonic()
         training = Training(run, self._options)
         while not training.is_over:
             training.train(training.step + SAY_EVERY, self._options.validate_every)
             print(f"{run.name}: {training.step} steps, loss {training.curve[-1][2]:.3f}", file=sys.stderr, flush=True)
         result.write_text(json.dumps(training.curve))
+        self._pace.took(training.step, time.monotonic() - begun)
+        self._left -= training.step
+        self._say()
         return training.curve
 
-    def best(self, way: str) -> tuple[float, list[list[tuple[int, float, float]]]] | None:
-        """Returns the best learning rate of a way, and the curves of all seeds; None: some are not there yet."""
-        tried = {rate: self.curve(Run(way, rate, 0)) for rate in WAYS[way].rates[: self._options.most_rates]}
+    def best_rate(self, way: str) -> float | None:
+        """Returns the best learning rate of a way with the first seed; None: some were not tried yet."""
+        tried = {rate: self.curve(Run(way, rate, 0, self._options.sweep_steps)) for rate in self._rates(way)}
         found = {rate: curve for rate, curve in tried.items() if curve is not None}
-        if len(found) < len(tried):
-            return None
-        rate = min(found, key=lambda one: found[one][-1][2])
-        seeds = [self.curve(Run(way, rate, seed)) for seed in range(self._options.seeds)]
-        curves = [curve for curve in seeds if curve is not None]
-        return (rate, curves) if len(curves) == len(seeds) else None
+        return min(found, key=lambda one: found[one][-1][2]) if len(found) == len(tried) else None
+
+    def _rates(self, way: str) -> tuple[float, ...]:
+        return WAYS[way].rates[: self._options.most_rates]
+
+    def _all_steps(self) -> int:
+        """Returns the steps of all trainings that are not over, at most."""
+        options = self._options
+        swept = sum(
+            options.sweep_steps or options.steps
+            for way in options.way
+            for rate in self._rates(way)
+            if not self._file(Run(way, rate, 0, options.sweep_steps)).exists()
+        )
+        seeds = options.seeds if options.sweep_steps else options.seeds - 1
+        return swept + len(options.way) * seeds * options.steps
+
+    def _say(self) -> None:
+        minutes = self._pace.minutes(self._left)
+        print(
+            f"up to {self._left:,} steps of {self._pace.operations:.2g} floating-point operations are left, about "
+            f"{minutes:.1f} min",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _file(self, run: Run) -> Path:
+        return self._folder / f"{run.name}.json"
 
 
 def step_seconds(way: Way, line: Timeline, bytes_per_s: float) -> float:
@@ -300,7 +382,7 @@ def step_seconds(way: Way, line: Timeline, bytes_per_s: float) -> float:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Train as far as time allows, and report the ways whose trainings are all over."""
+    """Train as far as time allows, and report the trainings that are over."""
     problem = VirtualCharacters(0, options.layers, options.width, options.batch)
     line = estimated(problem.network, BACKWARD_S)
     numel = line.numel
@@ -310,6 +392,7 @@ def measure(options: argparse.Namespace) -> Report:
         {
             "way": "",
             "learning rate": "g",
+            "seeds": "d",
             "sent (MB)": ".1f",
             "loss at the end": ".3f",
             "lowest": ".3f",
@@ -318,34 +401,54 @@ def measure(options: argparse.Namespace) -> Report:
             **{f"hours at {link}": ".2f" for link in LINKS},
         },
     )
-    trainings = Trainings(options)
-    plain, missing = math.nan, []
-    for name in options.way:
-        best = trainings.best(name)
-        if best is None:
-            missing.append(name)
+    rates, found = trained(Trainings(options), options)
+    missing = [name for name in options.way if len(found[name]) < options.seeds]
+    for name, curves in found.items():
+        if not curves:
             continue
-        rate, curves = best
         losses = [curve[-1][2] for curve in curves]
-        plain = fmean(losses) if name == "ddp" else plain
+        # Of the seeds that both have.
+        pairs = zip(losses, (curve[-1][2] for curve in found.get("ddp", ())), strict=False)
+        less = [loss - plain for loss, plain in pairs]
         seconds = {link: step_seconds(WAYS[name], line, rate_of) for link, rate_of in LINKS.items()}
         hours = [options.steps * one / 3600 for one in seconds.values()]
-        ends = (fmean(losses), min(losses), max(losses), fmean(losses) - plain)
-        report.rows.append([name, rate, curves[0][-1][1], *ends, *hours])
-        report.raw[name] = {"rate": rate, "curves": curves, "step_s": seconds}
-    tried = [", ".join(f"{rate:g}" for rate in rates[: options.most_rates]) for rates in (ADAMW, MUON)]
+        ends = (fmean(losses), min(losses), max(losses), fmean(less) if less else math.nan)
+        report.rows.append([name, rates[name], len(losses), curves[0][-1][1], *ends, *hours])
+        report.raw[name] = {"rate": rates[name], "curves": curves, "step_s": seconds}
+    tried = [", ".join(f"{rate:g}" for rate in some[: options.most_rates]) for some in (ADAMW, MUON)]
+    swept = f", in trainings of {options.sweep_steps} steps" if options.sweep_steps else ""
     report.notes = (
-        f"{problem.text}; {options.batch} windows of 64 bytes of each worker in a step; "
+        f"{problem.text}; {options.batch} windows of {LENGTH} bytes of each worker in a step; "
         f"{counted(options.seeds, 'seed')}. Loss: nats per byte of the validation text. Sent: bytes of each worker. "
-        f"Learning rates were tried with the first seed: {tried[0]} with AdamW, and {tried[1]} with Muon inside of "
-        "MuLoCo.",
+        f"Learning rates were tried with the first seed{swept}: {tried[0]} with AdamW, and {tried[1]} with Muon "
+        "inside of MuLoCo.",
         f"Hours are predicted, and not measured: steps of a worker with a backward pass of {1e3 * BACKWARD_S:.0f} ms "
         "on four hosts with the codec of a CPU, as `gqsgd advise` predicts them.",
         *([f"Not over yet: {', '.join(missing)}."] if missing else []),
     )
     if report.rows:
         report.draw = lambda file: _draw(report, file)
+    if options.device == "cuda":
+        report.machine = gpu_machine(torch.device("cuda"))
     return report
+
+
+def trained(
+    trainings: Trainings, options: argparse.Namespace
+) -> tuple[dict[str, float], dict[str, list[list[tuple[int, float, float]]]]]:
+    """Returns the best learning rate of ways, and the curves of the seeds that there was time for, by way.
+
+    All rates come first, then one seed of all ways after the other: wherever time is over, ways can be compared.
+    """
+    tried = {name: trainings.best_rate(name) for name in options.way}
+    rates = {name: rate for name, rate in tried.items() if rate is not None}
+    found: dict[str, list[list[tuple[int, float, float]]]] = {name: [] for name in options.way}
+    for seed in range(options.seeds):
+        for name, rate in rates.items():
+            curve = trainings.curve(Run(name, rate, seed))
+            if curve is not None:
+                found[name].append(curve)
+    return rates, found
 
 
 def _draw(report: Report, file: Path) -> None:
@@ -383,7 +486,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--batch", type=int, default=8, help="windows of each worker in a step (default 8)")
     parser.add_argument("--validate-every", type=int, default=100)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further step is made")
+    parser.add_argument("--sweep-steps", type=int, help="of a training that tries a learning rate (default --steps)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no other training begins")
+    parser.add_argument("--device", choices=list(SPEEDS), default="cpu")
+    parser.add_argument("--at-once", action="store_true", help="all workers in one pass, in bf16; always on a GPU")
     present(parser, measure)
 
 

@@ -196,8 +196,9 @@ PRESETS: dict[str, Preset] = {
         "Saha et al. 2021, arXiv 2103.07578",
         "a random Hadamard rotation first",
         optimizer="SGD",
-        left_out="budgets below one bit per coordinate (random subspaces), because a code has a bit at least and top_k "
-        "sends less; the mean of iterates is torch.optim.swa_utils.AveragedModel",
+        left_out="budgets below one bit per coordinate between processes, because a code has a bit at least and top_k "
+        "sends less; simulations have them, research.simulation.subspaces; the mean of iterates is "
+        "torch.optim.swa_utils.AveragedModel",
     ),
     "drive": Preset(
         {"codec": "eden", "bits": 1, "block_size": 4096, "reducer": "gather"},

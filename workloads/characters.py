@@ -43,9 +43,12 @@ def load_texts() -> Texts:
 
 
 def windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Windows at random places of a text, and for each character the next one: int64 [count, length] each."""
+    """Windows at random places of a text, and for each character the next one: int64 [count, length] each.
+
+    The generator is the CPU's; the windows are on the device of the text.
+    """
     starts = torch.randint(len(text) - length - 1, (count, 1), generator=generator)
-    ids = text[starts + torch.arange(length + 1)].long()
+    ids = text[(starts + torch.arange(length + 1)).to(text.device)].long()
     return ids[:, :-1], ids[:, 1:]
 
 
@@ -74,7 +77,7 @@ class CharacterTransformer(nn.Module):
         """Logits [N, T, VOCABULARY] of the characters after int64 [N, T]."""
         length = ids.shape[1]
         hidden = self.characters(ids) + self.positions.weight[:length]
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=ids.device)
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask, is_causal=True)
         return self.norm(hidden) @ self.characters.weight.T

@@ -99,11 +99,11 @@ SYSTEMS: dict[str, System] = {
         "turned gradients at the nearest level, errors fed back, gradients at the point without errors",
         "lightning_gqsgd.research.simulation.shifted.DGDDEF",
         needs="gradients at a point of each rank's own, and one learning rate",
-        sends="gradients, 1 to 8 bits",
+        sends="gradients, 1 to 8 bits, and fewer in random subspaces",
         keeps="1, the error",
         guarantees="gradient descent's linear rate from 2 bits on (1 with codec sign); smooth, strongly convex",
-        left_out="budgets below one bit per coordinate (random subspaces), because a code has a bit at least; between "
-        "processes, because DDP has one model for all workers and so no point of each rank's own",
+        left_out="training between processes, because DDP has one model for all workers and so no point of each rank's "
+        "own",
     ),
     "fedvote": System(
         {"bits": 4, "dither": "nearest", "memory": "none", "reducer": "sum", "block_size": 65536},

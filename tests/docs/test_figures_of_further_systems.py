@@ -31,6 +31,12 @@ def rates() -> list[float]:
     return [float(row["coded (MB/s)"]) for row in rows_of(RESULTS / "lossless.md")]
 
 
+def saved(dtype: str) -> list[float]:
+    """Percent of a dtype's bits that gradients as they are do not need."""
+    rows = (row for row in rows_of(RESULTS / "lossless.md") if row["dtype"] == dtype)
+    return [100 - float(row["of the dtype's (%)"]) for row in rows]
+
+
 def way_row(page: str, row: tuple[str, ...]) -> list[str | None]:
     return [None, *(cell(page, column, way=row[0]) for column in ("learning rate", "sent (MB)", "loss at the end"))]
 
@@ -69,6 +75,33 @@ def of_way(page: str, way: str, column: str = "loss at the end") -> float:
     return float(row[saved["columns"].index(column)])
 
 
+#: Rows of the table on AVX2: the part of the benchmark, and the case.
+AVX2_PARTS = (
+    "encoding and decoding, over a copy",
+    "25 MiB between two hosts at 1 Gbit/s, times faster than fp32",
+    "a step of dense layers in two processes, times faster than ddp",
+)
+AVX2_ROWS = {
+    "encoding and decoding at 8 bits, times as long as a copy": (0, "8 bit, blocks of 128, companded, adaptive"),
+    "encoding and decoding at 4 bits": (0, "4 bit, blocks of 128, companded, adaptive"),
+    "encoding and decoding at 2 bits": (0, "2 bit, blocks of 256, eden, adaptive"),
+    "a bucket of 25 MiB between two hosts at 1 Gbit/s, bf16, times faster than fp32": (1, "bf16"),
+    "the same at 8 bits": (1, "two_shot, 8 bit"),
+    "the same at 4 bits": (1, "two_shot, 4 bit"),
+    "the same at 2 bits": (1, "two_shot, 2 bit"),
+    "a step of dense layers in two processes of one machine at 8 bits, times faster than `ddp`": (2, "gqsgd (gather)"),
+    "the same step at 4 bits": (2, "gqsgd_4bit (gather)"),
+}
+
+
+def avx2_row(row: tuple[str, ...]) -> list[str | None]:
+    part, case = AVX2_ROWS[row[0]]
+    return [
+        None,
+        *(cell("avx2", column, what=AVX2_PARTS[part], case=case) for column in ("all instructions", "AVX2 alone")),
+    ]
+
+
 DEMO, SIGNS = "DeMo, 1/128", "signs of a momentum, 32 bits"
 SENTENCES: Sentences = {
     (SYSTEMS, r"and ([\d.]+) above Muon, which averages whole"): [
@@ -100,6 +133,15 @@ SENTENCES: Sentences = {
         lambda: bits_cost("AdamW"),
     ],
     (SYSTEMS, r"codes a gradient at (\d+) to (\d+) MB/s"): [lambda: min(rates()), lambda: max(rates())],
+    (SYSTEMS, r"It saves (\d+) to (\d+) % of bf16, and (\d+) to (\d+) % of fp32"): [
+        lambda: min(saved("bfloat16")),
+        lambda: max(saved("bfloat16")),
+        lambda: min(saved("float32")),
+        lambda: max(saved("float32")),
+    ],
+    (SYSTEMS, r"change in each of these steps, at least ([\d.]+) %"): [
+        lambda: min(float(row["fp32 weights that change (%)"]) for row in rows_of(RESULTS / "pulse.md")),
+    ],
 }
 TABLES = [
     Checked(LOCAL, "Muon inside", ("inside",), muloco_row),
@@ -107,6 +149,7 @@ TABLES = [
     Checked(SYSTEMS, "DeMo", ("way",), lambda row: way_row("demo", row)),
     Checked(SYSTEMS, "Dion", ("way",), lambda row: way_row("dion", row)),
     Checked(SYSTEMS, "PULSE", ("learning rate",), pulse_row),
+    Checked("docs/performance.md", "On processors without AVX-512", ("", "all instructions"), avx2_row),
 ]
 
 

@@ -78,9 +78,9 @@ def exponential_sums(place: int) -> str:
     return match[place]
 
 
-def votes(method: str, rounds: str = "30", steps: str = "15") -> str:
+def votes(method: str, rounds: str = "30", steps: str = "15", column: str = "accuracy (%)") -> str:
     row = {"rounds of FedVote": rounds, "local steps": steps, "method": method}
-    return cell("votes", "accuracy (%)", **row)
+    return cell("votes", column, **row)
 
 
 def gossip(column: str, rate: str) -> str:
@@ -251,6 +251,9 @@ SENTENCES: Sentences = {
         lambda: votes("FedVote"),
         lambda: votes("FedPAQ, 2 bits"),
         lambda: votes("signSGD with error feedback", steps="–"),
+    ],
+    ("docs/systems.md", r"binary model, which has ([\d.]+) % after 30 rounds there"): [
+        lambda: votes("FedVote", column="of the signs (%)"),
     ],
     ("docs/systems.md", r"steps FedVote has ([\d.]+) % and FedPAQ at 2 bits ([\d.]+) % with half the bytes"): [
         lambda: votes("FedVote", "1", "100"),

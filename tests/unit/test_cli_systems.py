@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -49,6 +50,17 @@ def test_claims_measurements_and_sources_are_printed() -> None:
     assert line.split()[-5:-4] == ["Horváth"] or source_of("natural_compression") in line
     assert " ω ≤ 1/8 " in result.stdout
     assert "5 of 5 claims hold" in result.stdout
+
+
+def _of_numpy() -> Iterator[Row]:
+    yield Row("1 is below 2", "1", np.float64(1) < np.float64(2))
+
+
+def test_a_verdict_of_numpy_is_written_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(checking.EXPERIMENTS, "qsgd", _of_numpy)
+    result = CliRunner().invoke(app, ["systems", "check", "qsgd", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)[0]["rows"][0]["holds"] is True
 
 
 def _failing() -> Iterator[Row]:

@@ -50,6 +50,14 @@ def test_parts_that_ended_well_are_not_run_again(
     assert _day(monkeypatch, folder, {"good": bad, "bad": mended}, "--part", "good") == 1, "a named part runs again"
 
 
+def test_a_part_may_keep_files_beside_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "keeps.py"
+    file.write_text("import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('kept')")
+    folder = tmp_path / "day"
+    assert _day(monkeypatch, folder, {"keeps": Part("-c fail", f"{file} {{folder}}/kept", 60)}) == 0
+    assert (folder / "dry" / "kept").read_text() == "kept"
+
+
 @pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "background"])
 def started_from(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a shell does with SIGINT for commands in a terminal, and for those in the background."""

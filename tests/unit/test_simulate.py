@@ -23,7 +23,7 @@ from lightning_gqsgd.research.simulation.problems import (
     LogisticRegression,
     Problem,
     Quadratic,
-    _generator,
+    generator_of,
 )
 from lightning_gqsgd.research.simulation.record import Record
 
@@ -111,9 +111,11 @@ def test_a_seed_gives_one_set_of_data_and_batches_and_another_seed_gives_another
 
 
 def test_uses_and_steps_of_a_seed_have_random_numbers_of_their_own() -> None:
-    draws = {float(torch.rand(1, generator=_generator(7, use, step))) for use in range(3) for step in range(20)}
+    draws = {float(torch.rand(1, generator=generator_of(7, use, step))) for use in range(3) for step in range(20)}
     assert len(draws) == 60
-    assert float(torch.rand(1, generator=_generator(0, 2, 5))) == float(torch.rand(1, generator=_generator(0, 1, 5)))
+    assert float(torch.rand(1, generator=generator_of(0, 2, 5))) == float(
+        torch.rand(1, generator=generator_of(0, 1, 5))
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -18,7 +18,7 @@ R is not uniform. One round, H D, leaves blocks with few non-zero coordinates fa
 coordinates 3 and 1, the decoded mean of one of them is off by half at 2 bits. After a second round the coordinates of
 such a block are nearly Gaussian, but they lie on a lattice. With two non-zero coordinates x and y of m, they are sums
 of multiples of 2(x+y)/m and 2(x-y)/m. Where these fall among the levels is the same for all signs, so the mean of a
-coordinate could still be off by 4 %. Therefore a block with at most `FEW` coordinates that are not small gets a dither
+coordinate could be off by up to 6 %. Therefore a block with at most `FEW` coordinates that are not small gets a dither
 of the lattice's width, 4 max|x|/m, before its levels are chosen. The scale S has the coordinates without it, so that
 <x̂, x> stays |x|². In blocks of 128 coordinates and more, the mean of a coordinate is then right within a share of 1/m
 (`tests/statistics/test_eden.py`). This share is there at 1 and 2 bits, where one coordinate dominates a block. With

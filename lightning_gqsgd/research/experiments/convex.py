@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_gqsgd.reducers.memory import StabilityWarning
-from lightning_gqsgd.research.experiments.rows import Row, Rows, virtual
+from lightning_gqsgd.research.experiments.rows import Row, Rows, normal, virtual
 from lightning_gqsgd.research.optim import ProximalSGD, soft_threshold
 from lightning_gqsgd.research.simulation import relative_error, simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
+from lightning_gqsgd.research.simulation.subspaces import SubspaceRanks
 
 #: A reference that is the latest reduced gradient.
 LATEST = {"shared": True, "rho": 1.0, "beta": 0.0}
@@ -183,11 +184,31 @@ def wyner_ziv() -> Rows:
     yield Row("and not the gradient's size", f"{errors[0.1]:.3g}, plain codes {plain:.3g}", errors[0.1] < 0.05 * plain)
 
 
+def half_a_bit() -> Rows:
+    """Signs of half of the turned coordinates, which are unbiased as well."""
+    numel, steps = 1024, 400
+    x = normal(0, numel) ** 3
+    ranks = SubspaceRanks(1, numel, 0.5, x.dtype, remembers=False, codec="eden", bits=1, block_size=512)
+    total = torch.zeros(numel, dtype=torch.float64)
+    squares = 0.0
+    for step in range(steps):
+        error = (ranks.mean([x], step) - x).double()
+        total += error
+        squares += float(error.square().sum()) / steps
+    left = steps * float((total / steps).square().sum()) / squares
+    words = f"unbiased at {ranks.wire_bits:.2f} bits: the mean of {steps} steps has 1/{steps} of the squared error"
+    yield Row(words, f"{left:.2f}/{steps}", abs(left - 1) < 0.3)
+    omega = 2 * math.pi / 2 - 1
+    found = squares / float(x.square().sum())
+    yield Row(f"its error is (1 + ω)/s - 1 = {omega:.2f}", f"{found:.2f}", abs(found - omega) < 0.1 * omega)
+
+
 def dq_psgd() -> Rows:
     """DQ-PSGD's codes, and the mean of its iterates."""
     from lightning_gqsgd.research.experiments import codecs
 
     yield from codecs.dq_psgd()
+    yield from half_a_bit()
     problem = LeastSquares(dimension=64, rows=4000, batch=8, noise=4.0)
     means: list[AveragedModel] = []
 

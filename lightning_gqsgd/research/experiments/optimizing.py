@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -97,9 +98,9 @@ class Rates:
             x = x - self._lr * self._problem.gradients(x, step, 1)[0]
         return float(((x - self._problem.truth).norm() / self._problem.truth.norm()) ** (1 / 50))
 
-    def of(self, shifted: bool = True, **fields: Any) -> float:
-        """Returns the factor of DGD-DEF; ``shifted``: whether gradients are those at the shifted point."""
-        record = DGDDEF(1, self._lr, shifted).run(self._problem, 50, **{**SYSTEMS["dgd_def"].fields, **fields})
+    def of(self, shifted: bool = True, share: float = 1.0, **fields: Any) -> float:
+        """Returns the factor of DGD-DEF; see `DGDDEF` for the arguments."""
+        record = DGDDEF(1, self._lr, shifted, share).run(self._problem, 50, **{**SYSTEMS["dgd_def"].fields, **fields})
         return float((record.metrics["distance"][-1] / record.metrics["distance"][0]) ** (1 / 50))
 
 
@@ -111,6 +112,15 @@ def dgd_def() -> Rows:
         found = rates.of(**fields)
         yield Row(
             f"{bits} bit: the factor per step of gradient descent, {exact:.3f}", f"{found:.3f}", found < exact + 0.01
+        )
+    for share in (1 / 2, 1 / 4):
+        # A sign at the mean magnitude of normal numbers has δ = 2/π, here of `share` of 116 among 128 coordinates.
+        bound = max(exact, math.sqrt(1 - 2 / math.pi * share * 116 / 128))
+        found = rates.of(share=share, **SIGN)
+        yield Row(
+            f"{share} bits, in random subspaces: at most the larger of that and √(1 - δ), {bound:.3f}",
+            f"{found:.3f}",
+            found < bound + 0.01,
         )
     classic = rates.of(shifted=False, bits=2)
     yield Row("2 bits: classic error feedback diverges at this step", f"{classic:.3f}", classic > 1)

@@ -16,7 +16,7 @@ from lightning_gqsgd.research.experiments.rows import Row, Rows
 from lightning_gqsgd.sparse import row_numbers
 from lightning_gqsgd.sparse.gathering import gathered_lengths, gathered_mean
 from lightning_gqsgd.sparse.rows import rows_for
-from lightning_gqsgd.sparse.sketching import sketched_mean
+from lightning_gqsgd.sparse.sketching import places_of, sketch_of, sketched_mean
 from lightning_gqsgd.sparse.tables import Table, Touched
 from lightning_gqsgd.wire.telemetry import BucketCounters
 
@@ -147,6 +147,20 @@ def fastsgd() -> Rows:
     yield Row("trains as exact rows do, at 5 bits", f"loss {found:.3g}, {exact:.3g}", found < 1.1 * exact)
 
 
+def median_error(exact: Tensor, rows: Tensor, times: int) -> float:
+    """Returns the relative error of the medians that S2 Reducer's paper reads from a sketch of the mean.
+
+    Args:
+        exact: the mean of all ranks' rows, [height, 1].
+        rows: numbers of the rows that any rank has touched.
+        times: cells of the sketch, over those from which rows are read by peeling.
+    """
+    table = Table(3, len(exact), 1, False)
+    places = places_of(table, rows, times * len(rows), StepKeys.of(0, 0, 1).rotation, exact.dtype)
+    estimates = sketch_of(exact[rows], places)[places.cells] * places.signs[:, :, None]
+    return float((estimates.quantile(0.5, dim=1) - exact[rows]).norm() / exact.norm())
+
+
 def s2_reducer() -> Rows:
     """S2 Reducer's sums of sketches."""
     height = 20_000
@@ -157,3 +171,9 @@ def s2_reducer() -> Rows:
     yield Row("the sum of sketches gives the mean to rounding", f"relative error {error:.1g}", error < 1e-5)
     share = (1.6 * len(mean.rows) + 64) / height
     yield Row("a sketch is smaller than the dense gradient", f"{share:.1%} of its rows", share < 0.2)
+    few, many = (median_error(exact, mean.rows, times) for times in (1, 16))
+    yield Row(
+        "the paper's median needs more cells: from as many, most of the mean is lost",
+        f"relative error {few:.2f}, from 16 times as many {many:.2f}",
+        few > 0.5 > many,
+    )

@@ -292,7 +292,8 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
 
     def _ranks_of(self, segments: tuple[Segment, ...]) -> VirtualRanks:
         if segments not in self._ranks:
-            ranks = VirtualRanks(self._crowd.each_round, segments, self._dtype, self._requested)
+            device = self.points.device
+            ranks = VirtualRanks(self._crowd.each_round, segments, self._dtype, self._requested, device=device)
             self._ranks[segments] = ranks
         return self._ranks[segments]
 

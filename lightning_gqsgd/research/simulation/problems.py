@@ -78,7 +78,7 @@ class Quadratic:
         _at_least(0, noise=self.noise, spread=self.spread)
         self.segments = [Segment(0, self.dimension, raw=False)]
         self.eigenvalues = torch.logspace(0, -math.log10(self.condition), self.dimension, dtype=self.dtype)
-        self.optimum = torch.randn(self.dimension, generator=_generator(self.seed, 0), dtype=self.dtype)
+        self.optimum = torch.randn(self.dimension, generator=generator_of(self.seed, 0), dtype=self.dtype)
         self._offsets: dict[int, Tensor] = {}
 
     def start(self) -> Tensor:
@@ -89,7 +89,7 @@ class Quadratic:
         """Returns each worker's gradient in a step, [workers, d], at one point [d] or at one for each [workers, d]."""
         gradients = (x - self.optimum - self._offset(workers)) * self.eigenvalues
         if self.noise:
-            generator = _generator(self.seed, 4, step)
+            generator = generator_of(self.seed, 4, step)
             gradients += self.noise * torch.randn(gradients.shape, generator=generator, dtype=self.dtype)
         return gradients
 
@@ -107,7 +107,7 @@ class Quadratic:
         if workers not in self._offsets:
             shape = (workers, self.dimension)
             # Uses of their own, which share no random number with the optimum.
-            offset = self.spread * torch.randn(shape, generator=_generator(self.seed, 3), dtype=self.dtype)
+            offset = self.spread * torch.randn(shape, generator=generator_of(self.seed, 3), dtype=self.dtype)
             self._offsets = {workers: offset - offset.mean(0)}
         return self._offsets[workers]
 
@@ -146,7 +146,7 @@ class _LinearModel:
         _at_least(1, dimension=self.dimension, rows=self.rows, parts=self.parts, batch=self.batch or 1)
         _at_least(0, spread=self.spread, noise=self.noise, scale=self.scale, regularisation=self.regularisation)
         self.segments = [Segment(0, self.dimension, raw=False)]
-        generator = _generator(self.seed, 0)
+        generator = generator_of(self.seed, 0)
         self.features = self.scale * torch.randn(self.rows, self.dimension, generator=generator, dtype=self.dtype)
         self.truth = torch.randn(self.dimension, generator=generator, dtype=self.dtype)
         moved = torch.randn(self.parts, self.dimension, generator=generator, dtype=self.dtype)
@@ -174,7 +174,7 @@ class _LinearModel:
             slopes = self._slopes(scores, self.targets)
             of_workers = [self.features[lo:hi].T @ slopes[lo:hi] / (hi - lo) for lo, hi in parts]
             return torch.stack(of_workers) * shares[:, None] + self.regularisation * x
-        rows = _drawn(first, self.batch, _generator(self.seed, 1, step))
+        rows = _drawn(first, self.batch, generator_of(self.seed, 1, step))
         features = self.features[rows]
         scores = features @ x if x.ndim == 1 else torch.einsum("nbd,nd->nb", features, x)
         slopes = self._slopes(scores, self.targets[rows])
@@ -303,7 +303,7 @@ class DigitsMLP:
         except ImportError as error:
             raise ImportError("DigitsMLP needs scikit-learn: pip install scikit-learn") from error
         digits = datasets.load_digits()
-        order = torch.randperm(len(digits.target), generator=_generator(self.seed, 0))
+        order = torch.randperm(len(digits.target), generator=generator_of(self.seed, 0))
         images = torch.from_numpy(digits.data).to(self.dtype)[order] / 16
         labels = torch.from_numpy(digits.target).long()[order]
         self._test = images[self.TRAINING :], labels[self.TRAINING :]
@@ -321,7 +321,7 @@ class DigitsMLP:
 
     def start(self) -> Tensor:
         """Returns weights and biases as `torch.nn.Linear` draws them: uniform up to 1/√(number of inputs)."""
-        generator = _generator(self.seed, 1)
+        generator = generator_of(self.seed, 1)
         parts = []
         for shape, inputs in zip(self._shapes, (64, 64, self.hidden, self.hidden), strict=True):
             uniform = torch.rand(math.prod(shape), generator=generator, dtype=self.dtype) * 2 - 1
@@ -331,7 +331,7 @@ class DigitsMLP:
     def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
         """Returns each worker's gradient in a step, [workers, d], at one point [d] or at one for each [workers, d]."""
         first = _dealt(len(self._labels), workers)
-        rows = _drawn(first, self.batch, _generator(self.seed, 2, step))
+        rows = _drawn(first, self.batch, generator_of(self.seed, 2, step))
         each = x.detach().expand(workers, -1).clone().requires_grad_()
         losses = F.cross_entropy(
             self._logits(each, self._images[rows]).flatten(0, 1), self._labels[rows].flatten(), reduction="none"
@@ -356,7 +356,7 @@ class DigitsMLP:
         return torch.relu(images @ into + bias[:, None]) @ out + last[:, None]
 
 
-def _generator(*numbers: int) -> torch.Generator:
+def generator_of(*numbers: int) -> torch.Generator:
     """Returns a generator of its own for each tuple of a seed, a use and perhaps a step.
 
     Torch's generator on the CPU is seeded by the low 32 bits of a number only, so all of the tuple has to reach them:

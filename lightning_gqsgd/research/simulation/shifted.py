@@ -8,7 +8,8 @@ The mean of all z_i moves by -η times the mean of ∇f_i(z_i), whatever Q is; s
 without compression, and x stays as near to z as the errors are small. The codec is nearly democratic: a block is turned
 by a random Hadamard matrix, so that no coordinate is much larger than the others, and each goes to the nearest of 2^R
 levels. On a smooth, strongly convex problem the distance to the optimum shrinks by max(ν, C) per step, where ν is the
-factor of gradient descent, (L-μ)/(L+μ) with η = 2/(L+μ), and C is |Q(u) - u| / |u|.
+factor of gradient descent, (L-μ)/(L+μ) with η = 2/(L+μ), and C is |Q(u) - u| / |u|. For less than one bit per
+coordinate, a share of the turned coordinates travels in each step; see `subspaces`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.research.simulation.problems import Problem
 from lightning_gqsgd.research.simulation.record import Record, Rows
+from lightning_gqsgd.research.simulation.subspaces import SubspaceRanks
 from lightning_gqsgd.research.simulation.virtual import VirtualRanks, relative_error
 
 
@@ -31,6 +35,7 @@ class DGDDEF:
         workers: number of workers, at least 1.
         lr: learning rate η, above 0.
         shifted: take gradients at z_i; False: at x, which is classic error feedback.
+        share: turned coordinates that travel, over all, above 0 and at most 1.
 
     Raises:
         ConfigError: a number out of its range.
@@ -39,6 +44,7 @@ class DGDDEF:
     workers: int
     lr: float
     shifted: bool = True
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
@@ -63,7 +69,7 @@ class DGDDEF:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ConfigError(f"steps={steps!r} must be an integer of at least 1")
         x = problem.start().clone()
-        ranks = VirtualRanks(self.workers, problem.segments, x.dtype, None, **fields)
+        ranks = self._ranks(problem, x, fields)
         rows = Rows()
         diverged_at = None
         sent: dict[str, float] = {"bytes_sent": 0, "wire_bits": ranks.wire_bits}
@@ -82,3 +88,9 @@ class DGDDEF:
                 diverged_at = step + 1
                 break
         return rows.record("dgd_def", ranks.config, self.workers, x, diverged_at)
+
+    def _ranks(self, problem: Problem, x: Tensor, fields: dict[str, Any]) -> VirtualRanks | SubspaceRanks:
+        """Returns what averages messages, and remembers their errors."""
+        if self.share == 1:
+            return VirtualRanks(self.workers, problem.segments, x.dtype, None, **fields)
+        return SubspaceRanks(self.workers, x.numel(), self.share, x.dtype, remembers=True, **fields)

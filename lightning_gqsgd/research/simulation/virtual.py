@@ -27,6 +27,7 @@ class VirtualRanks:
         segments: the parameters in a gradient, in order.
         dtype: dtype of the gradients.
         preset: name of a preset (see `presets.PRESETS`), or a configuration.
+        device: of the gradients, where ranks remember something; None: the CPU.
         **fields: fields of `GQSGDConfig`.
 
     Attributes:
@@ -43,6 +44,8 @@ class VirtualRanks:
         segments: Sequence[Segment],
         dtype: torch.dtype = torch.float32,
         preset: str | GQSGDConfig | None = None,
+        *,
+        device: torch.device | None = None,
         **fields: Any,
     ) -> None:
         self.config = resolve(make_config(preset, **fields), ranks)
@@ -51,9 +54,9 @@ class VirtualRanks:
         self._dtype = dtype
         self._plan = Plan(segments, setting_of(self.config, ranks, dtype))
         sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
-        device = torch.device("cpu")
+        self._device = device or torch.device("cpu")
         self._segments = list(segments)
-        self.stores = [new_store(self._plan.setting, sizes, device) for _ in range(ranks)]
+        self.stores = [new_store(self._plan.setting, sizes, self._device) for _ in range(ranks)]
 
     @property
     def wire_bits(self) -> float:
@@ -71,7 +74,7 @@ class VirtualRanks:
         kept = [
             torch.cat(
                 [
-                    torch.zeros(segment.numel, dtype=self._dtype)
+                    torch.zeros(segment.numel, dtype=self._dtype, device=self._device)
                     if segment.raw
                     else store.row(Keeps.UP_ERROR, segment.parameter)
                     for segment in self._segments

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.research.simulation.problems import Problem
+from lightning_gqsgd.research.simulation.problems import Problem, generator_of
 from lightning_gqsgd.research.simulation.record import Record, Rows
 from lightning_gqsgd.research.simulation.virtual import VirtualRanks, relative_error
 from lightning_gqsgd.research.systems import SYSTEMS
@@ -118,7 +118,7 @@ class FedVote:
 
     def _votes(self, weights: Tensor, number: int) -> Tensor:
         """Returns the votes that the workers send, each 1 or -1: [workers, voted]."""
-        generator = torch.Generator().manual_seed((self.seed << 32) + number)
+        generator = generator_of(self.seed, 5 if self.seed else 0, number)  # 5: a use of its own, see there
         uniform = torch.rand(weights.shape, generator=generator, dtype=weights.dtype)
         votes = torch.where(2 * uniform < 1 + weights, 1.0, -1.0).to(weights)
         votes[: self.attackers] *= -1
