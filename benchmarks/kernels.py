@@ -152,7 +152,7 @@ def main() -> None:
     cpu.add_argument("--numel", type=int, nargs="+", help="sizes (default 6553600, 25 MiB)")
     cpu.add_argument("--bits", type=int, nargs="+", help="default 8 4 2")
     cpu.add_argument("--block-size", type=int, nargs="+", help="default 256")
-    cpu.add_argument("--codec", nargs="+", choices=["linear", "companded", "eden"], help="default linear")
+    cpu.add_argument("--codec", nargs="+", choices=["linear", "companded", "eden", "trellis"], help="default linear")
     cpu.add_argument("--dither", nargs="+", choices=["adaptive", "subtractive", "stochastic"], help="default adaptive")
     cuda = parser.add_argument_group("with --device cuda")
     cuda.add_argument("--megabytes", type=float, nargs="+", help="of gradient (default 1 25 100 1000)")

@@ -16,6 +16,7 @@ from lightning_gqsgd.codecs.floats.codec import FloatCodec
 from lightning_gqsgd.codecs.linear.codec import LinearCodec
 from lightning_gqsgd.codecs.sign.codec import SignCodec
 from lightning_gqsgd.codecs.top_k.codec import TopKCodec
+from lightning_gqsgd.codecs.trellis.codec import TrellisCodec
 
 __all__ = [
     "CODECS",
@@ -28,12 +29,14 @@ __all__ = [
     "LinearCodec",
     "SignCodec",
     "TopKCodec",
+    "TrellisCodec",
 ]
 
 _ALL: tuple[type[Codec], ...] = (
     LinearCodec,
     CompandedCodec,
     EdenCodec,
+    TrellisCodec,
     ExponentialCodec,
     SignCodec,
     TopKCodec,

@@ -52,23 +52,23 @@ class GQSGDConfig(Fields):
         codec: ``"linear"``, uniform levels with dither (QSGD, arXiv 1610.02132; Global-QSGD, arXiv 2305.18627);
             ``"companded"``, levels that lie denser near zero, with subtractive dither: unbiased, a smaller error at the
             same bits, but no sums of codes; ``"eden"``, turned coordinates at the best levels for Gaussian numbers
-            (EDEN, arXiv 2108.08842; at 1 bit DRIVE, arXiv 2105.08339): the smallest error at 1 to 3 bits, unbiased over
-            its random rotations; ``"exponential"``, powers of two with ``mantissa`` bits in between (natural
-            compression, arXiv 1905.10988); ``"sign"``, one bit and the block's mean magnitude; ``"top_k"``, the largest
-            coordinates of each block; ``"dct_top_k"``, those of its cosine transform (DeMo, arXiv 2411.19870). The last
-            three are biased, so they need a memory. ``"auto"``: companded, and eden at 2 bits; linear where another
-            field asks for what only linear codes have: sums of codes, global scales, Elias codes, a dither that is not
-            taken off, ``levels``, or one bit; and ``"float"``, for 16 or 32 bits: floating-point numbers that the
-            backend's own all-reduce adds up. At 2 bits, codes are companded where another field asks for what eden
-            does not have: other scales, ``rotation``, subtractive dither in every block, blocks of another size, or
-            sparse rows, which are shorter than its blocks. The field itself holds the name of the codec, and a
-            configuration whose fields are replaced chooses anew.
+            (EDEN, arXiv 2108.08842; at 1 bit DRIVE, arXiv 2105.08339), unbiased over its random rotations;
+            ``"trellis"``, EDEN with a trellis: the smallest error at 1 to 4 bits; ``"exponential"``, powers of two with
+            ``mantissa`` bits in between (natural compression, arXiv 1905.10988); ``"sign"``, one bit and the block's
+            mean magnitude; ``"top_k"``, the largest coordinates of each block; ``"dct_top_k"``, those of its cosine
+            transform (DeMo, arXiv 2411.19870). The last three are biased, so they need a memory. ``"auto"``: companded,
+            and eden at 2 bits; linear where another field asks for what only linear codes have: sums of codes, global
+            scales, Elias codes, a dither that is not taken off, ``levels``, or one bit; and ``"float"``, for 16 or 32
+            bits: floating-point numbers that the backend's own all-reduce adds up. At 2 bits, codes are companded where
+            another field asks for what eden does not have: other scales, ``rotation``, subtractive dither in every
+            block, blocks of another size, or sparse rows, which are shorter than its blocks. The field itself holds the
+            name of the codec, and a configuration whose fields are replaced chooses anew.
         bits: bits per coordinate on the wire, whatever the number of ranks: 1 to 8 of a linear code, 2 to 8 of a
-            companded or an exponential one, 1 to 4 of eden. 16: bf16 numbers, rounded at random. 32: the gradient as it
-            is, in its own dtype (the reducer ``"native"``). None: the codec's own number, which is 8 for the first
-            three, 2 for eden, 1 for sign, and 32 for top_k, which sends whole what it keeps; with 2 to 4, top_k
-            rounds what it keeps to so many bits. 1 excludes stochastic
-            rounding. The field itself holds the number.
+            companded or an exponential one, 1 to 4 of eden and trellis. 16: bf16 numbers, rounded at random. 32: the
+            gradient as it is, in its own dtype (the reducer ``"native"``). None: the codec's own number, which is 8 for
+            the first three, 2 for eden and trellis, 1 for sign, and 32 for top_k, which sends whole what it keeps; with
+            2 to 4, top_k rounds what it keeps to so many bits. 1 excludes stochastic rounding. The field itself holds
+            the number.
             ``"auto"``: the fewest of ``allow`` whose error is small against the noise of the gradients, see
             ``max_slowdown``; the field then holds the most bits of a code that are allowed.
             A dictionary, e.g. ``{"*": 4, "head.*": 8}``: bits by shell-style patterns of parameter names, of which the
@@ -79,9 +79,10 @@ class GQSGDConfig(Fields):
         mantissa: bits between two powers of two of an exponential code, 0 to 3; m of the base 2^(1/2^m) of rows with
             ``sparse="logarithmic"``.
         density: share of coordinates that top_k and dct_top_k keep, of each block rounded up.
-        block_size: coordinates of one parameter that share a scale; a multiple of 8 from 16 to 65536, and for eden a
-            power of two from 128 on. 0: the codec's own number, which is 128 for companded, 4096 for dct_top_k and 256
-            for all others; the field itself holds the number, and has that of the new codec where "auto" chooses anew.
+        block_size: coordinates of one parameter that share a scale; a multiple of 8 from 16 to 65536, and for eden and
+            trellis a power of two from 128 on. 0: the codec's own number, which is 128 for companded, 1024 for trellis,
+            4096 for dct_top_k and 256 for all others; the field itself holds the number, and has that of the new codec
+            where "auto" chooses anew.
         norm: what the scale is: ``"max"``, the largest magnitude; ``"l2"``; ``"power_of_two"``, the largest magnitude
             rounded up to one.
         clip: the scale is at most this many root mean squares, and larger coordinates are clipped (TernGrad, arXiv

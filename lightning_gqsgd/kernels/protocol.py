@@ -39,10 +39,12 @@ class Kind(NamedTuple):
     Attributes:
         name: name of the family, which its costs have as well.
         package: the package with the family's fast kernels, see `families`; empty: the family has those of `reference`.
+        is_padded: whether a record has the codes of `rotation.padded` coordinates, and not of the block's own number.
     """
 
     name: str
     package: str = ""
+    is_padded: bool = False
 
 
 class Quantiser(Protocol):

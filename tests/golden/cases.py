@@ -103,6 +103,8 @@ def cases() -> Iterator[tuple[str, int, dict[str, Any]]]:
         for reducer in ("two_shot", "gather"):
             yield f"eden {bits} {reducer}", 3, {"codec": "eden", "bits": bits, "reducer": reducer}
     yield "eden, hierarchical", 4, {"codec": "eden", "bits": 3, "reducer": "hierarchical", "node_size": 2}
+    for bits in range(1, 5):
+        yield f"trellis {bits} two_shot", 3, {"codec": "trellis", "bits": bits, "reducer": "two_shot"}
     yield "native", 3, {"reducer": "native"}
     for norm, over in (("max", "l2"), ("l2", "l2"), ("max", "l1")):
         for reducer in ("sum", "gather"):

@@ -32,7 +32,7 @@ CODECS: dict[str, dict[str, object]] = {
     "linear levels": {"codec": "linear", "bits": 4, "dither": "stochastic", "levels": 3},
     "linear nearest": {"codec": "linear", "bits": 4, "dither": "nearest", "memory": "ef"},
     **{f"companded {bits}": {"codec": "companded", "bits": bits} for bits in (2, 3, 4, 8)},
-    **{f"eden {bits}": {"codec": "eden", "bits": bits} for bits in (1, 2, 3, 4)},
+    **{f"{codec} {bits}": {"codec": codec, "bits": bits} for codec in ("eden", "trellis") for bits in (1, 2, 3, 4)},
     **{f"exponential {bits} {mantissa}": {"codec": "exponential", "bits": bits, "mantissa": mantissa}
        for bits, mantissa in ((2, 0), (4, 0), (5, 3), (8, 0), (8, 2))},
     "exponential levels": {"codec": "exponential", "bits": 5, "levels": 5},

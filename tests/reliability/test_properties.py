@@ -27,7 +27,7 @@ from tests.reliability.knobs import chance, scaled
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 #: Values of the fields of `GQSGDConfig`, usual ones more than once.
 FIELDS: dict[str, list[Any]] = {
-    "codec": ["auto", "linear", "companded", "eden", "exponential", "sign", "top_k"],
+    "codec": ["auto", "linear", "companded", "eden", "trellis", "exponential", "sign", "top_k"],
     "bits": [None, 1, 2, 3, 4, 5, 6, 7, 8, 32],
     "levels": [None, None, None, 1, 2, 3, 7, 100, 2**40],
     "mantissa": [0, 0, 0, 1, 2, 3],
@@ -117,15 +117,17 @@ def predicted_error(config: GQSGDConfig, ranks: int, d: int, size: Tensor) -> fl
     largest = float(size.abs().max())
     if largest == 0:
         return 0.0
-    if config.norm == "l2" or config.rotation or config.codec == "eden":
+    if config.norm == "l2" or config.rotation or config.codec in TURNED:
         norms = (size / largest).norm(dim=1)
-        norms /= math.sqrt(d) if config.codec == "eden" else 1.0  # in units of the root mean square
+        norms /= math.sqrt(d) if config.codec in TURNED else 1.0  # in units of the root mean square
     else:
         norms = (size / largest).abs().amax(dim=1) * (2 if config.norm == "power_of_two" else 1)
     scale = largest * float(norms.norm(p=P_OVER_RANKS[config.norm_over_ranks]))
     return math.sqrt(d * variance) * scale
 
 
+#: Codecs whose scale is about a root mean square.
+TURNED = ("eden", "trellis")
 #: p of each norm over ranks.
 P_OVER_RANKS = {"max": math.inf, "l2": 2, "l1": 1}
 

@@ -117,6 +117,7 @@ def test_reducers_are_unbiased(reducer: str, ranks: int, dither: str) -> None:
         ("eden", {"reducer": "two_shot"}),
         ("eden", {"reducer": "gather"}),
         ("eden", {"reducer": "hierarchical", "node_size": 2}),
+        ("trellis", {"reducer": "two_shot"}),
     ],
 )
 def test_reducers_are_unbiased_with_other_codecs(codec: str, fields: dict) -> None:

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from benchmarks import compiled
 from lightning_gqsgd import kernels
-from lightning_gqsgd.codecs import Codec, CompandedCodec, EdenCodec, ExponentialCodec, LinearCodec, SignCodec, TopKCodec
+from lightning_gqsgd.codecs import (
+    Codec,
+    CompandedCodec,
+    EdenCodec,
+    ExponentialCodec,
+    LinearCodec,
+    SignCodec,
+    TopKCodec,
+    TrellisCodec,
+)
 from lightning_gqsgd.codecs.floats.codec import largest
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.config.resolving import resolve, setting_of
@@ -126,6 +135,27 @@ def test_eden_codes(bits: int, block: int, dtype: torch.dtype) -> None:
     """Of blocks of full length, of shorter ones that are filled up with zeros, and of raw ones."""
     case = {**case_of(bits, rows=[*RAGGED, (129, False), (block, False)]), "block": block, "dtype": dtype, "ranks": 2}
     plain.check_messages(*plain.drawn(case), EdenCodec(bits).quantiser(block), None, PAIR)
+
+
+#: Bits, block size and dtype of trellis codes.
+TRELLIS = [
+    pytest.param(bits, block, dtype, marks=() if (bits, block) in ((2, 128), (3, 512)) else pytest.mark.slow)
+    for bits, block, dtype in (
+        (1, 256, torch.float32),
+        (2, 128, torch.float32),
+        (2, 1024, torch.float32),
+        (2, 512, torch.float64),
+        (3, 512, torch.bfloat16),
+        (4, 256, torch.float16),
+    )
+]
+
+
+@pytest.mark.parametrize(("bits", "block", "dtype"), TRELLIS)
+def test_trellis_codes(bits: int, block: int, dtype: torch.dtype) -> None:
+    """Of blocks of full length, of shorter ones, whose sequences end earlier, and of raw ones."""
+    case = {**case_of(bits, rows=[*RAGGED, (129, False), (block, False)]), "block": block, "dtype": dtype, "ranks": 2}
+    plain.check_messages(*plain.drawn(case), TrellisCodec(bits).quantiser(block), None, PAIR)
 
 
 @pytest.mark.parametrize("size", [3e38, pytest.param(1e-38, marks=pytest.mark.slow), 1e-43])

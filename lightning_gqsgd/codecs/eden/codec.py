@@ -37,15 +37,16 @@ in one order (`folded`), so that all kernels give the same bits.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs.base import Codec, check_code_bits
-from lightning_gqsgd.codecs.variance import LLOYD_MAX, gaussian_distortion, omega_eden
+from lightning_gqsgd.codecs.variance import LLOYD_MAX, gaussian_distortion
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.dither import uniform, words
 from lightning_gqsgd.kernels.layout import LENGTH
@@ -54,12 +55,13 @@ from lightning_gqsgd.kernels.protocol import Kind
 from lightning_gqsgd.kernels.rotation import FEW, SHORTEST, padded, smallness, transformed
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS, SCALE_PLACE, Key, ScaleFormat, magnitudes
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 @dataclass(frozen=True)
-class EdenQuantiser:
-    """An EDEN codec at one block size, as kernels see it; see `kernels.protocol.Quantiser`.
-
-    A code has the number of the magnitude in its lower bits, and 1 for a negative number in its highest bit.
+class TurnedQuantiser(ABC):
+    """A codec of turned blocks at one block size, as kernels see it; see `kernels.protocol.Quantiser`.
 
     Attributes:
         bits: bits of one code on the wire.
@@ -69,21 +71,25 @@ class EdenQuantiser:
     bits: int
     block_size: int
 
-    kind: ClassVar[Kind] = Kind("eden", __package__)
+    kind: ClassVar[Kind]
     is_whole: ClassVar[bool] = True
     has_scale: ClassVar[bool] = True
     summable: ClassVar[bool] = False
 
-    @property
-    def magnitudes(self) -> tuple[float, ...]:
-        """Magnitudes of the levels, ascending, in units of the root mean square."""
-        return LLOYD_MAX[self.bits]
+    @abstractmethod
+    def rounded(self, turned: Tensor, deviations: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the codes of turned coordinates, int64 [B, width], and the levels that these stand for, in units of
+        the root mean square, [B, width].
 
-    @property
-    def thresholds(self) -> tuple[float, ...]:
-        """The smallest number that is rounded to each magnitude: half the sum of two neighbours, and 0."""
-        inner = ((below + above) / 2 for below, above in zip(self.magnitudes[:-1], self.magnitudes[1:], strict=True))
-        return (0.0, *inner)
+        Args:
+            turned: turned coordinates, [B, width].
+            deviations: root mean squares of the blocks, [B].
+            lengths: numbers of turned coordinates of the blocks, int64 [B].
+        """
+
+    @abstractmethod
+    def levels(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the levels that codes, int64 [B, width], stand for, in the compute dtype ``dtype``."""
 
     def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
         """Returns the number of bytes of each block's record; see `kernels.protocol.Quantiser.record_bytes`. All turned
@@ -107,18 +113,14 @@ class EdenQuantiser:
         squares = folded(z.square())
         deviation = (squares / whole[:, LENGTH]).sqrt()
         moved = z + offsets(dither, z.dtype) * width[:, None]
-        numbers = torch.zeros_like(z, dtype=torch.int64)
-        for threshold in self.thresholds[1:]:
-            numbers += moved.abs() >= z.new_tensor(threshold) * deviation[:, None]
-        levels = z.new_tensor(self.magnitudes)[numbers]
-        products = folded(z * torch.where(moved < 0, -levels, levels))
+        codes, levels = self.rounded(moved, deviation, whole[:, LENGTH])
+        products = folded(z * levels)
 
         scales = torch.where(products > 0, squares / products, 0) * up
         # At a place that no coordinate has, so that the rounding of the scale does not depend on the signs.
         random = words(whole, key, torch.full((1,), SCALE_PLACE, device=blocks.device))[:, 0]
         bits = form.rounded_at_random(scales, random)
         bits = torch.where(finite, bits, form.infinity)
-        codes = numbers | (moved < 0).long() << (self.bits - 1)
         # Such blocks decode to NaN or to zeros whatever their codes are, and zeros keep messages equal on all devices.
         codes[~finite | (bits == 0)] = 0
         write_scales(form.sent(bits, torch.zeros_like(finite)), blocks, wire, form)
@@ -132,9 +134,8 @@ class EdenQuantiser:
         bits, _ = form.received(read_scales(wire, blocks, form))
         scales, finite = form.scales(bits)
         codes = unpack(wire, whole, self.bits, self.block_size, summable=False)
-        size = torch.tensor(self.magnitudes, dtype=dtype, device=wire.device)
-        levels = torch.cat([size, -size])[codes]
-        # Codes beyond the end of a block are 0, which stands for the smallest magnitude and not for zero.
+        levels = self.levels(codes, dtype)
+        # Codes beyond the end of a block are 0, which stands for a level that is not zero.
         levels[torch.arange(self.block_size, device=wire.device) >= whole[:, LENGTH, None]] = 0
 
         first, second = signs(uniform(whole, key, self.block_size), dtype)
@@ -149,6 +150,41 @@ class EdenQuantiser:
         whole = blocks.clone()
         whole[:, LENGTH] = padded(blocks[:, LENGTH], self.block_size)
         return whole
+
+
+@dataclass(frozen=True)
+class EdenQuantiser(TurnedQuantiser):
+    """An EDEN codec at one block size.
+
+    A code has the number of the magnitude in its lower bits, and 1 for a negative number in its highest bit.
+    """
+
+    kind: ClassVar[Kind] = Kind("eden", __package__, is_padded=True)
+
+    @property
+    def magnitudes(self) -> tuple[float, ...]:
+        """Magnitudes of the levels, ascending, in units of the root mean square."""
+        return LLOYD_MAX[self.bits]
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """The smallest number that is rounded to each magnitude: half the sum of two neighbours, and 0."""
+        inner = ((below + above) / 2 for below, above in zip(self.magnitudes[:-1], self.magnitudes[1:], strict=True))
+        return (0.0, *inner)
+
+    def rounded(self, turned: Tensor, deviations: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns codes and levels; see `TurnedQuantiser.rounded`. Each coordinate has the level nearest to it."""
+        numbers = torch.zeros_like(turned, dtype=torch.int64)
+        for threshold in self.thresholds[1:]:
+            numbers += turned.abs() >= turned.new_tensor(threshold) * deviations[:, None]
+        levels = turned.new_tensor(self.magnitudes)[numbers]
+        codes = numbers | (turned < 0).long() << (self.bits - 1)
+        return codes, torch.where(turned < 0, -levels, levels)
+
+    def levels(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the levels of codes; see `TurnedQuantiser.levels`."""
+        size = torch.tensor(self.magnitudes, dtype=dtype, device=codes.device)
+        return torch.cat([size, -size])[codes]
 
 
 def signs(dither: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -230,7 +266,7 @@ class EdenCodec(Codec):
     unbiased_over: ClassVar[str] = "rotations"
 
     @classmethod
-    def of(cls, bits: int) -> EdenCodec:
+    def of(cls, bits: int) -> Self:
         """Returns the codec with so many bits.
 
         Args:
@@ -239,11 +275,11 @@ class EdenCodec(Codec):
         Raises:
             ConfigError: the codec has no levels for so many bits.
         """
-        check_code_bits("eden", bits, cls.widths)
-        if bits > max(LLOYD_MAX):
+        check_code_bits(cls.name, bits, cls.widths)
+        if bits not in cls.widths:
             raise ConfigError(
-                f"codec='eden' has levels for bits=1 to {max(LLOYD_MAX)}, not {bits}; take codec='companded', which "
-                "has as small an error from 4 bits on"
+                f"codec={cls.name!r} has levels for bits=1 to {cls.widths[-1]}, not {bits}; take codec='companded', "
+                "which goes to 8 bits"
             )
         return cls(bits)
 
@@ -251,18 +287,18 @@ class EdenCodec(Codec):
         """Check that the codec goes with the size of blocks and with a rotation; see `Codec.check_blocks`. Blocks are
         turned whole, and once."""
         if rotation:
-            raise ConfigError("codec='eden' turns every block itself; take rotation=False")
+            raise ConfigError(f"codec={self.name!r} turns every block itself; take rotation=False")
         if block_size < SHORTEST or block_size & (block_size - 1):
             raise ConfigError(
-                f"codec='eden' turns blocks whole, and needs a block_size that is a power of two of at least "
-                f"{SHORTEST}, not {block_size}; take e.g. block_size=256"
+                f"codec={self.name!r} turns blocks whole, and needs a block_size that is a power of two of at least "
+                f"{SHORTEST}, not {block_size}; take e.g. block_size={self.default_block_size}"
             )
 
     def describe(self) -> tuple[str, list[str]]:
         """Returns the bits per coordinate as text, and words that say what they are."""
-        return f"{self.bits}", ["eden"]
+        return f"{self.bits}", [self.name]
 
-    def quantiser(self, block_size: int, summed: int | None = None) -> EdenQuantiser:
+    def quantiser(self, block_size: int, summed: int | None = None) -> TurnedQuantiser:
         """Returns the quantiser: the codec at one block size, as kernels see it.
 
         Args:
@@ -274,26 +310,33 @@ class EdenCodec(Codec):
         """
         if summed is not None:
             raise ConfigError(
-                f"codes of codec='eden' cannot be added over {summed} ranks, because every rank turns its blocks by "
-                "signs of its own; take reducer='two_shot', 'gather' or 'hierarchical', or codec='linear'"
+                f"codes of codec={self.name!r} cannot be added over {summed} ranks, because every rank turns its "
+                "blocks by signs of its own; take reducer='two_shot', 'gather' or 'hierarchical', or codec='linear'"
             )
         return EdenQuantiser(self.bits, block_size)
+
+    def distortion(self, dimension: int) -> float:
+        """Returns the mean square error D of the levels of normal numbers, in blocks of ``dimension`` coordinates:
+        `variance.gaussian_distortion`."""
+        return gaussian_distortion(self.bits)
 
     def error_variance(self, summed: int = 1) -> float:
         """Returns the mean square error of one rank's coordinate, in units of the squared scale.
 
-        The error is D/(1-D) σ² with the distortion D (`variance.gaussian_distortion`). The mean of z_j q_j is (1-D) σ,
-        so the scale is about σ²/((1-D) σ) = σ/(1-D). The quotient is D (1-D).
+        The error is D/(1-D) σ² with the distortion D (`distortion`). The mean of z_j q_j is (1-D) σ, so the scale is
+        about σ²/((1-D) σ) = σ/(1-D). The quotient is D (1-D).
         """
-        distortion = gaussian_distortion(self.bits)
+        distortion = self.distortion(self.default_block_size)
         return distortion * (1 - distortion)
 
     def omega(self, dimension: int, summed: int = 1) -> float:
-        """Returns ω with E|Q(x) - x|² = ω |x|², averaged over rotations, for long blocks: `variance.omega_eden`.
+        """Returns ω with E|Q(x) - x|² = ω |x|², averaged over rotations, for long blocks: D/(1-D), see
+        `variance.omega_eden`.
 
         The dither of a block of m coordinates, few of which are not small, adds at most 4/3 max|x|²/(m |x|²).
         """
-        return omega_eden(self.bits)
+        distortion = self.distortion(dimension)
+        return distortion / (1 - distortion)
 
     def delta(self, dimension: int) -> float:
         """Returns δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,7 +97,76 @@ def summed(q: EdenQuantiser) -> Any:
 @lru_cache
 def _codec() -> Any:
     """Returns the kernel of `codec`, compiled once for all EDEN quantisers."""
-    return group_kernel("eden", _write, _read)
+    return turned_kernel("eden", _choose, _look_up)
+
+
+@inlined
+def _choose(z, moved, deviation, terms, c, s, wire, at):
+    """Write the codes of the levels nearest to the coordinates of a block; see `turned_kernel`."""
+    thresholds = load(c.thresholds, 0)
+    thresholds = thresholds * filled(deviation, thresholds)
+    choose_levels(c.bits, z, moved, thresholds, load(c.magnitudes, 0), terms, s.codes, wire, at)
+    return folded_sum(terms)
+
+
+@inlined
+def _look_up(wire, at, c, s, z):
+    """Write the levels of the codes of a block into ``z``; see `turned_kernel`."""
+    look_up_levels(c.bits, wire, at, load(c.magnitudes, 0), z)
+
+
+def turned_kernel(name: str, choose: Callable[..., Any], look_up: Callable[..., Any]) -> Any:
+    """Returns the kernel that encodes, reduces and decodes the codes of turned blocks.
+
+    The constants ``c`` of the family have the attributes of `Eden` up to ``mantissa``, and ``roots``.
+
+    Args:
+        name: name of the kernel.
+        choose: compiled function ``choose(z, moved, deviation, terms, c, s, wire, at)``, which writes the codes of a
+            block and returns the sum of products of coordinates and levels, as `codec.folded` adds them. ``z``: turned
+            coordinates, which may be overwritten; ``moved``: what levels are chosen by, ``z`` itself or with a dither;
+            ``deviation``: the root mean square; ``terms``: space for a quarter of the coordinates, which may lie at
+            the beginning of ``moved``.
+        look_up: compiled function ``look_up(wire, at, c, s, z)``, which writes the levels of a block's codes, at byte
+            ``at`` of the message, into ``z``.
+    """
+
+    @inlined
+    def write(values, given, blocks, k, number, key, c, s, wire):
+        """Write the records of blocks and their scales."""
+        exponent = _exponent_of(blocks[k, LENGTH])
+        _turn(values, blocks, k, number, key, exponent, c, s)
+        for i in range(number):
+            size = 1 << exponent
+            terms = part(s.mean, i * size // 4, size // 4)
+            squares = folded_sum(terms)
+            deviation = _deviation(squares, exponent, c)
+            z = part(s.turned, i * size, size)
+            moved = z
+            if s.flags[i]:
+                # The levels of a block with few coordinates are chosen after a dither, see `codecs.eden.codec`.
+                moved = part(s.own, 0, size)
+                _move(z, numbers(s.u, i * size // 2, size // 2, uint32(0)), _dither_width(exponent, i, c, s), moved)
+            products = choose(z, moved, deviation, terms, c, s, wire, blocks[k + i, CODES])
+            _finish_record(squares, products, exponent, i, blocks[k + i], key, c, s, wire)
+
+    @inlined
+    def read(wire, at, blocks, k, number, key, c, s, add, out):
+        """Set ``out`` to the coordinates of blocks times ``c.each``, or add them. A block whose scale is not finite
+        becomes NaN."""
+        length = blocks[k, LENGTH]
+        exponent = _exponent_of(length)
+        size = 1 << exponent
+        for i in range(number):
+            block = blocks[k + i]
+            scale_bits = received(int64(numbers(wire, at + block[SCALE], 1, c.form.scale)[0]), c.form)
+            finite = float_of(scale_bits, c.form.zero) * c.each
+            s.factors[i] = finite if scale_bits < c.form.infinity else c.form.zero * np.nan
+            look_up(wire, at + block[CODES], c, s, part(s.turned, i * size, size))
+            hashes(key, block, numbers(s.u, i * size // 2, size // 2, uint32(0)))
+        _turn_back(length, exponent, number, c, s, add, out)
+
+    return group_kernel(name, write, read)
 
 
 @inlined
@@ -110,10 +180,10 @@ def _exponent_of(length):
 
 
 @inlined
-def _write(values, given, blocks, k, number, key, c, s, wire):
-    """Write the records of blocks and their scales."""
+def _turn(values, blocks, k, number, key, exponent, c, s):
+    """Write turned blocks into ``s.turned``, and into ``s.mean`` what `folded_sum` makes of their squares in its first
+    two steps; ``s.u`` gets the hashes of their signs."""
     length = blocks[k, LENGTH]
-    exponent = _exponent_of(length)
     size = 1 << exponent
     z = part(s.turned, 0, number * size)
     words = numbers(s.u, 0, number * size // 2, uint32(0))
@@ -135,8 +205,6 @@ def _write(values, given, blocks, k, number, key, c, s, wire):
         whole = z
     _turn_first((whole, down, words), z, size, c.roots[exponent], (z, words, _SECOND))
     _turn_second(z, z, size, c.roots[exponent], (z, terms))
-    for i in range(number):
-        _write_record(exponent, i, blocks[k + i], key, c, s, wire)
 
 
 @inlined
@@ -167,34 +235,31 @@ def _small(largest, down, exponent, c):
 
 
 @inlined
-def _write_record(exponent, i, block, key, c, s, wire):
-    """Write the record of the block number ``i`` of those that were turned."""
-    size = 1 << exponent
-    z = part(s.turned, i * size, size)
-    terms = part(s.mean, i * size // 4, size // 4)
+def _deviation(squares, exponent, c):
+    """Returns the root mean square of a block of 2^exponent coordinates, from the sum of their squares."""
     infinity = c.form.infinity >> c.mantissa
-    squares = _folded(terms)
-    deviation = np.sqrt(squares * float_of((infinity // 2 - exponent) << c.mantissa, c.form.zero))
-    moved = z
-    if s.flags[i]:
-        # The levels of a block with few coordinates are chosen after a dither, see `codecs.eden.codec`.
-        moved = part(s.own, 0, size)
-        width = float_of(s.largest[i], c.form.zero) * s.factors[i]
-        width *= float_of((infinity // 2 + 2 - exponent) << c.mantissa, c.form.zero)
-        _move(z, numbers(s.u, i * size // 2, size // 2, uint32(0)), width, moved)
-    thresholds = load(c.thresholds, 0)
-    thresholds = thresholds * filled(deviation, thresholds)
-    levels = load(c.magnitudes, 0)
-    choose_levels(c.bits, z, moved, thresholds, levels, terms, s.codes, wire, block[CODES])
-    products = _folded(terms)
+    return np.sqrt(squares * float_of((infinity // 2 - exponent) << c.mantissa, c.form.zero))
 
+
+@inlined
+def _dither_width(exponent, i, c, s):
+    """Returns the width of the dither of the block number ``i`` of those that were turned, see
+    `codecs.eden.codec.dither_widths`."""
+    infinity = c.form.infinity >> c.mantissa
+    width = float_of(s.largest[i], c.form.zero) * s.factors[i]
+    return width * float_of((infinity // 2 + 2 - exponent) << c.mantissa, c.form.zero)
+
+
+@inlined
+def _finish_record(squares, products, exponent, i, block, key, c, s, wire):
+    """Write the scale of the block number ``i`` of those that were turned, and zeros over codes without a meaning."""
     scale_bits = s.largest[i]
     if 0 < scale_bits < c.form.infinity:
         a, b = block_keys(key, block)
         scale = squares / products * float_of(_power(scale_bits, c) << c.mantissa, c.form.zero)
         scale_bits = _rounded_at_random(scale, int64(word(uint32(SCALE_PLACE), a, b)), c)
     if scale_bits == 0 or scale_bits == c.form.infinity:  # codes have no meaning in such a block
-        fill(part(wire, block[CODES], (size * c.bits) // 8), 0)
+        fill(part(wire, block[CODES], ((1 << exponent) * c.bits) // 8), 0)
     if block[SCALE] >= 0:
         numbers(wire, block[SCALE], 1, c.form.scale)[0] = sent(scale_bits, 0, c.form)
 
@@ -219,22 +284,12 @@ def _rounded_at_random(scale, random, c):
 
 
 @inlined
-def _read(wire, at, blocks, k, number, key, c, s, add, out):
-    """Set ``out`` to the coordinates of blocks times ``c.each``, or add them. A block whose scale is not finite becomes
-    NaN."""
-    length = blocks[k, LENGTH]
-    exponent = _exponent_of(length)
+def _turn_back(length, exponent, number, c, s, add, out):
+    """Set ``out`` to the levels in ``s.turned``, turned back and times the factors in ``s.factors``, or add them."""
     size = 1 << exponent
     z = part(s.turned, 0, number * size)
     words = numbers(s.u, 0, number * size // 2, uint32(0))
     scales = part(s.factors, 0, number)
-    for i in range(number):
-        block = blocks[k + i]
-        scale_bits = received(int64(numbers(wire, at + block[SCALE], 1, c.form.scale)[0]), c.form)
-        finite = float_of(scale_bits, c.form.zero) * c.each
-        scales[i] = finite if scale_bits < c.form.infinity else c.form.zero * np.nan
-        look_up_levels(c.bits, wire, at + block[CODES], load(c.magnitudes, 0), part(z, i * size, size))
-        hashes(key, block, part(words, i * size // 2, size // 2))
     _turn_first_back(z, z, size, c.roots[exponent], (z, words, _SECOND))
     limit = c.form.largest * c.each
     if length == size:
@@ -328,7 +383,7 @@ def _write_with_signs(z, n, i, j, a, b, c, d, target):
 
 @inlined
 def _write_with_squares(z, n, i, j, a, b, c, d, target):
-    """Write vectors, and what `_folded` makes of their squares in its first two steps; a ``write`` of `transform`.
+    """Write vectors, and what `folded_sum` makes of their squares in its first two steps; a ``write`` of `transform`.
     ``target``: both."""
     out, terms = target
     store_quarters(z, n, i, j, a, b, c, d, out)
@@ -377,7 +432,7 @@ def _move(z, words, width, out):
 
 
 @inlined
-def _folded(terms):
+def folded_sum(terms):
     """Returns the sum of a power of two of terms, see `codecs.eden.codec.folded`; the terms are overwritten.
 
     There are at least two vectors of terms.

@@ -44,10 +44,42 @@ def numbers_of(q: Any, dtype: torch.dtype) -> Eden:
     return Eden(tuple(float(real(size)) for size in q.magnitudes), tuple(float(real(size)) for size in q.thresholds))
 
 
+class Turned(NamedTuple):
+    """A tile of turned coordinates, in two halves.
+
+    Attributes:
+        a, b: turned coordinates.
+        moved_a, moved_b: what levels are chosen by: the same, with a dither in rows with few coordinates.
+        squares: sums of squares, [rows].
+        deviation: root mean squares, [rows].
+        up: the power of two by which scales are multiplied, [rows].
+    """
+
+    a: Any
+    b: Any
+    moved_a: Any
+    moved_b: Any
+    squares: Any
+    deviation: Any
+    up: Any
+
+
 @triton.jit
 def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
     """Returns the codes of coordinates; see `ScaledFamily.to_codes`. The scale of a block follows from its codes, so it
     is sent after them."""
+    turned = turned_tile(a, b, t, key, scales, KIND, c)
+    number_a, level_a = _nearest(turned.moved_a, turned.deviation, c)
+    number_b, level_b = _nearest(turned.moved_b, turned.deviation, c)
+    level_a = tl.where(turned.moved_a < 0, -level_a, level_a)
+    level_b = tl.where(turned.moved_b < 0, -level_b, level_b)
+    used = send_scales_of(turned, level_a, level_b, t, key, scales, c)
+    return _with_sign(number_a, turned.moved_a, used, c), _with_sign(number_b, turned.moved_b, used, c)
+
+
+@triton.jit
+def turned_tile(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
+    """Returns the turned coordinates of a tile; the arguments are those of `ScaledFamily.to_codes`."""
     down, up = _powers_of_two(scales.bits, c)
     width = _dither_widths(a * down[:, None], b * down[:, None], t, scales.bits, down, c)[:, None]
     a, b = _turned(a * down[:, None], b * down[:, None], t, key, KIND, c)
@@ -56,25 +88,32 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
     draw_a, draw_b = draws(t, key, KIND, c)
     moved_a = a + _offsets(draw_a, c) * width
     moved_b = b + _offsets(draw_b, c) * width
-    number_a, level_a = _nearest(moved_a, deviation, c)
-    number_b, level_b = _nearest(moved_b, deviation, c)
-    products = _folded(a * tl.where(moved_a < 0, -level_a, level_a) + b * tl.where(moved_b < 0, -level_b, level_b), c)
+    return Turned(a, b, moved_a, moved_b, squares, deviation, up)
 
+
+@triton.jit
+def send_scales_of(turned, level_a, level_b, t, key, scales, c: tl.constexpr):
+    """Write the scales of turned blocks with these levels; return whether codes have a meaning, [rows]."""
+    products = _folded(turned.a * level_a + turned.b * level_b, c)
     is_coded = scales.used > 0
-    scale = tl.where(is_coded, divided(squares, tl.where(is_coded, products, 1), c) * up, 0)
+    scale = tl.where(is_coded, divided(turned.squares, tl.where(is_coded, products, 1), c) * turned.up, 0)
     word_a, word_b = block_keys(t, key)
     random = tl.sum(words(tl.full((1, 1), _SCALE_PLACE, tl.uint32), word_a, word_b), axis=1)
     bits = tl.where(is_coded, _rounded_at_random(scale, random, c), scales.bits)
     used = scales.used & (bits > 0).to(tl.int32)
     send_scales(Scales(scale, used, bits, scales.places, scales.sent), t.row < 0, c)
-    return _with_sign(number_a, moved_a, used, c), _with_sign(number_b, moved_b, used, c)
+    return used
 
 
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
     """Returns the coordinates that codes stand for; see `ScaledFamily.to_values`."""
-    a = _levels(code_a, c)
-    b = _levels(code_b, c)
+    return turned_back_tile(_levels(code_a, c), _levels(code_b, c), t, key, scale, KIND, c)
+
+
+@triton.jit
+def turned_back_tile(a, b, t, key, scale, KIND: tl.constexpr, c: tl.constexpr):
+    """Returns the coordinates that belong to the levels of both halves."""
     if KIND == RAGGED:
         p = tl.arange(0, c.shape.half)[None, :]
         a = tl.where(p < t.n[:, None], a, 0)

@@ -111,7 +111,7 @@ def filled(typing_context, number, like):
     """Returns a vector of floats, as many as the vector ``like`` has, all of which are one number."""
 
     def generate(context, builder, signature, arguments):
-        return _filled(builder, arguments[0], _form(context, signature.return_type))
+        return filled_with(builder, arguments[0], _form(context, signature.return_type))
 
     return Vector(number, like.lanes)(number, like), generate
 
@@ -122,7 +122,7 @@ def filled_codes(typing_context, number, like):
 
     def generate(context, builder, signature, arguments):
         form = _form(context, signature.return_type)
-        return _filled(builder, builder.trunc(arguments[0], form.element), form)
+        return filled_with(builder, builder.trunc(arguments[0], form.element), form)
 
     return Vector(types.int32, like.lanes)(types.int64, like), generate
 
@@ -139,7 +139,7 @@ def butterflies(typing_context, vector):
         (vector,) = arguments
         distance = 1
         while distance < vector.type.count:
-            others = _shuffled(builder, vector, [lane ^ distance for lane in range(vector.type.count)])
+            others = shuffled(builder, vector, [lane ^ distance for lane in range(vector.type.count)])
             signs = [-1.0 if lane & distance else 1.0 for lane in range(vector.type.count)]
             vector = _called(builder, "llvm.fmuladd", vector, ir.Constant(vector.type, signs), others)
             distance *= 2
@@ -156,7 +156,7 @@ def folded(typing_context, vector):
         (vector,) = arguments
         while vector.type.count > 1:
             half = vector.type.count // 2
-            first, second = (_shuffled(builder, vector, range(start, start + half)) for start in (0, half))
+            first, second = (shuffled(builder, vector, range(start, start + half)) for start in (0, half))
             vector = builder.fadd(first, second)
         return builder.extract_element(vector, _LANE(0))
 
@@ -246,7 +246,7 @@ def code_of(typing_context, condition, value):
 
     def generate(context, builder, signature, arguments):
         form = _form(context, signature.return_type)
-        value = _filled(builder, builder.trunc(arguments[1], form.element), form)
+        value = filled_with(builder, builder.trunc(arguments[1], form.element), form)
         return builder.select(arguments[0], value, ir.Constant(form, [0] * form.count))
 
     return Vector(types.int32, condition.lanes)(condition, types.int64), generate
@@ -260,7 +260,7 @@ def has_bit(typing_context, vector, place):
         vector, place = arguments
         element = vector.type.element
         bit = builder.shl(element(1), builder.trunc(place, element))
-        bits = builder.and_(vector, _filled(builder, bit, vector.type))
+        bits = builder.and_(vector, filled_with(builder, bit, vector.type))
         return builder.icmp_unsigned("!=", bits, ir.Constant(vector.type, [0] * vector.type.count))
 
     return Vector(types.boolean, vector.lanes)(vector, types.int64), generate
@@ -272,7 +272,7 @@ def shifted_down(typing_context, vector, count):
 
     def generate(context, builder, signature, arguments):
         vector, count = arguments
-        return builder.lshr(vector, _filled(builder, builder.trunc(count, vector.type.element), vector.type))
+        return builder.lshr(vector, filled_with(builder, builder.trunc(count, vector.type.element), vector.type))
 
     return vector(vector, types.int64), generate
 
@@ -283,7 +283,7 @@ def entry(typing_context, table, place):
 
     def generate(context, builder, signature, arguments):
         table, place = arguments
-        return _filled(builder, builder.extract_element(table, builder.trunc(place, _LANE)), table.type)
+        return filled_with(builder, builder.extract_element(table, builder.trunc(place, _LANE)), table.type)
 
     return table(table, types.int64), generate
 
@@ -302,16 +302,16 @@ def one_of_eight(typing_context, places, table):
         features = features_of(context)
         single = signature.args[1].dtype == types.float32
         if single and "+avx512f" in features:
-            return _permuted(builder, "llvm.x86.avx512.permvar.sf.512", table, places)
+            return permuted(builder, "llvm.x86.avx512.permvar.sf.512", table, places)
         if not single and "+avx512f" in features:
             wide = builder.zext(places, ir.VectorType(ir.IntType(64), places.type.count))
-            return _permuted(builder, "llvm.x86.avx512.permvar.df.512", table, wide)
+            return permuted(builder, "llvm.x86.avx512.permvar.df.512", table, wide)
         if single and "+avx2" in features:
-            eight = _shuffled(builder, table, range(8))
-            halves = [_shuffled(builder, places, range(first, first + 8)) for first in (0, 8)]
-            low, high = (_permuted(builder, "llvm.x86.avx2.permps", eight, half) for half in halves)
+            eight = shuffled(builder, table, range(8))
+            halves = [shuffled(builder, places, range(first, first + 8)) for first in (0, 8)]
+            low, high = (permuted(builder, "llvm.x86.avx2.permps", eight, half) for half in halves)
             return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_LANE, 16), list(range(16))))
-        numbers = [_shuffled(builder, table, [place] * table.type.count) for place in range(8)]
+        numbers = [shuffled(builder, table, [place] * table.type.count) for place in range(8)]
         for bit in range(3):
             has_bit = builder.trunc(builder.lshr(places, places.type([bit] * places.type.count)), _truths(places.type))
             numbers = [builder.select(has_bit, *pair) for pair in zip(numbers[1::2], numbers[::2], strict=True)]
@@ -326,7 +326,7 @@ def shifted_up(typing_context, vector, count):
 
     def generate(context, builder, signature, arguments):
         vector, count = arguments
-        return builder.shl(vector, _filled(builder, builder.trunc(count, vector.type.element), vector.type))
+        return builder.shl(vector, filled_with(builder, builder.trunc(count, vector.type.element), vector.type))
 
     return vector(vector, types.int64), generate
 
@@ -342,12 +342,22 @@ def either(typing_context, left, right):
 
 
 @intrinsic
+def both(typing_context, left, right):
+    """Returns the bits that both of two vectors of integers have."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.and_(*arguments)
+
+    return left(left, right), generate
+
+
+@intrinsic
 def clamped(typing_context, vector, limit):
     """Returns a vector of floats, each clamped to the range from -limit to limit. NaN stays NaN."""
 
     def generate(context, builder, signature, arguments):
         vector, limit = arguments
-        highest = _filled(builder, limit, vector.type)
+        highest = filled_with(builder, limit, vector.type)
         lowest = builder.fneg(highest)
         vector = builder.select(builder.fcmp_ordered("<", vector, lowest), lowest, vector)
         return builder.select(builder.fcmp_ordered(">", vector, highest), highest, vector)
@@ -361,7 +371,7 @@ def features_of(context: Any) -> list[str]:
     return features.split(",")
 
 
-def _permuted(builder, name, table, places):
+def permuted(builder, name, table, places):
     """Generate the numbers of a table at places, by an instruction."""
     function = ir.FunctionType(table.type, [table.type, places.type])
     return builder.call(cgutils.get_or_insert_function(builder.module, function, name), [table, places])
@@ -379,7 +389,7 @@ def _with_signs(context, builder, signature, vector, words, shift, signs_of):
     words = builder.zext(words, form) if words.type != form else words
     shift = builder.add(shift, shift.type(integer.width - 32))
     shift = builder.trunc(shift, integer) if integer.width < 64 else shift
-    bits = signs_of(builder.shl(words, _filled(builder, shift, form)))
+    bits = signs_of(builder.shl(words, filled_with(builder, shift, form)))
     highest = ir.Constant(form, [-(1 << (integer.width - 1))] * form.count)
     changed = builder.xor(builder.bitcast(vector, form), builder.and_(bits, highest))
     return builder.bitcast(changed, vector.type)
@@ -424,13 +434,13 @@ def _form(context, vector):
     return context.get_value_type(vector)
 
 
-def _filled(builder, number, form):
+def filled_with(builder, number, form):
     """Generate a vector all of whose numbers are one."""
     single = builder.insert_element(ir.Constant(form, ir.Undefined), number, _LANE(0))
-    return _shuffled(builder, single, [0] * form.count)
+    return shuffled(builder, single, [0] * form.count)
 
 
-def _shuffled(builder, vector, order):
+def shuffled(builder, vector, order):
     """Generate the vector with the numbers of a vector in an order."""
     order = list(order)
     return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(_LANE, len(order)), order))

@@ -160,7 +160,7 @@ def shape_of(block_size: int, codes: Codes | None = None) -> Shape:
 
 def codes_of(q: Quantiser) -> Codes:
     """Returns the place of a quantiser's codes in a record."""
-    return Codes(q.bits, in_words=q.summable and 8 % q.bits != 0, padded=q.kind.name == "eden")
+    return Codes(q.bits, in_words=q.summable and 8 % q.bits != 0, padded=q.kind.is_padded)
 
 
 @lru_cache(maxsize=256)

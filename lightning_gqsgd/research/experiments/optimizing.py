@@ -18,7 +18,7 @@ from lightning_gqsgd.research.systems import SYSTEMS
 #: Of the L1 norm.
 PENALTY = 1e-2
 #: Codes of one bit, for DGD-DEF.
-SIGN = {"codec": "sign", "bits": 1, "dither": "adaptive"}
+SIGN: dict[str, Any] = {"codec": "sign", "bits": 1, "dither": "adaptive"}
 
 
 class SparseLogistic(LogisticRegression):
@@ -108,7 +108,8 @@ def dgd_def() -> Rows:
     """DGD-DEF's linear rate, which is that of gradient descent."""
     rates = Rates()
     exact = rates.exact()
-    for bits, fields in ((1, SIGN), (2, {"bits": 2}), (4, {"bits": 4})):
+    cases: list[tuple[int, dict[str, Any]]] = [(1, SIGN), (2, {"bits": 2}), (4, {"bits": 4})]
+    for bits, fields in cases:
         found = rates.of(**fields)
         yield Row(
             f"{bits} bit: the factor per step of gradient descent, {exact:.3f}", f"{found:.3f}", found < exact + 0.01

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels.dither import step_key
 from lightning_gqsgd.kernels.layout import Segment, cut
 from lightning_gqsgd.kernels.rotation import turned
+from lightning_gqsgd.reducers.base import step_key
 from lightning_gqsgd.research.simulation.virtual import VirtualRanks
 
 

@@ -1,0 +1,245 @@
+"""EDEN with a trellis: the levels that a turned coordinate may have depend on the codes of three coordinates before it.
+
+Blocks are turned and scaled as in `codecs.eden`, so the codec is unbiased over rotations whatever levels are taken.
+EDEN rounds each turned coordinate to the nearest of 2^b levels. Here there are twice as many levels, and each
+coordinate may have half of them: the levels, from the lowest on, belong to the subsets 0, 1, 2, 3, 0, 1, ..., and a
+coordinate has a level of one of two subsets. The bit u of its code says which subset, and the other bits say which
+level of the subset. The two subsets follow from the bits u of the three coordinates before it:
+
+    subset = 2 (u_t ^ u_{t-2} ^ u_{t-3}) + u_{t-1}
+
+The encoder chooses the bits of a whole sequence at once, so that the sum of squared errors is smallest. That is trellis
+coded quantisation (Marcellin, Fischer, "Trellis coded quantization of memoryless and Gauss-Markov sources", IEEE
+Transactions on Communications 38, 1990), with a convolutional code of 8 states, searched by Viterbi's algorithm. A code
+has b bits as before, no other word travels, and decoding is a table: its places are the window u_{t-3} u_{t-2} u_{t-1}
+u_t and the rest of the code. QTIP (arXiv 2406.11235) quantises weights in this way, with more states.
+
+Normal numbers are seldom large, so a level far out is seldom used. Of the windows that have the outermost level, one
+has it farther out than the others, for both signs: u_t ≠ u_{t-1} = u_{t-2} ≠ u_{t-3}. That makes the mean square error
+at 3 bits 7 % smaller, and other levels in each window would make it 1 % smaller than that. `benchmarks.trellis` finds
+the levels, by Lloyd's algorithm.
+
+A block of n coordinates has 16 sequences, and sequence l has the coordinates l, l + 16, l + 32, ...: a vector has the
+same step of all of them. All bits before the first step are 0, so the first steps have less of a choice: the mean
+square error is about D + a/T after T = n/16 steps. Blocks are therefore longer than those of `codecs.eden`.
+
+All kernels have to find the same bits, so costs are integers. Let x be a turned coordinate in units of the root mean
+square, an fp32 number within ±`FARTHEST`. Its cost at a level c is rounded from
+
+    K (c² - 2 c x),  K = `COST_UNIT`,
+
+which is the squared error less x². The word of a state is 2^`PATH` times the cost of the best sequence that ends there,
+plus the bits of that sequence: the three bits before a segment of `SEGMENT` steps, and then one bit for each step. So
+the smallest word has the bits of the best sequence, also where two cost the same. After each segment, the bits are put
+aside, and the cost of state 0 is taken off all costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs.eden.codec import EdenCodec, TurnedQuantiser
+from lightning_gqsgd.kernels.protocol import Kind
+from lightning_gqsgd.kernels.rotation import SHORTEST
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: Magnitudes of the levels for each number of bits, ascending, in units of the root mean square. The last two are the
+#: outermost level, in most windows and in those where it is farther out.
+MAGNITUDES: dict[int, tuple[float, ...]] = {
+    1: (0.3715, 1.1257, 1.3547),
+    2: (0.1913, 0.5815, 1.0512, 1.6299, 2.3598),
+    3: (0.1038, 0.2957, 0.5132, 0.7295, 0.9836, 1.2693, 1.6514, 2.1645, 2.8734),
+    4: (
+        0.0538,
+        0.1478,
+        0.2569,
+        0.3544,
+        0.4675,
+        0.5726,
+        0.6925,
+        0.8109,
+        0.9440,
+        1.0839,
+        1.2421,
+        1.4221,
+        1.6370,
+        1.8978,
+        2.2275,
+        2.6529,
+        3.2664,
+    ),
+}
+#: D and a for each number of bits: the mean square error of T steps of normal numbers is about D + a/T. Measured by
+#: `benchmarks.trellis`.
+DISTORTION: dict[int, tuple[float, float]] = {
+    1: (0.3029, 0.547),
+    2: (0.0820, 0.181),
+    3: (0.02137, 0.0572),
+    4: (0.005663, 0.0158),
+}
+
+#: Sequences of a block.
+LANES = 16
+#: Bits before a code's own that its subsets follow from, and the number of values that they have.
+MEMORY = 3
+STATES = 1 << MEMORY
+WINDOWS = 2 * STATES
+#: Steps of a segment, and the bits of its words that are not those of the cost.
+SEGMENT = 8
+PATH = MEMORY + SEGMENT
+#: Windows in which the outermost level is farther out.
+FAR_WINDOWS = (0b0110, 0b1001)
+#: The largest magnitude of a turned coordinate whose cost is looked at, in units of the root mean square, and the unit
+#: of costs. Costs of a segment differ by less than 2^20: a step's cost is between -19 and 13 in units of the mean
+#: square, and three steps lead from every state to every other.
+FARTHEST = 4.5
+COST_UNIT = 4096
+#: The cost of a state in which no sequence begins.
+NEVER = 128 * COST_UNIT
+
+
+def subset_of(window: int) -> int:
+    """Returns the subset of levels that belongs to a window, four bits of which u_t is the highest."""
+    u = [window >> place & 1 for place in range(MEMORY + 1)]
+    return 2 * (u[3] ^ u[1] ^ u[0]) + u[2]
+
+
+def alphabets(magnitudes: Sequence[float]) -> np.ndarray:
+    """Returns the levels of each window, ascending, [`WINDOWS`, 2^(b-1)].
+
+    Args:
+        magnitudes: magnitudes of the levels, as in `MAGNITUDES`.
+    """
+    *inner, near, far = magnitudes
+    rows = []
+    for window in range(WINDOWS):
+        half = np.array([*inner, far if window in FAR_WINDOWS else near])
+        rows.append(np.concatenate([-half[::-1], half])[subset_of(window) :: 4])
+    return np.array(rows)
+
+
+def costs_of(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns K c² and 2 K c of levels c, in fp32: the cost at c of x is the first less x times the second."""
+    return np.float32(COST_UNIT * levels * levels), np.float32(2 * COST_UNIT * levels)
+
+
+def thresholds_of(levels: np.ndarray) -> np.ndarray:
+    """Returns the smallest numbers that are rounded to each level but the lowest of ascending rows, in fp32."""
+    return np.float32((levels[..., :-1] + levels[..., 1:]) / 2)
+
+
+@dataclass(frozen=True)
+class TrellisQuantiser(TurnedQuantiser):
+    """A trellis codec at one block size.
+
+    A code has the number of the level in the alphabet of its window in its lower bits, and u in its highest bit.
+    """
+
+    kind: ClassVar[Kind] = Kind("trellis", __package__, is_padded=True)
+
+    @property
+    def alphabets(self) -> np.ndarray:
+        """Levels of each window, fp64 [`WINDOWS`, 2^(b-1)]."""
+        return alphabets(MAGNITUDES[self.bits])
+
+    def rounded(self, turned: Tensor, deviations: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns codes and levels; see `TurnedQuantiser.rounded`."""
+        inverse = 1 / deviations
+        x = (turned * inverse[:, None]).float().clamp(-FARTHEST, FARTHEST).unflatten(1, (-1, LANES))
+        windows = best_windows(x, lengths // LANES, self.alphabets)
+        thresholds = torch.from_numpy(thresholds_of(self.alphabets)).to(x.device)[windows]
+        numbers = (x[..., None] >= thresholds).sum(dim=-1)
+        levels = torch.from_numpy(self.alphabets).to(turned)[windows, numbers]
+        codes = numbers | windows >> MEMORY << (self.bits - 1)
+        return codes.flatten(1), levels.flatten(1)
+
+    def levels(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the levels of codes; see `TurnedQuantiser.levels`."""
+        steps = codes.unflatten(1, (-1, LANES))
+        bits = steps >> (self.bits - 1)
+        windows = bits << MEMORY
+        for back in range(1, MEMORY + 1):
+            windows[:, back:] |= bits[:, :-back] << (MEMORY - back)
+        alphabet = torch.from_numpy(self.alphabets).to(codes.device, dtype)
+        return alphabet[windows, steps & ((1 << (self.bits - 1)) - 1)].flatten(1)
+
+
+def best_windows(x: Tensor, steps: Tensor, levels: np.ndarray) -> Tensor:
+    """Returns the windows of the sequences with the smallest costs, int64 [B, T, `LANES`].
+
+    Args:
+        x: numbers within ±`FARTHEST`, fp32 [B, T, `LANES`].
+        steps: number of steps of each block, a multiple of `SEGMENT` and at most T, int64 [B].
+        levels: levels of each window.
+    """
+    constant, slope = (torch.from_numpy(numbers).to(x.device) for numbers in costs_of(levels))
+    states = torch.arange(STATES, device=x.device)
+    words = torch.where(states == 0, 0, NEVER << PATH | states).expand(len(x), LANES, STATES)
+    last_bits = torch.zeros(len(x), LANES, dtype=torch.int64, device=x.device)
+    bits_of_segments = []
+    for t, numbers in enumerate(x.unbind(1)):
+        step = t % SEGMENT
+        cost = (constant - numbers[..., None, None] * slope).amin(dim=-1).round().long()
+        # A window's lower bits are the state before, its upper bits are the state after.
+        through = torch.cat([words, words], dim=-1) + (cost << PATH)
+        words = through.unflatten(-1, (STATES, 2)).amin(dim=-1) | states >> (MEMORY - 1) << (MEMORY + step)
+        if step == SEGMENT - 1:
+            is_last = (steps == t + 1)[:, None]
+            last_bits = torch.where(is_last, words.amin(dim=-1), last_bits)
+            bits_of_segments.append(words & ((1 << PATH) - 1))
+            words = _renewed(words, states)
+    return _windows(bits_of_segments, last_bits & ((1 << PATH) - 1), steps)
+
+
+def _renewed(words: Tensor, states: Tensor) -> Tensor:
+    """Returns the words at the start of a segment that belong to those at the end of the one before."""
+    costs = words >> PATH
+    return (costs - costs[..., :1] << PATH) | states
+
+
+def _windows(bits_of_segments: Sequence[Tensor], last_bits: Tensor, steps: Tensor) -> Tensor:
+    """Returns the windows that the bits of segments stand for, [B, T, `LANES`]; from the last segment to the first.
+
+    Args:
+        bits_of_segments: the bits of each segment by the state at its end, [B, `LANES`, `STATES`].
+        last_bits: the bits of a block's last segment, [B, `LANES`].
+        steps: number of steps of each block, [B].
+    """
+    windows = []
+    bits = last_bits
+    for number in reversed(range(len(bits_of_segments))):
+        state = bits & (STATES - 1)
+        before = bits_of_segments[number].gather(-1, state[..., None])[..., 0]
+        bits = torch.where((steps == (number + 1) * SEGMENT)[:, None], last_bits, before)
+        windows += [bits >> step & (WINDOWS - 1) for step in reversed(range(SEGMENT))]
+    return torch.stack(windows[::-1], dim=1)
+
+
+@dataclass(frozen=True)
+class TrellisCodec(EdenCodec):
+    """EDEN with a trellis, at a number of bits per coordinate.
+
+    Attributes:
+        bits: bits of a code on the wire, 1 to 4.
+    """
+
+    name: ClassVar[str] = "trellis"
+    default_block_size: ClassVar[int] = 1024
+
+    def quantiser(self, block_size: int, summed: int | None = None) -> TrellisQuantiser:
+        """Returns the quantiser; see `EdenCodec.quantiser`."""
+        super().quantiser(block_size, summed)  # refuses sums of codes
+        return TrellisQuantiser(self.bits, block_size)
+
+    def distortion(self, dimension: int) -> float:
+        """Returns the mean square error of the levels of normal numbers, in blocks of so many coordinates."""
+        longest, of_start = DISTORTION[self.bits]
+        turned = max(SHORTEST, 1 << (dimension - 1).bit_length())
+        return longest + of_start * LANES / turned

@@ -1,0 +1,202 @@
+"""Trellis codes on the CPU: turned coordinates at the levels of the best sequences, see `codecs.trellis.codec`.
+
+Blocks are turned and scaled by the functions of `codecs.eden.cpu`. What is here chooses levels. A vector has the same
+step of as many sequences as it has numbers.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import int32
+
+from lightning_gqsgd.codecs.eden.cpu import folded_sum, turned_kernel
+from lightning_gqsgd.codecs.trellis.codec import LANES, MEMORY, SEGMENT, STATES
+from lightning_gqsgd.codecs.trellis.cpu_vectors import (
+    advanced,
+    bits_of_state,
+    costs,
+    first_words,
+    levels,
+    numbers_of_levels,
+    renewed,
+    smallest_bits,
+    units,
+)
+from lightning_gqsgd.kernels.cpu.casts import numbers
+from lightning_gqsgd.kernels.cpu.jit import inlined, loop
+from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
+from lightning_gqsgd.kernels.cpu.rotation import roots_of
+from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of
+from lightning_gqsgd.kernels.cpu.vectors import (
+    both,
+    either,
+    filled_codes,
+    lanes,
+    load,
+    load_codes,
+    load_like,
+    shifted_down,
+    shifted_up,
+    store,
+)
+from lightning_gqsgd.kernels.wire import Share, scale_format
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.codecs.trellis.codec import TrellisQuantiser
+
+#: Coordinates of a segment of all sequences.
+_SEGMENT_NUMEL = SEGMENT * LANES
+
+
+class Trellis(NamedTuple):
+    """A trellis quantiser, typed for the kernels; levels are constants of the machine code.
+
+    Attributes:
+        form: number formats.
+        bits: bits of a code.
+        each, rest: see `kernels.wire.Share`.
+        mantissa: bits of the compute dtype's mantissa.
+        roots: see `kernels.cpu.rotation.roots_of`.
+    """
+
+    form: Form
+    bits: int
+    each: np.floating
+    rest: np.floating
+    mantissa: int
+    roots: np.ndarray
+
+
+@lru_cache
+def constants(q: TrellisQuantiser, dtype: torch.dtype, sources: int) -> Trellis:
+    """Returns the constants of a quantiser, for messages of so many sources."""
+    share = Share.of(sources)
+    real = float_type(dtype)
+    return Trellis(
+        form=form_of(dtype),
+        bits=q.bits,
+        each=real(share.each),
+        rest=real(share.rest),
+        mantissa=scale_format(dtype).mantissa,
+        roots=roots_of(q.block_size, dtype),
+    )
+
+
+def is_for_sums(q: TrellisQuantiser) -> bool:
+    """Returns whether messages are added up. They never are."""
+    return False
+
+
+def codec(q: TrellisQuantiser) -> Any:
+    """Returns the kernel that encodes, reduces and decodes."""
+    return _codec(q.bits)
+
+
+def summed(q: TrellisQuantiser) -> Any:
+    """Returns the kernel that decodes sums of codes.
+
+    Raises:
+        NotImplementedError: always, because every message is turned by signs of its own.
+    """
+    raise NotImplementedError(f"messages of {q} cannot be added up: take a linear or an exponential codec")
+
+
+@inlined
+def _keep(words, kept, at, width):
+    """Put the words of all states away, from a place on."""
+    store(kept, at, words[0])
+    store(kept, at + width, words[1])
+    store(kept, at + 2 * width, words[2])
+    store(kept, at + 3 * width, words[3])
+    store(kept, at + 4 * width, words[4])
+    store(kept, at + 5 * width, words[5])
+    store(kept, at + 6 * width, words[6])
+    store(kept, at + 7 * width, words[7])
+
+
+@inlined
+def _kept_words(kept, at, width, like):
+    """Returns the words of all states that `_keep` has put away."""
+    return (
+        load_like(kept, at, like),
+        load_like(kept, at + width, like),
+        load_like(kept, at + 2 * width, like),
+        load_like(kept, at + 3 * width, like),
+        load_like(kept, at + 4 * width, like),
+        load_like(kept, at + 5 * width, like),
+        load_like(kept, at + 6 * width, like),
+        load_like(kept, at + 7 * width, like),
+    )
+
+
+@lru_cache
+def _codec(bits: int) -> Any:
+    """Returns the kernel of `codec`, compiled for a number of bits."""
+    costs_of_step, numbers_in, levels_in = costs(bits), numbers_of_levels(bits), levels(bits)
+
+    @loop
+    def search(moved, inverse, lane, kept):
+        """Write the words of all states after each segment of the sequences from number ``lane`` on into ``kept``."""
+        words = first_words(load(moved, 0))
+        width = lanes(moved)
+        at = 0
+        for start in range(lane, moved.size, _SEGMENT_NUMEL):
+            words = renewed(words)
+            for step in range(SEGMENT):
+                x = units(load(moved, start + step * LANES), inverse)
+                words = advanced(words, costs_of_step(x), step)
+            _keep(words, kept, at, width)
+            at += STATES * width
+
+    @loop
+    def trace(z, moved, inverse, lane, kept, codes):
+        """Write the codes of the best of the sequences from number ``lane`` on, and products with levels into ``z``."""
+        width = lanes(z)
+        like = load(z, 0)
+        segments = z.size // _SEGMENT_NUMEL
+        bits_here = filled_codes(0, like)
+        for number in range(segments - 1, -1, -1):
+            words = _kept_words(kept, number * STATES * width, width, like)
+            bits_here = smallest_bits(words) if number == segments - 1 else bits_of_state(words, bits_here)
+            for step in range(SEGMENT):
+                j = number * _SEGMENT_NUMEL + step * LANES + lane
+                windows = shifted_down(bits_here, step)
+                code = numbers_in(units(load(moved, j), inverse), windows)
+                level = levels_in(code, windows, like)
+                u = shifted_up(both(shifted_down(windows, MEMORY), filled_codes(1, like)), bits - 1)
+                store(codes, j, either(code, u))
+                store(z, j, load(z, j) * level)
+
+    @loop
+    def look_up_lanes(codes, lane, z):
+        """Write the levels of the codes of the sequences from number ``lane`` on into ``z``."""
+        like = load(z, 0)
+        windows = filled_codes(0, like)
+        for j in range(lane, z.size, LANES):
+            code = load_codes(codes, j, like)
+            windows = either(shifted_down(windows, 1), shifted_up(shifted_down(code, bits - 1), MEMORY))
+            store(z, j, levels_in(code, windows, like))
+
+    @inlined
+    def choose(z, moved, deviation, terms, c, s, wire, at):
+        """Write the codes of a block; see `eden.cpu.turned_kernel`."""
+        inverse = z.dtype.type(1) / deviation
+        kept = numbers(s.other, 0, z.size, int32(0))
+        for lane in range(0, LANES, lanes(z)):
+            search(moved, inverse, lane, kept)
+            trace(z, moved, inverse, lane, kept, s.codes)
+        pack_planes(s.codes, z.size, bits, wire, at)
+        return folded_sum(z)
+
+    @inlined
+    def look_up(wire, at, c, s, z):
+        """Write the levels of the codes of a block into ``z``."""
+        unpack_planes(wire, at, z.size, bits, s.codes)
+        for lane in range(0, LANES, lanes(z)):
+            look_up_lanes(s.codes, lane, z)
+
+    return turned_kernel(f"trellis_{bits}", choose, look_up)

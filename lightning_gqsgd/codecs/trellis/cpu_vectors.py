@@ -1,0 +1,297 @@
+"""Vectors for the search through a trellis: the costs of a step, a step of all states, and tables of sixteen levels.
+
+The functions here make intrinsics, because levels, subsets and windows are constants of the machine code. There is one
+intrinsic for each number of bits. Words, places and bits are vectors of 32-bit integers, one number for each sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from lightning_gqsgd.codecs.trellis.codec import (
+    FAR_WINDOWS,
+    FARTHEST,
+    MAGNITUDES,
+    MEMORY,
+    NEVER,
+    PATH,
+    STATES,
+    WINDOWS,
+    alphabets,
+    costs_of,
+    subset_of,
+    thresholds_of,
+)
+from lightning_gqsgd.kernels.cpu.vectors import Vector, features_of, filled_with, permuted, shuffled
+
+#: A number whose addition rounds a float below 2^22 to an integer, which is then in the lowest bits.
+_ROUNDER = 1.5 * 2**23
+_HALF_TABLE = 8
+
+
+def _variant(window: int) -> tuple[int, bool]:
+    """Returns what the costs of a window depend on: its subset, and whether its outermost level is farther out."""
+    return subset_of(window), window in FAR_WINDOWS
+
+
+#: All that the costs of a step depend on.
+_VARIANTS = sorted({_variant(window) for window in range(WINDOWS)})
+
+
+@intrinsic
+def units(typing_context, vector, inverse):
+    """Returns turned coordinates times one over their root mean square, as fp32 numbers within ±`FARTHEST`; NaN stays
+    NaN."""
+    result = Vector(types.float32, vector.lanes)
+
+    def generate(context, builder, signature, arguments):
+        vector, inverse = arguments
+        product = builder.fmul(vector, filled_with(builder, inverse, vector.type))
+        form = context.get_value_type(result)
+        product = builder.fptrunc(product, form) if product.type != form else product
+        highest = _all(form, FARTHEST)
+        lowest = _all(form, -FARTHEST)
+        product = builder.select(builder.fcmp_ordered("<", product, lowest), lowest, product)
+        return builder.select(builder.fcmp_ordered(">", product, highest), highest, product)
+
+    return result(vector, inverse), generate
+
+
+@lru_cache
+def costs(bits: int) -> Any:
+    """Returns the intrinsic ``costs(x)``: the costs of a step, as they are added to words, of all `_VARIANTS`."""
+    *inner, near, far = MAGNITUDES[bits]
+
+    @intrinsic
+    def costs_of_step(typing_context, x):
+        result = types.UniTuple(Vector(types.int32, x.lanes), len(_VARIANTS))
+
+        def generate(context, builder, signature, arguments):
+            (x,) = arguments
+            lines = {size: _lines(builder, x, size) for size in (*inner, near, far)}
+            listed = []
+            for subset, is_far in _VARIANTS:
+                sizes = [*inner, far if is_far else near]
+                signed = [(size, 0) for size in reversed(sizes)] + [(size, 1) for size in sizes]
+                # The level that differs between near and far comes last, so that the rest is found once.
+                own = sorted(signed[subset::4], key=lambda level: level[0])
+                listed.append(_rounded(builder, _smallest(builder, [lines[size][sign] for size, sign in own])))
+            return context.make_tuple(builder, result, listed)
+
+        return result(x), generate
+
+    return costs_of_step
+
+
+def _lines(builder, x, size):
+    """Generate the costs at the levels of both signs with one magnitude: minus, and then plus."""
+    constant, slope = (_all(x.type, float(number)) for number in costs_of(np.float64(size)))
+    product = builder.fmul(x, slope)
+    return builder.fadd(constant, product), builder.fsub(constant, product)
+
+
+def _smallest(builder, vectors):
+    """Generate the smallest numbers of vectors of floats."""
+    least, *others = vectors
+    for other in others:
+        least = builder.select(builder.fcmp_ordered("<", other, least), other, least)
+    return least
+
+
+def _rounded(builder, cost):
+    """Generate costs as integers, times 2^`PATH`."""
+    integer = ir.VectorType(ir.IntType(32), cost.type.count)
+    bits = builder.bitcast(builder.fadd(cost, _all(cost.type, _ROUNDER)), integer)
+    return builder.shl(bits, _all(integer, PATH))
+
+
+@intrinsic
+def first_words(typing_context, like):
+    """Returns the words of all states before the first step, as vectors of as many numbers as ``like`` has."""
+    result = types.UniTuple(Vector(types.int32, like.lanes), STATES)
+
+    def generate(context, builder, signature, arguments):
+        form = ir.VectorType(ir.IntType(32), like.lanes)
+        words = [_all(form, NEVER << PATH if state else 0) for state in range(STATES)]
+        return context.make_tuple(builder, result, words)
+
+    return result(like), generate
+
+
+@intrinsic
+def renewed(typing_context, words):
+    """Returns the words at the start of a segment that belong to those at the end of the one before."""
+
+    def generate(context, builder, signature, arguments):
+        old = cgutils.unpack_tuple(builder, arguments[0])
+        mask = _all(old[0].type, -1 << PATH)
+        first = builder.and_(old[0], mask)
+        costs = [builder.sub(builder.and_(word, mask), first) for word in old]
+        new = [builder.or_(cost, _all(cost.type, state)) for state, cost in enumerate(costs)]
+        return context.make_tuple(builder, signature.return_type, new)
+
+    return words(words), generate
+
+
+@intrinsic
+def advanced(typing_context, words, costs, step):
+    """Returns the words of all states after one more step, the number ``step`` of its segment."""
+
+    def generate(context, builder, signature, arguments):
+        old = cgutils.unpack_tuple(builder, arguments[0])
+        costs = dict(zip(_VARIANTS, cgutils.unpack_tuple(builder, arguments[1]), strict=True))
+        form = old[0].type
+        # A window's lower bits are the state before, its upper bits are the state after.
+        through = [builder.add(old[window & (STATES - 1)], costs[_variant(window)]) for window in range(WINDOWS)]
+        place = builder.add(builder.trunc(arguments[2], form.element), form.element(MEMORY))
+        bit = filled_with(builder, builder.shl(form.element(1), place), form)
+        new = []
+        for state, (left, right) in enumerate(zip(through[::2], through[1::2], strict=True)):
+            word = builder.select(builder.icmp_signed("<", right, left), right, left)
+            new.append(builder.or_(word, bit) if state >> (MEMORY - 1) else word)
+        return context.make_tuple(builder, signature.return_type, new)
+
+    return words(words, costs, types.int64), generate
+
+
+@intrinsic
+def smallest_bits(typing_context, words):
+    """Returns the bits of the best sequence among all states."""
+    result = words.dtype
+
+    def generate(context, builder, signature, arguments):
+        least, *others = cgutils.unpack_tuple(builder, arguments[0])
+        for other in others:
+            least = builder.select(builder.icmp_signed("<", other, least), other, least)
+        return builder.and_(least, _all(least.type, (1 << PATH) - 1))
+
+    return result(words), generate
+
+
+@intrinsic
+def bits_of_state(typing_context, words, bits):
+    """Returns the bits of the words of the states at the start of a segment with these bits."""
+    result = words.dtype
+
+    def generate(context, builder, signature, arguments):
+        listed = cgutils.unpack_tuple(builder, arguments[0])
+        for place in range(MEMORY):
+            has_bit = _has_bit(builder, arguments[1], place)
+            listed = [builder.select(has_bit, *pair) for pair in zip(listed[1::2], listed[::2], strict=True)]
+        return builder.and_(listed[0], _all(listed[0].type, (1 << PATH) - 1))
+
+    return result(words, bits), generate
+
+
+@lru_cache
+def numbers_of_levels(bits: int) -> Any:
+    """Returns the intrinsic ``numbers(x, windows)``: the numbers of the levels nearest to x in the alphabets of
+    windows."""
+    thresholds = thresholds_of(alphabets(MAGNITUDES[bits]))
+
+    @intrinsic
+    def numbers(typing_context, x, windows):
+        def generate(context, builder, signature, arguments):
+            x, windows = arguments
+            form = windows.type
+            number = ir.Constant(form, [0] * form.count)
+            for place in reversed(range(bits - 1)):
+                # Thresholds in the middle of what is left, one for each value of the bits that are found.
+                middle = thresholds[:, (1 << place) - 1 :: 2 << place]
+                tables = [_looked_up(context, builder, column, windows, x.type) for column in middle.T]
+                threshold = _by_bits(builder, tables, number, place + 1)
+                bit = builder.select(builder.fcmp_ordered(">=", x, threshold), _all(form, 1 << place), _all(form, 0))
+                number = builder.or_(number, bit)
+            return number
+
+        return windows(x, windows), generate
+
+    return numbers
+
+
+@lru_cache
+def levels(bits: int) -> Any:
+    """Returns the intrinsic ``levels(codes, windows, like)``: the levels that codes stand for, as vectors like
+    ``like``."""
+    alphabet = alphabets(MAGNITUDES[bits])
+
+    @intrinsic
+    def levels_of_codes(typing_context, codes, windows, like):
+        def generate(context, builder, signature, arguments):
+            codes, windows, like = arguments
+            tables = [_looked_up(context, builder, column, windows, like.type) for column in alphabet.T]
+            return _by_bits(builder, tables, codes, 0)
+
+        return like(codes, windows, like), generate
+
+    return levels_of_codes
+
+
+def _by_bits(builder, vectors, numbers, first):
+    """Generate the numbers of one of 2^k vectors, of which k bits say which, from number ``first`` on."""
+    place = first
+    while len(vectors) > 1:
+        has_bit = _has_bit(builder, numbers, place)
+        vectors = [builder.select(has_bit, *pair) for pair in zip(vectors[1::2], vectors[::2], strict=True)]
+        place += 1
+    return vectors[0]
+
+
+def _has_bit(builder, numbers, place):
+    """Generate where integers have a bit."""
+    form = numbers.type
+    return builder.icmp_unsigned("!=", builder.and_(numbers, _all(form, 1 << place)), _all(form, 0))
+
+
+def _looked_up(context, builder, table: Sequence[float], windows, form):
+    """Generate the numbers of a table of sixteen at places that the four lowest bits of integers say.
+
+    Args:
+        context: Numba's.
+        builder: LLVM's.
+        table: the numbers.
+        windows: the places.
+        form: LLVM's type of the result.
+    """
+    features = features_of(context)
+    single = isinstance(form.element, ir.FloatType)
+    numbers = [float(number) for number in table]
+    if single and "+avx512f" in features and form.count == WINDOWS:
+        return permuted(builder, "llvm.x86.avx512.permvar.sf.512", ir.Constant(form, numbers), windows)
+    low, high = numbers[:_HALF_TABLE], numbers[_HALF_TABLE:]
+    if not single and "+avx512f" in features:
+        places = builder.zext(windows, ir.VectorType(ir.IntType(64), form.count))
+        halves = [
+            permuted(builder, "llvm.x86.avx512.permvar.df.512", ir.Constant(form, half), places) for half in (low, high)
+        ]
+        return builder.select(_has_bit(builder, windows, MEMORY), halves[1], halves[0])
+    if single and "+avx2" in features:
+        return _looked_up_in_parts(builder, low, high, windows, form)
+    return _by_bits(builder, [_all(form, number) for number in numbers], windows, 0)
+
+
+def _looked_up_in_parts(builder, low, high, windows, form):
+    """Generate the same by instructions that look up eight fp32 numbers in eight."""
+    eight = ir.VectorType(form.element, _HALF_TABLE)
+    parts = []
+    for first in range(0, form.count, _HALF_TABLE):
+        places = shuffled(builder, windows, range(first, first + _HALF_TABLE))
+        halves = [permuted(builder, "llvm.x86.avx2.permps", ir.Constant(eight, half), places) for half in (low, high)]
+        parts.append(builder.select(_has_bit(builder, places, MEMORY), halves[1], halves[0]))
+    if len(parts) == 1:
+        return parts[0]
+    order = ir.Constant(ir.VectorType(ir.IntType(32), form.count), list(range(form.count)))
+    return builder.shuffle_vector(*parts, order)
+
+
+def _all(form, number):
+    """Returns the constant vector of a type all of whose numbers are one."""
+    return ir.Constant(form, [number] * form.count)

@@ -1,0 +1,76 @@
+"""Bias and error of trellis codes over rotations, on blocks of every kind, and how exact the mean of ranks is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs import TrellisCodec
+from lightning_gqsgd.kernels import cpu
+from lightning_gqsgd.kernels.layout import Segment, cut, place
+from lightning_gqsgd.research.simulation import average, relative_error
+from tests.statistics.test_eden import FEW_VALUES, KINDS, block, few, gradients_of, worst_z
+
+
+def decoded(x: Tensor, bits: int, repeats: int) -> Tensor:
+    """One block, encoded and decoded under as many rotations as a parameter of equal blocks has."""
+    q, many = TrellisCodec(bits).quantiser(len(x)), x.repeat(repeats)
+    table = cut([Segment(0, many.numel(), False)], len(x))
+    layout = place(table, q, shards=1, scale_bytes=2, raw_bytes=4)
+    wire, y = torch.zeros(layout.message_bytes, dtype=torch.uint8), torch.empty_like(many)
+    cpu.encode(many, layout.blocks, wire, q, (5, 77))
+    cpu.decode(wire[None], layout.blocks, y, q, [(5, 77)])
+    return y.view(repeats, len(x)).double()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_there_is_no_bias_over_rotations(kind: str, bits: int) -> None:
+    """Levels of a sequence are not opposite for opposite numbers, because all sequences begin in one state. The signs
+    of the rotation make up for that."""
+    x, repeats = block(kind), 8000
+    y = decoded(x, bits, repeats)
+    error = y - x.double()
+    along = (error @ x.double()) / float(x.double().square().sum())
+    assert abs(float(along.mean())) <= 4 * float(along.std()) / math.sqrt(repeats) + 1e-6
+    assert float(along.abs().max()) <= 2**-7
+    assert worst_z(y, x) <= (4 if kind not in ("dense", "heavy") else 4.5)
+    if kind in ("dense", "heavy"):
+        assert 0.9 < float((error.mean(0) / error.std(0) * math.sqrt(repeats)).std()) < 1.1
+
+
+@pytest.mark.parametrize("length", [128, 512, *(pytest.param(n, marks=pytest.mark.slow) for n in (256, 1024, 4096))])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_there_is_no_bias_where_few_coordinates_are_not_zero(bits: int, length: int) -> None:
+    repeats = min(20_000, (1 << 23) // length)
+    for values in FEW_VALUES:
+        x = few(length, values)
+        y = decoded(x, bits, repeats)[:, x != 0]
+        bias = (y.mean(0) - x[x != 0]).abs()
+        # As for EDEN: of a block that one coordinate dominates, a share of 1/m is left at 1 and 2 bits.
+        left = x[x != 0].abs() / length if bits <= 2 else 0.0
+        assert float(((bias - left) / y.std(0)).max()) * math.sqrt(repeats) <= 4.5, values
+
+
+@pytest.mark.parametrize("size", [128, 256, 1024, 4096])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_the_error_is_as_predicted(bits: int, size: int) -> None:
+    x, codec = torch.randn(size, generator=torch.Generator().manual_seed(size)), TrellisCodec(bits)
+    relative = float((decoded(x, bits, (1 << 20) // size) - x.double()).square().sum(1).mean())
+    relative /= float(x.double().square().sum())
+    assert relative == pytest.approx(codec.omega(size), rel=0.05)
+    assert codec.delta(size) == pytest.approx(1 / (1 + relative), rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "heavy", "language"])
+@pytest.mark.parametrize(("bits", "most"), [(1, 1.03), (2, 0.431), (3, 0.211), (4, 0.107)])
+def test_the_error_of_the_mean_does_not_depend_on_the_gradients(kind: str, bits: int, most: float) -> None:
+    """Relative L2 error of `two_shot` at 8 ranks with independent gradients, as in `test_eden`."""
+    gradients, omega, ranks = gradients_of(kind, 1 << 16, 8), TrellisCodec(bits).omega(1024), 8
+    error = relative_error(average(gradients, codec="trellis", bits=bits, reducer="two_shot")[0], gradients)
+    up = omega * (ranks - 1) / ranks
+    assert error == pytest.approx(math.sqrt(up + omega * (1 + up)), rel=0.03)
+    assert error <= most

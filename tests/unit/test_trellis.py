@@ -1,0 +1,157 @@
+"""Trellis codes: their alphabets, the search for the best sequence, and the same bits from all kernels."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gqsgd.codecs import EdenCodec, TrellisCodec
+from lightning_gqsgd.codecs.trellis.codec import (
+    COST_UNIT,
+    FARTHEST,
+    LANES,
+    MAGNITUDES,
+    MEMORY,
+    NEVER,
+    PATH,
+    SEGMENT,
+    STATES,
+    WINDOWS,
+    alphabets,
+    best_windows,
+    costs_of,
+    subset_of,
+)
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.kernels import cpu
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.research.simulation import average
+from tests.unit.test_eden import kinds_of_blocks
+from tests.unit.test_kernels import BOTH, DTYPES, check_messages, drawn, layout_of, message, there_and_back
+
+WIDTHS = range(1, 5)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_windows_that_are_opposite_have_opposite_levels(bits: int) -> None:
+    levels = alphabets(MAGNITUDES[bits])
+    assert levels.shape == (WINDOWS, 2 ** (bits - 1))
+    assert (np.diff(levels) > 0).all()
+    assert np.array_equal(levels, -levels[::-1, ::-1])
+    assert len(np.unique(np.abs(levels))) == 2**bits + 1
+
+
+def test_a_state_chooses_between_two_subsets_with_one_level_between_any_two_of_each() -> None:
+    for state in range(STATES):
+        zero, one = (subset_of(state | u << MEMORY) for u in (0, 1))
+        assert (zero - one) % 4 == 2
+    assert [subset_of(window) for window in range(WINDOWS)].count(3) == 4
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_the_sequence_is_the_best_of_all(bits: int) -> None:
+    """Compared with all 2^8 sequences of 8 steps."""
+    x = torch.randn(3, SEGMENT, LANES, generator=torch.Generator().manual_seed(bits)).clamp(-FARTHEST, FARTHEST)
+    levels = alphabets(MAGNITUDES[bits])
+    constant, slope = map(torch.from_numpy, costs_of(levels))
+    costs = (constant - x[..., None, None] * slope).amin(-1).round().long()
+    totals = []
+    for bits_of_steps in itertools.product((0, 1), repeat=SEGMENT):
+        u = (0,) * MEMORY + bits_of_steps
+        windows = [sum(u[step + back] << back for back in range(MEMORY + 1)) for step in range(SEGMENT)]
+        totals.append(sum(costs[:, step, :, window] for step, window in enumerate(windows)))
+    found = best_windows(x, torch.full((3,), SEGMENT), levels)
+    assert torch.equal(costs.gather(-1, found[..., None])[..., 0].sum(1), torch.stack(totals).amin(0))
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_costs_fit_into_words(bits: int) -> None:
+    """The word of any state, within a segment or before the first step, is an integer of 32 bits."""
+    constant, slope = costs_of(alphabets(MAGNITUDES[bits]))
+    x = np.linspace(-FARTHEST, FARTHEST, 1001, dtype=np.float32)[:, None, None]
+    costs = (constant - x * slope).min(-1) / COST_UNIT
+    lowest, highest = float(costs.min()), float(costs.max())
+    apart = MEMORY * (highest - lowest)
+    assert apart < NEVER / COST_UNIT  # no sequence that begins elsewhere is better than one that begins at 0
+    largest = SEGMENT * max(-lowest, highest) + apart
+    assert max(largest, NEVER / COST_UNIT + MEMORY * highest) * COST_UNIT < 1 << (31 - PATH)
+    assert -lowest * COST_UNIT < 2**22  # costs are rounded in the lowest bits of an fp32 number
+
+
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 2**32),
+    dtype=st.sampled_from(DTYPES),
+    bits=st.sampled_from(WIDTHS),
+    block=st.sampled_from([128, 256, 1024]),
+    rows=st.lists(st.tuples(st.integers(0, 1500), st.booleans()), min_size=1, max_size=3),
+)
+def test_both_kernels_give_the_same_bits(seed, dtype, bits, block, rows) -> None:
+    segments, xs = drawn({"seed": seed, "dtype": dtype, "ranks": 3, "rows": rows})
+    check_messages(segments, xs, TrellisCodec(bits).quantiser(block))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("length", [128, 256, 1024])
+def test_blocks_that_lie_side_by_side_do_not_touch_each_other(length: int, dtype: torch.dtype) -> None:
+    blocks = kinds_of_blocks(length, dtype)
+    x = torch.cat([*blocks, blocks[0][: length // 2 + 3]])
+    for bits in WIDTHS:
+        q = TrellisCodec(bits).quantiser(length)
+        layout = layout_of([Segment(5, len(x), False)], q, dtype)
+        slow, fast = (message(kernels, x, layout, (1, 2), q) for kernels in BOTH)
+        assert torch.equal(slow, fast), bits
+        mean = [torch.full_like(x, 7) for _ in BOTH]
+        wires = torch.stack([slow, message(cpu, x.flip(0), layout, (3, 4), q)])
+        bad = [k.decode(wires, layout.blocks, y, q, [(1, 2), (3, 4)]) for k, y in zip(BOTH, mean, strict=True)]
+        assert bad[0] == bad[1] > 0
+        assert torch.equal(mean[0].isnan(), mean[1].isnan())
+        assert torch.equal(mean[0].nan_to_num(), mean[1].nan_to_num()), bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_what_is_finite_stays_finite_at_both_ends_of_a_dtype(dtype: torch.dtype) -> None:
+    line = torch.linspace(-1, 1, 512, dtype=torch.float64)
+    for pattern in (line, torch.ones(512).double(), (line == 1).double()):
+        for size in (torch.finfo(dtype).max, torch.finfo(dtype).tiny * 2.0**-5):
+            for bits in WIDTHS:
+                y, bad = there_and_back(cpu, (pattern * size).to(dtype), TrellisCodec(bits).quantiser(256))
+                assert bad == 0
+                assert y.isfinite().all()
+
+
+def test_messages_are_as_long_as_those_of_eden() -> None:
+    lengths = np.array([1, 100, 128, 500, 1024])
+    for bits in WIDTHS:
+        ours, others = (kind(bits).quantiser(1024).record_bytes(lengths, 4) for kind in (TrellisCodec, EdenCodec))
+        assert np.array_equal(ours, others)
+
+
+@pytest.mark.parametrize("reducer", ["two_shot", "gather"])
+def test_all_ranks_hold_the_same_bits(reducer: str) -> None:
+    gradients = [torch.randn(3000, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    means = average(gradients, codec="trellis", bits=4, reducer=reducer)
+    assert all(torch.equal(means[0], mean) for mean in means[1:])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"bits": 5}, ["codec='trellis'", "bits=1 to 4, not 5", "codec='companded'"]),
+        ({"rotation": True}, ["codec='trellis'", "rotation=False"]),
+        ({"block_size": 64}, ["codec='trellis'", "at least 128, not 64", "block_size=1024"]),
+        ({"norm": "l2"}, ["norm='l2'", "codec='trellis'", "leave it out"]),
+        ({"reducer": "sum"}, ["reducer='sum'", "codec='trellis'", "'two_shot' or 'gather'"]),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused_with_the_remedy(fields: dict, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        GQSGDConfig(codec="trellis", **fields)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_description_names_the_codec() -> None:
+    assert GQSGDConfig(codec="trellis").describe() == "2 bits (trellis, blocks of 1024)"
