@@ -18,7 +18,7 @@ from lightning_gqsgd.research.systems import SYSTEMS
 #: Of the L1 norm.
 PENALTY = 1e-2
 #: Codes of one bit, for DGD-DEF.
-SIGN = {"codec": "sign", "bits": 1, "dither": "adaptive"}
+SIGN: dict[str, Any] = {"codec": "sign", "bits": 1, "dither": "adaptive"}
 
 
 class SparseLogistic(LogisticRegression):
