@@ -40,7 +40,7 @@ class BatchedCharacters(VirtualCharacters):
         shape = (workers, self._batch, LENGTH)
         points = x.detach().expand(workers, -1)
         with self._in_bf16(), sdpa_kernel(SDPBackend.MATH):  # the only one that takes a batch of batches
-            rows = self._gradients(points, inputs.reshape(shape), targets.reshape(shape))
+            rows: Tensor = self._gradients(points, inputs.reshape(shape), targets.reshape(shape))
         # Clipped by each worker, as in training; the host does not wait for the norms.
         return rows * rows.norm(dim=1, keepdim=True).reciprocal().clamp(max=1.0)
 
