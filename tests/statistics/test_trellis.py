@@ -37,7 +37,8 @@ def test_there_is_no_bias_over_rotations(kind: str, bits: int) -> None:
     along = (error @ x.double()) / float(x.double().square().sum())
     assert abs(float(along.mean())) <= 4 * float(along.std()) / math.sqrt(repeats) + 1e-6
     assert float(along.abs().max()) <= 2**-7
-    assert worst_z(y, x) <= (4 if kind not in ("dense", "heavy") else 4.5)
+    # The worst of 256 coordinates is 4.8 in one case of 2000; after 40,000 draws it is 3.5 where it is largest here.
+    assert worst_z(y, x) <= (4 if kind not in ("dense", "heavy") else 5)
     if kind in ("dense", "heavy"):
         # The standard deviation of 256 numbers is right within 4.4 %.
         assert 0.84 < float((error.mean(0) / error.std(0) * math.sqrt(repeats)).std()) < 1.16
