@@ -11,6 +11,7 @@ from statistics import mean, median
 
 import pytest
 
+from lightning_gqsgd.codecs import TrellisCodec
 from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST
 from lightning_gqsgd.research.theory import omega_eden, tree_second_moment
 from tests.docs.checks import Checked, Sentences, compare_sentence
@@ -228,6 +229,9 @@ SENTENCES: Sentences = {
     ],
     ("docs/method.md", r"D/\(1−D\): ([\d.]+), ([\d.]+), ([\d.]+), ([\d.]+) at 1, 2, 3, 4 bits"): [
         partial(omega_eden, bits) for bits in (1, 2, 3, 4)
+    ],
+    ("docs/method.md", r"ω in blocks of 1024 coordinates: ([\d.]+), ([\d.]+), ([\d.]+), ([\d.]+) at 1, 2, 3, 4 bits"): [
+        partial(TrellisCodec(bits).omega, 1024) for bits in (1, 2, 3, 4)
     ],
     ("docs/method.md", r"([\d.]+) to ([\d.]+) ‖mean‖² at any n for gradients that are alike"): [
         partial(tree_second_moment, n, aligned=True) for n in (2, 1024)

@@ -37,9 +37,11 @@ def test_there_is_no_bias_over_rotations(kind: str, bits: int) -> None:
     along = (error @ x.double()) / float(x.double().square().sum())
     assert abs(float(along.mean())) <= 4 * float(along.std()) / math.sqrt(repeats) + 1e-6
     assert float(along.abs().max()) <= 2**-7
-    assert worst_z(y, x) <= (4 if kind not in ("dense", "heavy") else 4.5)
+    # The worst of 256 coordinates is 4.8 in one case of 2000; after 40,000 draws it is 3.5 where it is largest here.
+    assert worst_z(y, x) <= (4 if kind not in ("dense", "heavy") else 5)
     if kind in ("dense", "heavy"):
-        assert 0.9 < float((error.mean(0) / error.std(0) * math.sqrt(repeats)).std()) < 1.1
+        # The standard deviation of 256 numbers is right within 4.4 %.
+        assert 0.84 < float((error.mean(0) / error.std(0) * math.sqrt(repeats)).std()) < 1.16
 
 
 @pytest.mark.parametrize("length", [128, 512, *(pytest.param(n, marks=pytest.mark.slow) for n in (256, 1024, 4096))])
@@ -61,7 +63,8 @@ def test_the_error_is_as_predicted(bits: int, size: int) -> None:
     x, codec = torch.randn(size, generator=torch.Generator().manual_seed(size)), TrellisCodec(bits)
     relative = float((decoded(x, bits, (1 << 20) // size) - x.double()).square().sum(1).mean())
     relative /= float(x.double().square().sum())
-    assert relative == pytest.approx(codec.omega(size), rel=0.05)
+    # D + a/T is too large by up to 4 % for sequences of 8 steps, and blocks so short are not quite Gaussian.
+    assert relative == pytest.approx(codec.omega(size), rel=0.08 if size == 128 else 0.05)
     assert codec.delta(size) == pytest.approx(1 / (1 + relative), rel=0.05)
 
 

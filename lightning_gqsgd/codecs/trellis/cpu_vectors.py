@@ -6,6 +6,7 @@ intrinsic for each number of bits. Words, places and bits are vectors of 32-bit 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -34,7 +35,8 @@ from lightning_gqsgd.kernels.cpu.vectors import Vector, features_of, filled_with
 
 #: A number whose addition rounds a float below 2^22 to an integer, which is then in the lowest bits.
 _ROUNDER = 1.5 * 2**23
-_HALF_TABLE = 8
+#: Numbers of the shorter instruction that looks up.
+_EIGHT = 8
 
 
 def _variant(window: int) -> tuple[int, bool]:
@@ -76,14 +78,17 @@ def costs(bits: int) -> Any:
 
         def generate(context, builder, signature, arguments):
             (x,) = arguments
-            lines = {size: _lines(builder, x, size) for size in (*inner, near, far)}
-            listed = []
+            negative = builder.fcmp_ordered("<", x, _all(x.type, 0.0))
+            lines = _Lines(builder, builder.select(negative, builder.fneg(x), x))
+            found = {}
             for subset, is_far in _VARIANTS:
-                sizes = [*inner, far if is_far else near]
-                signed = [(size, 0) for size in reversed(sizes)] + [(size, 1) for size in sizes]
-                # The level that differs between near and far comes last, so that the rest is found once.
-                own = sorted(signed[subset::4], key=lambda level: level[0])
-                listed.append(_rounded(builder, _smallest(builder, [lines[size][sign] for size, sign in own])))
+                levels = _near_positive([*inner, far if is_far else near], subset)
+                found[subset, is_far] = _rounded(builder, _smallest(builder, [lines.at(level) for level in levels]))
+            # Opposite numbers have the costs of opposite subsets.
+            listed = [
+                builder.select(negative, found[3 - subset, is_far], found[subset, is_far])
+                for subset, is_far in _VARIANTS
+            ]
             return context.make_tuple(builder, result, listed)
 
         return result(x), generate
@@ -91,11 +96,31 @@ def costs(bits: int) -> Any:
     return costs_of_step
 
 
-def _lines(builder, x, size):
-    """Generate the costs at the levels of both signs with one magnitude: minus, and then plus."""
-    constant, slope = (_all(x.type, float(number)) for number in costs_of(np.float64(size)))
-    product = builder.fmul(x, slope)
-    return builder.fadd(constant, product), builder.fsub(constant, product)
+class _Lines:
+    """The costs of numbers that are not negative at levels, which are straight lines; each product is made once."""
+
+    def __init__(self, builder, sizes):
+        self._builder = builder
+        self._sizes = sizes
+        self._products = {}
+
+    def at(self, level):
+        """Generate the costs at a level."""
+        size = abs(level)
+        constant, slope = (_all(self._sizes.type, float(number)) for number in costs_of(np.float64(size)))
+        if size not in self._products:
+            self._products[size] = self._builder.fmul(self._sizes, slope)
+        combine = self._builder.fsub if level > 0 else self._builder.fadd
+        return combine(constant, self._products[size])
+
+
+def _near_positive(magnitudes: Sequence[float], subset: int) -> list[float]:
+    """Returns the levels of a subset that can be nearest to a number that is not negative."""
+    levels = [-size for size in reversed(magnitudes)] + list(magnitudes)
+    own = levels[subset::4]
+    positive = [level for level in own if level > 0]
+    negative = max((level for level in own if level < 0), default=-math.inf)
+    return positive if positive and -negative > positive[0] else [negative, *positive]
 
 
 def _smallest(builder, vectors):
@@ -201,12 +226,13 @@ def numbers_of_levels(bits: int) -> Any:
     def numbers(typing_context, x, windows):
         def generate(context, builder, signature, arguments):
             x, windows = arguments
+            look_up = _finder(context, builder, windows, single=True)
             form = windows.type
             number = ir.Constant(form, [0] * form.count)
             for place in reversed(range(bits - 1)):
                 # Thresholds in the middle of what is left, one for each value of the bits that are found.
                 middle = thresholds[:, (1 << place) - 1 :: 2 << place]
-                tables = [_looked_up(context, builder, column, windows, x.type) for column in middle.T]
+                tables = [look_up(column, x.type) for column in middle.T]
                 threshold = _by_bits(builder, tables, number, place + 1)
                 bit = builder.select(builder.fcmp_ordered(">=", x, threshold), _all(form, 1 << place), _all(form, 0))
                 number = builder.or_(number, bit)
@@ -227,7 +253,8 @@ def levels(bits: int) -> Any:
     def levels_of_codes(typing_context, codes, windows, like):
         def generate(context, builder, signature, arguments):
             codes, windows, like = arguments
-            tables = [_looked_up(context, builder, column, windows, like.type) for column in alphabet.T]
+            look_up = _finder(context, builder, windows, single=isinstance(like.type.element, ir.FloatType))
+            tables = [look_up(column, like.type) for column in alphabet.T]
             return _by_bits(builder, tables, codes, 0)
 
         return like(codes, windows, like), generate
@@ -251,44 +278,64 @@ def _has_bit(builder, numbers, place):
     return builder.icmp_unsigned("!=", builder.and_(numbers, _all(form, 1 << place)), _all(form, 0))
 
 
-def _looked_up(context, builder, table: Sequence[float], windows, form):
-    """Generate the numbers of a table of sixteen at places that the four lowest bits of integers say.
+def _finder(context, builder, windows, *, single: bool):
+    """Returns a function that generates the numbers that belong to windows, from a table of one for each window.
+
+    Instructions look up sixteen fp32 numbers at once, or eight. Windows with the same alphabet have the same numbers,
+    so eight are enough.
 
     Args:
         context: Numba's.
         builder: LLVM's.
-        table: the numbers.
-        windows: the places.
-        form: LLVM's type of the result.
+        windows: the windows.
+        single: whether the numbers are fp32.
     """
     features = features_of(context)
-    single = isinstance(form.element, ir.FloatType)
-    numbers = [float(number) for number in table]
-    if single and "+avx512f" in features and form.count == WINDOWS:
-        return permuted(builder, "llvm.x86.avx512.permvar.sf.512", ir.Constant(form, numbers), windows)
-    low, high = numbers[:_HALF_TABLE], numbers[_HALF_TABLE:]
-    if not single and "+avx512f" in features:
-        places = builder.zext(windows, ir.VectorType(ir.IntType(64), form.count))
-        halves = [
-            permuted(builder, "llvm.x86.avx512.permvar.df.512", ir.Constant(form, half), places) for half in (low, high)
-        ]
-        return builder.select(_has_bit(builder, windows, MEMORY), halves[1], halves[0])
-    if single and "+avx2" in features:
-        return _looked_up_in_parts(builder, low, high, windows, form)
-    return _by_bits(builder, [_all(form, number) for number in numbers], windows, 0)
+    if single and "+avx512f" in features and windows.type.count == WINDOWS:
+        return lambda table, form: permuted(
+            builder, "llvm.x86.avx512.permvar.sf.512", ir.Constant(form, [float(number) for number in table]), windows
+        )
+    variants = [_VARIANTS.index(_variant(window)) for window in range(WINDOWS)]
+    firsts = [variants.index(place) for place in range(len(_VARIANTS))]
+    places = _sixteen(builder, variants, windows, has_permutes="+avx2" in features)
+
+    def look_up(table, form):
+        numbers = [float(table[first]) for first in firsts]
+        numbers += [0.0] * (_EIGHT - len(numbers))
+        if not single and "+avx512f" in features:
+            wide = builder.zext(places, ir.VectorType(ir.IntType(64), form.count))
+            return permuted(builder, "llvm.x86.avx512.permvar.df.512", ir.Constant(form, numbers), wide)
+        if single and "+avx2" in features:
+            eight = ir.Constant(ir.VectorType(form.element, _EIGHT), numbers)
+            return _in_parts(builder, places, lambda part: permuted(builder, "llvm.x86.avx2.permps", eight, part))
+        return _by_bits(builder, [_all(form, number) for number in numbers], places, 0)
+
+    return look_up
 
 
-def _looked_up_in_parts(builder, low, high, windows, form):
-    """Generate the same by instructions that look up eight fp32 numbers in eight."""
-    eight = ir.VectorType(form.element, _HALF_TABLE)
-    parts = []
-    for first in range(0, form.count, _HALF_TABLE):
-        places = shuffled(builder, windows, range(first, first + _HALF_TABLE))
-        halves = [permuted(builder, "llvm.x86.avx2.permps", ir.Constant(eight, half), places) for half in (low, high)]
-        parts.append(builder.select(_has_bit(builder, places, MEMORY), halves[1], halves[0]))
+def _sixteen(builder, table, windows, *, has_permutes: bool):
+    """Generate the integers of a table of sixteen that belong to windows."""
+    if not has_permutes:
+        return _by_bits(builder, [_all(windows.type, number) for number in table], windows, 0)
+    eight = ir.VectorType(windows.type.element, _EIGHT)
+    low, high = (ir.Constant(eight, half) for half in (table[:_EIGHT], table[_EIGHT:]))
+
+    def of_part(part):
+        halves = [permuted(builder, "llvm.x86.avx2.permd", half, part) for half in (low, high)]
+        return builder.select(_has_bit(builder, part, MEMORY), halves[1], halves[0])
+
+    return _in_parts(builder, windows, of_part)
+
+
+def _in_parts(builder, places, generate_part):
+    """Generate a vector from parts of eight places."""
+    count = places.type.count
+    parts = [
+        generate_part(shuffled(builder, places, range(first, first + _EIGHT))) for first in range(0, count, _EIGHT)
+    ]
     if len(parts) == 1:
         return parts[0]
-    order = ir.Constant(ir.VectorType(ir.IntType(32), form.count), list(range(form.count)))
+    order = ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(count)))
     return builder.shuffle_vector(*parts, order)
 
 

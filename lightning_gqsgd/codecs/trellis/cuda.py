@@ -27,6 +27,8 @@ _STATES = tl.constexpr(codec.STATES)
 _WINDOWS = tl.constexpr(codec.WINDOWS)
 _PATH = tl.constexpr(codec.PATH)
 _BITS = tl.constexpr((1 << codec.PATH) - 1)
+_COST = tl.constexpr(-1 << codec.PATH)
+_FIRST_BIT = tl.constexpr(1 << codec.MEMORY)
 _NEVER = tl.constexpr(codec.NEVER << codec.PATH)
 _FARTHEST = tl.constexpr(codec.FARTHEST)
 #: A number whose addition rounds a float below 2^22 to an integer, which is then in the lowest bits.
@@ -182,15 +184,15 @@ def _put(kept, here, word):
 def _after_segment(steps, w0, w1, w2, w3, w4, w5, w6, w7, c: tl.constexpr):
     """Returns the words of all states after a segment; ``steps``: its numbers, [rows, steps, sequences]."""
     ROWS: tl.constexpr = c.shape.rows
-    first = w0 & ~_BITS
-    w0 = (w0 & ~_BITS) - first
-    w1 = ((w1 & ~_BITS) - first) | 1
-    w2 = ((w2 & ~_BITS) - first) | 2
-    w3 = ((w3 & ~_BITS) - first) | 3
-    w4 = ((w4 & ~_BITS) - first) | 4
-    w5 = ((w5 & ~_BITS) - first) | 5
-    w6 = ((w6 & ~_BITS) - first) | 6
-    w7 = ((w7 & ~_BITS) - first) | 7
+    first = w0 & _COST
+    w0 = (w0 & _COST) - first
+    w1 = ((w1 & _COST) - first) | 1
+    w2 = ((w2 & _COST) - first) | 2
+    w3 = ((w3 & _COST) - first) | 3
+    w4 = ((w4 & _COST) - first) | 4
+    w5 = ((w5 & _COST) - first) | 5
+    w6 = ((w6 & _COST) - first) | 6
+    w7 = ((w7 & _COST) - first) | 7
     early, late = _parted(tl.reshape(steps, (ROWS, _SEGMENT * _LANES)))
     for half in tl.static_range(2):
         first_two, last_two = _parted(early if half == 0 else late)
@@ -220,7 +222,7 @@ def _after_step(x, w0, w1, w2, w3, w4, w5, w6, w7, STEP: tl.constexpr, c: tl.con
     d3 = _costs(x, 3, c)
     far0 = _costs(x, _FAR_0, c)
     far3 = _costs(x, _FAR_3, c)
-    bit: tl.constexpr = 1 << (_MEMORY + STEP)
+    bit: tl.constexpr = _FIRST_BIT << STEP
     return (
         tl.minimum(w0 + d0, w1 + d2),
         tl.minimum(w2 + d2, w3 + d0),
