@@ -274,7 +274,7 @@ class GQSGDState:
             stamp = Stamp(self._configs[0].seed, step, self._digest)
         else:
             return None
-        stamp = stamp._replace(weights=self._attachment.weights(self.step))
+        stamp = stamp._replace(weights=self._attachment.trained.weights(self.step))
         if not self._steps.compares_first:
             return stamp
         self._engine.compare_first(stamp)

@@ -21,7 +21,6 @@ from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.reducers.memory import Keeps, MemoryStore
 from lightning_gqsgd.session.parameters import Parameter, segments_of
-from lightning_gqsgd.wire.agreement import WEIGHTS_COMPARED, Weights
 
 
 class NumberedParameters:
@@ -154,18 +153,6 @@ class UnusedParameters:
                 row.copy_(torch.where(used_by[position] == 0, before, row))
 
 
-def weights_of(name: str, parameter: Tensor, step: int) -> Weights | None:
-    """Returns some weights of a parameter, others in each step; None if it is empty, not contiguous, complex, or of a
-    subclass."""
-    is_plain = type(parameter) in (nn.Parameter, Tensor) and parameter.is_floating_point()
-    if not is_plain or not parameter.is_contiguous() or not parameter.numel():
-        return None
-    # A slice needs no list of positions, which a GPU would have to be sent.
-    distance = -(-parameter.numel() // WEIGHTS_COMPARED)
-    some = parameter.detach().view(-1)[step % distance :: distance].double()
-    return Weights(name, nn.functional.pad(some, (0, WEIGHTS_COMPARED - len(some))))
-
-
 class Attachment:
     """Everything that belongs to one DDP model and to the hook on it.
 
@@ -196,7 +183,6 @@ class Attachment:
     ) -> None:
         self.model = weakref.ref(model)
         self.trained = TrainedParameters(model, parameters.entries)
-        self._names = list(self.trained.reduced)
         self.plain = plain
         self.skips_buckets = getattr(model, "skip_all_reduce_unused_params", False)
         self.unused: UnusedParameters | None = None
@@ -205,18 +191,6 @@ class Attachment:
             numbers = [entry.number for entry in self.trained.parameters]
             self.unused = UnusedParameters(model, parameters.store, numbers)
         self.watch = BackwardWatch(model, list(self.trained.reduced.values())) if ranks > 1 else None
-
-    def weights(self, step: int) -> Weights | None:
-        """Returns some weights of a parameter that DDP reduces, another one in each step, for ranks to compare.
-
-        Under torch's `Join`, a rank that has run out of inputs keeps its weights, so none are compared.
-        """
-        config = getattr(self.model(), "_join_config", None)
-        if not self._names or getattr(config, "enable", False):
-            return None
-        name = self._names[step % len(self._names)]
-        parameter = self.trained.reduced.get(name)
-        return None if parameter is None else weights_of(name, parameter, step)  # none are left after `close`
 
     def detach(self) -> None:
         """Leave the model: another one is wrapped around its module."""

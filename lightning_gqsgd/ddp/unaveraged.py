@@ -37,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.session.copies import on_gradients, remove_all
 from lightning_gqsgd.session.parameters import Parameter
+from lightning_gqsgd.wire.agreement import WEIGHTS_COMPARED, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +75,11 @@ class TrainedParameters:
     """
 
     def __init__(self, model: DistributedDataParallel, entries: Mapping[int, Parameter]) -> None:
+        self._model = weakref.ref(model)
         self._ignored = set(model.parameters_to_ignore)
         parameters = self._of(model.module)
         self.reduced: dict[str, nn.Parameter] = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._names = list(self.reduced)
         self._unreduced: dict[str, nn.Parameter] = {name: p for name, p in parameters.items() if not p.requires_grad}
         self.parameters = [entries[id(p)] for p in self.reduced.values()]
         self._new: dict[str, nn.Parameter] = {}  # those that the module has now and DDP has never seen
@@ -140,6 +143,17 @@ class TrainedParameters:
         seen = {id(p) for known in (self.reduced, self._unreduced) for p in known.values()}
         return {name: p for name, p in module.named_parameters() if id(p) not in seen}
 
+    def weights(self, step: int) -> Weights | None:
+        """Returns some weights of a parameter that DDP reduces, another one in each step, for ranks to compare.
+
+        Under torch's `Join`, a rank that has run out of inputs keeps its weights, so none are compared.
+        """
+        config = getattr(self._model(), "_join_config", None)
+        if not self.reduced or getattr(config, "enable", False):
+            return None
+        name = self._names[step % len(self._names)]
+        return weights_of(name, self.reduced[name], step)
+
     def forget(self) -> None:
         """Let go of the parameters, so that whoever keeps the counters does not keep the model."""
         self.reduced = {}
@@ -173,6 +187,18 @@ class TrainedParameters:
         new = [name for name, p in self._new.items() if p.requires_grad]
         moved = [name for name in self._accumulators.lost() if name not in self._removed]
         return unfrozen, new, moved
+
+
+def weights_of(name: str, parameter: Tensor, step: int) -> Weights | None:
+    """Returns some weights of a parameter, others in each step; None if it is empty, not contiguous, complex, or of a
+    subclass."""
+    is_plain = type(parameter) in (nn.Parameter, Tensor) and parameter.is_floating_point()
+    if not is_plain or not parameter.is_contiguous() or not parameter.numel():
+        return None
+    # A slice needs no list of positions, which a GPU would have to be sent.
+    distance = -(-parameter.numel() // WEIGHTS_COMPARED)
+    some = parameter.detach().view(-1)[step % distance :: distance].double()
+    return Weights(name, nn.functional.pad(some, (0, WEIGHTS_COMPARED - len(some))))
 
 
 class _Registrations:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from lightning_gqsgd.ddp.model import weights_of
+from lightning_gqsgd.ddp.unaveraged import weights_of
 from lightning_gqsgd.wire.agreement import WEIGHTS_COMPARED, difference_of_weights
 from tests.distributed.models import batch, mlp, train, wrapped
 from tests.distributed.ranks import run

@@ -37,12 +37,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **{f"exponential {bits} {mantissa}": {"codec": "exponential", "bits": bits, "mantissa": mantissa}
        for bits, mantissa in ((2, 0), (3, 0), (4, 0), (5, 0), (6, 0), (7, 0), (8, 0), (6, 1), (7, 2), (8, 3))},
     "exponential 5, 5 levels": {"codec": "exponential", "bits": 5, "levels": 5},
-    **{f"eden {bits}": {"codec": "eden", "bits": bits, "block_size": BLOCK} for bits in (1, 2, 3, 4)},
+    **{f"{codec} {bits}": {"codec": codec, "bits": bits, "block_size": BLOCK}
+       for codec in ("eden", "trellis") for bits in (1, 2, 3, 4)},
     "float 16": {"bits": 16},
 }  # fmt: skip
 #: One of each family and dither, for the usual suite.
 FEW = ("linear subtractive 4", "linear stochastic 3", "linear adaptive 2", "companded subtractive 3", "exponential 5 0",
-       "exponential 8 3", "eden 2", "float 16")  # fmt: skip
+       "exponential 8 3", "eden 2", "trellis 2", "float 16")  # fmt: skip
 
 
 def structured() -> dict[str, Tensor]:
@@ -105,11 +106,13 @@ def expected_variance(config: GQSGDConfig, x: Tensor) -> Tensor:
     """The variance of each coordinate's error where the scale is 1, fp64 [numel].
 
     It is written down here from the definitions of the roundings. Companded dither has the formula of the package. The
-    error of EDEN is spread over its blocks.
+    error of EDEN is spread over its blocks, and so is that of trellis codes.
     """
     codec, y = codec_of(config), x.double().abs()
     if isinstance(codec, EdenCodec):
-        return y.view(-1, config.block_size).square().mean(1).repeat_interleave(config.block_size) * codec.omega(BLOCK)
+        return y.view(-1, config.block_size).square().mean(1).repeat_interleave(config.block_size) * codec.omega(
+            config.block_size
+        )
     if isinstance(codec, FloatCodec):  # 8 bits of precision
         step = 2.0 ** (y.clamp(min=2.0**-126).log2().floor() - 7)
         return (y % step) * (step - y % step)
