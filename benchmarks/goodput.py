@@ -383,7 +383,10 @@ def _measure(options: argparse.Namespace) -> Report:
     numbers = {"goodput": ".2f", "bound": ".2f", "samples/s": ".0f", "alone": ".0f", "loss": ".2f", "back (s)": ".1f"}
     columns = {"way": "", "seed": ".0f", **numbers, "equal": ""}
     runs: dict[str, tuple[float, list[list[Line]]]] = {}
-    report = Report("goodput", "Goodput while ranks die, are slow, and have slow links", columns, _notes(seconds))
+    # Some ways alone have a table of their own, so that they do not replace that of all.
+    all_ways = options.ways == list(WAYS)
+    name_of_table = "goodput" if all_ways else "_".join(["goodput", *options.ways])
+    report = Report(name_of_table, "Goodput while ranks die, are slow, and have slow links", columns, _notes(seconds))
     report.draw = lambda file: draw(runs, file)
     measurement = Measurement(report)
     for name in options.ways:

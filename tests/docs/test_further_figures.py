@@ -127,7 +127,7 @@ def goodput(way: str, seed: str = "0") -> str:
 
 def of_elastic(column: str) -> list[float]:
     """Of all schedules of kills."""
-    return sorted(float(row[column]) for row in rows_of(RESULTS / "goodput.md") if row["way"] == "elastic")
+    return sorted(float(row[column]) for row in rows_of(RESULTS / "goodput_elastic.md"))
 
 
 #: Columns of the least and the largest loss of all seeds.
