@@ -15,14 +15,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from lightning_gqsgd.kernels import kernels_for
 
 if TYPE_CHECKING:
     from lightning_gqsgd.kernels.protocol import Quantiser
@@ -105,7 +102,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some blocks, the runs that they form, and the kernels for them.
+    """Some blocks, and the runs that they form.
 
     Attributes:
         blocks: int64 [number of blocks, COLUMNS], on the layout's device.
@@ -116,11 +113,6 @@ class Part:
     blocks: Tensor
     table: np.ndarray
     block_size: int
-
-    @cached_property
-    def kernels(self) -> ModuleType:
-        """The kernels for tensors on the device of the blocks, with the functions of `protocol.Kernels`."""
-        return kernels_for(self.blocks.device)
 
     @cached_property
     def runs(self) -> list[Run]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs.scales import kernels_find_scales, over_ranks, rounded_up, scales_of
+from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import Layout, Part
 from lightning_gqsgd.kernels.protocol import Count, Quantiser
 from lightning_gqsgd.kernels.wire import Key
@@ -149,7 +150,7 @@ class Link:
             own = None
         if own is not None and self.shares:  # messages stand for differences, and so has what is exact
             x -= store.load(self.received, part.runs, x)
-        bad = part.kernels.decode(wires, part.blocks, x, self.quantiser, keys, turn, own)
+        bad = kernels_for(x.device).decode(wires, part.blocks, x, self.quantiser, keys, turn, own)
         if not self.fuses:
             self.restore(x, part, rotation, store)
         return bad
@@ -173,7 +174,7 @@ class Link:
     def turn_back(self, decoded: Tensor, part: Part, rotation: Key) -> None:
         """Undo the rotation, if there is one."""
         if self.rotates:
-            part.kernels.rotate(decoded, part.blocks, rotation, self.quantiser.block_size, inverse=True)
+            kernels_for(decoded.device).rotate(decoded, part.blocks, rotation, self.quantiser.block_size, inverse=True)
 
 
 class Trace(Protocol):
@@ -203,7 +204,7 @@ class Outgoing:
         self._part = part
         self._rotation = rotation
         if link.turns:
-            part.kernels.rotate(x, part.blocks, rotation, link.quantiser.block_size)
+            kernels_for(x.device).rotate(x, part.blocks, rotation, link.quantiser.block_size)
         self._scales = None if link.kernels_find_scales else scales_of(x, part.blocks, link.codec, link.scale_rule)
 
     def find_scales(self) -> Tensor:
@@ -213,7 +214,7 @@ class Outgoing:
         Changes to the tensor count: `share_scales` replaces it in place before `encode`.
         """
         if self._scales is None:
-            self._scales = self._part.kernels.block_maxima(self._input, self._part.blocks)
+            self._scales = kernels_for(self._input.device).block_maxima(self._input, self._part.blocks)
         return self._scales
 
     def share_scales(self) -> Generator[Sequence[Exchange], None, Tensor]:
@@ -242,7 +243,7 @@ class Outgoing:
         if scales is not None and link.scales_travel:
             scales = rounded_up(scales, self._input.dtype)
         turn = self._rotation if link.fuses else None
-        self._part.kernels.encode(self._input, self._part.blocks, wire, link.quantiser, key, scales, turn)
+        kernels_for(wire.device).encode(self._input, self._part.blocks, wire, link.quantiser, key, scales, turn)
         return NO_TRACE
 
 
@@ -279,12 +280,13 @@ class _Remembering(Outgoing):
         link = self._link
         part = self._part
         decoded = torch.zeros_like(self._input)
+        kernels = kernels_for(wire.device)
         # Messages whose codes are added have no scales in them: the scales, already the maxima over ranks, are passed
         # beside them.
         if link.quantiser.summable:
-            part.kernels.decode_sum(wire, self.find_scales(), part.blocks, decoded, link.quantiser, (key,))
+            kernels.decode_sum(wire, self.find_scales(), part.blocks, decoded, link.quantiser, (key,))
         else:
-            part.kernels.decode(wire.view(1, -1), part.blocks, decoded, link.quantiser, (key,))
+            kernels.decode(wire.view(1, -1), part.blocks, decoded, link.quantiser, (key,))
         link.turn_back(decoded, part, self._rotation)
         return _Lost(self, link.direction, decoded)
 

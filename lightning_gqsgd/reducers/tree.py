@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import Layout, place_by_owner
 from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, ring_bytes
@@ -129,7 +130,9 @@ class Tree(Summed):
 
             if hop.adds:
                 part = layout.shards_from(*hop.takes)
-                part.kernels.combine(mine, received, part.blocks, self.link.quantiser, keys.node(number, rank))
+                kernels_for(mine.device).combine(
+                    mine, received, part.blocks, self.link.quantiser, keys.node(number, rank)
+                )
             else:
                 mine.copy_(received)
 

@@ -52,6 +52,11 @@ def house(root: Path) -> dict[str, set[str]]:
     return {name: imports_of(file.read_text(), set(files)) - {name} for name, file in files.items()}
 
 
+def _defines(file: Path) -> bool:
+    """Whether a file has functions or classes."""
+    return any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in ast.parse(file.read_text()).body)
+
+
 def circle(arrows: dict[str, set[str]]) -> list[str]:
     """A way along arrows that ends where it begins; empty if there is none."""
     done: set[str] = set()
@@ -100,7 +105,8 @@ def test_one_function_makes_all_engines() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle(arrows: dict[str, set[str]]) -> None:
-    faces = {module for module in arrows if module == "" or any(name.startswith(f"{module}.") for name in arrows)}
+    # A package that only passes names on has no ideas of its own.
+    faces = {name_of(file, ROOT) for file in ROOT.rglob("__init__.py") if not _defines(file)} | {""}
     assert circle({module: targets - faces for module, targets in arrows.items() if module not in faces}) == []
 
 
