@@ -6,6 +6,7 @@ import itertools
 import math
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from lightning_gqsgd.codecs import EdenCodec
 from lightning_gqsgd.codecs.eden import codec as eden
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut, place
+from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.kernels.rotation import FEW, smallness
 from lightning_gqsgd.kernels.wire import ScaleFormat
 from lightning_gqsgd.reducers import REDUCERS
@@ -22,15 +24,21 @@ from lightning_gqsgd.research.simulation import average, relative_error
 BLOCK, REPEATS = 256, 8000
 
 
+def through(x: Tensor, table: np.ndarray, q: Quantiser, kernels: ModuleType = cpu) -> Tensor:
+    """Blocks of a table, encoded and decoded: [len(x)]."""
+    layout = place(table, q, shards=1, scale_bytes=2, raw_bytes=4)
+    wire, y = torch.zeros(layout.message_bytes, dtype=torch.uint8), torch.empty_like(x)
+    kernels.encode(x, layout.blocks, wire, q, (5, 77))
+    kernels.decode(wire[None], layout.blocks, y, q, [(5, 77)])
+    return y
+
+
 def decoded(x: Tensor, bits: int, repeats: int = REPEATS, kernels: ModuleType = cpu) -> Tensor:
     """One block, encoded and decoded under as many rotations as there are parameters: [repeats, len(x)]."""
     size = max(128, 1 << (len(x) - 1).bit_length())
     q, many = EdenCodec(bits).quantiser(size), x.repeat(repeats)
     table = cut([Segment(number, len(x), False) for number in range(repeats)], size)
-    layout = place(table, q, shards=1, scale_bytes=2, raw_bytes=4)
-    wire, y = torch.zeros(layout.message_bytes, dtype=torch.uint8), torch.empty_like(many)
-    kernels.encode(many, layout.blocks, wire, q, (5, 77))
-    kernels.decode(wire[None], layout.blocks, y, q, [(5, 77)])
+    y = through(many, table, q, kernels)
     return y.view(repeats, len(x)).double()
 
 

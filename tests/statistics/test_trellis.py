@@ -9,21 +9,16 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs import TrellisCodec
-from lightning_gqsgd.kernels import cpu
-from lightning_gqsgd.kernels.layout import Segment, cut, place
+from lightning_gqsgd.kernels.layout import Segment, cut
 from lightning_gqsgd.research.simulation import average, relative_error
-from tests.statistics.test_eden import FEW_VALUES, KINDS, block, few, gradients_of, worst_z
+from tests.statistics.test_eden import FEW_VALUES, KINDS, block, few, gradients_of, through, worst_z
 
 
 def decoded(x: Tensor, bits: int, repeats: int) -> Tensor:
     """One block, encoded and decoded under as many rotations as a parameter of equal blocks has."""
     q, many = TrellisCodec(bits).quantiser(len(x)), x.repeat(repeats)
     table = cut([Segment(0, many.numel(), False)], len(x))
-    layout = place(table, q, shards=1, scale_bytes=2, raw_bytes=4)
-    wire, y = torch.zeros(layout.message_bytes, dtype=torch.uint8), torch.empty_like(many)
-    cpu.encode(many, layout.blocks, wire, q, (5, 77))
-    cpu.decode(wire[None], layout.blocks, y, q, [(5, 77)])
-    return y.view(repeats, len(x)).double()
+    return through(many, table, q).view(repeats, len(x)).double()
 
 
 @pytest.mark.parametrize("kind", KINDS)

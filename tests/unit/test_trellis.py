@@ -27,10 +27,9 @@ from lightning_gqsgd.codecs.trellis.codec import (
 )
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels import cpu
-from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.research.simulation import average
-from tests.unit.test_eden import kinds_of_blocks
-from tests.unit.test_kernels import BOTH, DTYPES, check_messages, drawn, layout_of, message, there_and_back
+from tests.unit.test_eden import check_blocks_side_by_side
+from tests.unit.test_kernels import DTYPES, check_messages, drawn, there_and_back
 
 WIDTHS = range(1, 5)
 
@@ -97,19 +96,7 @@ def test_both_kernels_give_the_same_bits(seed, dtype, bits, block, rows) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("length", [128, 256, 1024])
 def test_blocks_that_lie_side_by_side_do_not_touch_each_other(length: int, dtype: torch.dtype) -> None:
-    blocks = kinds_of_blocks(length, dtype)
-    x = torch.cat([*blocks, blocks[0][: length // 2 + 3]])
-    for bits in WIDTHS:
-        q = TrellisCodec(bits).quantiser(length)
-        layout = layout_of([Segment(5, len(x), False)], q, dtype)
-        slow, fast = (message(kernels, x, layout, (1, 2), q) for kernels in BOTH)
-        assert torch.equal(slow, fast), bits
-        mean = [torch.full_like(x, 7) for _ in BOTH]
-        wires = torch.stack([slow, message(cpu, x.flip(0), layout, (3, 4), q)])
-        bad = [k.decode(wires, layout.blocks, y, q, [(1, 2), (3, 4)]) for k, y in zip(BOTH, mean, strict=True)]
-        assert bad[0] == bad[1] > 0
-        assert torch.equal(mean[0].isnan(), mean[1].isnan())
-        assert torch.equal(mean[0].nan_to_num(), mean[1].nan_to_num()), bits
+    check_blocks_side_by_side(TrellisCodec, length, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])

@@ -24,7 +24,7 @@ from lightning_gqsgd.kernels.rotation import FEW, SHORTEST, smallness
 from lightning_gqsgd.kernels.wire import SCALE_PLACE, Share, scale_format
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.codecs.eden.codec import EdenQuantiser
+    from lightning_gqsgd.codecs.eden.codec import EdenQuantiser, TurnedQuantiser
 
 _SHORTEST_EXPONENT = SHORTEST.bit_length() - 1
 #: Places of the signs of D2 and of D1 in a coordinate's half of a hash, as seen from the highest bit, see
@@ -61,37 +61,29 @@ class Eden(NamedTuple):
 @lru_cache
 def constants(q: EdenQuantiser, dtype: torch.dtype, sources: int) -> Eden:
     """Returns the constants of a quantiser, for messages of so many sources."""
+    real = float_type(dtype)
+    thresholds = table_of(q.thresholds, real)
+    magnitudes = table_of(q.magnitudes, real)
+    return Eden(thresholds=thresholds, magnitudes=magnitudes, **turned_constants(q, dtype, sources))
+
+
+def turned_constants(q: TurnedQuantiser, dtype: torch.dtype, sources: int) -> dict[str, Any]:
+    """Returns the constants that `turned_kernel` reads, by name: the first attributes of `Eden`, and ``roots``."""
     share = Share.of(sources)
     real = float_type(dtype)
-    return Eden(
-        form=form_of(dtype),
-        bits=q.bits,
-        each=real(share.each),
-        rest=real(share.rest),
-        mantissa=scale_format(dtype).mantissa,
-        thresholds=table_of(q.thresholds, real),
-        magnitudes=table_of(q.magnitudes, real),
-        roots=roots_of(q.block_size, dtype),
-    )
-
-
-def is_for_sums(q: EdenQuantiser) -> bool:
-    """Returns whether messages are added up. They never are."""
-    return False
+    return {
+        "form": form_of(dtype),
+        "bits": q.bits,
+        "each": real(share.each),
+        "rest": real(share.rest),
+        "mantissa": scale_format(dtype).mantissa,
+        "roots": roots_of(q.block_size, dtype),
+    }
 
 
 def codec(q: EdenQuantiser) -> Any:
     """Returns the kernel that encodes, reduces and decodes."""
     return _codec()
-
-
-def summed(q: EdenQuantiser) -> Any:
-    """Returns the kernel that decodes sums of codes.
-
-    Raises:
-        NotImplementedError: always, because every message is turned by signs of its own.
-    """
-    raise NotImplementedError(f"messages of {q} cannot be added up: take a linear or an exponential codec")
 
 
 @lru_cache

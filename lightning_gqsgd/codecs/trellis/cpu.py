@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numba import int32
 
-from lightning_gqsgd.codecs.eden.cpu import folded_sum, turned_kernel
+from lightning_gqsgd.codecs.eden.cpu import folded_sum, turned_constants, turned_kernel
 from lightning_gqsgd.codecs.trellis.codec import LANES, MEMORY, SEGMENT, STATES
 from lightning_gqsgd.codecs.trellis.cpu_vectors import (
     advanced,
@@ -29,8 +29,7 @@ from lightning_gqsgd.codecs.trellis.cpu_vectors import (
 from lightning_gqsgd.kernels.cpu.casts import numbers
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
-from lightning_gqsgd.kernels.cpu.rotation import roots_of
-from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of
+from lightning_gqsgd.kernels.cpu.scales import Form
 from lightning_gqsgd.kernels.cpu.vectors import (
     both,
     either,
@@ -43,7 +42,6 @@ from lightning_gqsgd.kernels.cpu.vectors import (
     shifted_up,
     store,
 )
-from lightning_gqsgd.kernels.wire import Share, scale_format
 
 if TYPE_CHECKING:
     from lightning_gqsgd.codecs.trellis.codec import TrellisQuantiser
@@ -74,35 +72,12 @@ class Trellis(NamedTuple):
 @lru_cache
 def constants(q: TrellisQuantiser, dtype: torch.dtype, sources: int) -> Trellis:
     """Returns the constants of a quantiser, for messages of so many sources."""
-    share = Share.of(sources)
-    real = float_type(dtype)
-    return Trellis(
-        form=form_of(dtype),
-        bits=q.bits,
-        each=real(share.each),
-        rest=real(share.rest),
-        mantissa=scale_format(dtype).mantissa,
-        roots=roots_of(q.block_size, dtype),
-    )
-
-
-def is_for_sums(q: TrellisQuantiser) -> bool:
-    """Returns whether messages are added up. They never are."""
-    return False
+    return Trellis(**turned_constants(q, dtype, sources))
 
 
 def codec(q: TrellisQuantiser) -> Any:
     """Returns the kernel that encodes, reduces and decodes."""
     return _codec(q.bits)
-
-
-def summed(q: TrellisQuantiser) -> Any:
-    """Returns the kernel that decodes sums of codes.
-
-    Raises:
-        NotImplementedError: always, because every message is turned by signs of its own.
-    """
-    raise NotImplementedError(f"messages of {q} cannot be added up: take a linear or an exponential codec")
 
 
 @inlined
