@@ -15,7 +15,6 @@ from lightning_gqsgd.errors import ConfigError
 MIN_TRITON = (3, 4)
 
 
-@lru_cache  # reducers ask in every step
 def kernels_for(device: torch.device) -> ModuleType:
     """Returns the fastest module whose functions take tensors on ``device``.
 
@@ -41,6 +40,7 @@ def kernels_for(device: torch.device) -> ModuleType:
     return reference
 
 
+@lru_cache(maxsize=1)
 def _check_numba() -> None:
     if import_module("numba").config.DISABLE_JIT:
         raise ConfigError(
@@ -49,6 +49,7 @@ def _check_numba() -> None:
         )
 
 
+@lru_cache(maxsize=1)
 def _check_triton() -> None:
     try:
         version = import_module("triton").__version__

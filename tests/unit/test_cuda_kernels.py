@@ -398,6 +398,7 @@ def missing(_: str) -> None:
 )
 def test_a_gpu_needs_a_triton_that_has_what_kernels_use(found: str, importing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "import_module", importing)
-    kernels.kernels_for.cache_clear()
+    kernels._check_triton.cache_clear()
     with pytest.raises(ConfigError, match=f"need Triton 3.4 or newer, found {found}: .* upgrade torch"):
         kernels.kernels_for(torch.device("cuda"))
+    kernels._check_triton.cache_clear()
