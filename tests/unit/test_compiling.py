@@ -15,7 +15,7 @@ from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.codecs.top_k import cpu as top_k
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
-from lightning_gqsgd.kernels.cpu import cache, jit
+from lightning_gqsgd.kernels.cpu import cache, jit, stages
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.wire import compiling
@@ -43,6 +43,7 @@ def no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def forget() -> None:
     """Forget the kernel of the codec top_k, as in a new process."""
     top_k._codec.cache_clear()
+    stages._coder.cache_clear()
 
 
 def compile_top_k() -> None:
