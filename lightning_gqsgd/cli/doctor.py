@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 from lightning_gqsgd.errors import ConfigError
 
+#: The answer where kernels work.
+_RIGHT = "compile, run and give the readable kernels' numbers"
+
 
 class Finding(NamedTuple):
     """The result of one check.
@@ -92,9 +95,9 @@ def _backends() -> Finding | str:
 def _cpu_kernels() -> str:
     from lightning_gqsgd.kernels.cpu.cache import writable_folder
 
-    _average(torch.device("cpu"))
+    _check_kernels(torch.device("cpu"))
     folder = writable_folder()
-    return "compile and run; " + (f"kept in {folder}" if folder else "no folder to keep them in is writable")
+    return f"{_RIGHT}; " + (f"kept in {folder}" if folder else "no folder to keep them in is writable")
 
 
 def _gpu_kernels() -> Finding | str:
@@ -102,19 +105,20 @@ def _gpu_kernels() -> Finding | str:
     if not torch.cuda.is_available():
         return f"no GPU to run them on; Triton {triton}"
     try:
-        _average(torch.device("cuda"))
+        _check_kernels(torch.device("cuda"))
     except ConfigError as error:
         return Finding("GPU kernels", str(error), is_bad=True)
-    return f"compile and run; Triton {triton}"
+    return f"{_RIGHT}; Triton {triton}"
 
 
-def _average(device: torch.device) -> None:
-    """Average two gradients with the default configuration, once."""
+def _check_kernels(device: torch.device) -> None:
+    """Average gradients with the default configuration, and compare their mean with that of the readable kernels."""
     from lightning_gqsgd.config import GQSGDConfig
     from lightning_gqsgd.config.resolving import resolve
-    from lightning_gqsgd.wire.compiling import compile_kernels
+    from lightning_gqsgd.wire.compiling import check, run_once, settings_of
 
-    compile_kernels(resolve(GQSGDConfig(), 2), torch.float32, device, 2)
+    for setting in settings_of(resolve(GQSGDConfig(), 2), torch.float32, device, 2):
+        check(setting, device, run_once(setting, device))
 
 
 def _strategy(module: str) -> Finding | str:

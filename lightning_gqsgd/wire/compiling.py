@@ -1,16 +1,22 @@
-"""Kernels are compiled before the first step needs them, and users are told when that takes time."""
+"""Kernels are compiled before the first step needs them, and compared with the readable ones; users are told when that
+takes time."""
 
 from __future__ import annotations
 
 import logging
+import platform
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import setting_of
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels import readable_kernels
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import REDUCERS, Setting, new_store, setting_for
 from lightning_gqsgd.wire.plan import Plan
@@ -23,6 +29,13 @@ logger = logging.getLogger(__name__)
 #: Parameters that a first run on a CPU is made on: one that is compressed, one that is not.
 _SEGMENTS = (Segment(0, 64, raw=False), Segment(1, 8, raw=True))
 
+#: Coordinates of all virtual ranks up to which kernels are compared: the readable ones take about a second for them.
+MOST_COMPARED = 1 << 22
+#: A coordinate is wrong if it is off by more than this, of the largest magnitude. Where a device rounds the last bit of
+#: a scale in another way, a coordinate in thousands may have another code, so a share of them may be wrong.
+_TOLERANCE = 1e-3
+_SHARE_ALLOWED = 1 / 50
+
 
 def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
     """Run what ``ranks`` ranks need once, on virtual ranks, so that no step waits for a compiler.
@@ -32,17 +45,26 @@ def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.devic
     On a CPU, one line is logged if kernels have to be compiled: at level INFO, or as a warning if the compiled kernels
     cannot be kept for the next process. Nothing is logged if all kernels are in the cache.
 
+    What was compiled is compared with the readable kernels, on a GPU in every start. A compiler that makes a mistake
+    for one processor would otherwise train a model on wrong gradients.
+
     Args:
         config: the configuration, with its reducer chosen.
         dtype: dtype of the gradients.
         device: device of the gradients; nothing is done for other devices than CPUs and CUDA.
         ranks: number of ranks.
+
+    Raises:
+        ConfigError: the kernels give other numbers than the readable ones.
     """
     if not REDUCERS[config.reducer].compresses or device.type not in ("cpu", "cuda"):
         return
-    with torch.cuda.device(device) if device.type == "cuda" else _announced(dtype):
+    announcement = _Announcement(dtype)
+    with torch.cuda.device(device) if device.type == "cuda" else _watched_by(announcement):
         for setting in settings_of(config, dtype, device, ranks):
-            run_once(setting, device)
+            mean = run_once(setting, device)
+            if device.type == "cuda" or announcement.has_told:
+                check(setting, device, mean)
 
 
 def settings_of(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> list[Setting]:
@@ -60,13 +82,16 @@ def settings_of(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, r
     return settings
 
 
-def run_once(setting: Setting, device: torch.device, *, on: torch.device | None = None) -> None:
+def run_once(setting: Setting, device: torch.device, *, on: torch.device | None = None) -> Tensor:
     """Average gradients of virtual ranks once.
 
     Args:
         setting: reducer, codec, number of virtual ranks and dtype.
         device: device of the gradients.
         on: where the gradients of virtual ranks are, if not there.
+
+    Returns:
+        The mean, [coordinates], in the setting's dtype.
     """
     count = setting.ranks
     segments = _SEGMENTS if device.type == "cpu" else every_tile(setting.block_size, count)
@@ -74,8 +99,42 @@ def run_once(setting: Setting, device: torch.device, *, on: torch.device | None 
     sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
     where = on or device
     stores = [new_store(setting, sizes, where) for _ in range(count)]
-    gradients = [torch.ones(numel, dtype=setting.dtype, device=where) for _ in range(count)]
+    gradients = [_gradient(rank, numel).to(where, setting.dtype) for rank in range(count)]
     Plan(segments, setting).average(gradients, 0, stores)
+    return gradients[0]
+
+
+def check(setting: Setting, device: torch.device, mean: Tensor) -> None:
+    """Check that the mean of `run_once` is the one that the readable kernels give.
+
+    Nothing is checked for so many ranks that the readable kernels would take seconds.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if len(mean) * setting.ranks > MOST_COMPARED:
+        return
+    with readable_kernels():
+        expected = run_once(setting, device, on=torch.device("cpu")).double()
+    found = mean.cpu().double()
+    # What is not a number is not near.
+    wrong = int((~((found - expected).abs() <= _TOLERANCE * expected.abs().max())).sum())
+    if wrong > _SHARE_ALLOWED * len(expected):
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "this CPU"
+        compiler = "triton" if device.type == "cuda" else "numba"
+        raise ConfigError(
+            f"the kernels for {where} average {wrong} of {len(expected)} coordinates to other numbers than the "
+            f"readable kernels do, with {setting.codec} and gradients in {setting.dtype}: {compiler} "
+            f"{metadata.version(compiler)} has compiled them wrongly. Install another version of {compiler}, or keep "
+            "this model on plain DDP"
+        )
+
+
+def _gradient(rank: int, numel: int) -> Tensor:
+    """Returns the gradient of a virtual rank, the same on every device: numbers of both signs and many sizes, and
+    zeros."""
+    places = torch.arange(numel, dtype=torch.float64)
+    return (places * (rank + 1)).sin() ** 3 * ((places + rank) % 7 != 0)
 
 
 def every_tile(block_size: int, ranks: int) -> tuple[Segment, ...]:
@@ -90,11 +149,11 @@ def every_tile(block_size: int, ranks: int) -> tuple[Segment, ...]:
     return (Segment(0, full, raw=False), Segment(1, 3, raw=True), Segment(2, full, raw=False), *ends)
 
 
-def _announced(dtype: torch.dtype) -> AbstractContextManager[None]:
+def _watched_by(announcement: _Announcement) -> AbstractContextManager[None]:
     """Returns a context in which the first kernel that has to be compiled for the CPU is logged."""
     from lightning_gqsgd.kernels.cpu.cache import watching  # Numba takes a second to import
 
-    return watching(_Announcement(dtype))
+    return watching(announcement)
 
 
 class _Announcement:
@@ -102,18 +161,23 @@ class _Announcement:
 
     Args:
         dtype: dtype of the gradients.
+
+    Attributes:
+        has_told: whether anything had to be compiled.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._has_told = self._has_warned = False
+        self.has_told = False
+        self._has_warned = False
 
     def __call__(self, compilation: Compilation) -> None:
         """Log a compilation if nothing like it has been logged."""
         from lightning_gqsgd.kernels.cpu.cache import REMEDY
 
         if compilation.folder is None and not self._has_warned:
-            self._has_told = self._has_warned = True
+            self.has_told = True
+            self._has_warned = True
             logger.warning(
                 "gqsgd: CPU kernels for %s are compiled, which takes some seconds, and every process will have to "
                 "compile them again: %s. Remedy: %s.",
@@ -121,8 +185,8 @@ class _Announcement:
                 compilation.reason,
                 REMEDY,
             )
-        elif not self._has_told:
-            self._has_told = True
+        elif not self.has_told:
+            self.has_told = True
             logger.info(
                 "gqsgd: compiling CPU kernels for %s, which takes some seconds once: %s. They will be kept in %s.",
                 self._dtype,

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numba
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from lightning_gqsgd.cli import warming
+from lightning_gqsgd.cli import doctor, warming
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.codecs.top_k import cpu as top_k
-from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
+from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.cpu import cache, jit, stages
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.wire import compiling
-from lightning_gqsgd.wire.compiling import compile_kernels
+from lightning_gqsgd.wire.compiling import check, compile_kernels, run_once, settings_of
 
 CPU = torch.device("cpu")
 
@@ -78,6 +81,70 @@ def test_a_warning_names_the_remedy_where_compiled_kernels_cannot_be_kept(caplog
     assert record.levelno == logging.WARNING
     assert "NUMBA_CACHE_DIR" in record.message
     assert "writable" in record.message
+
+
+def _scale(x: torch.Tensor) -> None:
+    x *= 1.01
+
+
+def _spoil_every_fourth(x: torch.Tensor) -> None:
+    x[::4] += 1
+
+
+def _lose_a_block(x: torch.Tensor) -> None:
+    x[:16] = torch.nan
+
+
+def _round_one_otherwise(x: torch.Tensor) -> None:
+    x[5] += 1
+
+
+def _spoil_decoding(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor], None]) -> None:
+    """Let the kernel for CPUs that decodes change what it has written, as one that was compiled wrongly might."""
+    decode = cpu.decode
+
+    def decode_wrongly(wires: Any, blocks: Any, out: torch.Tensor, *args: Any) -> Any:
+        bad = decode(wires, blocks, out, *args)
+        spoil(out)
+        return bad
+
+    monkeypatch.setattr(cpu, "decode", decode_wrongly)
+
+
+def _check(preset: str, dtype: torch.dtype) -> None:
+    for setting in settings_of(resolve(make_config(preset), 2), dtype, CPU, 2):
+        check(setting, CPU, run_once(setting, CPU))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("preset", ["gqsgd", "gqsgd_2bit", "natural_compression", "topk_ef", "global_qsgd_linear"])
+def test_kernels_pass_their_check(preset: str, dtype: torch.dtype) -> None:
+    _check(preset, dtype)
+
+
+@pytest.mark.parametrize("spoil", [_scale, _spoil_every_fourth, _lose_a_block])
+def test_kernels_that_were_compiled_wrongly_are_an_error(
+    spoil: Callable[[torch.Tensor], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _spoil_decoding(monkeypatch, spoil)
+    with pytest.raises(ConfigError, match=r"of 72 coordinates to other numbers .* numba .* plain DDP"):
+        _check("gqsgd", torch.float32)
+    (finding,) = [finding for finding in doctor.findings() if finding.question == "CPU kernels"]
+    assert finding.is_bad
+    assert "other numbers" in finding.answer
+
+
+def test_a_coordinate_that_is_rounded_otherwise_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    _spoil_decoding(monkeypatch, _round_one_otherwise)
+    _check("gqsgd", torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_what_is_compiled_anew_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    _spoil_decoding(monkeypatch, _scale)
+    with pytest.raises(ConfigError, match="other numbers"):
+        compile_top_k()
 
 
 @pytest.mark.parametrize(
