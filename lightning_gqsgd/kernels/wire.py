@@ -152,6 +152,8 @@ class Share(NamedTuple):
 
 #: The place p of the random number by which a scale is rounded; no coordinate has this place.
 SCALE_PLACE = 2**31
+#: The place p of the random number that orders the coordinates of a trellis code.
+ORDER_PLACE = 2**31 + 1
 
 #: The two 32-bit dither keys of one stream of one step.
 Key = tuple[int, int]

@@ -112,7 +112,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "docs/method.md": (
         r"ω ≤ 1\.5e-5",  # 2^-14 / (4 (1 + 2^-7))
         r"100 Mbit/s, 25 MiB:",  # the bucket's size
-        r"up to 4 % at 1 and 2 bits, 1\.5 % at 3 and 0\.4 % at 4",  # tests/statistics/test_trellis.py holds these
     ),
     "docs/paper.md": (
         # The paper's, or its logs'; or what the doctests of this page make of them.

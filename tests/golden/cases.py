@@ -1,8 +1,9 @@
 """What every configuration makes of given gradients, as digests in `golden.json`.
 
 Configurations with `gather`, `sum`, `tree` or a memory have the digests of version 0.1. Later codecs have those that
-they began with. Results changed twice since: with `two_shot` and no memory, owners have their own gradients exactly;
-and the presets `gqsgd` and `gqsgd_4bit` have companded codes.
+they began with; those of trellis codes changed once, with the order of their coordinates. Results changed twice since:
+with `two_shot` and no memory, owners have their own gradients exactly; and the presets `gqsgd` and `gqsgd_4bit` have
+companded codes.
 
 The gradients come from integer arithmetic, so they are the same on every machine and under every version of torch.
 ``python -m tests.golden.cases`` writes the file anew; do that only where results are meant to change, and say why in

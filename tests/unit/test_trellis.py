@@ -2,13 +2,16 @@
 
 import itertools
 
+import numba
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llvmlite import binding
 
 from lightning_gqsgd.codecs import EdenCodec, TrellisCodec
+from lightning_gqsgd.codecs.trellis import codec, cpu_vectors
 from lightning_gqsgd.codecs.trellis.codec import (
     COST_UNIT,
     FARTHEST,
@@ -25,8 +28,11 @@ from lightning_gqsgd.codecs.trellis.codec import (
     costs_of,
     subset_of,
 )
+from lightning_gqsgd.codecs.trellis.cpu_vectors import swapped
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels import cpu
+from lightning_gqsgd.kernels.cpu.vectors import VECTOR_BYTES, load, store
+from lightning_gqsgd.kernels.layout import LENGTH, Segment, cut
 from lightning_gqsgd.research.simulation import average
 from tests.unit.test_eden import check_blocks_side_by_side
 from tests.unit.test_kernels import DTYPES, check_messages, drawn, there_and_back
@@ -78,6 +84,41 @@ def test_costs_fit_into_words(bits: int) -> None:
     largest = SEGMENT * max(-lowest, highest) + apart
     assert max(largest, NEVER / COST_UNIT + MEMORY * highest) * COST_UNIT < 1 << (31 - PATH)
     assert -lowest * COST_UNIT < 2**22  # costs are rounded in the lowest bits of an fp32 number
+
+
+def test_each_coordinate_has_one_place_and_neighbours_come_from_everywhere() -> None:
+    """Two coordinates follow each other in a sequence in about as many messages as any other two do."""
+    blocks = cut([Segment(0, 2000 * 256, False)], 256)
+    table = torch.from_numpy(blocks)
+    table[1000:, LENGTH] = 128
+    orders = codec.orders(table, (3, 5), 256)
+    assert torch.equal(orders.sort(dim=1).values, torch.arange(256).expand(2000, 256))
+    for found, length in ((orders[:1000], 256), (orders[1000:, :128], 128)):
+        pairs = found[:, LANES:] ^ found[:, :-LANES]
+        shares = pairs.flatten().bincount(minlength=length) / pairs.numel()
+        assert shares[0] == 0
+        # Steps next to each other come from rows whose numbers are even and odd, or the other way round.
+        assert 2 < float(shares.max()) * length < 3
+        assert int((shares > 0).sum()) == length // 2
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("instructions", ["", "avx2", "avx512f"])
+def test_numbers_change_places_alike_with_all_instructions(instructions: str, dtype, monkeypatch) -> None:
+    if instructions and not binding.get_host_cpu_features().get(instructions):
+        pytest.skip(f"this processor has no {instructions}")
+    monkeypatch.setattr(cpu_vectors, "features_of", lambda context: [f"+{instructions}"])
+
+    @numba.njit
+    def swap(numbers, number, out):
+        store(out, 0, swapped(load(numbers, 0), number))
+
+    count = VECTOR_BYTES // np.dtype(dtype).itemsize
+    numbers = np.arange(count).astype(dtype) - 3.5
+    out = np.empty(count, dtype)
+    for number in range(count):
+        swap(numbers, number, out)
+        np.testing.assert_array_equal(out, numbers[np.arange(count) ^ number])
 
 
 @settings(max_examples=12)

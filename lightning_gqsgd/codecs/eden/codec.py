@@ -91,6 +91,21 @@ class TurnedQuantiser(ABC):
     def levels(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the levels that codes, int64 [B, width], stand for, in the compute dtype ``dtype``."""
 
+    def arranged(self, turned: Tensor, whole: Tensor, key: Key) -> Tensor:
+        """Returns turned coordinates in the order in which their codes travel, [B, width]: as they are.
+
+        Args:
+            turned: turned coordinates, [B, width].
+            whole: block table with the lengths of blocks after zeros are put at their ends.
+            key: the message's key.
+        """
+        return turned
+
+    def put_back(self, levels: Tensor, whole: Tensor, key: Key) -> Tensor:
+        """Returns levels in the order that turned coordinates had before `arranged`, [B, width]; the arguments are
+        those of `arranged`."""
+        return levels
+
     def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
         """Returns the number of bytes of each block's record; see `kernels.protocol.Quantiser.record_bytes`. All turned
         coordinates travel."""
@@ -111,6 +126,7 @@ class TurnedQuantiser(ABC):
         first, second = signs(dither, values.dtype)
         z = transformed(transformed(values * first, whole) * second, whole)
         squares = folded(z.square())
+        z = self.arranged(z, whole, key)
         deviation = (squares / whole[:, LENGTH]).sqrt()
         moved = z + offsets(dither, z.dtype) * width[:, None]
         codes, levels = self.rounded(moved, deviation, whole[:, LENGTH])
@@ -139,6 +155,7 @@ class TurnedQuantiser(ABC):
         levels[torch.arange(self.block_size, device=wire.device) >= whole[:, LENGTH, None]] = 0
 
         first, second = signs(uniform(whole, key, self.block_size), dtype)
+        levels = self.put_back(levels, whole, key)
         turned_back = transformed(transformed(levels, whole) * second, whole) * first
         limit = torch.finfo(dtype).max * factor  # the sum of all messages stays finite
         values = (turned_back * (scales * factor)[:, None]).clamp(-limit, limit)

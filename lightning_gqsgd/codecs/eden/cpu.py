@@ -102,12 +102,20 @@ def _choose(z, moved, deviation, terms, c, s, wire, at):
 
 
 @inlined
-def _look_up(wire, at, c, s, z):
+def _look_up(wire, block, at, key, c, s, z):
     """Write the levels of the codes of a block into ``z``; see `turned_kernel`."""
-    look_up_levels(c.bits, wire, at, load(c.magnitudes, 0), z)
+    look_up_levels(c.bits, wire, at + block[CODES], load(c.magnitudes, 0), z)
 
 
-def turned_kernel(name: str, choose: Callable[..., Any], look_up: Callable[..., Any]) -> Any:
+@inlined
+def _as_they_are(z, space, key, block):
+    """Returns turned coordinates in their own order, and the space; see `turned_kernel`."""
+    return z, space
+
+
+def turned_kernel(
+    name: str, choose: Callable[..., Any], look_up: Callable[..., Any], arrange: Callable[..., Any] = _as_they_are
+) -> Any:
     """Returns the kernel that encodes, reduces and decodes the codes of turned blocks.
 
     The constants ``c`` of the family have the attributes of `Eden` up to ``mantissa``, and ``roots``.
@@ -119,8 +127,10 @@ def turned_kernel(name: str, choose: Callable[..., Any], look_up: Callable[..., 
             coordinates, which may be overwritten; ``moved``: what levels are chosen by, ``z`` itself or with a dither;
             ``deviation``: the root mean square; ``terms``: space for a quarter of the coordinates, which may lie at
             the beginning of ``moved``.
-        look_up: compiled function ``look_up(wire, at, c, s, z)``, which writes the levels of a block's codes, at byte
-            ``at`` of the message, into ``z``.
+        look_up: compiled function ``look_up(wire, block, at, key, c, s, z)``, which writes the levels of a block's
+            codes into ``z``, in the order of turned coordinates. The message starts at byte ``at`` of ``wire``.
+        arrange: compiled function ``arrange(z, space, key, block)``, which puts turned coordinates into the order in
+            which their codes travel. It returns them, and one of the two arrays that they are not in.
     """
 
     @inlined
@@ -133,11 +143,11 @@ def turned_kernel(name: str, choose: Callable[..., Any], look_up: Callable[..., 
             terms = part(s.mean, i * size // 4, size // 4)
             squares = folded_sum(terms)
             deviation = _deviation(squares, exponent, c)
-            z = part(s.turned, i * size, size)
+            z, space = arrange(part(s.turned, i * size, size), part(s.own, 0, size), key, blocks[k + i])
             moved = z
             if s.flags[i]:
                 # The levels of a block with few coordinates are chosen after a dither, see `codecs.eden.codec`.
-                moved = part(s.own, 0, size)
+                moved = space
                 _move(z, numbers(s.u, i * size // 2, size // 2, uint32(0)), _dither_width(exponent, i, c, s), moved)
             products = choose(z, moved, deviation, terms, c, s, wire, blocks[k + i, CODES])
             _finish_record(squares, products, exponent, i, blocks[k + i], key, c, s, wire)
@@ -154,7 +164,7 @@ def turned_kernel(name: str, choose: Callable[..., Any], look_up: Callable[..., 
             scale_bits = received(int64(numbers(wire, at + block[SCALE], 1, c.form.scale)[0]), c.form)
             finite = float_of(scale_bits, c.form.zero) * c.each
             s.factors[i] = finite if scale_bits < c.form.infinity else c.form.zero * np.nan
-            look_up(wire, at + block[CODES], c, s, part(s.turned, i * size, size))
+            look_up(wire, block, at, key, c, s, part(s.turned, i * size, size))
             hashes(key, block, numbers(s.u, i * size // 2, size // 2, uint32(0)))
         _turn_back(length, exponent, number, c, s, add, out)
 

@@ -49,7 +49,7 @@ class Turned(NamedTuple):
 
     Attributes:
         a, b: turned coordinates.
-        moved_a, moved_b: what levels are chosen by: the same, with a dither in rows with few coordinates.
+        width: widths of the dither by which rows with few coordinates are moved, [rows].
         squares: sums of squares, [rows].
         deviation: root mean squares, [rows].
         up: the power of two by which scales are multiplied, [rows].
@@ -57,8 +57,7 @@ class Turned(NamedTuple):
 
     a: Any
     b: Any
-    moved_a: Any
-    moved_b: Any
+    width: Any
     squares: Any
     deviation: Any
     up: Any
@@ -69,26 +68,32 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
     """Returns the codes of coordinates; see `ScaledFamily.to_codes`. The scale of a block follows from its codes, so it
     is sent after them."""
     turned = turned_tile(a, b, t, key, scales, KIND, c)
-    number_a, level_a = _nearest(turned.moved_a, turned.deviation, c)
-    number_b, level_b = _nearest(turned.moved_b, turned.deviation, c)
-    level_a = tl.where(turned.moved_a < 0, -level_a, level_a)
-    level_b = tl.where(turned.moved_b < 0, -level_b, level_b)
+    moved_a, moved_b = with_dither(turned, t, key, KIND, c)
+    number_a, level_a = _nearest(moved_a, turned.deviation, c)
+    number_b, level_b = _nearest(moved_b, turned.deviation, c)
+    level_a = tl.where(moved_a < 0, -level_a, level_a)
+    level_b = tl.where(moved_b < 0, -level_b, level_b)
     used = send_scales_of(turned, level_a, level_b, t, key, scales, c)
-    return _with_sign(number_a, turned.moved_a, used, c), _with_sign(number_b, turned.moved_b, used, c)
+    return _with_sign(number_a, moved_a, used, c), _with_sign(number_b, moved_b, used, c)
 
 
 @triton.jit
 def turned_tile(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
     """Returns the turned coordinates of a tile; the arguments are those of `ScaledFamily.to_codes`."""
     down, up = _powers_of_two(scales.bits, c)
-    width = _dither_widths(a * down[:, None], b * down[:, None], t, scales.bits, down, c)[:, None]
+    width = _dither_widths(a * down[:, None], b * down[:, None], t, scales.bits, down, c)
     a, b = _turned(a * down[:, None], b * down[:, None], t, key, KIND, c)
     squares = _folded(a * a + b * b, c)
     deviation = root(divided(squares, t.n.to(c.number.compute), c), c)
+    return Turned(a, b, width, squares, deviation, up)
+
+
+@triton.jit
+def with_dither(turned, t, key, KIND: tl.constexpr, c: tl.constexpr):
+    """Returns what levels are chosen by, both halves: turned coordinates, with a dither in rows with few of them."""
     draw_a, draw_b = draws(t, key, KIND, c)
-    moved_a = a + _offsets(draw_a, c) * width
-    moved_b = b + _offsets(draw_b, c) * width
-    return Turned(a, b, moved_a, moved_b, squares, deviation, up)
+    width = turned.width[:, None]
+    return turned.a + _offsets(draw_a, c) * width, turned.b + _offsets(draw_b, c) * width
 
 
 @triton.jit

@@ -1,9 +1,6 @@
 """EDEN with a trellis: the levels that a turned coordinate may have depend on the codes of three coordinates before it.
 
-Blocks are turned and scaled as in `codecs.eden`. Over all rotations there are, the codec is unbiased whatever levels
-are taken. Two rounds of a Hadamard transform are not all of them: they turn coordinates whose numbers differ in few
-bits alike, and a search that looks at neighbours sees that. So where one or two coordinates dominate a block, one whose
-number differs from theirs by a step or a few, 16 to 48, is off by up to 4 %.
+Blocks are turned and scaled as in `codecs.eden`.
 EDEN rounds each turned coordinate to the nearest of 2^b levels. Here there are twice as many levels, and each
 coordinate may have half of them: the levels, from the lowest on, belong to the subsets 0, 1, 2, 3, 0, 1, ..., and a
 coordinate has a level of one of two subsets. The bit u of its code says which subset, and the other bits say which
@@ -22,9 +19,23 @@ has it farther out than the others, for both signs: u_t ≠ u_{t-1} = u_{t-2} �
 at 3 bits 7 % smaller, and other levels in each window would make it 1 % smaller than that. `benchmarks.trellis` finds
 the levels, by Lloyd's algorithm.
 
-A block of n coordinates has 16 sequences, and sequence l has the coordinates l, l + 16, l + 32, ...: a vector has the
-same step of all of them. All bits before the first step are 0, so the first steps have less of a choice: the mean
-square error is about D + a/T after T = n/16 steps. Blocks are therefore longer than those of `codecs.eden`.
+A block of n coordinates has 16 sequences of T = n/16 steps, and a vector has the same step of all of them. Each block
+of each message has a random word w of 32 bits, which says in which order turned coordinates enter the sequences: step t
+of sequence l has the coordinate
+
+    16 (a t mod T) + (l ^ h),   a = w | 1,   h = floor(w t mod 2^32 / 2^28).
+
+The order makes the codec unbiased. Two rounds of a Hadamard transform are not all the rotations that there are. Where a
+block has two coordinates x_i and x_k that are not zero, the turned coordinates j and j ^ i ^ k have the correlation
+±2 x_i x_k/(x_i² + x_k²), with one random sign for all j. EDEN's rule looks at one coordinate at a time, and does not
+see that. A search sees it if both are near each other in one sequence: the level of each follows from the other as
+well, and from the sign. If sequence l had the coordinates l, l + 16, l + 32, ..., then x_k would be off by up to 4 %
+where i ^ k is 16, 32 or 48. Any other order that is always the same has such pairs, too. In the order above, any two
+coordinates follow each other in about as many messages as any other two, at most 6 of n. So the mean of a coordinate is
+right within a share of 1/(3n) (`tests/statistics/test_trellis.py`).
+
+All bits before the first step are 0, so the first steps have less of a choice: the mean square error is about D + a/T
+after T steps. Blocks are therefore longer than those of `codecs.eden`.
 
 All kernels have to find the same bits, so costs are integers. Let x be a turned coordinate in units of the root mean
 square, an fp32 number within ±`FARTHEST`. Its cost at a level c is rounded from
@@ -47,11 +58,16 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs.eden.codec import EdenCodec, TurnedQuantiser
+from lightning_gqsgd.kernels.dither import words
+from lightning_gqsgd.kernels.layout import LENGTH
 from lightning_gqsgd.kernels.protocol import Kind
 from lightning_gqsgd.kernels.rotation import SHORTEST
+from lightning_gqsgd.kernels.wire import ORDER_PLACE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from lightning_gqsgd.kernels.wire import Key
 
 #: Magnitudes of the levels for each number of bits, ascending, in units of the root mean square. The last two are the
 #: outermost level, in most windows and in those where it is farther out.
@@ -152,6 +168,14 @@ class TrellisQuantiser(TurnedQuantiser):
         """Levels of each window, fp64 [`WINDOWS`, 2^(b-1)]."""
         return alphabets(MAGNITUDES[self.bits])
 
+    def arranged(self, turned: Tensor, whole: Tensor, key: Key) -> Tensor:
+        """Returns turned coordinates in the order of the sequences; see `TurnedQuantiser.arranged`."""
+        return turned.gather(1, orders(whole, key, turned.shape[1]))
+
+    def put_back(self, levels: Tensor, whole: Tensor, key: Key) -> Tensor:
+        """Returns levels in the order of turned coordinates; see `TurnedQuantiser.put_back`."""
+        return torch.empty_like(levels).scatter_(1, orders(whole, key, levels.shape[1]), levels)
+
     def rounded(self, turned: Tensor, deviations: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Returns codes and levels; see `TurnedQuantiser.rounded`."""
         inverse = 1 / deviations
@@ -172,6 +196,25 @@ class TrellisQuantiser(TurnedQuantiser):
             windows[:, back:] |= bits[:, :-back] << (MEMORY - back)
         alphabet = torch.from_numpy(self.alphabets).to(codes.device, dtype)
         return alphabet[windows, steps & ((1 << (self.bits - 1)) - 1)].flatten(1)
+
+
+def orders(whole: Tensor, key: Key, width: int) -> Tensor:
+    """Returns which turned coordinate has each place of a block's sequences, int64 [B, width].
+
+    Place 16 t + l is step t of sequence l. Places beyond the end of a block have their own numbers.
+
+    Args:
+        whole: block table with the lengths of blocks after zeros are put at their ends.
+        key: the message's key.
+        width: the largest length.
+    """
+    places = torch.arange(width, device=whole.device)
+    steps, lanes = places // LANES, places % LANES
+    random = words(whole, key, torch.full((1,), ORDER_PLACE, device=whole.device))
+    lengths = whole[:, LENGTH, None]
+    step = (random | 1) * steps % (lengths // LANES)
+    lane = lanes ^ ((random * steps & 0xFFFFFFFF) >> 28)
+    return torch.where(places < lengths, LANES * step + lane, places)
 
 
 def best_windows(x: Tensor, steps: Tensor, levels: np.ndarray) -> Tensor:

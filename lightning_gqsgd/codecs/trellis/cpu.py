@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import int32
+from numba import int32, int64, uint32
 
 from lightning_gqsgd.codecs.eden.cpu import folded_sum, turned_constants, turned_kernel
 from lightning_gqsgd.codecs.trellis.codec import LANES, MEMORY, SEGMENT, STATES
@@ -24,9 +24,11 @@ from lightning_gqsgd.codecs.trellis.cpu_vectors import (
     numbers_of_levels,
     renewed,
     smallest_bits,
+    swapped,
     units,
 )
 from lightning_gqsgd.kernels.cpu.casts import numbers
+from lightning_gqsgd.kernels.cpu.dither import block_keys, word
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
 from lightning_gqsgd.kernels.cpu.scales import Form
@@ -42,6 +44,8 @@ from lightning_gqsgd.kernels.cpu.vectors import (
     shifted_up,
     store,
 )
+from lightning_gqsgd.kernels.layout import CODES
+from lightning_gqsgd.kernels.wire import ORDER_PLACE
 
 if TYPE_CHECKING:
     from lightning_gqsgd.codecs.trellis.codec import TrellisQuantiser
@@ -78,6 +82,39 @@ def constants(q: TrellisQuantiser, dtype: torch.dtype, sources: int) -> Trellis:
 def codec(q: TrellisQuantiser) -> Any:
     """Returns the kernel that encodes, reduces and decodes."""
     return _codec(q.bits)
+
+
+@inlined
+def _random_of(key, block):
+    """Returns the random word of the order of a block's coordinates, see `codecs.trellis.codec.orders`."""
+    a, b = block_keys(key, block)
+    return int64(word(uint32(ORDER_PLACE), a, b))
+
+
+@inlined
+def _source(step, lane, random, z):
+    """Returns where a step of the sequences from number ``lane`` on has its vector of turned coordinates ``z``: the
+    number of the first one, and the number by which places within the vector differ."""
+    row = (random | 1) * step & (z.size // LANES - 1)
+    swap = (random * step & 0xFFFFFFFF) >> 28
+    width = lanes(z)
+    return row * LANES + (lane ^ (swap & -width)), swap & (width - 1)
+
+
+@loop
+def _arranged(z, random, out):
+    """Write turned coordinates into ``out``, in the order of the sequences."""
+    for step in range(z.size // LANES):
+        for lane in range(0, LANES, lanes(z)):
+            first, swap = _source(step, lane, random, z)
+            store(out, step * LANES + lane, swapped(load(z, first), swap))
+
+
+@inlined
+def _arrange(z, space, key, block):
+    """Put turned coordinates into the order of the sequences; see `eden.cpu.turned_kernel`."""
+    _arranged(z, _random_of(key, block), space)
+    return space, z
 
 
 @inlined
@@ -147,14 +184,15 @@ def _codec(bits: int) -> Any:
                 store(z, j, load(z, j) * level)
 
     @loop
-    def look_up_lanes(codes, lane, z):
+    def look_up_lanes(codes, lane, random, z):
         """Write the levels of the codes of the sequences from number ``lane`` on into ``z``."""
         like = load(z, 0)
         windows = filled_codes(0, like)
-        for j in range(lane, z.size, LANES):
-            code = load_codes(codes, j, like)
+        for step in range(z.size // LANES):
+            code = load_codes(codes, step * LANES + lane, like)
             windows = either(shifted_down(windows, 1), shifted_up(shifted_down(code, bits - 1), MEMORY))
-            store(z, j, levels_in(code, windows, like))
+            first, swap = _source(step, lane, random, z)
+            store(z, first, swapped(levels_in(code, windows, like), swap))
 
     @inlined
     def choose(z, moved, deviation, terms, c, s, wire, at):
@@ -168,10 +206,11 @@ def _codec(bits: int) -> Any:
         return folded_sum(z)
 
     @inlined
-    def look_up(wire, at, c, s, z):
-        """Write the levels of the codes of a block into ``z``."""
-        unpack_planes(wire, at, z.size, bits, s.codes)
+    def look_up(wire, block, at, key, c, s, z):
+        """Write the levels of the codes of a block into ``z``; see `eden.cpu.turned_kernel`."""
+        unpack_planes(wire, at + block[CODES], z.size, bits, s.codes)
+        random = _random_of(key, block)
         for lane in range(0, LANES, lanes(z)):
-            look_up_lanes(s.codes, lane, z)
+            look_up_lanes(s.codes, lane, random, z)
 
-    return turned_kernel(f"trellis_{bits}", choose, look_up)
+    return turned_kernel(f"trellis_{bits}", choose, look_up, _arrange)

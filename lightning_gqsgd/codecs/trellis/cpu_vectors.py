@@ -67,6 +67,49 @@ def units(typing_context, vector, inverse):
     return result(vector, inverse), generate
 
 
+@intrinsic
+def swapped(typing_context, vector, number):
+    """Returns a vector of floats in which each has changed places with the one whose place is its own ^ ``number``."""
+
+    def generate(context, builder, signature, arguments):
+        vector, number = arguments
+        places = builder.trunc(number, ir.IntType(32))
+        if vector.type.element == ir.DoubleType():
+            # As pairs of 32 bits, which keep their order.
+            halves = builder.bitcast(vector, ir.VectorType(ir.FloatType(), 2 * vector.type.count))
+            moved = _swapped(context, builder, halves, builder.shl(places, places.type(1)))
+            return builder.bitcast(moved, vector.type)
+        return _swapped(context, builder, vector, places)
+
+    return vector(vector, types.int64), generate
+
+
+def _swapped(context, builder, vector, number):
+    """Generate `swapped` for sixteen numbers of 32 bits."""
+    features = features_of(context)
+    if "+avx512f" in features:
+        return permuted(builder, "llvm.x86.avx512.permvar.sf.512", vector, _places_swapped(builder, WINDOWS, number))
+    if "+avx2" in features:
+        places = _places_swapped(builder, _EIGHT, builder.and_(number, number.type(_EIGHT - 1)))
+        halves = [shuffled(builder, vector, range(first, first + _EIGHT)) for first in (0, _EIGHT)]
+        halves = [permuted(builder, "llvm.x86.avx2.permps", half, places) for half in halves]
+        vector = _joined(builder, halves)
+        distances = [_EIGHT]
+    else:
+        distances = [1, 2, 4, _EIGHT]
+    for distance in distances:
+        is_set = builder.icmp_unsigned("!=", builder.and_(number, number.type(distance)), number.type(0))
+        other = shuffled(builder, vector, [place ^ distance for place in range(vector.type.count)])
+        vector = builder.select(is_set, other, vector)
+    return vector
+
+
+def _places_swapped(builder, count, number):
+    """Generate the integers 0, 1, 2, ... ^ ``number``, so many of them."""
+    form = ir.VectorType(ir.IntType(32), count)
+    return builder.xor(ir.Constant(form, list(range(count))), filled_with(builder, number, form))
+
+
 @lru_cache
 def costs(bits: int) -> Any:
     """Returns the intrinsic ``costs(x)``: the costs of a step, as they are added to words, of all `_VARIANTS`."""
@@ -333,10 +376,13 @@ def _in_parts(builder, places, generate_part):
     parts = [
         generate_part(shuffled(builder, places, range(first, first + _EIGHT))) for first in range(0, count, _EIGHT)
     ]
-    if len(parts) == 1:
-        return parts[0]
-    order = ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(count)))
-    return builder.shuffle_vector(*parts, order)
+    return parts[0] if len(parts) == 1 else _joined(builder, parts)
+
+
+def _joined(builder, parts):
+    """Generate the vector of the numbers of two vectors, one after the other."""
+    count = 2 * parts[0].type.count
+    return builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(count))))
 
 
 def _all(form, number):

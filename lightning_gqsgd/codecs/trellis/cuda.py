@@ -14,11 +14,16 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_gqsgd.codecs.eden.cuda import send_scales_of, turned_back_tile, turned_tile
+from lightning_gqsgd.codecs.eden.cuda import Turned, send_scales_of, turned_back_tile, turned_tile, with_dither
 from lightning_gqsgd.codecs.trellis import codec
+from lightning_gqsgd.kernels import wire
 from lightning_gqsgd.kernels.cuda.floats import divided
+from lightning_gqsgd.kernels.cuda.hashing import block_keys, words
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
+from lightning_gqsgd.kernels.cuda.tiles import RAGGED
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+
+_ORDER_PLACE = tl.constexpr(wire.ORDER_PLACE)
 
 _LANES = tl.constexpr(codec.LANES)
 _SEGMENT = tl.constexpr(codec.SEGMENT)
@@ -70,9 +75,12 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
     """Returns the codes of coordinates; see `ScaledFamily.to_codes`. The scale of a block follows from its codes, so it
     is sent after them."""
     turned = turned_tile(a, b, t, key, scales, KIND, c)
+    a, b = _arranged(turned.a, turned.b, t, key, KIND, c)
+    turned = Turned(a, b, turned.width, turned.squares, turned.deviation, turned.up)
+    moved_a, moved_b = with_dither(turned, t, key, KIND, c)
     inverse = divided(tl.full(turned.deviation.shape, 1, c.number.compute), turned.deviation, c)[:, None]
-    x_a = _limited((turned.moved_a * inverse).to(tl.float32))
-    x_b = _limited((turned.moved_b * inverse).to(tl.float32))
+    x_a = _limited((moved_a * inverse).to(tl.float32))
+    x_b = _limited((moved_b * inverse).to(tl.float32))
     window_a, window_b = _halves(_best_windows(_joined(x_a, x_b, c), t.n, c), c)
     number_a, level_a = _nearest(x_a, _alphabet(window_a), c)
     number_b, level_b = _nearest(x_b, _alphabet(window_b), c)
@@ -90,7 +98,56 @@ def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.co
     window_a, window_b = _halves(_windows_of(_joined(code_a >> HIGHEST, code_b >> HIGHEST, c), c), c)
     level_a = _levels(code_a & ((1 << HIGHEST) - 1), _alphabet(window_a), c)
     level_b = _levels(code_b & ((1 << HIGHEST) - 1), _alphabet(window_b), c)
+    level_a, level_b = _put_back(level_a, level_b, t, tl.load(key), KIND, c)
     return turned_back_tile(level_a, level_b, t, key, scale, KIND, c)
+
+
+@triton.jit
+def _arranged(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
+    """Returns both halves of turned coordinates in the order of the sequences; see `codec.orders`."""
+    place = tl.arange(0, 2 * c.shape.half)[None, :]
+    random = _random(t, key)
+    step = (place // _LANES).to(tl.uint32)
+    row = ((random | 1) * step).to(tl.int32) & (t.n // _LANES - 1)[:, None]
+    return _from_places(a, b, _LANES * row + _lane(place, random, step), t, KIND, c)
+
+
+@triton.jit
+def _put_back(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
+    """Returns both halves of what is in the order of the sequences in that of turned coordinates."""
+    place = tl.arange(0, 2 * c.shape.half)[None, :]
+    random = _random(t, key)
+    factor = random | 1
+    # One over the factor modulo 2^3, and then modulo 2^6, 2^12 and 2^24.
+    inverse = factor
+    for _ in tl.static_range(3):
+        inverse *= 2 - factor * inverse
+    step = (inverse * (place // _LANES).to(tl.uint32)).to(tl.int32) & (t.n // _LANES - 1)[:, None]
+    return _from_places(a, b, _LANES * step + _lane(place, random, step.to(tl.uint32)), t, KIND, c)
+
+
+@triton.jit
+def _random(t, key):
+    """Returns the random word of each block's order, uint32 [rows, 1]."""
+    word_a, word_b = block_keys(t, key)
+    return words(tl.full((1, 1), _ORDER_PLACE, tl.uint32), word_a, word_b)
+
+
+@triton.jit
+def _lane(place, random, step):
+    """Returns the number within a row of what has a place in the order of the sequences, or the other way round."""
+    return (place % _LANES) ^ ((random * step) >> 28).to(tl.int32)
+
+
+@triton.jit
+def _from_places(a, b, places, t, KIND: tl.constexpr, c: tl.constexpr):
+    """Returns both halves of rows whose coordinates come from other places, within the blocks."""
+    if KIND == RAGGED:
+        place = tl.arange(0, 2 * c.shape.half)[None, :]
+        places = tl.where(place < t.n[:, None], places, place)
+    whole = tl.reshape(tl.trans(tl.join(a, b), 0, 2, 1), (c.shape.rows, 2 * c.shape.half))
+    whole = tl.gather(whole, places, axis=1)
+    return tl.split(tl.trans(tl.reshape(whole, (c.shape.rows, 2, c.shape.half)), 0, 2, 1))
 
 
 @triton.jit
