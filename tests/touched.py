@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 #: What each folder or file of tests is about: paths from the root, and any path that starts like them.
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/recipes/": ("recipes/", "conf/", "workloads/", "pictures/", "netlab/"),
+    "tests/recipes/test_arguments.py": ("lightning_gqsgd/presets",),
+    "tests/recipes/test_config.py": ("lightning_gqsgd/presets",),
     "tests/distributed/test_benchmarks.py": ("benchmarks/", "workloads/", "pictures/"),
     "tests/distributed/test_netlab.py": ("netlab/",),
     "tests/distributed/test_probe.py": ("lightning_gqsgd/predict/", "lightning_gqsgd/cli/"),
