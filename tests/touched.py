@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 #: What each folder or file of tests is about: paths from the root, and any path that starts like them.
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/recipes/": ("recipes/", "conf/", "workloads/", "pictures/", "netlab/"),
+    "tests/recipes/test_arguments.py": ("lightning_gqsgd/presets",),
+    "tests/recipes/test_config.py": ("lightning_gqsgd/presets",),
     "tests/distributed/test_benchmarks.py": ("benchmarks/", "workloads/", "pictures/"),
     "tests/distributed/test_netlab.py": ("netlab/",),
     "tests/distributed/test_probe.py": ("lightning_gqsgd/predict/", "lightning_gqsgd/cli/"),
@@ -35,6 +37,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/distributed/test_plain.py": ("lightning_gqsgd/adaptive/", "lightning_gqsgd/session/copies"),
     "tests/distributed/test_sparse.py": ("lightning_gqsgd/sparse/", "lightning_gqsgd/session/copies"),
     "tests/distributed/": ("lightning_gqsgd/wire/engine", "lightning_gqsgd/ddp/", "lightning_gqsgd/wire/"),
+    "tests/reliability/test_every_reducer.py": ("lightning_gqsgd/reducers/", "lightning_gqsgd/codecs/"),
     "tests/reliability/": ("lightning_gqsgd/wire/engine", "lightning_gqsgd/ddp/", "lightning_gqsgd/wire/"),
     "tests/docs/": ("docs/", "README.md"),
     "tests/gpu/": ("lightning_gqsgd/kernels/", "lightning_gqsgd/codecs/"),
@@ -58,6 +61,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/statistics/": ("lightning_gqsgd/codecs/", "lightning_gqsgd/reducers/"),
     "tests/unit/test_cuda_kernels": ("lightning_gqsgd/kernels/",),
     "tests/unit/test_levels.py": ("lightning_gqsgd/predict/",),
+    "tests/unit/test_scatter.py": ("lightning_gqsgd/reducers/", "lightning_gqsgd/wire/plan"),
     "tests/unit/test_pieces.py": ("lightning_gqsgd/predict/",),
     "tests/unit/": ("lightning_gqsgd/codecs/", "lightning_gqsgd/kernels/"),
 }

@@ -25,7 +25,6 @@ PROBLEMS: dict[str, Callable[[], Any]] = {
     "logistic": lambda: LogisticRegression(batch=16),
     "digits": lambda: DigitsMLP(batch=16),
 }
-DEFAULT_PROBLEM = "least_squares"
 
 
 @dataclass(frozen=True)

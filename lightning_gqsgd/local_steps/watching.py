@@ -84,7 +84,7 @@ class WatchedModel:
             )
 
 
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    """The first names, and how many more there are."""
-    shown = ", ".join(map(repr, names[:most]))
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def _listed(names: Sequence[str]) -> str:
+    """Returns the first three names, and how many more there are."""
+    shown = ", ".join(map(repr, names[:3]))
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

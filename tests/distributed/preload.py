@@ -1,19 +1,31 @@
 """What every rank would import and compile: done once, in the server that ranks are forked from."""
 
 import gc
+import sys
 
 import accelerate  # noqa: F401
+import hypothesis  # noqa: F401
 import lightning.pytorch  # noqa: F401
+import psutil  # noqa: F401
+import pytest  # noqa: F401
 import torch
 import torch._dynamo  # DistributedDataParallel imports it, which takes seconds
 import torch.distributed.fsdp
 from transformers import Trainer  # noqa: F401
 
-import lightning_gqsgd.ddp.functional  # noqa: F401
+import lightning_gqsgd.ddp.functional
+import lightning_gqsgd.local_steps.merges.averages
+import lightning_gqsgd.research.optim
+import lightning_gqsgd.research.simulation  # noqa: F401
+import tests.distributed.changed_models
+import tests.distributed.local_models  # noqa: F401
 from lightning_gqsgd.adaptive.prediction import Measured, StepPredictor
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.wire.compiling import compile_kernels
+
+# The environment may switch byte code off (see tests/conftest.py). Then each rank would compile its test's module anew.
+sys.dont_write_bytecode = False
 
 for _reducer in ("sum", "two_shot", "gather"):
     compile_kernels(GQSGDConfig(reducer=_reducer), torch.float32, torch.device("cpu"), 2)

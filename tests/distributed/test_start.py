@@ -103,16 +103,20 @@ def test_ranks_that_call_other_functions_are_an_error_on_all(tmp_path: Path) -> 
         assert seconds < AT_ONCE
 
 
-def _alone(rank: int) -> tuple[str, float]:
+def _alone(rank: int, has_failed: Path) -> tuple[str, float]:
     model = DistributedDataParallel(mlp())
     if rank == 1:
-        time.sleep(8)
+        while not has_failed.exists():
+            time.sleep(0.05)
         return "", 0.0
-    return _error(lambda: register_gqsgd(model, timeout=timedelta(seconds=3)), CollectiveError)
+    try:
+        return _error(lambda: register_gqsgd(model, timeout=timedelta(seconds=3)), CollectiveError)
+    finally:
+        has_failed.touch()
 
 
 def test_a_rank_that_registers_alone_ends_with_the_timeout_and_the_name_of_the_other(tmp_path: Path) -> None:
-    (text, seconds), _ = run(_alone, 2, tmp_path, collective_timeout=20)
+    (text, seconds), _ = run(_alone, 2, tmp_path, tmp_path / "has_failed", collective_timeout=20)
     assert "register_gqsgd on rank 0 of 2 waited 3 s for rank 1" in text
     assert seconds < 6
 

@@ -77,9 +77,12 @@ def _choices(group: str) -> list[str]:
 
 
 CHOICES = [*(f"+exp={name}" for name in _choices("exp")), *(f"logger={name}" for name in _choices("logger"))]
+#: Strategies with a file of their own, and a preset of each kind. All other presets become choices in the same way.
+KINDS = (*_choices("strategy"), "gqsgd", "gqsgd_auto", "dore", "gqsgd_diloco", "gqsgd_elastic")
+CHOICES += [pytest.param(f"strategy={name}", marks=[] if name in KINDS else pytest.mark.slow) for name in strategies()]
 
 
-@pytest.mark.parametrize("choice", [*CHOICES, *(f"strategy={name}" for name in strategies())])
+@pytest.mark.parametrize("choice", CHOICES)
 def test_every_choice_takes_its_own_entries(choice: str) -> None:
     check_arguments(composed([choice]))
 

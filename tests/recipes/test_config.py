@@ -101,13 +101,20 @@ def test_the_lighthouse_has_one_variable() -> None:
     assert LIGHTHOUSE == door.LIGHTHOUSE
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+#: What the package's own presets list: the one field in which they differ.
+OWN_BITS = {"gqsgd": 8, "gqsgd_4bit": 4, "gqsgd_3bit": 3}
+#: Presets whose choices list a field, and one that does not; the others go the same way, as slow tests.
+SOME_PRESETS = [pytest.param(name, marks=[] if name in (*OWN_BITS, "dore") else pytest.mark.slow) for name in PRESETS]
+
+
+@pytest.mark.parametrize("preset", SOME_PRESETS)
 def test_strategy_has_the_presets_configuration(composed: Compose, preset: str) -> None:
     cfg = composed(f"strategy={preset}")
     assert cfg.run_root == f"outputs/digits/{preset}-seed0"
-    # The preset says everything else; the package's own presets list the one field in which they differ.
-    bits = {"gqsgd": {"bits": 8}, "gqsgd_4bit": {"bits": 4}, "gqsgd_3bit": {"bits": 3}}.get(preset, {})
-    assert cfg.strategy == {"name": preset, "_target_": "lightning_gqsgd.GQSGDStrategy", "preset": preset, **bits}
+    # The preset says everything else.
+    bits = OWN_BITS.get(preset)
+    listed = {} if bits is None else {"bits": bits}
+    assert cfg.strategy == {"name": preset, "_target_": "lightning_gqsgd.GQSGDStrategy", "preset": preset, **listed}
     assert build(cfg.strategy, leave_out=("name",)).gqsgd_config == PRESETS[preset].config
 
 

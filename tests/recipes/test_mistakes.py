@@ -148,7 +148,40 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+#: Command lines that another one above goes the same way as, through the same function and to a message of its kind.
+LIKE_ANOTHER = [
+    "trainer.num_nodes=0",
+    "trainer.num_nodes=null",
+    "trainer.devices=null",
+    "hardware.devices=1.5",
+    "trainer.devices=[a]",
+    "optimizer.schedule=cos",
+    "trainer.accelerator=gpuu",
+    "optimizer.lr=0",
+    "optimizer.weight_decay=inf",
+    "optimizer.warmup=-0.1",
+    "task.label_smoothing=1.5",
+    "threads=0",
+    "seed=4294967296",
+    "model.width=0",
+    "data.batch_size=0",
+    "trainer.max_epochs=0",
+    "trainer.max_steps=0",
+    "trainer.max_steps=-5",
+    "trainer.limit_train_batches=0",
+    "trainer.accumulate_grad_batches=0",
+    "trainer.val_check_interval=0.0",
+    "hydra.run.dir=/dev/full/x",
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(words, text, marks=[pytest.mark.slow] * (" ".join(words) in LIKE_ANOTHER), id=" ".join(words))
+        for words, text in MISTAKES
+    ],
+)
 def test_a_mistake_is_one_line_with_its_remedy(refusal: Callable[..., str], arguments: list[str], message: str) -> None:
     line = refusal(*arguments)
     assert re.search(message, line), line

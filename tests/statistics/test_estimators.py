@@ -11,7 +11,7 @@ from lightning_gqsgd.codecs import LinearCodec
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.reducers import REDUCERS
-from lightning_gqsgd.research.simulation import average, relative_error
+from lightning_gqsgd.research.simulation import VirtualRanks, average, relative_error
 
 REPEATS = 400
 DITHERS = ["adaptive", "subtractive", "stochastic"]
@@ -62,11 +62,9 @@ def test_error_of_a_block_is_within_omega(dither: str, bits: int) -> None:
     spike = torch.zeros(256)
     spike[0] = 1.0
     ratios = []
+    ranks = VirtualRanks(1, [Segment(0, 256, False)], codec="linear", bits=bits, dither=dither, reducer="gather")
     for x in (torch.randn(256, generator=torch.Generator().manual_seed(0)), spike):
-        estimates = [
-            average([x], step=step, codec="linear", bits=bits, dither=dither, reducer="gather")[0]
-            for step in range(200)
-        ]
+        estimates = [ranks.mean([x], step) for step in range(200)]
         ratios.append(float(torch.stack([(one - x).square().sum() for one in estimates]).mean() / x.square().sum()))
     assert ratios[0] < omega
     # Of a spike, subtractive dither reaches its bound, and stochastic rounding makes no error.
@@ -92,8 +90,9 @@ def test_reducers_are_unbiased(reducer: str, ranks: int, dither: str) -> None:
     mean = torch.stack([one.double() for one in gradients]).mean(0)
     total, single = torch.zeros(2048, dtype=torch.float64), 0.0
     squares = torch.zeros(2048, dtype=torch.float64)
+    virtual = VirtualRanks(ranks, [Segment(0, 2048, False)], bits=5, reducer=reducer, dither=dither)
     for step in range(REPEATS):
-        estimate = average(gradients, step=step, bits=5, reducer=reducer, dither=dither)[0].double()
+        estimate = virtual.mean(gradients, step).double()
         total += estimate - mean
         squares += (estimate - mean).square()
         single += float((estimate - mean).square().sum())
@@ -126,8 +125,9 @@ def test_reducers_are_unbiased_with_other_codecs(codec: str, fields: dict) -> No
     gradients = [shared * (1 + 0.3 * torch.randn(1024, generator=generator)) for _ in range(4)]
     mean = torch.stack([x.double() for x in gradients]).mean(0)
     total, squares, repeats = torch.zeros_like(mean), torch.zeros_like(mean), 120
+    virtual = VirtualRanks(4, [Segment(0, 1024, False)], codec=codec, bits=3, **fields)
     for step in range(repeats):
-        error = average(gradients, step=step, codec=codec, bits=3, **fields)[0].double() - mean
+        error = virtual.mean(gradients, step).double() - mean
         total += error
         squares += error.square()
     z = (total / repeats) / (squares / repeats / repeats).sqrt()

@@ -38,6 +38,8 @@ from tests.unit.test_eden import check_blocks_side_by_side
 from tests.unit.test_kernels import DTYPES, check_messages, drawn, there_and_back
 
 WIDTHS = range(1, 5)
+#: Blocks that kernels handle together, and one by one. The reference takes seconds for either.
+SHORT_AND_LONG = [(128, torch.bfloat16), (1024, torch.float32)]
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
@@ -121,26 +123,48 @@ def test_numbers_change_places_alike_with_all_instructions(instructions: str, dt
         np.testing.assert_array_equal(out, numbers[np.arange(count) ^ number])
 
 
+#: Each width has a kernel of its own for fp64, which takes long to compile: one of them always, the others as slow
+#: tests.
+FEW_KERNELS = [(dtype, bits) for dtype in DTYPES for bits in WIDTHS if dtype != torch.float64 or bits == 2]
+
+
 @settings(max_examples=12)
 @given(
     seed=st.integers(0, 2**32),
-    dtype=st.sampled_from(DTYPES),
-    bits=st.sampled_from(WIDTHS),
+    kernel=st.sampled_from(FEW_KERNELS),
     block=st.sampled_from([128, 256, 1024]),
     rows=st.lists(st.tuples(st.integers(0, 1500), st.booleans()), min_size=1, max_size=3),
 )
-def test_both_kernels_give_the_same_bits(seed, dtype, bits, block, rows) -> None:
+def test_both_kernels_give_the_same_bits(seed, kernel, block, rows) -> None:
+    check_kernels(seed, *kernel, block, rows)
+
+
+def check_kernels(seed: int, dtype: torch.dtype, bits: int, block: int, rows: list[tuple[int, bool]]) -> None:
+    """Messages of three ranks, with both kernels."""
     segments, xs = drawn({"seed": seed, "dtype": dtype, "ranks": 3, "rows": rows})
     check_messages(segments, xs, TrellisCodec(bits).quantiser(block))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("length", [128, 256, 1024])
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [1, 3, 4])
+def test_both_kernels_give_the_same_bits_in_64_bits(bits: int) -> None:
+    for block in (128, 256, 1024):
+        check_kernels(block, torch.float64, bits, block, [(1500, False), (3, True), (700, False)])
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype"),
+    [
+        pytest.param(length, dtype, marks=[] if (length, dtype) in SHORT_AND_LONG else pytest.mark.slow)
+        for length in (128, 256, 1024)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    ],
+)
 def test_blocks_that_lie_side_by_side_do_not_touch_each_other(length: int, dtype: torch.dtype) -> None:
     check_blocks_side_by_side(TrellisCodec, length, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow), torch.float16])
 def test_what_is_finite_stays_finite_at_both_ends_of_a_dtype(dtype: torch.dtype) -> None:
     line = torch.linspace(-1, 1, 512, dtype=torch.float64)
     for pattern in (line, torch.ones(512).double(), (line == 1).double()):

@@ -6,6 +6,8 @@ processes that compile one kernel for two dtypes at the same time can exchange t
 
 Here, each kernel has one file for every combination of argument types, processor and source text. The text is that of
 all files that a kernel can include. Files are written under another name first, so that no process reads half a file.
+Of several processes that need one kernel at the same time, such as the ranks of a first start, one compiles it. The
+others wait, because together they would take that long each on a machine with fewer processors than processes.
 
 Files are looked for in these folders, in this order, and written to the first folder that is writable:
 
@@ -16,17 +18,19 @@ Files are looked for in these folders, in this order, and written to the first f
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import pickle
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numba
 from numba.core.caching import _Cache
@@ -41,6 +45,8 @@ REMEDY = "set the environment variable NUMBA_CACHE_DIR to a folder that is writa
 _FOLDERS = ("kernels", "codecs", "reducers/elias")
 _SUFFIX = ".nbc"
 _DIGEST_BYTES = 32
+#: Seconds after which a process no longer waits for another one to compile a kernel: that one may have been stopped.
+_LONGEST_WAIT_S = 60.0
 
 
 class Compilation(NamedTuple):
@@ -124,6 +130,8 @@ class KernelCache(_Cache):
 
     def __init__(self, name: str) -> None:
         self._name = name
+        #: Held from the time when no file was found until the kernel is kept. Where compilation fails, it is held on.
+        self._lock: IO[bytes] | None = None
 
     @property
     def cache_path(self) -> str | None:
@@ -135,15 +143,27 @@ class KernelCache(_Cache):
         """Returns the compiled kernel for argument types; None: it has to be compiled."""
         target_context.refresh()
         file_name = self._file_name(sig, target_context.codegen())
-        damaged = []
+        found = self._found(file_name, target_context)
+        if found is not None:
+            return found
+        folder = writable_folder()
+        if folder is not None:
+            self._lock = _locked(folder / file_name)
+            found = self._found(file_name, target_context)  # it may have been compiled in the meantime
+            if found is not None:
+                self._unlock()
+                return found
+        damaged = [folder / file_name for folder in folders() if (folder / file_name).exists()]
+        self._tell(f"{damaged[0]} is damaged" if damaged else self._reason())
+        return None
+
+    def _found(self, file_name: str, target_context: Any) -> Any:
+        """Returns the compiled kernel of the first whole file of this name; None: there is none."""
         for folder in folders():
             content = _content_of(folder / file_name)
             if content is not None and hashlib.sha256(content[_DIGEST_BYTES:]).digest() == content[:_DIGEST_BYTES]:
                 # The file is as trustworthy as the sources: whoever can write one can write the other.
                 return CompileResult._rebuild(target_context, *pickle.loads(content[_DIGEST_BYTES:]))  # noqa: S301
-            if content is not None:
-                damaged.append(str(folder / file_name))
-        self._tell(f"{damaged[0]} is damaged" if damaged else self._reason())
         return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -157,9 +177,21 @@ class KernelCache(_Cache):
         except OSError as error:
             self._tell(f"its file could not be written: {error}", kept=False)
             return
+        finally:
+            self._unlock()
         for file in self._stale(folder):
             with suppress(OSError):  # another process may have removed the file
                 file.unlink()
+
+    def _unlock(self) -> None:
+        """Let the next process look for the kernel, which has been kept if that is possible."""
+        if self._lock is None:
+            return
+        # Who has opened this file already finds the kernel all the same when it holds the lock.
+        with suppress(OSError):
+            os.unlink(self._lock.name)
+        self._lock.close()
+        self._lock = None
 
     def enable(self) -> None:
         """Do nothing: the cache is always used."""
@@ -200,6 +232,30 @@ class KernelCache(_Cache):
         """Tell all watchers of a compilation; ``kept``: whether its result is going to be kept, if that is possible."""
         for watcher in [*_watchers]:
             watcher(Compilation(self._name, reason, writable_folder() if kept else None))
+
+
+def _locked(file: Path) -> IO[bytes] | None:
+    """Wait until no other process compiles the kernel of a file, for `_LONGEST_WAIT_S` at most.
+
+    Returns:
+        An open file with a lock, which ends with this process; None: the kernel is compiled without one.
+    """
+    deadline = time.monotonic() + _LONGEST_WAIT_S
+    try:
+        lock = file.with_suffix(".lock").open("wb")
+    except OSError:
+        return None
+    while time.monotonic() < deadline:
+        try:
+            # Not `flock`: a forked child would hold that one, too.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except (BlockingIOError, PermissionError):
+            time.sleep(0.05)
+        except OSError:
+            break  # no locks in this file system
+    lock.close()
+    return None
 
 
 def _content_of(file: Path) -> bytes | None:

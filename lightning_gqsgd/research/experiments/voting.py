@@ -33,11 +33,12 @@ def fedvote() -> Rows:
     )
 
 
-def lasso(penalty: float = 1e-2) -> tuple[Penalised, float, float]:
+def lasso() -> tuple[Penalised, float, float]:
     """Returns logistic regression with an L1 penalty, d = 40, 8 workers with a truth of their own each; its least
     objective and its smoothness."""
     fields: dict[str, Any] = {"dimension": 40, "rows": 1600, "parts": 8, "spread": 0.5, "regularisation": 0.0}
     fields |= {"dtype": torch.float64}
+    penalty = 1e-2
     whole = LogisticRegression(**fields)
     problem = Penalised(LogisticRegression(batch=20, **fields), whole, l1=penalty, batch_share=0.1)
     smoothness = float(torch.linalg.eigvalsh(whole.features.T @ whole.features / 1600)[-1]) / 4
