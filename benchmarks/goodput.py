@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +51,8 @@ START_S = 180.0
 LIGHTHOUSE_PORT, RENDEZVOUS_PORT = 29510, 29511
 #: A line of the journal of `benchmarks.goodput_rank`.
 Line = dict[str, Any]
+#: Seconds of a run, and the loss at each of them.
+Curve = dict[str, list[float]]
 
 
 def _plain(lab: NetLab, host: int) -> list[str]:
@@ -288,16 +290,39 @@ def longest_return(journals: Sequence[Sequence[Line]], begun: float, kills: Sequ
     return max(seconds, default=0.0) if all(value == value for value in seconds) else math.nan
 
 
-def draw(runs: dict[str, tuple[float, list[list[Line]]]], file: Path) -> None:
-    """Loss against seconds since the first merge, one line for each way."""
+def curve(begun: float, journals: Sequence[Sequence[Line]]) -> Curve:
+    """Returns the losses of a run against seconds since it began: of each merge, the first one that a member noted."""
+    noted = sorted(
+        (line["time"] - begun, line["merge"], line["loss"])
+        for lines in journals
+        for line in lines
+        if "loss" in line and line["time"] >= begun
+    )
+    first = {merge: (second, loss) for second, merge, loss in reversed(noted)}
+    points = sorted(first.values())
+    return {
+        "seconds": [round(second, 2) for second, _ in points],
+        "losses": [round(loss, 4) for _, loss in points],
+    }
+
+
+def draw(curves: Mapping[str, Mapping[str, Curve]], file: Path) -> None:
+    """Draw loss against seconds: a color for each way, and a line for each schedule of kills.
+
+    Args:
+        curves: of each way, by the seed of its schedule.
+        file: of the picture.
+    """
     import matplotlib.pyplot as plt
 
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(6, 3.6))
-        for name, (begun, journals) in runs.items():
-            losses = [(line["time"] - begun, line["loss"]) for lines in journals for line in lines if "loss" in line]
-            points = sorted((second, loss) for second, loss in losses if second >= 0)
-            axis.plot([second for second, _ in points], [loss for _, loss in points], label=name.replace("_", " "))
+        for number, (name, of_seeds) in enumerate(curves.items()):
+            label = name.replace("_", " ")
+            label += f", {len(of_seeds)} schedules" if len(of_seeds) > 1 else ""
+            for place, one in enumerate(of_seeds.values()):
+                look = {"color": f"C{number}", "alpha": 0.6 if len(of_seeds) > 1 else 1.0}
+                axis.plot(one["seconds"], one["losses"], label=None if place else label, **look)
         axis.set_xlabel("time (s)")
         axis.set_ylabel("validation loss (nats per byte)")
         axis.legend()
@@ -382,12 +407,13 @@ def _measure(options: argparse.Namespace) -> Report:
     seconds = 60.0 if options.short else options.seconds
     numbers = {"goodput": ".2f", "bound": ".2f", "samples/s": ".0f", "alone": ".0f", "loss": ".2f", "back (s)": ".1f"}
     columns = {"way": "", "seed": ".0f", **numbers, "equal": ""}
-    runs: dict[str, tuple[float, list[list[Line]]]] = {}
+    curves: dict[str, dict[str, Curve]] = {}
     # Some ways alone have a table of their own, so that they do not replace that of all.
     all_ways = options.ways == list(WAYS)
     name_of_table = "goodput" if all_ways else "_".join(["goodput", *options.ways])
     report = Report(name_of_table, "Goodput while ranks die, are slow, and have slow links", columns, _notes(seconds))
-    report.draw = lambda file: draw(runs, file)
+    report.raw["curves"] = curves
+    report.draw = lambda file: draw(curves, file)
     measurement = Measurement(report)
     for name in options.ways:
         way = WAYS[name]
@@ -395,8 +421,8 @@ def _measure(options: argparse.Namespace) -> Report:
             way = measurement.tuned(name, way, options.seed[0])
             report.notes = [*report.notes, f"{name}: {way.every} steps between two averages."]
         for seed in options.seed if name == "elastic" else options.seed[:1]:
-            run = measurement.add(name, name, way, seed, seconds)
-            runs.setdefault(name, run)
+            begun, journals = measurement.add(name, name, way, seed, seconds)
+            curves.setdefault(name, {})[str(seed)] = curve(begun, journals)
     return report
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 
 from benchmarks import goodput
@@ -71,3 +75,36 @@ def test_the_number_of_steps_with_the_best_goodput_is_taken(monkeypatch: pytest.
     way = goodput.Measurement(report).tuned("torchft_diloco", WAYS["torchft_diloco"], 0)
     assert way.every == 64
     assert [row[0] for row in report.rows] == [f"torchft_diloco, trial of {every}" for every in goodput.TRIALS]
+
+
+def test_a_curve_has_the_first_loss_of_each_merge_since_the_run_began() -> None:
+    unsaid = {name: value for name, value in _line(2.0, 2).items() if name != "loss"}
+    journals = [[_line(-1.0, 0), _line(1.0, 1), unsaid, _line(3.0, 3)], [{**_line(0.5, 1), "loss": 2.0}]]
+    assert goodput.curve(0.0, journals) == {"seconds": [0.5, 3.0], "losses": [2.0, 1.0]}
+
+
+def test_every_schedule_is_kept_and_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    axes = pytest.importorskip("matplotlib.axes", reason="pictures need matplotlib")
+    drawn: list[list[float]] = []
+    plot = axes.Axes.plot
+
+    def noted(axis: object, seconds: list[float], losses: list[float], **look: object) -> object:
+        drawn.append(losses)
+        return plot(axis, seconds, losses, **look)
+
+    def measured(name: str, way: object, kills: Sequence[tuple[float, int]], _: float) -> object:
+        journal = [{**_line(second, merge), "loss": merge + kills[0][1]} for merge, second in enumerate((1.0, 60.0))]
+        return 0.0, [journal] * 4
+
+    monkeypatch.setattr(goodput, "alone", lambda: [1.0] * 4)
+    monkeypatch.setattr(goodput, "measure", measured)
+    monkeypatch.setattr(axes.Axes, "plot", noted)
+    options = argparse.Namespace(short=True, seconds=0.0, ways=["elastic", "ddp"], seed=[0, 3])
+    report = goodput._measure(options)
+    assert report.draw is not None
+    report.draw(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+    assert list(report.raw["curves"]) == ["elastic", "ddp"]
+    assert list(report.raw["curves"]["elastic"]) == ["0", "3"]
+    assert drawn == [one["losses"] for way in report.raw["curves"].values() for one in way.values()]
+    assert len(drawn) == 3
