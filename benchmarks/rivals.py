@@ -196,6 +196,8 @@ OURS = ("gqsgd", "gqsgd_4bit", "gqsgd_3bit", "gqsgd_2bit")
 KINDS = ("gaussian", "heavy-tailed", "CNN trained", "LM trained")
 REPEATS = 16
 SHOWN_RANKS = 8
+#: Bits by which messages may differ and still count as equally long.
+SAME_BITS = 0.5
 
 
 @dataclass(frozen=True)
@@ -285,9 +287,38 @@ def measure(options: argparse.Namespace) -> Report:
             first = row[0]
             errors = [100 * point.error for point in row]
             report.rows.append([first.name, ranks, first.bits, first.sent, *errors, first.kept])
+    report.notes = (*report.notes, *(in_words(report.rows, ranks) for ranks in options.ranks))
     shown = SHOWN_RANKS if SHOWN_RANKS in options.ranks else options.ranks[0]
     report.draw = lambda file: save_figure(report.rows, shown, file)
     return report
+
+
+def in_words(rows: Sequence[Sequence[Any]], ranks: int) -> str:
+    """Returns where a rival has a smaller error than this package's codecs at about as many bits, from the rows of one
+    number of ranks.
+
+    A row of the package stands for all rivals with as many bits, give or take half a bit. What a rival sends for its
+    error is named, because hooks that gather, and THC on its way back, send more than the bits of one message say.
+    """
+    own = [row for row in rows if row[1] == ranks]
+    ours = [row for row in own if row[0] in OURS]
+    said = []
+    for mine in ours:
+        for rival in own:
+            if rival in ours or abs(rival[2] - mine[2]) > SAME_BITS:
+                continue
+            ahead = [
+                f"{kind} {theirs:.2f} % against {our:.2f} %"
+                for kind, theirs, our in zip(KINDS, rival[4:], mine[4:], strict=False)
+                if theirs < our
+            ]
+            if ahead:
+                said.append(
+                    f"`{rival[0]}` beats `{mine[0]}` on {', '.join(ahead)}, and sends {rival[3] / mine[3]:.1f} times as "
+                    "much"
+                )
+    wins = "; ".join(said) or "at as many bits, no rival has a smaller error than this package"
+    return f"Where a rival wins, n = {ranks}: {wins}."
 
 
 def save_figure(rows: Sequence[Sequence[Any]], ranks: int, file: Path) -> None:

@@ -61,6 +61,9 @@ from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import PLANS_KEPT, check_parameters
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
 
+#: Bytes of all gradients from which on a sum through shared memory is taken to save more than the hook's calls cost.
+LEAST_IN_MEMORY = 1 << 22
+
 _MESSAGES = Messages(remedy="register it on a new DistributedDataParallel model")
 
 
@@ -453,6 +456,7 @@ class GQSGDState:
                 'bits="auto"': steering.gauge,
                 "sparse gradients": self._sparse,
                 "post-local SGD": self._post_local_sgd,
+                "sums through shared memory, which plain DDP does not have": self._adds_in_memory(model) or None,
             }
             why = "; ".join(name for name, value in needs.items() if value is not None) or obstacle(model)
             steering.permit_plain(why)
@@ -464,6 +468,11 @@ class GQSGDState:
         model.register_forward_pre_hook(before_forward)
         # Also at exit: Gloo groups that are still open then can abort the process.
         self._ends_with = weakref.finalize(model, self.close)
+
+    def _adds_in_memory(self, model: DistributedDataParallel) -> bool:
+        """Returns whether this hook's own sums of uncompressed gradients are faster than those of plain DDP."""
+        sizes = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
+        return sum(sizes) >= LEAST_IN_MEMORY and self._engine.communicator.adds_in_memory(dtypes_of(model)[0])
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -109,6 +109,11 @@ class Communicator:
         numel = NCCL_PIECE_NUMEL * 8 // max(8, bits)
         return PieceSize(numel, numel)
 
+    def adds_in_memory(self, dtype: torch.dtype) -> bool:
+        """Returns whether sums of gradients of a dtype run through memory that the ranks share, and not over Gloo."""
+        shared = self._shared.get((1, ALL, 0))
+        return shared is not None and shared.adds(dtype)
+
     @property
     def control_device(self) -> torch.device:
         """The device of messages that the host writes and reads: the GPU over NCCL, and otherwise the CPU."""

@@ -19,7 +19,8 @@ The memory belongs to one group. So it never fills up with messages for which a 
 a message of another group.
 
 Sums and maxima of whole numbers do not depend on an order: each rank joins what all others send with its own numbers.
-Those of floating-point numbers stay with Gloo, because their bits depend on the order and are to be plain DDP's.
+Nor does the sum of two floating-point numbers, so two ranks add gradients in the same way. Sums of more ranks stay with
+Gloo, because their bits depend on the order and are to be plain DDP's.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ _REASON_BYTES = 300
 _PACKET_BYTES = 1 << 16
 
 _COMBINED_BY = {"sum": np.add, "max": np.maximum}
+#: Floating-point numbers that two ranks add here. NumPy has no bf16, and adds fp16 one number at a time.
+_ADDED_DTYPES = (torch.float32, torch.float64)
 
 
 class _Notice(NamedTuple):
@@ -151,6 +154,7 @@ class _Collective:
         outgoing: the messages that are not wholly written yet.
         combine: joins the numbers of a message with those that are there; None: the message takes their place.
         dtype: of the numbers that are combined.
+        own_rank: number of this rank in the group.
         held: chunks that have to wait, because they would change numbers that this rank has not written yet.
         work: the object that the caller waits for.
     """
@@ -161,6 +165,7 @@ class _Collective:
     outgoing: list[_Outgoing]
     combine: np.ufunc | None = None
     dtype: np.dtype = np.dtype(np.uint8)
+    own_rank: int = 0
     held: list[tuple[int, _Notice]] = field(default_factory=list)
     work: SharedWork = field(default_factory=SharedWork)
 
@@ -169,19 +174,27 @@ class _Collective:
         """Returns whether everything has been written and received."""
         return not self.outgoing and all(part.received == len(part.target) for part in self.incoming.values())
 
+    @property
+    def adds_floats(self) -> bool:
+        """Returns whether floating-point numbers are added, which a thread's mode of rounding changes."""
+        return self.combine is not None and self.dtype.kind == "f"
+
     def can_take(self, notice: _Notice) -> bool:
         """Returns whether a chunk may change the numbers at its place."""
         return self.combine is None or all(part.written >= notice.position + notice.length for part in self.outgoing)
 
     def take(self, rank: int, chunk: np.ndarray, position: int) -> None:
-        """Copy or add a chunk of a rank's message."""
+        """Copy a chunk of a rank's message, or combine it with what is there."""
         part = self.incoming[rank]
         target = part.target[position : position + len(chunk)]
         if self.combine is None:
             target[:] = chunk
         else:
             numbers = target.view(self.dtype)
-            self.combine(numbers, chunk.view(self.dtype), out=numbers)
+            terms = (numbers, chunk.view(self.dtype))
+            # In rank order: where both numbers are NaN, the processor keeps the bits of the first one.
+            with np.errstate(all="ignore"):  # infinities and overflows go to whoever looks at the gradient
+                self.combine(*(terms if rank > self.own_rank else terms[::-1]), out=numbers)
         part.received += len(chunk)
 
     def missing(self) -> list[int]:
@@ -371,11 +384,16 @@ class SharedGroup:
 
     def takes(self, exchange: Exchange) -> bool:
         """Returns whether a collective runs through the memory; if not, it is for Gloo. The same on all ranks."""
-        if exchange.kind in _COMBINED_BY:
-            return self._size <= MOST_TO_ADD and not (
-                exchange.output.is_floating_point() or exchange.output.is_complex()
-            )
-        return True
+        if exchange.kind not in _COMBINED_BY:
+            return True
+        dtype = exchange.output.dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            return exchange.kind == "sum" and self.adds(dtype)
+        return self._size <= MOST_TO_ADD
+
+    def adds(self, dtype: torch.dtype) -> bool:
+        """Returns whether sums of floating-point numbers of a dtype run through the memory."""
+        return self._size == 2 and dtype in _ADDED_DTYPES
 
     def start(self, exchange: Exchange) -> SharedWork:
         """Start a collective.
@@ -444,7 +462,7 @@ class SharedGroup:
             incoming = {rank: _Incoming(output) for rank in self._lines if len(output)}
             outgoing = [_Outgoing(number, output, self._others)] if len(output) else []
             dtype = exchange.output.detach().view(-1)[:0].numpy().dtype
-            return _Collective(number, deadline, incoming, outgoing, _COMBINED_BY[kind], dtype)
+            return _Collective(number, deadline, incoming, outgoing, _COMBINED_BY[kind], dtype, self._rank)
         if kind == "all_gather":
             sent = [source] * self._size
             coming = list(output.reshape(self._size, -1))
@@ -484,10 +502,7 @@ class SharedGroup:
             if part.written == len(part.source):
                 self._outgoing.popleft()
                 collective.outgoing.remove(part)
-            held = collective.held
-            collective.held = []
-            for rank, earlier in held:
-                self._take(collective, rank, earlier)
+            self._take_held(collective)
 
     def _told(self, rank: int, notice: _Notice) -> None:
         """Note that a chunk lies in another rank's memory, and take it if this rank is ready."""
@@ -505,9 +520,21 @@ class SharedGroup:
         part.told += notice.length
         self._take(collective, rank, notice)
 
+    def _take_held(self, collective: _Collective) -> None:
+        """Take the chunks of a collective that had to wait, if they need not wait any longer."""
+        held = collective.held
+        collective.held = []
+        for rank, notice in held:
+            self._take(collective, rank, notice)
+
     def _take(self, collective: _Collective, rank: int, notice: _Notice) -> None:
-        if not collective.can_take(notice):
+        # The group's thread is alike on all ranks. A thread that starts collectives may flush denormal numbers to zero,
+        # on one rank only, and ranks would hold different sums.
+        is_for_thread = collective.adds_floats and threading.get_ident() != self._thread.ident
+        if is_for_thread or not collective.can_take(notice):
             collective.held.append((rank, notice))
+            if is_for_thread:
+                self._bell.ring()
             return
         line = self._lines[rank]
         collective.take(rank, line.memory[notice.place : notice.place + notice.length], notice.position)
@@ -563,6 +590,9 @@ class SharedGroup:
                     if descriptor in self._by_descriptor:
                         self._receive(self._by_descriptor[descriptor])
                 self._write()
+                for collective in self._under_way.values():
+                    if collective.adds_floats:
+                        self._take_held(collective)
                 self._sweep(done)
             except Exception as error:  # ranks do not fit together, or a defect
                 self._break(error, done)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.adaptive import plain as plain_module
 from lightning_gqsgd.adaptive.trials import UNKNOWN
 from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.ddp import hook as hook_module
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.wire.telemetry import Meter
@@ -99,6 +101,27 @@ def test_plain_ddp_takes_the_hooks_place_and_the_hook_comes_back_for_a_trial_on_
     assert first["values"]["gqsgd/bits"] == 32
     assert first["values"]["gqsgd/bits_per_coordinate"] == 32
     assert "plain DDP carries the gradients at present" in first["report"]
+
+
+def _stays_in_memory(rank: int) -> list[Any]:
+    facts = []
+    for least in (0, hook_module.LEAST_IN_MEMORY):
+        with mock.patch.object(hook_module, "LEAST_IN_MEMORY", least):
+            model, state = auto(SMALL_BUCKETS)
+        train(model, rank, range(LEAVES_AFTER + 2))
+        obstacle = state._steering._plain.obstacle if state._steering is not None else None
+        facts.append((carrier(model), obstacle, fingerprint(model)))
+        state.close()
+    return facts
+
+
+def test_the_hook_keeps_its_place_where_its_own_sums_are_faster_and_gives_the_bits_of_plain_ddp(tmp_path: Path) -> None:
+    first, second = run(_stays_in_memory, 2, tmp_path)
+    assert first == second
+    (through_memory, why, bits), (over_gloo, nothing, bits_of_ddp) = first
+    assert (through_memory, over_gloo, nothing) == ("gqsgd_hook", "plain", "")
+    assert "shared memory" in why
+    assert bits == bits_of_ddp
 
 
 def _has_its_turn(rank: int, least: float) -> dict[str, Any]:

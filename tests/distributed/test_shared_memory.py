@@ -31,6 +31,7 @@ from tests.distributed.ranks import logged, run
 CPU = torch.device("cpu")
 NODE, PEERS = Scope("node", 2), Scope("peers", 2)
 INTEGERS = (torch.uint8, torch.int32, torch.int64)
+FLOATS = (torch.float32, torch.float64, torch.float16)
 #: Far longer than any test may take: an error that comes at all comes before it.
 LONG_S = 3600
 
@@ -80,6 +81,7 @@ def _exchanges(rank: int, ranks: int) -> list[Exchange]:
             exchanges.append(Exchange("all_to_all", torch.empty(sum(takes), dtype=dtype), x, (takes, sends[rank])))
         for kind in ("sum", "max"):
             exchanges += [Exchange.in_place(kind, _random(-(-size // d.itemsize), d, seed + rank)) for d in INTEGERS]
+        exchanges += [Exchange.in_place("sum", _random(-(-size // d.itemsize), d, seed + rank)) for d in FLOATS]
     return exchanges
 
 
@@ -165,6 +167,49 @@ def test_every_reducer_gives_the_bits_that_it_gives_over_gloo(ranks: int, tmp_pa
     counts = run(_equal_means, ranks, tmp_path, ranks)
     assert len(set(counts)) == 1
     assert counts[0] > 2 * len(MEANS)
+
+
+# Sums of floating-point numbers
+
+#: The other rank has the same numbers in another order.
+UNUSUAL = (float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3e38, -3e38, 1e-45, -1e-45, 1e-39, 1.0)
+
+
+def _sums(rank: int, flushes: bool) -> list[bytes]:
+    communicator = made("sums")
+    assert communicator.adds_in_memory(torch.float32)
+    assert not communicator.adds_in_memory(torch.bfloat16)
+    # The mode of this thread is another one on each rank, as where a library has set it on one of them.
+    torch.set_flush_denormal(flushes and rank == 1)
+    sums = []
+    try:
+        for shift in (0, 1, 5, 6):
+            own = torch.tensor(UNUSUAL).roll(shift * rank).repeat(1 << 17)  # more than the memory holds
+            if rank == 1:
+                own = own.roll(1)
+            communicator.start(Exchange.in_place("sum", own), stage=1).wait()
+            sums.append(own.numpy().tobytes())
+    finally:
+        torch.set_flush_denormal(False)
+    communicator.close()
+    return sums
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+def test_two_ranks_have_the_same_bits_whatever_they_add(flushes: bool, tmp_path: Path) -> None:
+    first, second = run(_sums, 2, tmp_path, flushes)
+    assert first == second
+
+
+def _kinds_of_sums(rank: int) -> list[bool]:
+    communicator = made("three")
+    answers = [communicator.adds_in_memory(dtype) for dtype in (torch.float32, torch.float64)]
+    communicator.close()
+    return answers
+
+
+def test_more_than_two_ranks_leave_sums_to_gloo_whose_order_decides_on_their_bits(tmp_path: Path) -> None:
+    assert run(_kinds_of_sums, 3, tmp_path) == [[False, False]] * 3
 
 
 # Who shares

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
 import torch
 
 from benchmarks import rivals
+from benchmarks.report import RESULTS
 from lightning_gqsgd.research.simulation import relative_error
 
 
@@ -47,3 +49,21 @@ def test_zeros_stay_zeros() -> None:
     xs = [torch.zeros(5000)] * 2
     for rival in rivals.RIVALS:
         assert not rival.mean(xs, torch.Generator().manual_seed(0)).any(), rival.name
+
+
+def test_the_page_says_where_a_rival_wins_as_its_rows_do() -> None:
+    rows = json.loads((RESULTS / "rivals.json").read_text())["rows"]
+    page = (RESULTS / "rivals.md").read_text()
+    for ranks in dict.fromkeys(row[1] for row in rows):
+        assert rivals.in_words(rows, ranks) in page
+
+
+def test_a_rival_wins_where_its_error_is_smaller_at_as_many_bits() -> None:
+    mine = ["gqsgd_4bit", 8, 4.125, 0.125, 10.0, 10.0, 10.0, 10.0, 0.25]
+    near = ["near", 8, 4.0, 0.25, 11.0, 9.0, 11.0, 11.0, 1.0]
+    wider = ["wider", 8, 8.0, 0.25, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert rivals.in_words([mine, near, wider], 8) == (
+        "Where a rival wins, n = 8: `near` beats `gqsgd_4bit` on heavy-tailed 9.00 % against 10.00 %, and sends 2.0 "
+        "times as much."
+    )
+    assert "no rival has a smaller error" in rivals.in_words([mine, wider], 8)
