@@ -1,4 +1,5 @@
-"""Triton's interpreter as the tests of kernels use it: rounding as a GPU does, and without work that is done twice."""
+"""Triton's interpreter as the tests of kernels use it: rounding as a GPU does, with the instructions that are PTX, and
+without work that is done twice."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit import ptx
+
 
 class _NothingToRestore:
     def restore(self) -> None:
@@ -19,8 +22,9 @@ class _NothingToRestore:
 
 @pytest.fixture
 def rounds_like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Round to the nearest bf16 number; the interpreter cuts the mantissa off."""
+    """Round to the nearest bf16 number, where the interpreter cuts the mantissa off; and run PTX, which it refuses."""
     interpreter, tl = _modules()
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", _ptx(interpreter, tl))
     convert = interpreter._convert_float
 
     def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
@@ -44,6 +48,30 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = interpreter.interpreter_builder
     if hasattr(builder.options, "sanitize_overflow"):
         monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+
+
+class _Results:
+    """What the interpreter makes of instructions."""
+
+    def __init__(self, results: list[Any]) -> None:
+        self._results = results
+
+    def get_result(self, number: int) -> Any:
+        """Returns one result."""
+        return self._results[number]
+
+
+def _ptx(interpreter: Any, tl: Any) -> Any:
+    """What takes the place of the interpreter's method."""
+
+    def create(self: Any, text: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int) -> _Results:
+        # Bytes have no sign in kernels; the type that is asked for here says nothing of it.
+        kinds = [tl.uint8 if one.scalar == tl.int8 else one.scalar for one in types]
+        outputs = [np.dtype(interpreter._get_np_dtype(kind)) for kind in kinds]
+        arrays = ptx.run(text, [value.data for value in values], outputs, pack)
+        return _Results([interpreter.TensorHandle(*one) for one in zip(arrays, kinds, strict=True)])
+
+    return create
 
 
 def _once(patch: Callable[[Any], Any], languages: tuple[Any, ...]) -> Callable[[Any], Any]:

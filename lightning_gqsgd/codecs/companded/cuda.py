@@ -9,14 +9,22 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_gqsgd.codecs.linear.cuda import coordinates, is_stochastic, levels_per_unit, middle_of
-from lightning_gqsgd.kernels.cuda.floats import byte_as_float, one_and, positive_root
-from lightning_gqsgd.kernels.cuda.hashing import draws
+from lightning_gqsgd.codecs.linear.cuda import is_stochastic, levels_per_unit, middle_of, step_and_limit
+from lightning_gqsgd.kernels.cuda.floats import clamped, floor_plus, positive_root, rounded, with_sign_of
+from lightning_gqsgd.kernels.cuda.hashing import draws_in_words
+from lightning_gqsgd.kernels.cuda.ptx import (
+    LOWER_SIGNED,
+    LOWER_UNSIGNED,
+    UPPER_SIGNED,
+    UPPER_UNSIGNED,
+    above_draws,
+    half_above,
+    less_128,
+    unknown,
+)
 from lightning_gqsgd.kernels.cuda.scales import send_scales
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, DITHER_FIRST
-
-_FIRST = tl.constexpr(DITHER_FIRST)
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 
 
 class Companded(NamedTuple):
@@ -68,58 +76,87 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
     stochastically."""
     stochastic = is_stochastic(a, b, t.n, c)
     send_scales(scales, stochastic, c)
-    draw_a, draw_b = draws(t, key, KIND, c)
-    return _codes(a, draw_a, scales, stochastic, c), _codes(b, draw_b, scales, stochastic, c)
+    draw_a, draw_b = draws_in_words(t, key, KIND, c)
+    # The dither k + 1/2 in units of 2^-16 is from 0 to 1 where a level lies at zero, and else from -1/2 to 1/2: the
+    # number k has a sign then, which its highest bit becomes.
+    flip = tl.where(stochastic, 0, -0x7FFF8000).to(tl.uint32, bitcast=True)[:, None]
+    lower = tl.where(stochastic, LOWER_UNSIGNED, LOWER_SIGNED)[:, None]
+    upper = tl.where(stochastic, UPPER_UNSIGNED, UPPER_SIGNED)[:, None]
+    middle = middle_of(stochastic, c).to(c.number.compute)
+    inverse = levels_per_unit(scales.value, middle, c)
+    zero = tl.where(stochastic, c.family.odd_levels // 2, c.family.levels // 2)
+    code_a = _codes(a, half_above(draw_a ^ flip, lower), inverse, middle, stochastic, c)
+    code_b = _codes(b, half_above(draw_b ^ flip, upper), inverse, middle, stochastic, c)
+    return floor_plus(code_a, scales.used, zero, c), floor_plus(code_b, scales.used, zero, c)
 
 
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
     """Returns the coordinates that codes stand for; see `ScaledFamily.to_values`."""
-    middle = middle_of(flag, c)
-    draw_a, draw_b = draws(t, tl.load(key), KIND, c)
-    share = tl.where(flag, 0.0, 1.0)[:, None]
-    offset = middle.to(tl.float32)[:, None] + share * (_FIRST - 1.5)
-    offset_a = tl.fma(one_and(draw_a), share, offset)
-    offset_b = tl.fma(one_and(draw_b), share, offset)
-    a = _expanded(code_a, offset_a, flag, c)
-    b = _expanded(code_b, offset_b, flag, c)
-    middle = middle.to(c.number.compute)
-    return coordinates(a, scale, middle, flag, c), coordinates(b, scale, middle, flag, c)
+    draw_a, draw_b = draws_in_words(t, tl.load(key), KIND, c)
+    # z = code - m + 1/2 - (k + 1/2)/2^16 for the draw k, with m = 2^(bits-1) - 1/2. That is code - 2^(bits-1) + (n +
+    # 1/2)/2^16 with n = 2^16 - 1 - k. In blocks without dither, n becomes 0.
+    mask = unknown(tl.where(flag, 0, -1)).to(tl.uint32, bitcast=True)[:, None]
+    byte_a = code_a.to(tl.uint8)
+    byte_b = code_b.to(tl.uint8)
+    LESS: tl.constexpr = 128 if c.codes.bits == 8 else 0
+    if LESS:
+        byte_a = less_128(byte_a)
+        byte_b = less_128(byte_b)
+    offset = tl.where(flag, LESS - c.family.odd_levels // 2, LESS - c.family.levels // 2 + 1 / 131072)[:, None]
+    n_a = above_draws(byte_a, ~draw_a & mask, False)
+    n_b = above_draws(byte_b, ~draw_b & mask, True)
+    offset = offset.to(c.number.compute)
+    unit = tl.full((), 2.0**-16, c.number.compute)
+    z_a = tl.fma(n_a.to(c.number.compute), unit, offset)
+    z_b = tl.fma(n_b.to(c.number.compute), unit, offset)
+    step, limit = step_and_limit(scale, flag, c)
+    return _values(z_a, step, limit, flag, c), _values(z_b, step, limit, flag, c)
 
 
 @triton.jit
-def _codes(v, draw, scales, stochastic, c: tl.constexpr):
-    """Returns the codes of one half."""
-    zero = tl.where(stochastic, c.family.odd_levels // 2, c.family.levels // 2)
-    middle = middle_of(stochastic, c)
-    less = zero.to(tl.float32) - middle.to(tl.float32)
-    middle = middle.to(c.number.compute)
-    x = v * levels_per_unit(scales.value, middle, c)[:, None]
+def _codes(v, dither, inverse, middle, stochastic, c: tl.constexpr):
+    """Returns the codes of one half, before they are rounded downwards, and less the code that is next above zero.
+
+    Args:
+        v: coordinates, [rows, half].
+        dither: 2^24 times the dither, int32 [rows, half].
+        inverse: levels per unit, [rows].
+        middle: the last level, [rows].
+        stochastic: which blocks are rounded stochastically, [rows].
+    """
+    x = v * inverse[:, None]
     stretched = tl.abs(x) * tl.full((), c.family.stretch, c.number.compute)
     y = positive_root(stretched + tl.full((), c.family.root_squared, c.number.compute), c)
     y -= tl.full((), c.family.root, c.number.compute)
     if c.family.adaptive:
         y = tl.where(stochastic[:, None], tl.abs(x), y)
     y = tl.minimum(y, middle[:, None])  # the last level, also for NaN, the root of infinity
-    y = tl.where(x < 0, -y, y)
-    y += (one_and(draw) - (less + (1 - _FIRST))[:, None]).to(c.number.compute)
-    return tl.floor(y).to(tl.int32) * scales.used[:, None] + (zero * scales.used)[:, None]
+    unit = tl.full((), 2.0**-24, c.number.compute)
+    return tl.fma(dither.to(c.number.compute), unit, with_sign_of(y, x, c))
 
 
 @triton.jit
-def _expanded(code, offset, stochastic, c: tl.constexpr):
-    """Returns the numbers of one half that codes stand for, in units of a level's distance.
+def _values(z, step, limit, stochastic, c: tl.constexpr):
+    """Returns the coordinates of one half.
 
     Args:
-        code: int32 [rows, half].
-        offset: the code for zero with the dither of each coordinate, fp32 [rows, half].
+        z: numbers of levels without dither, counted from zero, [rows, half].
+        step: distances of levels, [rows].
+        limit: the largest magnitudes, [rows].
         stochastic: which blocks were rounded stochastically, [rows].
     """
-    z = (byte_as_float(code) - offset).to(c.number.compute)
-    r = tl.floor(z + tl.full((), 0.5, c.number.compute))
-    value = z * tl.full((), c.family.slope, c.number.compute) + tl.abs(r) * (z + (z - r))
-    value = value * tl.full((), c.family.shrink, c.number.compute)
-    return tl.where(stochastic[:, None], z, value) if c.family.adaptive else value
+    slope = tl.full((), c.family.slope, c.number.compute)
+    shrink = tl.full((), c.family.shrink, c.number.compute)
+    rounder = tl.full((), 1.5 * 2.0**c.number.mantissa, c.number.compute)
+    if c.family.adaptive:
+        # Other numbers in place of another way: z 1 + 0 (2 z - 0), times 1, is z.
+        slope = tl.where(stochastic, 1.0, slope)[:, None]
+        shrink = tl.where(stochastic, 1.0, shrink)[:, None]
+        rounder = tl.where(stochastic, 2.0**100, rounder)[:, None]
+    r = rounded(z, rounder)  # floor(z + 1/2): z is never halfway, because the dither is odd in units of 2^-17
+    value = z * slope + tl.abs(r) * tl.fma(z, tl.full((), 2.0, c.number.compute), -r)  # 2 z - r is exact
+    return clamped(value * shrink * step[:, None], limit[:, None])
 
 
 FAMILY = ScaledFamily(numbers_of, _to_codes, _to_values)

@@ -106,7 +106,7 @@ def send_scales_of(turned, level_a, level_b, t, key, scales, c: tl.constexpr):
     random = tl.sum(words(tl.full((1, 1), _SCALE_PLACE, tl.uint32), word_a, word_b), axis=1)
     bits = tl.where(is_coded, _rounded_at_random(scale, random, c), scales.bits)
     used = scales.used & (bits > 0).to(tl.int32)
-    send_scales(Scales(scale, used, bits, scales.places, scales.sent), t.row < 0, c)
+    send_scales(Scales(scale, used, bits, scales.places, scales.sent), t.n < 0, c)
     return used
 
 

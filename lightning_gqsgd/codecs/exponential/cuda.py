@@ -111,8 +111,9 @@ def _values(code, scale, c: tl.constexpr):
     """Returns the coordinates of one half that codes stand for under scales, [rows]."""
     magnitude = code & ((1 << (c.codes.bits - 1)) - 1)
     y = ((magnitude + c.family.offset).to(c.number.integer) << c.family.cut).to(c.number.compute, bitcast=True)
+    y = tl.where(magnitude > 0, y, 0)
     value = clamped(y * scale[:, None], tl.full((), c.mean.limit, c.number.compute))
-    return tl.where(magnitude > 0, tl.where((code >> (c.codes.bits - 1)) > 0, -value, value), 0)
+    return tl.where((code >> (c.codes.bits - 1)) > 0, -value, value)
 
 
 FAMILY = ScaledFamily(magnitudes_of, _to_codes, _to_values, _sums_to_values, _pairs_to_codes)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_gqsgd.kernels.cuda.floats import byte_as_float, clamped, divided, magnitudes, one_and
+from lightning_gqsgd.kernels.cuda.floats import byte_as_float, clamped, divided, magnitudes, one_and, quotient
 from lightning_gqsgd.kernels.cuda.hashing import draws
 from lightning_gqsgd.kernels.cuda.scales import send_scales
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
@@ -102,9 +102,9 @@ def _sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND: tl.constexpr, c
 def is_stochastic(a, b, n, c: tl.constexpr):
     """Returns which blocks are rounded stochastically."""
     if c.family.adaptive:
-        others_a = tl.minimum(magnitudes(a, c), 1)
-        others_b = tl.minimum(magnitudes(b, c), 1)
-        zeros = n - tl.sum((others_a + others_b).to(tl.int32), axis=1)
+        # Counted in fp32: of integers, Triton makes masks whose bits are counted, in twice as many instructions.
+        others = tl.where(a != 0, 1.0, 0.0) + tl.where(b != 0, 1.0, 0.0)
+        zeros = n - tl.sum(others, axis=1).to(tl.int32)
         stochastic = zeros.to(tl.float64) > n.to(tl.float64) * tl.full((), c.family.stochastic_from, tl.float64)
     else:
         stochastic = (n >= 0) & c.family.always_stochastic
@@ -166,12 +166,32 @@ def coordinates(y, scale, middle, stochastic, c: tl.constexpr):
         middle: the code for zero, [rows].
         stochastic: which blocks are rounded stochastically, [rows].
     """
-    step = divided(scale, middle, c)
+    step, limit = _corrected(divided(scale, middle, c), scale, middle, stochastic, c)
+    return clamped(y * step[:, None], limit[:, None])
+
+
+@triton.jit
+def step_and_limit(scale, stochastic, c: tl.constexpr):
+    """Returns the distance of levels and the largest magnitude of each block; see `coordinates`. ``scale`` is a scale
+    that was sent, times ``c.mean.each``."""
+    middle = middle_of(stochastic, c)
+    if c.number.compute == tl.float32 and c.mean.each == 1:  # else, a small scale's quotient may have fewer bits
+        EVEN: tl.constexpr = 2 / (c.family.levels - 1)
+        ODD: tl.constexpr = 2 / (c.family.odd_levels - 1)
+        step = quotient(scale, middle, tl.where(stochastic, ODD, EVEN))
+    else:
+        middle = middle.to(c.number.compute)
+        step = divided(scale, middle, c)
+    return _corrected(step, scale, middle, stochastic, c)
+
+
+@triton.jit
+def _corrected(step, scale, middle, stochastic, c: tl.constexpr):
+    """Returns the distance of levels, and the largest magnitude, of each block."""
     is_short = stochastic & (step * middle < scale)  # the last level is to stand for the scale, exactly
     step = tl.where(is_short, step * tl.full((), c.number.up, c.number.compute), step)
     limit = tl.full((), c.mean.limit, c.number.compute)
-    limit = tl.where(stochastic, tl.minimum(scale, limit), limit)
-    return clamped(y * step[:, None], limit[:, None])
+    return step, tl.where(stochastic, tl.minimum(scale, limit), limit)
 
 
 FAMILY = ScaledFamily(levels_of, _to_codes, _to_values, _sums_to_values)

@@ -117,7 +117,7 @@ def _mean_of_largest(wires, stride, messages, own, x, t, c: tl.constexpr):
     coded = t.inside & (t.raw == 0)
     count = _kept_of(t.n, c)
     total = tl.zeros((ROWS, WIDTH), c.number.compute)
-    bad = t.row < 0
+    bad = t.n < 0
     for source in range(messages):
         wire = wires + source * stride
         values = record(wire, at, c.number.compute)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from lightning_gqsgd.kernels import wire
-from lightning_gqsgd.kernels.cuda.tiles import INDEX, PARAMETER, RAGGED, column
+from lightning_gqsgd.kernels.cuda.tiles import RAGGED
 
 _GOLDEN = tl.constexpr(wire.GOLDEN)
 _MULTIPLY_1 = tl.constexpr(wire.MULTIPLY_1)
@@ -35,40 +35,54 @@ def _mix(h):
 @triton.jit
 def block_keys(t, key):
     """Returns the words a and b of each block, uint32 [rows]."""
-    parameter = column(t, PARAMETER).to(tl.uint32, bitcast=True)
-    index = column(t, INDEX).to(tl.uint32, bitcast=True)
     first = key.to(tl.uint32)
     second = (key.to(tl.int64) >> 32).to(tl.uint32)
-    a = _mix(_mix(first ^ parameter) + index * _GOLDEN)
-    b = _mix(_mix(second + parameter) ^ index)
+    a = _mix(_mix(first ^ t.parameter) + t.index * _GOLDEN)
+    b = _mix(_mix(second + t.parameter) ^ t.index)
     return a, b
 
 
 @triton.jit
 def words(p, a, b):
-    """Uniform 32-bit integers for the numbers ``p`` and the words ``a`` and ``b`` of each block, [rows, width]."""
-    return _finish(_start(p.to(tl.uint32) + a[:, None]) ^ b[:, None])
+    """Uniform 32-bit integers for the numbers ``p`` and the words ``a`` and ``b`` of each block, [rows, width].
+
+    ``b`` is shifted for each block, and not for each number: (h ^ b) ^ ((h ^ b) >> 15) is h ^ (h >> 15) ^ (b ^ b >> 15).
+    """
+    h = _start(p.to(tl.uint32) + a[:, None])
+    h = (h ^ (h >> 15) ^ (b ^ (b >> 15))[:, None]) * _MULTIPLY_2
+    return h ^ (h >> 16)
 
 
 @triton.jit
 def draws(t, key, KIND: tl.constexpr, c: tl.constexpr):
     """Returns the dither of both halves as integers of 16 bits, uint32 [rows, half]."""
+    first, second = draws_in_words(t, key, KIND, c)
+    return first & 0xFFFF, second >> 16
+
+
+@triton.jit
+def draws_in_words(t, key, KIND: tl.constexpr, c: tl.constexpr):
+    """Returns the dither of both halves, uint32 [rows, half]: the first half's in the lower 16 bits, the second half's
+    in the upper 16 bits. In blocks of full length, both are the same words."""
     a, b = block_keys(t, key)
     p = tl.arange(0, c.shape.half)[None, :]
     if KIND == RAGGED:
-        first = _draws_at(p, t.n, a, b)
-        second = _draws_at(p + c.shape.half, t.n, a, b)
+        first = _word_at(p, t.n, a, b, False)
+        second = _word_at(p + c.shape.half, t.n, a, b, True)
     else:
-        h = words(p, a, b)
-        first = h & 0xFFFF
-        second = h >> 16
+        first = words(p, a, b)
+        second = first
     return first, second
 
 
 @triton.jit
-def _draws_at(j, n, a, b):
-    """Returns the dither of coordinates j, where blocks end anywhere."""
+def _word_at(j, n, a, b, UPPER: tl.constexpr):
+    """Returns words with the dither of coordinates j in their lower or upper half, where blocks end anywhere."""
     half = ((n + 1) // 2)[:, None]
     in_second_half = j >= half
     h = words(tl.where(in_second_half, j - half, j), a, b)
-    return tl.where(in_second_half, h >> 16, h & 0xFFFF)
+    if UPPER:
+        h = tl.where(in_second_half, h, h << 16)
+    else:
+        h = tl.where(in_second_half, h >> 16, h)
+    return h

@@ -32,7 +32,7 @@ class _Table(NamedTuple):
 
     Attributes:
         kind: the kind.
-        columns: int32 [columns, blocks], see `tiles.COLUMNS`.
+        columns: int32 [blocks, columns], see `tiles.COLUMNS`.
         number: number of blocks.
     """
 
@@ -90,15 +90,15 @@ def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_a
     is_full = (table[:, layout.LENGTH] == full_length) & (table[:, layout.RAW] == 0)
     is_aligned = is_full & (start % per_access == 0)
     scale = table[:, layout.SCALE]
-    columns = np.empty((tiles.COLUMNS, len(table)), dtype=np.int64)
-    columns[tiles.START_LOW.value] = start & 0xFFFFFFFF
-    columns[tiles.START_HIGH.value] = start >> 32
-    columns[tiles.PARAMETER.value] = table[:, layout.PARAMETER]
-    columns[tiles.INDEX.value] = table[:, layout.INDEX]
-    columns[tiles.SCALE.value] = np.where(scale < 0, -1, scale // (scale_bits // 8))
-    columns[tiles.CODES.value] = table[:, layout.CODES] // layout.ALIGNMENT
-    columns[tiles.LENGTH.value] = table[:, layout.LENGTH] * 2 + (table[:, layout.RAW] == 1)
-    columns[tiles.ROW.value] = np.arange(len(table))
+    columns = np.empty((len(table), tiles.COLUMNS), dtype=np.int64)
+    columns[:, tiles.START_LOW.value] = start & 0xFFFFFFFF
+    columns[:, tiles.START_HIGH.value] = start >> 32
+    columns[:, tiles.PARAMETER.value] = table[:, layout.PARAMETER]
+    columns[:, tiles.INDEX.value] = table[:, layout.INDEX]
+    columns[:, tiles.SCALE.value] = np.where(scale < 0, -1, scale // (scale_bits // 8))
+    columns[:, tiles.CODES.value] = table[:, layout.CODES] // layout.ALIGNMENT
+    columns[:, tiles.LENGTH.value] = table[:, layout.LENGTH] * 2 + (table[:, layout.RAW] == 1)
+    columns[:, tiles.ROW.value] = np.arange(len(table))
     made = []
     for kind, rows in (
         (tiles.ALIGNED, is_aligned),
@@ -106,8 +106,8 @@ def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_a
         (tiles.RAGGED, ~is_full),
     ):
         if rows.any():
-            words = np.ascontiguousarray(columns[:, rows]).astype(np.uint32).view(np.int32)
-            made.append(_Table(kind.value, torch.from_numpy(words).to(blocks.device), words.shape[1]))
+            words = columns[rows].astype(np.uint32).view(np.int32)
+            made.append(_Table(kind.value, torch.from_numpy(words).to(blocks.device), len(words)))
     return tuple(made)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lightning_gqsgd.kernels.cuda.ptx import lower_nibbles, upper_nibbles
 from lightning_gqsgd.kernels.cuda.tiles import RAGGED, record, within
 
 
@@ -27,7 +28,8 @@ def pack(code_a, code_b, n, rows, wire, at, KIND: tl.constexpr, c: tl.constexpr)
 
 @triton.jit
 def unpack(wire, at, n, rows, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the codes of both halves; zero in rows that are not read, and beyond the ends of blocks."""
+    """Returns the codes of both halves. In ragged tiles, and where codes lie in words, they are zero in rows that are not
+    read and beyond the ends of blocks; in other tiles, all rows are read."""
     ROWS: tl.constexpr = c.shape.rows
     HALF: tl.constexpr = c.shape.half
     code_a = tl.zeros((ROWS, HALF), tl.int32)
@@ -128,11 +130,15 @@ def _unpack_plane(n, rows, places, PLANE: tl.constexpr, KIND: tl.constexpr, c: t
         code_a = _plane_lane(places, p, n, rows, PLANE)
         code_b = _plane_lane(places, p + c.shape.half, n, rows, PLANE)
     elif PLANE == 8:
-        code_a = tl.load(places + p, mask=rows[:, None], other=0).to(tl.int32)
-        code_b = tl.load(places + c.shape.half + p, mask=rows[:, None], other=0).to(tl.int32)
+        code_a = tl.load(places + p).to(tl.int32)
+        code_b = tl.load(places + c.shape.half + p).to(tl.int32)
+    elif PLANE == 4:
+        word = tl.load(places + p)
+        code_a = lower_nibbles(word).to(tl.int32)
+        code_b = upper_nibbles(word).to(tl.int32)
     else:
         COUNT: tl.constexpr = c.shape.half * PLANE // 4
-        word = tl.load(places + p % COUNT, mask=rows[:, None], other=0).to(tl.int32) >> (p // COUNT * PLANE)
+        word = tl.load(places + p % COUNT).to(tl.int32) >> (p // COUNT * PLANE)
         code_a = word & MASK
         code_b = (word >> 4) & MASK
     return code_a << LOW, code_b << LOW

@@ -71,49 +71,89 @@ def write_records(a, b, t, wire, given, key, to_codes: tl.constexpr, KIND: tl.co
 
 @triton.jit
 def sum_of_messages(m, t, KIND: tl.constexpr, c: tl.constexpr):
-    """Both halves of the sum of `Messages` times ``c.mean.each``, added up in their order; and which coded rows are
-    NaN. The message of source ``m.own`` counts in raw rows only."""
+    """Both halves of the sum of `Messages` times ``c.mean.each``, added up in their order. The message of source
+    ``m.own`` counts in raw rows only. Coded rows that a message says are not finite become NaN."""
     ROWS: tl.constexpr = c.shape.rows
     HALF: tl.constexpr = c.shape.half
     at = record_places(t)
     place = scale_places(t, c)
-    coded = t.inside & (t.raw == 0)
-    first = tl.zeros((ROWS,), c.number.compute)  # of all sums of a row: NaN, if a message's scale is not finite
-    for source in range(m.ranks):
-        code = received_scale(m.wires + source * m.stride, place, coded, c)
-        infinite = (code >> 1) > (c.number.infinity >> c.number.shift)
-        if c.mean.has_own:
-            infinite = tl.where(source == m.own, False, infinite)
-        first = tl.where(infinite, float("nan"), first)
-    a = tl.zeros((ROWS, HALF), c.number.compute) + first[:, None]
+    a = tl.zeros((ROWS, HALF), c.number.compute)
     b = a
-    for source in range(m.ranks):
-        if KIND == RAGGED:
-            raw_a, raw_b = load_raw(m.wires + source * m.stride, at, t, c)
-            a += raw_a * c.mean.each
-            b += raw_b * c.mean.each
-        if c.mean.has_own:
-            if source != m.own:
-                a, b = _with_message(a, b, source, m, t, KIND, c)
-        else:
-            a, b = _with_message(a, b, source, m, t, KIND, c)
+    if c.mean.ranks == 1 and not c.mean.has_own:
+        a, b = _with_message(a, b, m.wires, place, at, 0, m, t, KIND, c)
+    else:
+        for source in range(m.ranks):
+            wire = m.wires + source * m.stride
+            if c.mean.has_own:
+                if KIND == RAGGED:
+                    a, b = _with_raw(a, b, wire, at, t, c)
+                if source != m.own:
+                    a, b = _with_coded(a, b, wire, place, at, source, m, t, KIND, c)
+            else:
+                a, b = _with_message(a, b, wire, place, at, source, m, t, KIND, c)
     if KIND == RAGGED:
         inside_a, inside_b = within(t.n, c)
         a = tl.where(inside_a, a, 0)
         b = tl.where(inside_b, b, 0)
-    return a, b, first != first
+    return a, b
 
 
 @triton.jit
-def _with_message(a, b, source, m, t, KIND: tl.constexpr, c: tl.constexpr):
-    """Both halves of a sum with the coded coordinates of one message times ``c.mean.each``."""
-    wire = m.wires + source * m.stride
-    code = received_scale(wire, scale_places(t, c), t.inside & (t.raw == 0), c)
+def rows_not_finite(m, t, c: tl.constexpr):
+    """Returns which coded rows `sum_of_messages` makes NaN, because a message says that they are not finite."""
+    place = scale_places(t, c)
+    coded = t.inside & (t.raw == 0)
+    if c.mean.ranks == 1 and not c.mean.has_own:
+        bad = _is_infinite(received_scale(m.wires, place, coded, c), c)
+    else:
+        bad = t.n < 0
+        for source in range(m.ranks):
+            infinite = _is_infinite(received_scale(m.wires + source * m.stride, place, coded, c), c)
+            if c.mean.has_own:
+                infinite = infinite & (source != m.own)
+            bad = bad | infinite
+    return bad
+
+
+@triton.jit
+def _is_infinite(code, c: tl.constexpr):
+    """Returns for scales' codes whether a block is not finite."""
+    return (code >> 1) > (c.number.infinity >> c.number.shift)
+
+
+@triton.jit
+def _with_message(a, b, wire, place, at, source, m, t, KIND: tl.constexpr, c: tl.constexpr):
+    """Both halves of a sum with the coordinates of one message times ``c.mean.each``.
+
+    Args:
+        a, b, t: the sum, and the tile.
+        wire: the message.
+        place: where scales are, in bytes from ``wire`` on.
+        at: where records begin, in the same way.
+        source: number of the message.
+        m: all messages.
+    """
+    if KIND == RAGGED:
+        a, b = _with_raw(a, b, wire, at, t, c)
+    return _with_coded(a, b, wire, place, at, source, m, t, KIND, c)
+
+
+@triton.jit
+def _with_raw(a, b, wire, at, t, c: tl.constexpr):
+    """Both halves of a sum with the raw coordinates of one message; see `_with_message`."""
+    raw_a, raw_b = load_raw(wire, at, t, c)
+    return a + raw_a * c.mean.each, b + raw_b * c.mean.each
+
+
+@triton.jit
+def _with_coded(a, b, wire, place, at, source, m, t, KIND: tl.constexpr, c: tl.constexpr):
+    """Both halves of a sum with the coded coordinates of one message; see `_with_message`."""
+    code = received_scale(wire, place, t.inside & (t.raw == 0), c)
     bits = (code >> 1) << c.number.shift
     used = (bits > 0) & (bits <= c.number.infinity)  # the largest finite number travels as if it were infinity
-    scale = received_value(bits, c) * c.mean.each
+    scale = tl.where(_is_infinite(code, c), float("nan"), received_value(bits, c) * c.mean.each)
     t = coded_tile(t, KIND, c)
-    code_a, code_b = unpack(wire, record_places(t), t.n, used, KIND, c)
+    code_a, code_b = unpack(wire, at, t.n, used, KIND, c)
     value_a, value_b = m.to_values(code_a, code_b, t, m.keys + source, scale, (code & 1) == 1, KIND, c)
     return a + value_a, b + value_b
 

@@ -42,7 +42,7 @@ def scales_of(a, b, t, wire, given, c: tl.constexpr):
         given: the bits of the scales of all blocks of the table. None: scales are the largest magnitudes, rounded up.
     """
     if given is None:
-        largest = tl.maximum(tl.max(magnitudes(a, c), axis=1), tl.max(magnitudes(b, c), axis=1))
+        largest = tl.max(_larger(a, b, c), axis=1)
         bits = _rounded_up(largest, c)
     else:
         bits = tl.load(given + column(t, ROW))
@@ -50,6 +50,16 @@ def scales_of(a, b, t, wire, given, c: tl.constexpr):
     place = scale_places(t, c)
     places = (wire + place).to(tl.pointer_type(c.number.sent), bitcast=True)
     return Scales(value_of(bits, c), used, bits, places, t.inside & (t.raw == 0) & (place >= 0))
+
+
+@triton.jit
+def _larger(a, b, c: tl.constexpr):
+    """Returns the larger of two magnitudes, as integers."""
+    if c.number.compute == tl.float64:
+        larger = tl.maximum(magnitudes(a, c), magnitudes(b, c))
+    else:  # as floats, where no bit has to be masked; NaN is the largest integer
+        larger = magnitudes(tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL), c)
+    return larger
 
 
 @triton.jit
@@ -61,8 +71,10 @@ def send_scales(s, flag, c: tl.constexpr):
 
 @triton.jit
 def received_scale(wire, place, coded, c: tl.constexpr):
-    """Returns the scales' codes of coded rows, int64; zero in other rows. ``place``: in bytes from ``wire`` on."""
-    return tl.load((wire + place).to(tl.pointer_type(c.number.sent), bitcast=True), mask=coded, other=0).to(tl.int64)
+    """Returns the scales' codes of coded rows, in the integer type that is as wide as coordinates; zero in other rows.
+    ``place``: in bytes from ``wire`` on."""
+    code = tl.load((wire + place).to(tl.pointer_type(c.number.sent), bitcast=True), mask=coded, other=0)
+    return code.to(c.number.integer)
 
 
 @triton.jit

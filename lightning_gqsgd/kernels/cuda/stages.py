@@ -23,7 +23,14 @@ from lightning_gqsgd.kernels.cuda.constants import Constants, Mean, codes_of, me
 from lightning_gqsgd.kernels.cuda.floats import in_finite_range
 from lightning_gqsgd.kernels.cuda.hashing import block_keys, words
 from lightning_gqsgd.kernels.cuda.packing import pack, unpack
-from lightning_gqsgd.kernels.cuda.records import Messages, divided_by_rest, sum_of_messages, with_own, write_records
+from lightning_gqsgd.kernels.cuda.records import (
+    Messages,
+    divided_by_rest,
+    rows_not_finite,
+    sum_of_messages,
+    with_own,
+    write_records,
+)
 from lightning_gqsgd.kernels.cuda.rotation import rotated
 from lightning_gqsgd.kernels.cuda.scales import received_value
 from lightning_gqsgd.kernels.cuda.tiles import (
@@ -69,7 +76,7 @@ def reduce_kernel(
     number, ``x`` has the coordinates of source ``own``, and ``keys`` are those of the messages, then that of the mean,
     and, if ``c.rotated`` is true, that of the rotation."""
     t = tile_of(table, count, KIND, c)
-    a, b, _ = sum_of_messages(Messages(wires, stride, messages, keys, own, to_values), t, KIND, c)
+    a, b = sum_of_messages(Messages(wires, stride, messages, keys, own, to_values), t, KIND, c)
     a, b, _ = with_own(a, b, x, t, tl.load(keys + messages + 1) if c.rotated else None, KIND, c)
     a, b = divided_by_rest(a, b, c)
     write_records(a, b, t, out, None, tl.load(keys + messages), to_codes, KIND, c)
@@ -87,7 +94,8 @@ def decode_kernel(
     and ``keys`` are those of the messages and then, if ``c.rotated`` is true, that of the rotation. The number of
     blocks that are not finite is added to ``counter``."""
     t = tile_of(table, count, KIND, c)
-    a, b, bad = sum_of_messages(Messages(wires, stride, messages, keys, own, to_values), t, KIND, c)
+    a, b = sum_of_messages(Messages(wires, stride, messages, keys, own, to_values), t, KIND, c)
+    bad = rows_not_finite(Messages(wires, stride, messages, keys, own, to_values), t, c)
     if not c.mean.has_own:
         a, b = divided_by_rest(a, b, c)
     if c.rotated:
@@ -178,7 +186,7 @@ class ScaledFamily:
             function calls `scales.send_scales` with each block's flag: before it makes codes, since what both need
             would take registers.
         to_values: ``(code_a, code_b, t, key, scale, flag, KIND, c)`` to the coordinates of both halves, clamped to the
-            magnitude ``c.mean.limit``. ``key`` is a pointer to the source's key.
+            magnitude ``c.mean.limit``, and NaN where the scale is. ``key`` is a pointer to the source's key.
         sums_to_values: ``(code_a, code_b, t, keys, ranks, scale, KIND, c)`` to the mean that sums of the codes of so
             many ranks stand for, clamped in the same way. ``keys`` is a pointer to the ranks' keys. None: codes cannot
             be added.

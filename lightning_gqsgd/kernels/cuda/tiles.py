@@ -25,7 +25,8 @@ RAGGED = tl.constexpr(0)
 FULL = tl.constexpr(1)
 ALIGNED = tl.constexpr(2)
 
-#: Columns of a table of tiles, int32: of a block of full length, the first six are read, and 24 bytes.
+#: Columns of a table of tiles, int32. The 32 bytes of a block lie next to each other: what GPUs read at once, and at
+#: fixed distances from one address.
 START_LOW = tl.constexpr(0)  # first coordinate: the lower and the upper 32 bits
 START_HIGH = tl.constexpr(1)
 PARAMETER = tl.constexpr(2)  # as in the block table
@@ -36,6 +37,7 @@ LENGTH = tl.constexpr(6)  # twice the number of coordinates, and 1 if they trave
 ROW = tl.constexpr(7)  # number of the block in the block table
 COLUMNS = 8
 
+_COLUMNS = tl.constexpr(COLUMNS)
 _SHORTEST = tl.constexpr(SHORTEST)
 _ALIGNMENT = tl.constexpr(layout.ALIGNMENT)
 
@@ -44,28 +46,27 @@ class Tile(NamedTuple):
     """The blocks of one program, one in each row.
 
     Attributes:
-        table: the table of tiles.
-        count: number of its blocks.
-        row: the blocks' numbers in it, int32 [rows]; beyond its end, that of the last block.
+        entries: the blocks' entries in the table of tiles, pointers [rows]; beyond its end, that of the last block.
         inside: which rows the table has, bool [rows].
         n: lengths of the blocks, int32 [rows]; 0 beyond the end of a table of ragged tiles.
         raw: which blocks travel uncompressed, bool [rows].
         start: the blocks' first coordinates, int64 [rows].
+        parameter, index: as in the block table, uint32 [rows].
     """
 
-    table: Any
-    count: Any
-    row: Any
+    entries: Any
     inside: Any
     n: Any
     raw: Any
     start: Any
+    parameter: Any
+    index: Any
 
 
 @triton.jit
 def column(t, COLUMN: tl.constexpr):
     """Returns a column of the table of tiles, int32 [rows]."""
-    return tl.load(t.table + COLUMN * t.count + t.row)
+    return tl.load(t.entries + COLUMN)
 
 
 @triton.jit
@@ -90,17 +91,20 @@ def tile_of(table, count, KIND: tl.constexpr, c: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     # Rows beyond the end read what the last block has, so that no load needs a mask.
-    row = tl.minimum(row, count - 1)
-    low = tl.load(table + START_LOW * count + row).to(tl.uint32, bitcast=True).to(tl.int64)
-    start = low | (tl.load(table + START_HIGH * count + row).to(tl.int64) << 32)
+    entries = table + tl.minimum(row, count - 1).to(tl.int64) * _COLUMNS
+    low = tl.load(entries + START_LOW).to(tl.uint32, bitcast=True).to(tl.int64)
+    start = low | (tl.load(entries + START_HIGH).to(tl.int64) << 32)
+    # Loaded here, and not where a loop over messages needs them.
+    parameter = tl.load(entries + PARAMETER).to(tl.uint32, bitcast=True)
+    index = tl.load(entries + INDEX).to(tl.uint32, bitcast=True)
     if KIND == RAGGED:
-        length = tl.load(table + LENGTH * count + row)
+        length = tl.load(entries + LENGTH)
         n = tl.where(inside, length >> 1, 0)
         raw = inside & ((length & 1) == 1)
     else:
         n = tl.full((ROWS,), FULL_LENGTH, tl.int32)
         raw = tl.zeros((ROWS,), tl.int1)
-    return Tile(table, count, row, inside, n, raw, start)
+    return Tile(entries, inside, n, raw, start, parameter, index)
 
 
 @triton.jit
@@ -111,12 +115,12 @@ def coded_tile(t, KIND: tl.constexpr, c: tl.constexpr):
         n = tl.where(t.n > 0, _SHORTEST, 0)
         for _ in tl.static_range(STAGES):
             n = tl.where(n < t.n, 2 * n, n)
-        t = Tile(t.table, t.count, t.row, t.inside, n, t.raw, t.start)
+        t = Tile(t.entries, t.inside, n, t.raw, t.start, t.parameter, t.index)
     return t
 
 
-# Places are divided and multiplied by what they are multiples of, so that Triton sees it: a hint (`tl.multiple_of`) on
-# an argument of a function is lost when the function is inlined.
+# Places are shifted down and up by what they are multiples of, so that Triton sees it: a hint (`tl.multiple_of`) on an
+# argument of a function is lost when the function is inlined.
 
 
 @triton.jit
@@ -164,8 +168,11 @@ def store_tile(a, b, x, t, rows, KIND: tl.constexpr, c: tl.constexpr):
 @triton.jit
 def _coordinates(x, start, KIND: tl.constexpr, c: tl.constexpr):
     """Pointers to the first half."""
-    ELEMENTS: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth if KIND == ALIGNED else 1
-    return x + (start // ELEMENTS * ELEMENTS)[:, None] + tl.arange(0, c.shape.half)[None, :]
+    if KIND == ALIGNED:
+        WIDTH: tl.constexpr = x.dtype.element_ty.primitive_bitwidth
+        SHIFT: tl.constexpr = 3 if WIDTH == 16 else 2 if WIDTH == 32 else 1
+        start = (start >> SHIFT) << SHIFT
+    return x + start[:, None] + tl.arange(0, c.shape.half)[None, :]
 
 
 @triton.jit
@@ -210,4 +217,4 @@ def count_rows(rows, counter):
     """Add the number of rows for which ``rows`` is true to a counter in memory."""
     count = tl.sum(rows.to(tl.int32), axis=0)
     if count > 0:
-        tl.atomic_add(counter, count)
+        tl.atomic_add(counter, count, sem="relaxed")
