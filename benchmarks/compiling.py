@@ -37,9 +37,6 @@ from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.wire.compiling import every_tile
 from lightning_gqsgd.wire.plan import Plan
 
-#: A codec that no preset has.
-TRELLIS = GQSGDConfig(codec="trellis", bits=2, reducer="two_shot")
-
 #: Messages that a reduction is counted for.
 MESSAGES = 8
 
@@ -69,7 +66,7 @@ def few() -> list[Case]:
         Case("gqsgd", FIXED["gqsgd"].config),
         Case("gqsgd_2bit, bf16", FIXED["gqsgd_2bit"].config, torch.bfloat16),
         Case("gqsgd_exponential", FIXED["gqsgd_exponential"].config),
-        Case("2 bit, trellis", TRELLIS),
+        Case("gqsgd_trellis", FIXED["gqsgd_trellis"].config),
     ]
 
 
@@ -80,7 +77,6 @@ def every() -> list[Case]:
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         cases += [Case(f"{name}, {_short(dtype)}", config, dtype) for name, config in on_gpus if not config.remembers]
     cases.append(Case("8 bit, linear", GQSGDConfig(codec="linear", reducer="two_shot")))
-    cases.append(Case("2 bit, trellis", TRELLIS))
     cases.append(Case("3 bit sums", GQSGDConfig(codec="linear", bits=4, reducer="sum")))
     return cases
 

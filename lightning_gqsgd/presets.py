@@ -106,6 +106,12 @@ PRESETS: dict[str, Preset] = {
     "gqsgd_4bit": Preset({"bits": 4}, _GLOBAL, "the same at 4 bits"),
     "gqsgd_3bit": Preset({"bits": 3}, _GLOBAL, "the same at 3 bits"),
     "gqsgd_2bit": Preset({"codec": "eden", "bits": 2}, _EDEN, "turned coordinates at the best 2-bit levels"),
+    "gqsgd_trellis": Preset(
+        {"codec": "trellis", "bits": 2},
+        "Marcellin, Fischer 1990, IEEE Trans. Commun. 38",
+        "turned coordinates at 2-bit levels along a trellis: the smallest error at 2 bits",
+        fixed=("codec",),
+    ),
     "gqsgd_auto": Preset({"auto": True}, _GLOBAL, "32, 16, 8 or 4 bits, whichever makes steps shortest"),
     "gqsgd_sum": Preset({"reducer": "sum"}, _GLOBAL, "shared scales, codes summed by the allreduce"),
     "gqsgd_exponential": Preset(

@@ -16,6 +16,7 @@ COLOURS = {
     "gqsgd_4bit": "#009e73",
     "gqsgd_3bit": "#4daf4a",
     "gqsgd_2bit": "#984ea3",
+    "gqsgd_trellis": "#c77dff",
     "gqsgd_auto": "#f564a9",
     "gqsgd_sum": "#e69f00",
     "gqsgd_exponential": "#8c510a",

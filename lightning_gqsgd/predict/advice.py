@@ -12,13 +12,15 @@ import torch
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.predict.costs import Costs, Link, at_ranks, collectives_between, over_tcp
-from lightning_gqsgd.predict.device_times import codec_of_bits
+from lightning_gqsgd.predict.device_times import codec_of_bits, codec_of_config
 from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, Interval, interval
 from lightning_gqsgd.predict.model import BF16, NATIVE, Prediction, predict
 from lightning_gqsgd.predict.timeline import Timeline
 
 #: Widths of codes that are compared, most exact ones first.
 BITS = (8, 4, 3, 2)
+#: The preset ``gqsgd_trellis``: the smallest error at 2 bits, in more of the processor's time.
+TRELLIS = GQSGDConfig(codec="trellis", bits=2, sample_every=0)
 #: The fewest bits that are recommended: below, the error of one mean is as large as the gradient
 #: (docs/choosing_figures.md).
 FEWEST_BITS = 4
@@ -135,7 +137,8 @@ class Candidate:
         if isinstance(self.method, str):
             return ""
         reducer = ', reducer="hierarchical"' if self.method.reducer == "hierarchical" else ""
-        return f"bits={self.method.bits}{reducer}"
+        codec = ', codec="trellis"' if self.method.codec == "trellis" else ""
+        return f"bits={self.method.bits}{codec}{reducer}"
 
 
 def over_links(device_costs: Callable[[dict[str, Any]], Costs], per_node: int, link: Link, inside: Link) -> Any:
@@ -171,6 +174,8 @@ def methods(cluster: Cluster, nodes: int, costs: Costs, widths: Sequence[int] = 
     if cluster.timeline.dtype == torch.float32:
         ways["bf16"] = BF16
     for bits in widths:
+        if bits == TRELLIS.bits and codec_of_config(TRELLIS) in costs.gammas:
+            ways[f"{bits} bit, trellis"] = TRELLIS
         if codec_of_bits(bits) not in costs.gammas:
             continue
         ways[f"{bits} bit"] = GQSGDConfig(bits=bits, sample_every=0)

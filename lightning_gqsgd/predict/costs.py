@@ -342,11 +342,13 @@ class CPU:
     Attributes:
         gamma: of the default configuration's codec, whose kernels take as long at 8 bits as at 3. At 2 bits, those of
             EDEN take about as long.
+        trellis: how many times as long trellis codes take to encode and to decode, by their bits.
         hook: of torch's bf16 hook.
         note: how sure the numbers are.
     """
 
     gamma: Gamma
+    trellis: Mapping[int, tuple[float, float]]
     hook: Gamma
     touch_s: float
     launch_s: float
@@ -357,6 +359,9 @@ class CPU:
     def costs(self, collectives: Mapping[str, Collective]) -> Costs:
         """Returns all constants, with given costs of collectives."""
         gammas = {**dict.fromkeys(_CODECS, self.gamma), BF16_HOOK: self.hook}
+        for bits, (encode, decode) in self.trellis.items():
+            own = self.gamma
+            gammas[f"trellis/{bits}"] = Gamma(encode * own.encode_s, decode * own.decode_s, decode * own.reduce_s)
         return Costs(
             collectives, gammas, self.touch_s, self.launch_s, self.cores, stage_s=self.stage_s, source=self.note
         )
@@ -368,6 +373,8 @@ ESTIMATES: dict[str, GPU | CPU] = {
     "a100": GPU(0.6 * 1.56e12, 10e-6, "a100: an estimate from memory bandwidth, not a measurement"),
     "cpu": CPU(
         gamma=Gamma(0.85e-9, 0.75e-9, 0.43e-9),
+        # Over EDEN at 2 bits: `python -m benchmarks.kernels --codec eden trellis --block-size 256 1024 --bits 2 3 4`.
+        trellis={2: (2.5, 1.6), 3: (2.9, 1.7), 4: (3.4, 1.7)},
         hook=Gamma(2.1e-9, 0.5e-9, 0.0),
         touch_s=0.071e-9,
         launch_s=20e-6,

@@ -31,7 +31,11 @@ _SOURCES = 4
 
 def codec_of_bits(bits: int) -> str:
     """Returns the name that costs have for the codes of the default configuration at a width."""
-    config = GQSGDConfig(bits=bits)
+    return codec_of_config(GQSGDConfig(bits=bits))
+
+
+def codec_of_config(config: GQSGDConfig) -> str:
+    """Returns the name that costs have for the codes of a configuration."""
     q = codec_of(config).quantiser(config.block_size)
     return codec_name(q.kind, q.bits)
 

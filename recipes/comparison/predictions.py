@@ -19,6 +19,7 @@ CANDIDATES = {
     "gqsgd_4bit": "4 bit",
     "gqsgd_3bit": "3 bit",
     "gqsgd_2bit": "2 bit",
+    "gqsgd_trellis": "2 bit, trellis",
 }
 #: Names of the profile of links that are shaped, and of a link that is not.
 _SHAPED, _UNLIMITED = "netlab", "none"

@@ -158,12 +158,23 @@ def check_few_values(decoded: Callable[[Tensor, int, int], Tensor], bits: int, l
 @pytest.mark.parametrize("length", [129, 300])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_a_sparse_block_whose_length_is_no_power_of_two_has_no_bias(bits: int, length: int) -> None:
+    check_sparse(decoded, bits, length)
+
+
+def check_sparse(decoded: Callable[[Tensor, int, int], Tensor], bits: int, length: int) -> None:
+    """Check that a block of which a 25th is not zero has no bias. ``decoded``: as the function above, of a codec."""
     generator = torch.Generator().manual_seed(length)
     x = few(length, torch.randn(length // 25, generator=generator).tolist())
     assert worst_z(decoded(x, bits, 20_000), x) <= 4.5
 
 
 def test_there_is_no_bias_beside_small_coordinates_either() -> None:
+    check_beside_small_ones(decoded)
+
+
+def check_beside_small_ones(decoded: Callable[[Tensor, int, int], Tensor]) -> None:
+    """Check that two coordinates and small ones have no bias at 2 bits. ``decoded``: as the function above, of a
+    codec."""
     noise = torch.randn(128, generator=torch.Generator().manual_seed(1))
     for size in (0.003, 0.03, 0.3):
         x = few(128, [3.0, -1.0]) + size * noise

@@ -14,14 +14,27 @@ from lightning_gqsgd.codecs.trellis import codec
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut
 from lightning_gqsgd.research.simulation import average, relative_error
-from tests.statistics.test_eden import KINDS, block, check_few_values, gradients_of, through, worst_z
+from tests.statistics.test_eden import (
+    KINDS,
+    block,
+    check_beside_small_ones,
+    check_few_values,
+    check_sparse,
+    gradients_of,
+    through,
+    worst_z,
+)
 
 
 def decoded(x: Tensor, bits: int, repeats: int, kernels: ModuleType = cpu) -> Tensor:
-    """One block, encoded and decoded under as many rotations as a parameter of equal blocks has."""
-    q, many = TrellisCodec(bits).quantiser(len(x)), x.repeat(repeats)
-    table = cut([Segment(0, many.numel(), False)], len(x))
-    return through(many, table, q, kernels).view(repeats, len(x)).double()
+    """One block, encoded and decoded under as many rotations as there are blocks like it: [repeats, len(x)]."""
+    size = max(128, 1 << (len(x) - 1).bit_length())
+    many = x.repeat(repeats)
+    segments = [Segment(0, many.numel(), False)]
+    if len(x) < size:
+        segments = [Segment(number, len(x), False) for number in range(repeats)]
+    y = through(many, cut(segments, size), TrellisCodec(bits).quantiser(size), kernels)
+    return y.view(repeats, len(x)).double()
 
 
 #: All kinds of blocks at 2 bits, and two of them at the others: kernels do the same for all kinds.
@@ -55,6 +68,16 @@ def test_there_is_no_bias_over_rotations(bits: int, kind: str) -> None:
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_there_is_no_bias_where_few_coordinates_are_not_zero(bits: int, length: int) -> None:
     check_few_values(decoded, bits, length)
+
+
+@pytest.mark.parametrize("length", [129, 300])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_a_sparse_block_whose_length_is_no_power_of_two_has_no_bias(bits: int, length: int) -> None:
+    check_sparse(decoded, bits, length)
+
+
+def test_there_is_no_bias_beside_small_coordinates_either() -> None:
+    check_beside_small_ones(decoded)
 
 
 def beside(length: int, apart: int) -> Tensor:

@@ -86,6 +86,16 @@ def test_fewer_bits_than_four_are_predicted_and_never_recommended() -> None:
     assert advised["recommendation"].startswith("Take bits=4")
 
 
+def test_trellis_codes_are_predicted_where_their_cost_is_known() -> None:
+    """They send no more than other codes of two bits, and take more of the processor's time."""
+    cpu, gpu = (_json(*USUAL, "--link", "1mbit", "--codec", codec) for codec in ("cpu", "h100"))
+    rows = {row["name"]: row for row in cpu["candidates"]}
+    assert rows["2 bit, trellis"]["sent_bytes"] <= rows["2 bit"]["sent_bytes"]
+    assert rows["2 bit, trellis"]["codec_s"] > 1.5 * rows["2 bit"]["codec_s"]
+    assert cpu["recommendation"].startswith("Take bits=4")
+    assert all("trellis" not in row["name"] for row in gpu["candidates"])
+
+
 def test_local_steps_are_advised_where_steps_of_few_bits_wait_most_of_their_time() -> None:
     slow, fast = (_json(*USUAL, "--link", rate) for rate in ("1mbit", "10gbit"))
     four = next(row for row in slow["candidates"] if row["name"] == "4 bit")

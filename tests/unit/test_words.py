@@ -17,7 +17,7 @@ from lightning_gqsgd.research.systems import SYSTEMS
 
 #: Another value for each field that a name may stand for; several, so that one differs from any preset's own.
 OTHERS: dict[str, tuple[Any, ...]] = {
-    "codec": ("companded", "linear", "eden"),
+    "codec": ("companded", "linear", "eden", "trellis"),
     "bits": (3, 4, 8),
     "levels": (2, 3),
     "mantissa": (1, 2),

@@ -15,7 +15,9 @@ __all__ = ["EXPERIMENTS", "Row", "source_of"]
 
 #: The experiments, by the names that ``gqsgd presets`` has. ``gqsgd_auto`` has none: it chooses by the time of steps.
 EXPERIMENTS: dict[str, Callable[[], Rows]] = {
-    **{name: partial(codecs.own, name) for name in ("gqsgd", "gqsgd_4bit", "gqsgd_3bit", "gqsgd_2bit")},
+    **{
+        name: partial(codecs.own, name) for name in ("gqsgd", "gqsgd_4bit", "gqsgd_3bit", "gqsgd_2bit", "gqsgd_trellis")
+    },
     "gqsgd_sum": codecs.sums,
     "gqsgd_exponential": codecs.exact_exponential,
     "gqsgd_exponential_tree": codecs.tree,

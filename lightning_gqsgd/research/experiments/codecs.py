@@ -11,7 +11,7 @@ from lightning_gqsgd.research.experiments.rows import Row, Rows, bias, message, 
 from lightning_gqsgd.research.simulation import average, relative_error
 
 #: Relative L2 errors of one mean of 8 normal gradients, in percent: docs/preset_errors.md, n = 8.
-_ERRORS = {"gqsgd": 0.80, "gqsgd_4bit": 13.6, "gqsgd_3bit": 29.6, "gqsgd_2bit": 51.2}
+_ERRORS = {"gqsgd": 0.80, "gqsgd_4bit": 13.6, "gqsgd_3bit": 29.6, "gqsgd_2bit": 51.2, "gqsgd_trellis": 42.5}
 
 
 def own(name: str) -> Rows:
