@@ -33,6 +33,7 @@ def _start(rank: int, size: int, port: int, **more: str) -> subprocess.Popen[str
     )
 
 
+@pytest.mark.slow
 def test_ranks_of_srun_are_asked_and_one_of_them_answers() -> None:
     port = free_port()
     ranks = [_start(rank, 3, port) for rank in range(3)]

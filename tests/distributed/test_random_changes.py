@@ -13,8 +13,11 @@ from tests.distributed.random_changes import FRAMEWORKS, sequences
 from tests.distributed.ranks import run
 from tests.integrations.changed_fits import fits
 
+#: DistributedDataParallel always, the frameworks around it as slow tests.
+SOME = [pytest.param(name, marks=[] if name == "ddp" else pytest.mark.slow) for name in FRAMEWORKS]
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+
+@pytest.mark.parametrize("framework", SOME)
 def test_ranks_agree_whatever_is_changed(tmp_path: Path, framework: str) -> None:
     first, second = run(sequences, 2, tmp_path, framework, range(9), initialise=framework == "ddp")
     for one, other in zip(first, second, strict=True):

@@ -169,7 +169,11 @@ def test_gqsgd_has_the_command(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("script", "arguments"),
-    [(script, arguments) for script in ("run", "compare") for arguments in quoted(f"python recipes/{script}.py")],
+    [
+        pytest.param(script, arguments, marks=[pytest.mark.slow] * (number % 4 > 0))  # a fourth of them always
+        for script in ("run", "compare")
+        for number, arguments in enumerate(quoted(f"python recipes/{script}.py"))
+    ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_recipes_compose(script: str, arguments: list[str]) -> None:

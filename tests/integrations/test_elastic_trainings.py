@@ -24,7 +24,11 @@ def check(results: list[dict[str, Any]]) -> None:
     assert second["learns"]
 
 
-@pytest.mark.parametrize("name", ["lightning", "fabric", "accelerate", "transformers"])
+#: One framework that makes the steps itself and one whose user does, and the others as slow tests.
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fabric", "transformers")]
+
+
+@pytest.mark.parametrize("name", ["lightning", "accelerate", *SLOW])
 def test_members_of_each_framework_end_with_one_model(name: str, tmp_path: Path, lighthouse: str) -> None:  # noqa: F811
     pytest.importorskip(name if name != "fabric" else "lightning")
     function = getattr(trainings, name)

@@ -333,7 +333,7 @@ def test_strategies_are_compared_seed_by_seed(tmp_path: Path) -> None:
     assert written.splitlines()[2] == "| gqsgd | +1.50 | 0.71 | +1.00 | +2.00 |"
 
 
-@pytest.mark.parametrize("metric", [ACCURACY, PERPLEXITY])
+@pytest.mark.parametrize("metric", [ACCURACY, pytest.param(PERPLEXITY, marks=pytest.mark.slow)])
 def test_a_difference_from_one_seed_is_no_headline(tmp_path: Path, metric: Metric) -> None:
     def runs(name: str, seeds: tuple[int, ...], step_s: float) -> list[Run]:
         return [made_up_run(tmp_path / f"{name}{seed}", [0.9], step_s, seed, metric=metric) for seed in seeds]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,14 @@ def _earlier(folder: Path, *overrides: str) -> Path:
     checkpoint.parent.mkdir(parents=True)
     with zipfile.ZipFile(checkpoint, "w") as archive:
         archive.writestr("last/data.pkl", b"")
-    config = OmegaConf.to_container(composed(overrides), resolve=True)
-    (folder / "hparams.yaml").write_text(yaml.safe_dump(config))
+    (folder / "hparams.yaml").write_text(_settings(overrides))
     return checkpoint
+
+
+@lru_cache
+def _settings(overrides: tuple[str, ...]) -> str:
+    """The settings that a run with these overrides records."""
+    return yaml.safe_dump(OmegaConf.to_container(composed(overrides), resolve=True))
 
 
 @pytest.mark.parametrize(

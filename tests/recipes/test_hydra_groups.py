@@ -110,7 +110,13 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(file.stem for file in (CONF / "exp").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "quickstart" else pytest.mark.slow)
+        for name in sorted(file.stem for file in (CONF / "exp").glob("*.yaml"))
+    ],
+)
 def test_an_experiment_is_chosen_by_either_name(name: str) -> None:
     assert compose_configuration([f"experiment={name}"]) == compose_configuration([f"+exp={name}"])
 

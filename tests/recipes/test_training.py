@@ -220,7 +220,12 @@ def test_accumulated_batches_are_one_exchange(tiny: Tiny, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("strategy", "hook"), [("ddp", ""), ("ddp_bf16", "bf16_compress_hook"), ("ddp_fp16", "fp16_compress_hook")]
+    ("strategy", "hook"),
+    [
+        ("ddp", ""),
+        ("ddp_bf16", "bf16_compress_hook"),
+        pytest.param("ddp_fp16", "fp16_compress_hook", marks=pytest.mark.slow),
+    ],
 )
 def test_hooks_are_installed_on_cpu(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, hook: str

@@ -134,7 +134,7 @@ MISTAKES: dict[str, Callable[[Tensor], Tensor]] = {
 
 def averaged(virtual: VirtualRanks, gradients: list[Tensor]) -> Tensor:
     """The average of the results of several steps with the same gradients."""
-    return torch.stack([virtual.average(gradients, step)[0].double() for step in range(AVERAGED)]).mean(0)
+    return torch.stack([virtual.mean(gradients, step).double() for step in range(AVERAGED)]).mean(0)
 
 
 def check_average(average: Tensor, gradients: list[Tensor], is_biased: bool) -> None:

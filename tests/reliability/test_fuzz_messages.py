@@ -7,6 +7,7 @@ send.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -83,9 +84,9 @@ def drawn_messages(numbers: random.Random, nbytes: int, valid: list[Tensor]) -> 
     return wires
 
 
-def check_message(numbers: random.Random, fields: dict[str, object]) -> None:
+def check_message(numbers: random.Random, fields: dict[str, object], dtypes: Sequence[torch.dtype] = DTYPES) -> None:
     """Decode one random message by all kernels, in all the ways that there are."""
-    dtype = numbers.choice(DTYPES)
+    dtype = numbers.choice(dtypes)
     config = GQSGDConfig(**{"block_size": numbers.choice([128, 256]), **fields})  # type: ignore[arg-type]
     q = codec_of(config).quantiser(config.block_size)
     segments, layout = drawn_layout(numbers, q, dtype)
@@ -116,9 +117,12 @@ def check_message(numbers: random.Random, fields: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_any_bytes_decode_to_a_value_and_touch_nothing_else(name: str) -> None:
-    numbers = chance("messages", name)
+    numbers, fields = chance("messages", name), CODECS[name]
+    # Trellis codes of each width have a kernel of their own for fp64, which takes long to compile. One is enough here.
+    has_kernels = fields["codec"] != "trellis" or fields["bits"] == 2
+    dtypes = DTYPES if has_kernels else [dtype for dtype in DTYPES if dtype != torch.float64]
     for _ in range(scaled(15)):
-        check_message(numbers, CODECS[name])
+        check_message(numbers, fields, dtypes)
 
 
 @pytest.mark.reliability

@@ -36,7 +36,15 @@ CONFIGS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("fields", CONFIGS, ids=str)
+#: Configurations whose pieces are cut like those of another one.
+LIKE_ANOTHER: tuple[dict[str, Any], ...] = ({"bits": 4}, {"bits": 3}, {"bits": 8, "codec": "linear"})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [pytest.param(fields, marks=[pytest.mark.slow] * (fields in LIKE_ANOTHER)) for fields in CONFIGS],
+    ids=str,
+)
 def test_profiles_are_those_of_the_whole_plan(fields: dict[str, Any]) -> None:
     draw = random.Random(str(fields))  # noqa: S311
     for ranks, node_size in RANKS:
