@@ -359,8 +359,8 @@ NOTES = (
     "collectives. No link with a limit was measured for them, except in a rehearsal of 11 other settings "
     "(`rehearsal.json`), after which kernels were taken from several probes, and pauses between gathers were added.",
     "Intervals begin and end at 0.92 and 1.18 times what is predicted for the ends of what is known of the link in set "
-    "1, and at 0.82 and 1.25 times in sets 2 and 3: those of set 1 had been too narrow for this machine. All sets have "
-    "the same probe. Sets 1 and 2 have the same model.",
+    "1, and at 0.82 and 1.25 times in sets 2 and 3: those of set 1 had been too narrow for this machine. Sets 1 and 2 "
+    "have the same probe and the same model.",
     "Set 3: predictions are tables over the speed of the machine. The median length of a step without communication, "
     "which was measured in turns with the ways of the lab, says which place of a table counts; before it was measured, "
     "the row shows the prediction at the probe's speed. Collectives inside of a host are no longer charged for "

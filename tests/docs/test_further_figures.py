@@ -202,6 +202,14 @@ SENTENCES: Sentences = {
     ],
     (
         "docs/prediction.md",
+        r"which speed counts\. (\d+) of (\d+) steps that were measured lie inside .*? errors is ([\d.]+) %",
+    ): [
+        lambda: inside(3),
+        lambda: len(registered(3)),
+        lambda: off(3),
+    ],
+    (
+        "docs/prediction.md",
         r"took ([\d.]+) to ([\d.]+) times as long as predicted, .*? took ([\d.]+) to ([\d.]+) times",
     ): [
         lambda: longer(2, "resnet18", "500mbit")[0],
