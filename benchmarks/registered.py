@@ -8,7 +8,9 @@
 The benchmark needs Linux, root and iproute2, see `netlab`. A prediction knows the model, the rate and the latency of
 the links, and the probe: the steps of all models without communication, the speed of kernels, and what Gloo's
 collectives take between hosts whose links have no limit. No link with a limit, and no step with communication, was
-measured for it. ``--only 5..12`` takes a part of the settings, and what was measured before is kept.
+measured for it. From set 3 on, predictions are tables over the speed of the machine (see `registered_speed`). The
+length of a step without communication, which is measured in turns with the others, says which place of the table
+counts. ``--only 5..12`` takes a part of the settings, and what was measured before is kept.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import groupby
@@ -27,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import registered_rank
+from benchmarks import registered_rank, registered_speed
 from benchmarks.hosts import WorkerError, in_lab
 from benchmarks.registered_settings import SETS, Hosts, Setting, settings_of
 from benchmarks.report import RESULTS, Cell, Report, machine
@@ -53,7 +56,10 @@ AVERAGE_BYTES = 40
 #: other hosts, and older. Set 1: in a rehearsal of 11 other settings (results/registered/rehearsal.json), steps had
 #: 0.83 to 1.42 times the length that an earlier state of this model said, and all but two of them 0.96 to 1.07 times.
 #: Set 2: steps of set 1 have 0.85 to 1.2 times their predicted length, all but the three shortest and the two longest.
-ENDS = {1: (0.92, 1.18), 2: (0.82, 1.25)}
+#: Set 3 has the ends of set 2.
+ENDS = {1: (0.92, 1.18), 2: (0.82, 1.25), 3: (0.82, 1.25)}
+#: The first set whose predictions are tables over the speed of the machine.
+FIRST_BY_SPEED = 3
 #: Names of what a codec's kernels take.
 GAMMA = tuple(field.name for field in fields(Gamma))
 
@@ -112,11 +118,27 @@ def _predicted(number: int, setting: Setting, probed: dict[str, Any]) -> dict[st
             f"{lab.of.name} hosts and ranks were not probed; run `{PROGRAM} probe --save` before `predict`"
         )
     line = Timeline.from_dict(found["timelines"][lab.model])
-    costs = _costs(probed, lab.of, setting)
-    step_s, shortest_s, longest_s = _step(setting, line, costs)
-    shortest, longest = ENDS[number]
-    ends = {"shortest_s": shortest * shortest_s, "longest_s": longest * longest_s}
-    return {**describe(setting), "step_s": step_s, **ends}
+    ends = ENDS[number]
+    if number < FIRST_BY_SPEED:
+        return {**describe(setting), **_named(_three(setting, line, probed, ends, 1.0))}
+    table = [_three(setting, line, probed, ends, length) for length in registered_speed.LENGTHS]
+    usual = _named(_three(setting, line, probed, ends, 1.0))
+    return {**describe(setting), **usual, "alone_s": line.compute_s, "by_length": table}
+
+
+def _three(
+    setting: Setting, line: Timeline, probed: dict[str, Any], ends: tuple[float, float], length: float
+) -> list[float]:
+    """Returns the seconds of a step and of its interval's ends on a machine that takes ``length`` times as long as the
+    probed one."""
+    costs = _costs(probed, setting.lab.of, setting, length)
+    step_s, shortest_s, longest_s = _step(setting, registered_speed.slower_timeline(line, length), costs)
+    shortest, longest = ends
+    return [step_s, shortest * shortest_s, longest * longest_s]
+
+
+def _named(three: Sequence[float]) -> dict[str, float]:
+    return dict(zip(("step_s", "shortest_s", "longest_s"), three, strict=True))
 
 
 def describe(setting: Setting) -> dict[str, Any]:
@@ -126,22 +148,23 @@ def describe(setting: Setting) -> dict[str, Any]:
     return {"number": setting.number, **where, "way": setting.way.name}
 
 
-def _costs(probed: dict[str, Any], hosts: Hosts, setting: Setting) -> Costs:
-    """Returns the costs of a setting.
+def _costs(probed: dict[str, Any], hosts: Hosts, setting: Setting, length: float = 1.0) -> Costs:
+    """Returns the costs of a setting, on a machine that takes ``length`` times as long as the probed one.
 
-    Kernels are the same on all hosts, and codes of 8, 4 and 2 bits take them equally long. Other programs only make
+    Kernels are the same on all hosts, and codes of 8 and 4 bits take them equally long. Other programs only make
     them slower. So a kernel takes the median over these bits, on those hosts where it is the least.
     """
     several = [_probe(found["probe"]).costs for found in probed["hosts"].values()]
     costs = _probe(probed["hosts"][hosts.name]["probe"]).costs
-    alike = [codec_of_bits(bits) for bits in (8, 4, 2)]
+    alike = [codec_of_bits(bits) for bits in (8, 4)]
     gammas = {}
     for name in costs.gammas:
         names = alike if name in alike else [name]
         times = [[[asdict(one.gammas[name])[kind] for name in names] for one in several] for kind in GAMMA]
         gammas[name] = Gamma(*np.median(times, axis=2).min(axis=1).tolist())
     sent = PIECE_NUMEL * setting.way.bits / 8 * (hosts.ranks - 1) / hosts.ranks
-    return on_link(replace(costs, gammas=gammas), hosts.hosts, hosts.ranks_per_host, _link(setting), sent)
+    slower = registered_speed.slower_costs(replace(costs, gammas=gammas), length)
+    return on_link(slower, hosts.hosts, hosts.ranks_per_host, _link(setting), sent)
 
 
 def _probe(values: dict[str, Any]) -> Probe:
@@ -227,7 +250,7 @@ def _pairs(number: int, predictions: dict[str, Any]) -> list[tuple[Setting, dict
 def run(options: argparse.Namespace) -> None:
     """Measure the settings of a set that were not measured yet."""
     commit = check_registered(options.set)
-    found = read(options.set, "measured") or {"machine": machine(), "predictions": commit, "seconds": {}}
+    found = read(options.set, "measured") or {"machine": machine(), "predictions": commit, "seconds": {}, "alone": {}}
     missing = [
         setting
         for setting in settings_of(options.set)
@@ -236,12 +259,16 @@ def run(options: argparse.Namespace) -> None:
     for lab, group in groupby(missing, key=lambda setting: setting.lab):
         settings = list(group)
         ways = [lab.ways.index(setting.way) for setting in settings]
-        task = {"set": options.set, "lab": SETS[options.set].index(lab), "ways": ways}
+        by_speed = options.set >= FIRST_BY_SPEED
+        task = {"set": options.set, "lab": SETS[options.set].index(lab), "ways": ways, "alone": by_speed}
         where = f"{lab.model}, {lab.of.name}, {lab.rate}, {lab.latency}"
         with NetLab(lab.of.hosts, lab.rate, lab.of.ranks_per_host, latency=lab.latency) as netlab:
             seconds = _run(netlab, task, where)
+        alone = seconds.pop() if by_speed else None
         for setting, values in zip(settings, seconds, strict=True):
             found["seconds"][str(setting.number)] = values
+            if alone is not None:
+                found["alone"][str(setting.number)] = alone
             print(f"{setting.number}: {where}, {setting.way.name}: {1e3 * np.median(values):.0f} ms", flush=True)
         _save(options, "measured", found)
 
@@ -282,12 +309,21 @@ def report_of(numbers: list[int]) -> Report:
     for number in numbers:
         predictions = read(number, "predictions")
         measured = read(number, "measured")
-        rows = [_row(number, row, measured.get("seconds", {})) for row in predictions["rows"]]
+        rows = [_row(number, _chosen(row, measured), measured.get("seconds", {})) for row in predictions["rows"]]
         report.rows += rows
         report.machine = measured.get("machine", predictions["machine"])
         notes.append(in_words(number, rows, measured.get("predictions", "")))
     report.notes = [*notes, *NOTES]
     return report
+
+
+def _chosen(row: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """Returns a prediction at the speed that the machine had, if the prediction is a table over speeds."""
+    alone = measured.get("alone", {}).get(str(row["number"]))
+    if alone is None or "by_length" not in row:
+        return row
+    length = float(np.median(alone)) / row["alone_s"]
+    return {**row, **_named(registered_speed.at_length(row["by_length"], length))}
 
 
 def _row(number: int, row: dict[str, Any], seconds: dict[str, list[float]]) -> list[Cell]:
@@ -323,8 +359,12 @@ NOTES = (
     "collectives. No link with a limit was measured for them, except in a rehearsal of 11 other settings "
     "(`rehearsal.json`), after which kernels were taken from several probes, and pauses between gathers were added.",
     "Intervals begin and end at 0.92 and 1.18 times what is predicted for the ends of what is known of the link in set "
-    "1, and at 0.82 and 1.25 times in set 2: those of set 1 had been too narrow for this machine. Both sets have the "
-    "same probe and the same model.",
+    "1, and at 0.82 and 1.25 times in sets 2 and 3: those of set 1 had been too narrow for this machine. Sets 1 and 2 "
+    "have the same probe and the same model.",
+    "Set 3: predictions are tables over the speed of the machine. The median length of a step without communication, "
+    "which was measured in turns with the ways of the lab, says which place of a table counts; before it was measured, "
+    "the row shows the prediction at the probe's speed. Collectives inside of a host are no longer charged for "
+    "processors that several ranks share.",
     "measured = median over rounds of the slowest rank's time; of local steps, a mean over the steps from one average "
     "to the next. Ways of one lab run in turns. hosts × ranks: hosts, and ranks of each; ranks share two cores. "
     "Latency: one way.",

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.hosts import begin, finish, slowest
-from benchmarks.registered_settings import BATCH, SETS, Task, Way
+from benchmarks.registered_settings import ALONE, BATCH, SETS, Task, Way
 from lightning_gqsgd import LocalSteps, register_gqsgd
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.predict.probe import measure as probe_here
@@ -57,6 +57,8 @@ class Trained:
         self._optimizer: Any = torch.optim.SGD(network.parameters(), lr=RATE)
         self._model: Any = network
         self.close: Callable[[], None] = lambda: None
+        if way == ALONE:
+            return
         if way.every > 1:
             preset = GQSGDConfig(bits=way.bits, sample_every=0)
             self._optimizer = LocalSteps(network, self._optimizer, every=way.every, preset=preset)
@@ -124,7 +126,7 @@ def main() -> None:
         finish(probe(asked["probe"]))
         return
     lab = SETS[asked["set"]][asked["lab"]]
-    ways = [lab.ways[place] for place in asked["ways"]]
+    ways = [lab.ways[place] for place in asked["ways"]] + [ALONE] * asked["alone"]
     finish(time_steps(ways, lab.model, lab.seed, lab.of.ranks_per_host))
 
 

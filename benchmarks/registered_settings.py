@@ -65,7 +65,7 @@ class Way:
     """How ranks average.
 
     Attributes:
-        bits: of the package's codes; 32 for plain DDP, and 16 for torch's bf16 hook.
+        bits: of the package's codes; 32 for plain DDP, 16 for torch's bf16 hook, and 0 for ranks that exchange nothing.
         is_hierarchical: whether the ranks of a host average uncompressed before hosts do.
         every: steps from one average of the models to the next; 1 averages gradients in every step.
     """
@@ -138,6 +138,7 @@ class Setting:
     way: Way
 
 
+ALONE = Way(0)
 DDP, HALF, EIGHT, FOUR, THREE, TWO = (Way(bits) for bits in (32, 16, 8, 4, 3, 2))
 EIGHT_LEVELS, FOUR_LEVELS, TWO_LEVELS = (Way(bits, is_hierarchical=True) for bits in (8, 4, 2))
 PAIR, QUAD, TWO_BY_TWO, FOUR_BY_TWO = Hosts(2), Hosts(4), Hosts(2, 2), Hosts(4, 2)
@@ -185,6 +186,28 @@ SETS: dict[int, tuple[Lab, ...]] = {
         Lab(TWO_BY_TWO, "130mbit", "none", "transformer", (DDP, EIGHT_LEVELS, FOUR_LEVELS, EIGHT), 37),
         Lab(TWO_BY_TWO, "600mbit", "none", "mlp", (DDP, HALF, FOUR_LEVELS), 38),
         Lab(FOUR_BY_TWO, "300mbit", "none", "transformer", (EIGHT_LEVELS, FOUR_LEVELS), 39),
+    ),
+    3: (
+        Lab(PAIR, "85mbit", "none", "transformer", (EIGHT, FOUR, THREE), 41),
+        Lab(PAIR, "55mbit", "none", "transformer", (HALF, EIGHT, FOUR), 42),
+        Lab(PAIR, "140mbit", "25ms", "transformer", (HALF, EIGHT, FOUR), 43),
+        Lab(PAIR, "70mbit", "25ms", "transformer", (DDP, HALF, TWO), 44),
+        Lab(PAIR, "270mbit", "none", "transformer", (Way(8, every=8), Way(4, every=16)), 45),
+        Lab(PAIR, "450mbit", "none", "resnet18", (HALF, FOUR, THREE), 46),
+        Lab(PAIR, "900mbit", "none", "resnet18", (DDP, EIGHT, THREE), 47),
+        Lab(PAIR, "750mbit", "none", "mlp", (HALF, EIGHT, FOUR), 48),
+        Lab(PAIR, "1800mbit", "none", "mlp", (EIGHT, FOUR, THREE, Way(4, every=8)), 49),
+        Lab(PAIR, "10gbit", "none", "mlp", (DDP, EIGHT, TWO), 50),
+        Lab(PAIR, "1200mbit", "none", "mlp", (DDP, THREE, TWO), 51),
+        Lab(QUAD, "105mbit", "none", "transformer", (EIGHT, THREE, TWO), 52),
+        Lab(QUAD, "210mbit", "5ms", "transformer", (DDP, FOUR, THREE), 53),
+        Lab(QUAD, "40mbit", "none", "transformer", (DDP, EIGHT, FOUR), 54),
+        Lab(QUAD, "250mbit", "none", "resnet18", (DDP, EIGHT, FOUR), 55),
+        Lab(QUAD, "2gbit", "none", "mlp", (DDP, THREE, TWO), 56),
+        Lab(QUAD, "4gbit", "none", "mlp", (EIGHT, THREE, TWO), 57),
+        Lab(TWO_BY_TWO, "350mbit", "none", "transformer", (DDP, EIGHT_LEVELS, FOUR_LEVELS, EIGHT), 58),
+        Lab(TWO_BY_TWO, "550mbit", "none", "mlp", (DDP, EIGHT_LEVELS, TWO_LEVELS), 59),
+        Lab(FOUR_BY_TWO, "160mbit", "none", "transformer", (FOUR_LEVELS, TWO_LEVELS), 60),
     ),
 }
 

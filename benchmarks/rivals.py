@@ -314,8 +314,8 @@ def in_words(rows: Sequence[Sequence[Any]], ranks: int) -> str:
             ]
             if ahead:
                 said.append(
-                    f"`{rival[0]}` beats `{mine[0]}` on {', '.join(ahead)}, and sends {rival[3] / mine[3]:.1f} times as "
-                    "much"
+                    f"`{rival[0]}` beats `{mine[0]}` on {', '.join(ahead)}, and sends {rival[3] / mine[3]:.1f} times "
+                    "as much"
                 )
     wins = "; ".join(said) or "at as many bits, no rival has a smaller error than this package"
     return f"Where a rival wins, n = {ranks}: {wins}."

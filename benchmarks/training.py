@@ -3,7 +3,7 @@
     python -m benchmarks.training --hosts 2 --rate 1gbit --save
     python -m benchmarks.training --hosts 2 --rate 1gbit --device cuda --model resnet50 --batch-size 64 --save
     python -m benchmarks.training --hosts 1 --ranks-per-host 2 --rate none --case "no communication" ddp ddp_bf16 \
-        "gqsgd over Gloo" gqsgd "gqsgd_4bit over Gloo" gqsgd_4bit --rounds 25 --save
+        "native over Gloo" native "gqsgd over Gloo" gqsgd "gqsgd_4bit over Gloo" gqsgd_4bit --rounds 25 --save
 
 The benchmark needs Linux, root and iproute2, see `netlab`. Every case is a DDP model of its own in the same processes.
 The cases train in turns, on equal data. With ``--device cuda``, all ranks share one card, and gradients go over Gloo
@@ -42,6 +42,7 @@ COMPUTE = "no communication"
 HOOKS: dict[str, dict[str, Any]] = {
     "gqsgd": {"preset": "gqsgd"},
     "gqsgd_4bit": {"preset": "gqsgd_4bit"},
+    "native": {"reducer": "native"},
     "gqsgd on one level": {"preset": "gqsgd", "reducer": "two_shot"},  # with several ranks per host
 }
 OVER_GLOO = " over Gloo"  # on one host, where ranks share memory otherwise

@@ -2,7 +2,8 @@
 
 Where `auto` has decided for 32 bits, no hook is as fast as DDP without one. DDP divides gradients by the number of
 ranks while it copies them into buckets, and calls no Python. A hook costs another pass over all gradients, and a call
-for each bucket.
+for each bucket. Two ranks of one machine are the exception: the hook adds their gradients through shared memory, which
+saves more than that, so it stays (`ddp.hook.LEAST_IN_MEMORY`).
 
 DDP's Reducer keeps the first hook that it gets. So a new Reducer is built, by the same methods by which DDP builds one
 for a model that was unpickled. It is built before a forward pass, when no backward pass is under way. All ranks build

@@ -65,6 +65,10 @@ class PieceSize(NamedTuple):
         message."""
         return cls(PIECE_NUMEL, PIECE_NUMEL * max(1, min(_MOST_GROWTH, 8 // bits)))
 
+    def times(self, factor: int) -> PieceSize:
+        """Returns a size of so many times as many coordinates."""
+        return PieceSize(factor * self.least, factor * self.most)
+
     def within(self, numel: int) -> int:
         """Returns the most coordinates of a piece, about, of a flat tensor with so many."""
         return min(self.most, max(self.least, -(-numel // _SEVERAL)))

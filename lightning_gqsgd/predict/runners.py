@@ -47,10 +47,19 @@ class Network:
         scope, kind = message.scope.kind, message.kind
         seconds = self._costs.wire_seconds(scope, kind, sent, is_beside_backward=self._has_backward)
         link = self._links["node" if message.scope.kind == "node" else "link"]
-        demand = cost.cpu_beta_s / cost.beta_s if cost.beta_s else 0.0
         alone = partial(self._clock.start, cost.alone_s * sent, 0.0, then)
-        carry = partial(link.add, seconds, demand, message.kind, bucket, piece, alone)
-        self._clock.start(cost.alpha_s, cost.cpu_s / cost.alpha_s if cost.alpha_s else 0.0, carry)
+        carry = partial(
+            link.add, seconds, self._demand(cost.cpu_beta_s, cost.beta_s), message.kind, bucket, piece, alone
+        )
+        self._clock.start(cost.alpha_s, self._demand(cost.cpu_s, cost.alpha_s), carry)
+
+    def _demand(self, cpu_s: float, seconds: float) -> float:
+        """Returns the processors that a collective keeps busy for so many seconds.
+
+        They are no more than a rank has. Where ranks share processors, a collective was measured while it waited for
+        them, and its processor-seconds are those of several ranks in turns: the wait is in its length already.
+        """
+        return min(self._costs.cores, cpu_s / seconds) if seconds else 0.0
 
 
 @dataclass(eq=False)

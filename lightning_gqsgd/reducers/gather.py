@@ -74,21 +74,27 @@ class Gather(Reducer):
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         layout = self.layout.on(x.device)
-        sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
+        # The message is written where the gathered ones are to lie, so that nobody has to copy it there. One that is
+        # compressed once more is none of them.
+        received = self._room_for(1 if self.compresses_codes else self.ranks, layout.message_bytes, x.device)
+        sent = received[0 if self.compresses_codes else rank]
         outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
         if self.shares_scales:
             yield from outgoing.share_scales()
         lost = outgoing.encode(sent, keys.up[rank])
-        received = yield from self._gather_compressed(sent) if self.compresses_codes else self._gather(sent)
+        if self.compresses_codes:
+            received = yield from self._gather_compressed(sent)
+        else:
+            yield (Exchange("all_gather", received, sent),)
 
         bad = self.link.decode(received, layout.whole, x, keys.up, keys.rotation, store)
         lost.commit(x)
         return bad
 
-    def _gather(self, sent: Tensor) -> Generator[Sequence[Exchange], None, Tensor]:
-        received = torch.empty(self.ranks, len(sent), dtype=torch.uint8, device=sent.device)
-        yield (Exchange("all_gather", received, sent),)
-        return received
+    @staticmethod
+    def _room_for(messages: int, nbytes: int, device: torch.device) -> Tensor:
+        """Returns memory for messages, uint8 [messages, bytes]."""
+        return torch.empty(messages, nbytes, dtype=torch.uint8, device=device)
 
     def _gather_compressed(self, sent: Tensor) -> Generator[Sequence[Exchange], None, Tensor]:
         """Gather messages as Elias codes. On the wire, each message is as long as the longest rank's."""
@@ -104,7 +110,8 @@ class Gather(Reducer):
         # the padding of the others.
         padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
         padded[: len(stream)] = stream
-        streams = yield from self._gather(padded)
+        streams = self._room_for(self.ranks, len(padded), padded.device)
+        yield (Exchange("all_gather", streams, padded),)
         self._count(len(padded))
         rows = zip(streams, lengths[:, 0].tolist(), strict=True)
         return torch.stack([elias.expand(row[:length], blocks, q, len(sent)) for row, length in rows])

@@ -109,6 +109,11 @@ class Communicator:
         numel = NCCL_PIECE_NUMEL * 8 // max(8, bits)
         return PieceSize(numel, numel)
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks exchange through memory that they share."""
+        return (0, ALL, 0) in self._shared
+
     def adds_in_memory(self, dtype: torch.dtype) -> bool:
         """Returns whether sums of gradients of a dtype run through memory that the ranks share, and not over Gloo."""
         shared = self._shared.get((1, ALL, 0))

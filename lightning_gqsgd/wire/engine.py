@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.errors import CollectiveError, ConfigError
-from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.reducers import Steps, new_store, setting_for, stages
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.wire.agreement import STATE_DIFFERS, Agreed, Card, Stamp, StampCheck, compared
@@ -43,6 +43,10 @@ MAX_STEP = 2**63 - 1
 
 #: Seconds that ranks that are alive are waited for beyond the timeout where kernels may have to be compiled.
 COMPILE_PATIENCE_S = 600.0
+
+#: How many times larger pieces are where ranks share memory. No link is to be filled there while a piece is encoded,
+#: and what Python does for each piece takes more of a processor than copying its codes.
+SHARED_GROWTH = 4
 
 
 def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -352,11 +356,18 @@ class Engine:
         settings = []
         for config in configs:
             bits = config.num_bits if request.compressed else 32  # fewer uncompressed coordinates fill a message
-            settings.append(setting_of(config, self.world_size, x.dtype, self.communicator.piece_size(bits)))
+            settings.append(setting_of(config, self.world_size, x.dtype, self._piece_size(bits)))
         plan = self._plan_type(segments, *[setting_for(each, compressed=request.compressed) for each in settings])
         if plan.numel != x.numel():
             raise RuntimeError(f"gqsgd: {request.name} has {x.numel()} coordinates, its parameters {plan.numel}")
         return plan
+
+    def _piece_size(self, bits: int) -> PieceSize:
+        """Returns the number of coordinates of a piece whose codes have ``bits`` bits."""
+        size = self.communicator.piece_size(bits)
+        # Several threads want several pieces.
+        is_larger = self.communicator.shares_memory and self._threads == 1
+        return size.times(SHARED_GROWTH) if is_larger else size
 
     def _job(
         self,

@@ -476,7 +476,8 @@ class SharedGroup:
             raise RuntimeError(
                 f"{kind}: this rank sends itself {len(sent[self._rank])} bytes, and expects {len(coming[self._rank])}"
             )
-        coming[self._rank][:] = sent[self._rank]
+        if coming[self._rank].ctypes.data != sent[self._rank].ctypes.data:  # a gathered message may lie there already
+            coming[self._rank][:] = sent[self._rank]
         incoming = {rank: _Incoming(coming[rank]) for rank in self._lines if len(coming[rank])}
         return _Collective(number, deadline, incoming, outgoing)
 

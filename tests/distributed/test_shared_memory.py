@@ -20,11 +20,13 @@ import torch.distributed as dist
 
 from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.errors import CollectiveError, ConfigError
+from lightning_gqsgd.kernels.layout import PIECE_NUMEL
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire import neighbours
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.neighbours import MEMORY_BYTES, VARIABLE
 from lightning_gqsgd.wire.shared_memory import SharedGroup
+from lightning_gqsgd.wire.workers import VARIABLE as THREADS
 from tests.distributed.models import fingerprint, train, wrapped
 from tests.distributed.ranks import logged, run
 
@@ -167,6 +169,36 @@ def test_every_reducer_gives_the_bits_that_it_gives_over_gloo(ranks: int, tmp_pa
     counts = run(_equal_means, ranks, tmp_path, ranks)
     assert len(set(counts)) == 1
     assert counts[0] > 2 * len(MEANS)
+
+
+# Pieces
+
+NUMEL = 8 * PIECE_NUMEL
+
+
+def _collectives(rank: int, wanted: str, threads: str) -> tuple[int, bytes]:
+    counted = []
+    start = Communicator.start
+
+    def count(communicator: Communicator, exchange: Exchange, stage: int, turn: int = 0) -> Any:
+        counted.append(stage)
+        return start(communicator, exchange, stage, turn)
+
+    with mock.patch.dict(os.environ, {VARIABLE: wanted, THREADS: threads}):
+        all_reduce(torch.zeros(1), bits=8)  # connects
+        with mock.patch.object(Communicator, "start", count):
+            mean = all_reduce(_random(NUMEL, torch.float32, rank), step=1, bits=8)
+    close()
+    return counted.count(1), mean.numpy().tobytes()
+
+
+def test_pieces_are_fewer_where_one_thread_encodes_and_memory_carries_them(tmp_path: Path) -> None:
+    results = {
+        name: run(_collectives, 2, tmp_path, *arguments)
+        for name, arguments in {"memory": ("1", "1"), "threads": ("1", "2"), "gloo": ("0", "1")}.items()
+    }
+    assert {name: result[0][0] for name, result in results.items()} == {"memory": 2, "threads": 8, "gloo": 8}
+    assert len({bits for result in results.values() for _, bits in result}) == 1
 
 
 # Sums of floating-point numbers

@@ -202,6 +202,14 @@ SENTENCES: Sentences = {
     ],
     (
         "docs/prediction.md",
+        r"which speed counts\. (\d+) of (\d+) steps that were measured lie inside .*? errors is ([\d.]+) %",
+    ): [
+        lambda: inside(3),
+        lambda: len(registered(3)),
+        lambda: off(3),
+    ],
+    (
+        "docs/prediction.md",
         r"took ([\d.]+) to ([\d.]+) times as long as predicted, .*? took ([\d.]+) to ([\d.]+) times",
     ): [
         lambda: longer(2, "resnet18", "500mbit")[0],
@@ -302,6 +310,14 @@ SENTENCES: Sentences = {
         r"At 100 Mbit/s, 8 bits were ([\d.]+) times faster than plain DDP with `hierarchical` and ([\d.]+) times on",
     ): [partial(of_two_ranks, case, "100mbit") for case in TWO_RANKS],
     ("docs/performance.md", r"\| \[dense layers\]\(\S+\) \| (\d+)" + 4 * IN_BRACKETS): in_one_machine("mlp"),
+    (
+        "docs/performance.md",
+        r"takes (\d+) ms through shared memory, ([\d.]+) times as fast as `ddp`, and (\d+) ms over Gloo",
+    ): [
+        partial(cell, "training_one_machine_mlp", "step (ms)", case="native (native)"),
+        partial(cell, "training_one_machine_mlp", "ddp / step", case="native (native)"),
+        partial(cell, "training_one_machine_mlp", "step (ms)", case="native over Gloo (native)"),
+    ],
     ("docs/performance.md", r"\| \[ResNet-18\]\(\S+\) \| (\d+)" + 4 * IN_BRACKETS): in_one_machine("resnet18"),
     ("docs/performance.md", r"At 1 Gbit/s they were ([\d.]+) and ([\d.]+) times faster"): [
         partial(of_two_ranks, case, "1gbit") for case in TWO_RANKS

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import registered
+from benchmarks import registered, registered_speed
 from benchmarks.registered_settings import SETS, settings_of
 from benchmarks.shaped_links import MANY_PAIRS, RING, on_link
-from lightning_gqsgd.predict.costs import KINDS, Collective, Costs, Link
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.predict.costs import KINDS, Collective, Costs, Gamma, Link
+from lightning_gqsgd.predict.timeline import Bucket, Timeline
 
 OPTIONS = argparse.Namespace(set=1, only=range(1, 1000), save=True)
 
@@ -85,7 +88,7 @@ def test_predictions_have_to_be_of_the_settings_that_are_measured(folder: Path) 
         registered.check_registered(1)
 
 
-@pytest.mark.parametrize("number", SETS)
+@pytest.mark.parametrize("number", [number for number in SETS if registered.read(number, "predictions")])
 def test_what_was_registered_is_still_what_the_settings_say(number: int) -> None:
     rows = registered.read(number, "predictions")["rows"]
     said = [registered.describe(setting) for setting in settings_of(number)]
@@ -98,6 +101,41 @@ def test_a_row_says_whether_the_median_is_inside() -> None:
     found = [registered._row(1, row, {"1": values})[-1] for values in ([1.3, 1.1, 0.5], [1.3, 1.3, 1.0], [0.8])]
     assert found == ["yes", "no", "no"]
     assert registered._row(1, row, {})[-1] is None
+
+
+def table_of(length: float) -> list[float]:
+    return [length, 0.9 * length, 1.2 * length]
+
+
+def test_a_prediction_counts_at_the_speed_that_the_machine_had() -> None:
+    row = {
+        **registered.describe(settings_of(3)[0]),
+        **registered._named(table_of(1.0)),
+        "alone_s": 0.2,
+        "by_length": [table_of(length) for length in registered_speed.LENGTHS],
+    }
+    unmeasured = registered._chosen(row, {})
+    assert unmeasured["step_s"] == 1.0
+    # A step without communication took 1.2 times as long as the probe's; the slow round does not count.
+    chosen = registered._chosen(row, {"alone": {"1": [0.24, 0.23, 0.9]}})
+    assert chosen["step_s"] == pytest.approx(1.2)
+    assert chosen["longest_s"] == pytest.approx(1.44)
+    beyond = registered._chosen(row, {"alone": {"1": [1e9]}})
+    assert beyond["step_s"] == registered_speed.LENGTHS[-1]
+
+
+def test_a_slower_machine_is_slower_at_everything_but_the_link() -> None:
+    line = Timeline((Bucket((Segment(0, 4, raw=False),), 1.0),), 2.0, forward_s=1.0, update_s=0.5)
+    slow = registered_speed.slower_timeline(line, 1.5)
+    assert slow.compute_s == pytest.approx(1.5 * line.compute_s)
+    assert slow.buckets[0].ready_s == pytest.approx(1.5)
+    probed = replace(costs(1e-9), gammas={"companded/8": Gamma(1.0, 2.0, 3.0)}, touch_s=1.0, launch_s=2.0, stage_s=3.0)
+    made = registered_speed.slower_costs(probed, 2.0)
+    assert made.gammas["companded/8"] == Gamma(2.0, 4.0, 6.0)
+    assert (made.touch_s, made.launch_s, made.stage_s) == (2.0, 4.0, 6.0)
+    limited = on_link(made, 2, 1, Link(1e8)).collectives["all sum/float32"]
+    assert limited.beta_s == pytest.approx(RING / 1e8)
+    assert limited.alpha_s == pytest.approx(2e-3)
 
 
 def test_ranges_of_settings_are_read() -> None:
