@@ -198,6 +198,7 @@ def test_a_block_size_that_does_not_fit_one_preset() -> None:
     found = {one["name"]: one for one in _json("--block-size", "120")}
     assert [name for name, one in found.items() if not one.get("works", True)] == [
         "gqsgd_2bit",
+        "gqsgd_trellis",
         "dq_psgd",
         "drive",
         "eden",
