@@ -38,7 +38,7 @@ class DistinctQuorums:
         quorum = self._client._quorum(*arguments, **named)
         seen = (quorum.quorum_id, list(quorum.replica_ids))
         are_level = quorum.max_world_size == quorum.replica_world_size
-        if seen != self._seen or not are_level or getattr(quorum, "commit_failures", 0):
+        if seen != self._seen or not are_level or getattr(quorum, "commit_failures", 0) > 0:
             self._seen = seen
             facts = {"number": seen[0], "members": seen[1], "merges": quorum.max_step}
             self._number = digest_of_facts(facts) % 2**62
