@@ -85,13 +85,16 @@ class LocalTraining:
 
     Args:
         options: when and how to average.
+        given_timeout: the timeout that the user has given; None: none. Members that come and go wait for this long for
+            one that has died, and not for Lightning's half an hour.
 
     Attributes:
         trained: the modules that are trained, in the order in which they were set up.
     """
 
-    def __init__(self, options: LocalOptions) -> None:
+    def __init__(self, options: LocalOptions, given_timeout: timedelta | None = None) -> None:
         self.options = options
+        self._given_timeout = given_timeout
         self.trained: list[Trained] = []
         self._at_anchor = ExitStack()
 
@@ -126,13 +129,21 @@ class LocalTraining:
                 "collectives, at the end of an epoch, count on equal ones; give elastic=True, with which each process "
                 "trains by itself (docs/elastic.md), or use LocalSteps in a loop of your own"
             )
-        return cls(options), compression
+        return cls(options, others.get("timeout")), compression
 
     def begin(
         self, module: nn.Module, optimizers: Sequence[Optimizer], config: GQSGDConfig, timeout: timedelta | None
     ) -> Trained:
-        """Begin with a module and its optimizers. A collective."""
+        """Begin with a module and its optimizers. A collective.
+
+        Args:
+            module: the model.
+            optimizers: its optimizers.
+            config: the compression.
+            timeout: of the strategy's collectives.
+        """
         kind = MergedAverages if self.options.is_merged else LocalAverages
+        timeout = self._given_timeout if self.options.elastic else timeout
         averages = kind(module, optimizers, self.options, config, timeout=timeout)
         self.trained.append(Trained(averages, module, list(optimizers)))
         return self.trained[-1]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -23,8 +24,15 @@ from torchft import Manager, ProcessGroupGloo
 from torchft._torchft import ManagerClient
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.membership.door import check_others, lighthouse_address, managers_at, name_for, own_host
+from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.membership.door import (
+    check_others,
+    lighthouse_address,
+    managers_at,
+    members_at,
+    name_for,
+    own_host,
+)
 from lightning_gqsgd.membership.members import (
     Commit,
     Gather,
@@ -37,6 +45,7 @@ from lightning_gqsgd.membership.members import (
     Sum,
 )
 from lightning_gqsgd.membership.process_group import QuantisedProcessGroup
+from lightning_gqsgd.membership.quorums import DistinctQuorums
 from lightning_gqsgd.membership.transport import PlainTransport
 from lightning_gqsgd.wire.telemetry import Telemetry
 
@@ -53,6 +62,12 @@ _GLANCE = timedelta(seconds=5)
 
 #: Members that it asks for their state, until one answers.
 _ASKED = 3
+
+#: Between two calls to a lighthouse that is gone.
+_CALL_AGAIN = timedelta(seconds=2)
+
+#: After how long a member that waits for the lighthouse's answer looks whether it is there.
+_LOOK_AFTER = timedelta(seconds=15)
 
 #: The most members for whom kernels of a CPU are compiled before they are known. More need the same ones.
 _COMPILED_RANKS = 8
@@ -99,6 +114,8 @@ class TorchftMembers(Members):
         self._group.compile_for(2 if device.type == "cuda" else _COMPILED_RANKS)
         self._present = _fetch_present(lighthouse, name, min(timeout, _GLANCE))
         self._has_met = False
+        self._lighthouse = lighthouse
+        self._min_replicas = min_replicas
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         self._manager = Manager(
             pg=self._group,
@@ -117,8 +134,12 @@ class TorchftMembers(Members):
             replica_id=name,
             hostname=host,
             heartbeat_interval=_HEARTBEAT,
+            # Without retries, torchft's Manager waits for all of the patience after a call that has failed, although
+            # the lighthouse may have started again.
+            quorum_retries=max(1, round(patience / _CALL_AGAIN)),
             checkpoint_transport=PlainTransport(timeout, host, state),
         )
+        self._manager._client = DistinctQuorums(self._manager._client)
 
     @property
     def config(self) -> GQSGDConfig:
@@ -135,7 +156,7 @@ class TorchftMembers(Members):
         """Answer one request; see `Members`.
 
         Raises:
-            MergeFailed: a member has gone, or does not answer.
+            MergeFailed: a member has gone, or does not answer, or too few are there.
             ConfigError: the members do not fit together, and this one is new.
         """
         try:
@@ -150,13 +171,18 @@ class TorchftMembers(Members):
             assert isinstance(request, Commit)
             if not request.is_good:
                 raise MergeFailed("members have different anchors")
-            return bool(self._manager.should_commit())
+            is_merged = bool(self._manager.should_commit())
         except (MergeFailed, ConfigError) as error:
             self._fail(error)
             raise
         except Exception as error:
             self._fail(error)
             raise MergeFailed(f"{type(error).__name__}: {error}") from error
+        there = self._manager.num_participants()
+        if not is_merged and there < self._min_replicas:
+            # The connections are good, so they stay.
+            raise MergeFailed(f"{counted(there, 'member')} came, and a merge needs min_replicas={self._min_replicas}")
+        return is_merged
 
     def present_state(self) -> Mapping[str, Any] | None:
         """Returns what a member knew when this one came; None: nobody had merged, or has answered in time."""
@@ -177,7 +203,13 @@ class TorchftMembers(Members):
 
     def _meet(self, request: Meet) -> Quorum:
         self._received = None
-        self._manager.start_quorum()
+        look = threading.Timer(_LOOK_AFTER.total_seconds(), _say_if_gone, [self._lighthouse])
+        look.daemon = True
+        look.start()
+        try:
+            self._manager.start_quorum()
+        finally:
+            look.cancel()
         problem = self._manager.errored()
         if problem is not None:
             error = problem.original_exception
@@ -204,6 +236,14 @@ class TorchftMembers(Members):
         self._group.abort()
         with suppress(Exception):  # it says the same as the error that is being raised
             self._manager.should_commit()
+
+
+def _say_if_gone(lighthouse: str) -> None:
+    """Log that a lighthouse does not answer, if it does not."""
+    try:
+        members_at(lighthouse, _GLANCE.total_seconds())
+    except ConfigError as error:
+        logger.warning("gqsgd: %s; merges wait for it", error)
 
 
 def _fetch_present(lighthouse: str, name: str, timeout: timedelta) -> Mapping[str, Any] | None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gqsgd import ConfigError, LocalSteps
+from lightning_gqsgd import CollectiveError, ConfigError, LocalSteps
 from lightning_gqsgd.membership.members import Gather, Request
 from tests.distributed.test_merges import bits_of, network, train_step
 
@@ -178,3 +178,28 @@ def between_merges(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
     }
     optimizer.close()
     return result
+
+
+def without_a_lighthouse_for_a_while(rank: int, address: str, folder: Path) -> dict[str, Any]:
+    """Trains until merges go on after the lighthouse was killed and started again."""
+    model, optimizer = member(rank, address, delay=1)
+    generator = torch.Generator().manual_seed(rank)
+    before = None
+    while before is None or optimizer.averages.averages < before + 3:
+        train_step(model, optimizer, generator, 0.02)
+        if optimizer.averages.world_size == 2:
+            (folder / f"merges{rank}").touch()
+        if before is None and (folder / "again").exists():
+            before = optimizer.averages.averages + 1  # one may be under way
+    optimizer.finish()
+    result = {"bits": bits_of(model), "samples": optimizer.samples, "steps": optimizer.averages.step}
+    optimizer.close()
+    return result
+
+
+def too_few(rank: int, lighthouse: str) -> str:
+    """What a member hears that is alone, and may not be."""
+    pytest.MonkeyPatch().setattr("lightning_gqsgd.local_steps.merges.rounds._PATIENCE_S", 1.0)
+    with pytest.raises(CollectiveError) as caught:
+        member(rank, lighthouse, min_replicas=2)
+    return str(caught.value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -145,3 +147,53 @@ def test_members_may_start_before_their_lighthouse(tmp_path: Path) -> None:
         starter.join()
         for server in servers:
             server.shutdown()
+
+
+def test_members_go_on_with_a_lighthouse_that_was_killed_and_started_again(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [
+        sys.executable,
+        "-c",
+        "from lightning_gqsgd.cli.app import main; main()",
+        "lighthouse",
+        "--bind",
+        address,
+    ]
+    lighthouses = [subprocess.Popen(command)]
+
+    def kill_and_start_again() -> None:
+        members.wait_for(lambda: all((tmp_path / f"merges{rank}").exists() for rank in range(2)), 200)
+        lighthouses[0].kill()
+        lighthouses[0].wait()
+        time.sleep(1)  # in which members call it
+        lighthouses.append(subprocess.Popen(command))
+        (tmp_path / "again").touch()
+
+    killer = threading.Thread(target=kill_and_start_again)
+    killer.start()
+    try:
+        first, second = run(
+            members.without_a_lighthouse_for_a_while,
+            2,
+            tmp_path,
+            address,
+            tmp_path,
+            initialise=False,
+            torchrun=False,
+            timeout=250,
+        )
+    finally:
+        killer.join()
+        for lighthouse in lighthouses:
+            lighthouse.kill()
+            lighthouse.wait()
+    assert first["bits"] == second["bits"]
+    assert first["samples"] == second["samples"] == first["steps"] + second["steps"]
+
+
+def test_a_member_that_waits_for_others_in_vain_says_how_many_there_are(tmp_path: Path, lighthouse: str) -> None:
+    (message,) = run(members.too_few, 1, tmp_path, lighthouse, initialise=False, torchrun=False)
+    assert "1 member came, and a merge needs min_replicas=2" in message
+    assert "\n" not in message

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from lightning_gqsgd import ConfigError
 from tests.distributed.ranks import run
@@ -53,3 +55,18 @@ def test_a_strategy_goes_by_the_clock_only_where_processes_train_by_themselves()
         GQSGDStrategy(local_steps="20s")
     with pytest.raises(ConfigError, match="local_steps=32"):
         GQSGDStrategy(elastic=True)
+
+
+@pytest.mark.parametrize("name", ["GQSGDStrategy", "GQSGDFabricStrategy"])
+@pytest.mark.parametrize("given", [{}, {"timeout": timedelta(seconds=7)}])
+def test_members_do_not_wait_for_a_dead_one_as_long_as_lightnings_ranks_do(
+    name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lightning_gqsgd
+    from lightning_gqsgd.frameworks import local
+
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(local, "MergedAverages", lambda *_, **named: asked.update(named))
+    strategy = getattr(lightning_gqsgd, name)(local_steps="20s", elastic=True, **given)
+    strategy._local.begin(nn.Linear(1, 1), [], strategy.gqsgd_config, strategy._timeout)
+    assert asked == {"timeout": given.get("timeout")}

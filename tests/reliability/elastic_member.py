@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def main() -> None:
     x = torch.randn(4096, 16)
     journal = Journal(folder, name)
     trainer = pl.Trainer(
-        strategy=GQSGDStrategy(local_steps="1s", delay=1, elastic=True, bits=4),
+        strategy=GQSGDStrategy(local_steps="1s", delay=1, elastic=True, bits=4, timeout=timedelta(seconds=20)),
         accelerator="cpu",
         devices=1,
         max_epochs=-1,

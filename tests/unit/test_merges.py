@@ -19,7 +19,7 @@ from lightning_gqsgd import ConfigError
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.local_steps.fragments import fragments_of
 from lightning_gqsgd.local_steps.merges.contribution import difference, norm_of
-from lightning_gqsgd.local_steps.merges.merge import Member
+from lightning_gqsgd.local_steps.merges.merge import Member, merge
 from lightning_gqsgd.local_steps.merges.rounds import ByClock, BySteps, MergeRounds
 from lightning_gqsgd.local_steps.merges.rows import Flag, Row, fastest_step_s, majority, shares_of
 from lightning_gqsgd.local_steps.merges.shared import SharedState
@@ -218,6 +218,23 @@ def test_a_member_that_finds_nothing_of_use_meets_the_others(state: Mapping[str,
     assert thread.latest is not None
     assert own.merges == 1
     thread.close()
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_what_was_merged_apart_from_others_and_is_lost_is_said(
+    is_apart: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    there, own = state_of(3.0), state_of(0.0)
+    there.merges, own.merges = 9, 5
+    # Of members 1 and 2: the number of the latest contribution, and its merge.
+    own._settled = {1: (4, 5), 2: (3, 5)}
+    there._settled = {1: (4, 5), 3: (1, 9)} | ({} if is_apart else {2: (7, 9)})
+    requests = merge(own, Member(1, "one"), None)
+    assert isinstance(next(requests), Meet)
+    requests.send(Quorum(0, there.state_dict()))
+    assert own.checksum() == there.checksum()
+    said = [record.getMessage() for record in caplog.records]
+    assert [("after 9" in line and "of 1 member, not all" in line) for line in said] == [True] * is_apart
 
 
 def test_infinities_that_stay_are_no_difference() -> None:

@@ -14,14 +14,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.errors import CollectiveError
+from lightning_gqsgd.errors import CollectiveError, counted
 from lightning_gqsgd.local_steps.merges.contribution import Contribution, norm_of
 from lightning_gqsgd.local_steps.merges.rows import Flag, Row, Shares, majority, shares_of
 from lightning_gqsgd.local_steps.merges.shared import SharedState
@@ -97,7 +97,7 @@ def merge(
     """
     quorum: Quorum = yield Meet(shared.merges)
     if quorum.state is not None:
-        shared.load_state_dict(quorum.state)
+        _take(shared, member, quorum.state)
     was_counted = contribution is not None and shared.has_settled(member.identity, contribution.number)
     sent = None if was_counted else contribution
     changes = [] if sent is None else sent.changes()
@@ -137,6 +137,22 @@ def merge(
         is_left_out=is_left_out,
         gathered_at=gathered_at,
     )
+
+
+def _take(shared: SharedState, member: Member, state: Mapping[str, Any]) -> None:
+    """Go on from what members know that have made more merges."""
+    before = shared.merges
+    lost = shared.missing_in(state)
+    shared.load_state_dict(state)
+    if lost:
+        logger.warning(
+            "gqsgd: member %s has made %d merges, and takes the state of others after %d, who were cut off from it or "
+            "have begun anew: of %s, not all that was merged here is in their state",
+            member.name,
+            before,
+            shared.merges,
+            counted(lost, "member"),
+        )
 
 
 def _part(shared: SharedState, member: Member, rows: Sequence[Row]) -> Generator[Request, Any, None]:

@@ -128,6 +128,27 @@ class SharedState:
             self._settled = {who: entry for who, entry in self._settled.items() if entry[1] >= latest}
             return is_usable
 
+    def missing_in(self, state: Mapping[str, Any]) -> int:
+        """Returns the number of members with a contribution in these anchors that another state does not know.
+
+        There are some where the other state comes from members who were cut off from these, or who have begun anew.
+
+        Args:
+            state: what `state_dict` of another member gave.
+
+        Raises:
+            ConfigError: it is no such state.
+        """
+        _check_entries(state)
+        with self.lock:
+            known = {int(who): int(entry[0]) for who, entry in state["counted"].items()}
+            remembered = state["merges"] - _REMEMBERED_MERGES
+            return sum(
+                known.get(who, 0) < contribution
+                for who, (contribution, merge) in self._settled.items()
+                if merge >= remembered
+            )
+
     def forget(self) -> None:
         """Count from 0 again, so that this member takes another one's state before its next merge."""
         with self.lock:
@@ -154,12 +175,7 @@ class SharedState:
         Raises:
             ConfigError: this is no such state, or that of another model or outer optimizer; nothing was changed.
         """
-        for name, kind in _ENTRIES.items():
-            if not isinstance(state.get(name), kind):
-                raise ConfigError(
-                    f"the state of merges has {name}={state.get(name)!r:.50}, not {kind.__name__}; load what "
-                    "state_dict() has given"
-                )
+        _check_entries(state)
         anchors = {entry.name: anchor for entry, anchor in self.fragment.entries()}
         check_tensors(anchors, state["anchors"], "anchors")
         check_tensors({"integers": self.integers}, {"integers": state["integers"]}, "buffers")
@@ -174,6 +190,16 @@ class SharedState:
             self.left_out = state["left_out"]
             self.integers = state["integers"].clone()
             self._settled = {int(who): (entry[0], entry[1]) for who, entry in state["counted"].items()}
+
+
+def _check_entries(state: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what is no state of merges."""
+    for name, kind in _ENTRIES.items():
+        if not isinstance(state.get(name), kind):
+            raise ConfigError(
+                f"the state of merges has {name}={state.get(name)!r:.50}, not {kind.__name__}; load what "
+                "state_dict() has given"
+            )
 
 
 def _copied(value: Any) -> Any:
