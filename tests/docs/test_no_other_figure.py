@@ -142,7 +142,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "docs/prediction.md": (
         r"16 to 33 MB|the 1 MB that a probe sends",  # sizes of messages
-        r"up to 20 ms of latency",  # of the settings
+        r"up to 25 ms of latency",  # of the settings
         r"to end within 20 seconds",  # the limit of a probe
         r"within 10 % \(",  # a bound; how many are within it is compared
         r"they hold in 59 of the 64 settings",  # tests/unit/test_tcp_terms.py counts them
