@@ -26,8 +26,8 @@ def _prmt(x: Words, y: Words, selector: Words) -> Words:
 
 
 def _fma_rm(x: Words, y: Words, z: Words) -> Words:
-    """x y + z in fp32, rounded downwards: exact in fp64 for the numbers of 24 bits and 0 or 1 that kernels multiply, but
-    for the sum, whose rounding is seen by the error."""
+    """x y + z in fp32, rounded downwards. The product is exact in fp64, and the sum's error there says which way it was
+    rounded."""
     product, addend = (x.view(np.float32).astype(np.float64) * y.view(np.float32)), z.view(np.float32)
     total = product + addend
     other = total - product

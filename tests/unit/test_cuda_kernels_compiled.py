@@ -15,10 +15,12 @@ from benchmarks import compiled
 from lightning_gqsgd import kernels
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
+from lightning_gqsgd.kernels.wire import SCALE_FORMATS
 from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.wire import compiling
 from lightning_gqsgd.wire.plan import Plan
+from tests.unit import ptx
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu asks Triton itself", allow_module_level=True)
@@ -117,6 +119,29 @@ def test_the_root_without_branches_is_exact_over_all_mantissas() -> None:
         inverse = (1 / np.sqrt(x.astype(np.float64))).astype(np.float32)
         y = x * inverse
         assert np.array_equal(_fused(_fused(-y, y, x), inverse * np.float32(0.5), y), np.sqrt(x))
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_distances_of_levels_are_exact_for_all_scales_that_are_sent(bits: int) -> None:
+    """As `floats.quotient` computes them, from the inverses that `linear.cuda.step_and_limit` has."""
+    form = SCALE_FORMATS[torch.float32]
+    sent = np.arange(form.tiny >> form.shift, form.infinity >> form.shift) << form.shift
+    scales = np.append(sent, form.infinity - 1).astype(np.int32).view(np.float32)
+    for levels in (1 << bits, (1 << bits) - 1):
+        middle, inverse = np.full_like(scales, (levels - 1) / 2), np.float32(2 / (levels - 1))
+        about = scales * inverse
+        assert np.array_equal(_fused(_fused(-about, middle, scales), inverse, about), scales / middle)
+
+
+def test_a_sum_is_rounded_downwards() -> None:
+    """As the tests' interpreter computes PTX's ``fma.rm.f32``, on which codes depend."""
+    rng = np.random.default_rng(1)
+    rounder = np.full(4096, 1.5 * 2**23 + 128, np.float32)
+    x = np.concatenate([rng.uniform(-128, 128, 4000), np.arange(-48, 48)]).astype(np.float32)
+    x[:8] = [2**-149, -(2.0**-149), 1e-30, -1e-30, 0, -0.0, 127.99999, -127.99999]
+    words = [one.view(np.uint32) for one in (x, np.ones_like(x), rounder)]
+    (found,) = ptx.run("fma.rm.f32 $0, $1, $2, $3;", words, [np.dtype(np.int32)], 1)
+    assert np.array_equal(found & 0xFF, np.floor(x).astype(np.int64) + 128)
 
 
 RESULTS = Path(compiled.__file__).parent / "results" / "compiled.json"

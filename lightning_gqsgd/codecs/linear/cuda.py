@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_gqsgd.kernels.cuda.floats import byte_as_float, clamped, divided, magnitudes, one_and, quotient
+from lightning_gqsgd.kernels.cuda.floats import byte_as_float, clamped, divided, one_and, quotient
 from lightning_gqsgd.kernels.cuda.hashing import draws
 from lightning_gqsgd.kernels.cuda.scales import send_scales
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily

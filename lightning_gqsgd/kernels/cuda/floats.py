@@ -128,8 +128,5 @@ def in_finite_range(v, DTYPE: tl.constexpr, KEEPS_INFINITY: tl.constexpr, c: tl.
     if DTYPE.primitive_bitwidth < c.number.compute.primitive_bitwidth:
         LARGEST: tl.constexpr = _FP16_LARGEST if tl.float16 == DTYPE else _BF16_LARGEST
         limit = tl.full((), LARGEST, c.number.compute)
-        if KEEPS_INFINITY:
-            v = tl.where(is_finite(v), clamped(v, limit), v)
-        else:
-            v = clamped(v, limit)
+        v = tl.where(is_finite(v), clamped(v, limit), v) if KEEPS_INFINITY else clamped(v, limit)
     return v

@@ -46,7 +46,7 @@ def block_keys(t, key):
 def words(p, a, b):
     """Uniform 32-bit integers for the numbers ``p`` and the words ``a`` and ``b`` of each block, [rows, width].
 
-    ``b`` is shifted for each block, and not for each number: (h ^ b) ^ ((h ^ b) >> 15) is h ^ (h >> 15) ^ (b ^ b >> 15).
+    ``b`` is shifted for each block and not for each number: (h ^ b) ^ (h ^ b) >> 15 is h ^ h >> 15 ^ (b ^ b >> 15).
     """
     h = _start(p.to(tl.uint32) + a[:, None])
     h = (h ^ (h >> 15) ^ (b ^ (b >> 15))[:, None]) * _MULTIPLY_2
@@ -81,8 +81,4 @@ def _word_at(j, n, a, b, UPPER: tl.constexpr):
     half = ((n + 1) // 2)[:, None]
     in_second_half = j >= half
     h = words(tl.where(in_second_half, j - half, j), a, b)
-    if UPPER:
-        h = tl.where(in_second_half, h, h << 16)
-    else:
-        h = tl.where(in_second_half, h >> 16, h)
-    return h
+    return tl.where(in_second_half, h, h << 16) if UPPER else tl.where(in_second_half, h >> 16, h)

@@ -28,8 +28,8 @@ def pack(code_a, code_b, n, rows, wire, at, KIND: tl.constexpr, c: tl.constexpr)
 
 @triton.jit
 def unpack(wire, at, n, rows, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the codes of both halves. In ragged tiles, and where codes lie in words, they are zero in rows that are not
-    read and beyond the ends of blocks; in other tiles, all rows are read."""
+    """Returns the codes of both halves. In ragged tiles, and where codes lie in words, they are zero in rows that are
+    not read and beyond the ends of blocks; in other tiles, all rows are read."""
     ROWS: tl.constexpr = c.shape.rows
     HALF: tl.constexpr = c.shape.half
     code_a = tl.zeros((ROWS, HALF), tl.int32)

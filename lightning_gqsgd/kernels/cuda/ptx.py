@@ -14,10 +14,12 @@ _UPPER_NIBBLES = tl.constexpr("shr.u32 $0, $1, 4; and.b32 $0, $0, 0x0F0F0F0F;")
 # `prmt` makes a word of four bytes of two words; each digit of the selector is the number of a byte, and with 8 added,
 # eight times that byte's sign. So the byte of a code above the 16 bits of a draw becomes one word with its sign.
 _DRAWS_BELOW = tl.constexpr(
-    "prmt.b32 $0, $4, $8, 0xC410; prmt.b32 $1, $5, $8, 0xD510; prmt.b32 $2, $6, $8, 0xE610; prmt.b32 $3, $7, $8, 0xF710;"
+    "prmt.b32 $0, $4, $8, 0xC410; prmt.b32 $1, $5, $8, 0xD510; "
+    "prmt.b32 $2, $6, $8, 0xE610; prmt.b32 $3, $7, $8, 0xF710;"
 )
 _UPPER_DRAWS_BELOW = tl.constexpr(
-    "prmt.b32 $0, $4, $8, 0xC432; prmt.b32 $1, $5, $8, 0xD532; prmt.b32 $2, $6, $8, 0xE632; prmt.b32 $3, $7, $8, 0xF732;"
+    "prmt.b32 $0, $4, $8, 0xC432; prmt.b32 $1, $5, $8, 0xD532; "
+    "prmt.b32 $2, $6, $8, 0xE632; prmt.b32 $3, $7, $8, 0xF732;"
 )
 _FLIPPED = tl.constexpr("xor.b32 $0, $1, 0x80808080;")
 
