@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -140,6 +141,7 @@ class TorchftMembers(Members):
             checkpoint_transport=PlainTransport(timeout, host, state),
         )
         self._manager._client = DistinctQuorums(self._manager._client)
+        self._manager._executor = _DaemonExecutor()
 
     @property
     def config(self) -> GQSGDConfig:
@@ -236,6 +238,28 @@ class TorchftMembers(Members):
         self._group.abort()
         with suppress(Exception):  # it says the same as the error that is being raised
             self._manager.should_commit()
+
+
+class _DaemonExecutor(Executor):
+    """Runs each call in a thread that does not keep the process.
+
+    torchft's own executor is waited for when Python ends. Its call for a quorum may go on until the patience is over,
+    after this member has left.
+    """
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=run, name="gqsgd-quorum", daemon=True).start()
+        return future
 
 
 def _say_if_gone(lighthouse: str) -> None:
