@@ -193,7 +193,8 @@ class Compiler:
             return
         self._seen.add(identity)
         try:
-            made = kernel.warmup(*arguments, grid=(1,), c=c, **launch.options(c), **constants)
+            options = launch.options(c, constants.get("KIND"))
+            made = kernel.warmup(*arguments, grid=(1,), c=c, **options, **constants)
         except _Understood:
             made = None
         except Exception as error:  # of any kind, from any version; all kernels are tried

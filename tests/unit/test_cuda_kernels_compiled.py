@@ -144,6 +144,8 @@ def test_a_sum_is_rounded_downwards() -> None:
     assert np.array_equal(found & 0xFF, np.floor(x).astype(np.int64) + 128)
 
 
+#: Per coordinate, in tiles without the ends of parameters.
+MOST_INSTRUCTIONS = {"encode": 39, "reduce": 32, "decode": 37}
 RESULTS = Path(compiled.__file__).parent / "results" / "compiled.json"
 
 
@@ -152,8 +154,9 @@ def test_the_table_of_compiled_code_keeps_its_bars() -> None:
         if one["tiles"] == "ragged":
             continue
         assert one["spills"] == 0, one
-        assert one["registers"] <= (96 if one["kernel"] == "reduce" else 64), one
-        assert one["instructions"] <= 48, one
+        # Above 64, half as many threads fit at once.
+        assert one["registers"] <= (72 if one["kernel"] == "reduce" else 64), one
+        assert one["instructions"] <= MOST_INSTRUCTIONS[one["kernel"]], one
 
 
 @pytest.mark.slow

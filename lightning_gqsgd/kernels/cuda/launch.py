@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 from triton import JITFunction
@@ -160,7 +161,7 @@ def start(kernel: Any, c: Constants, programs: int, *arguments: Any, **constants
     key = (kernel, c, *constants.values(), *_compiled_for(kernel, arguments))
     bound = _bound.get(key)
     if bound is None:
-        compiled = kernel[(programs,)](*arguments, **constants, c=c, **options(c))
+        compiled = kernel[(programs,)](*arguments, **constants, c=c, **options(c, constants.get("KIND")))
         by_name = {**constants, "c": c}
         _bound[key] = compiled, tuple(by_name[name] for name in kernel.arg_names[len(arguments) :])
         return
@@ -187,11 +188,15 @@ def _compiled_for(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
     return found
 
 
-def options(c: Constants) -> dict[str, int]:
-    """Returns the options with which a kernel is compiled for tiles of this shape."""
+def options(c: Constants, kind: int | None = None) -> dict[str, int]:
+    """Returns the options with which a kernel is compiled for tiles of this shape and kind."""
     warps = min(max(c.shape.rows * c.shape.half >> 8, 1), 32)  # 16 coordinates per thread
-    # Tiles with the ends of parameters would take more than 128 registers.
-    return {"num_warps": warps, "maxnreg": min(128, 2048 // warps), "enable_fp_fusion": False}
+    is_even = kind in (tiles.FULL.value, tiles.ALIGNED.value) and c.number.compute == tl.float32
+    is_short = c.codes is not None and not c.codes.padded and not c.codes.in_words and not c.rotated
+    is_single = c.mean is None or c.mean.ranks == 1
+    # Twice as many threads fit at once as with 128 registers, which tiles with the ends of parameters would take.
+    most = 64 if is_even and is_short and is_single else 128
+    return {"num_warps": warps, "maxnreg": min(most, 2048 // warps), "enable_fp_fusion": False}
 
 
 def packed(key: Key) -> int:
