@@ -24,6 +24,7 @@ from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.reducers import Steps, new_store, setting_for, stages
+from lightning_gqsgd.reducers.base import Exchange
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.wire.agreement import STATE_DIFFERS, Agreed, Card, Stamp, StampCheck, compared
 from lightning_gqsgd.wire.communicator import Communicator
@@ -177,6 +178,7 @@ class Engine:
         self.communicator = Communicator(device, group, key, timeout)
         self.rank = self.communicator.rank
         self.world_size = self.communicator.size
+        self._has_large_pieces = self._wants_large_pieces()
         self.telemetry: Telemetry = Telemetry() if shares_runner_of is None else shares_runner_of.telemetry
         self.plans = PlanCache()
         self._plan_type = plan
@@ -365,9 +367,25 @@ class Engine:
     def _piece_size(self, bits: int) -> PieceSize:
         """Returns the number of coordinates of a piece whose codes have ``bits`` bits."""
         size = self.communicator.piece_size(bits)
-        # Several threads want several pieces.
-        is_larger = self.communicator.shares_memory and self._threads == 1
-        return size.times(SHARED_GROWTH) if is_larger else size
+        return size.times(SHARED_GROWTH) if self._has_large_pieces else size
+
+    def _wants_large_pieces(self) -> bool:
+        """Returns whether pieces are larger than over a network, the same on all ranks: where ranks share memory, and
+        each has one thread for its codes. Several threads want several pieces. A collective where ranks share memory.
+
+        Raises:
+            CollectiveError: another rank has died, or has not come.
+        """
+        if not self.communicator.shares_memory:
+            return False
+        most_threads = torch.tensor([self._threads], device="cpu")
+        try:
+            self.communicator.start(Exchange.in_place("max", most_threads), stage=0).wait()
+        except RuntimeError as error:
+            said = self.communicator.describe(error, "comparing numbers of threads")
+            self.communicator.close()
+            raise said from error
+        return int(most_threads) == 1
 
     def _job(
         self,

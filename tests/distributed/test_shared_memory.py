@@ -201,6 +201,16 @@ def test_pieces_are_fewer_where_one_thread_encodes_and_memory_carries_them(tmp_p
     assert len({bits for result in results.values() for _, bits in result}) == 1
 
 
+def _other_threads(rank: int) -> tuple[int, bytes]:
+    return _collectives(rank, "1", "12"[rank])
+
+
+def test_ranks_with_other_numbers_of_threads_cut_the_same_pieces(tmp_path: Path) -> None:
+    (count, first), (other, second) = run(_other_threads, 2, tmp_path)
+    assert count == other == 8
+    assert first == second
+
+
 # Sums of floating-point numbers
 
 #: The other rank has the same numbers in another order.
