@@ -133,7 +133,7 @@ def check(setting: Setting, device: torch.device, mean: Tensor) -> None:
 def _gradient(rank: int, numel: int) -> Tensor:
     """Returns the gradient of a virtual rank, the same on every device: numbers of both signs and many sizes, and
     zeros."""
-    places = torch.arange(numel, dtype=torch.float64)
+    places = torch.arange(numel, dtype=torch.float64, device="cpu")  # not the default device
     return (places * (rank + 1)).sin() ** 3 * ((places + rank) % 7 != 0)
 
 

@@ -122,6 +122,12 @@ def test_kernels_pass_their_check(preset: str, dtype: torch.dtype) -> None:
     _check(preset, dtype)
 
 
+@pytest.mark.parametrize("preset", ["gqsgd", "gqsgd_2bit", "qsgd_elias", "topk_ef"])
+def test_a_default_device_of_the_user_s_is_not_taken(preset: str) -> None:
+    with torch.device("meta"):
+        _check(preset, torch.float32)
+
+
 @pytest.mark.parametrize("spoil", [_scale, _spoil_every_fourth, _lose_a_block])
 def test_kernels_that_were_compiled_wrongly_are_an_error(
     spoil: Callable[[torch.Tensor], None], monkeypatch: pytest.MonkeyPatch
