@@ -60,7 +60,8 @@ class Mirror:
         """Fill the output of an exchange."""
         del stage, turn  # there is no order to keep
         if exchange.kind == "all_gather":
-            exchange.output.view(RANKS, -1).copy_(exchange.input.view(1, -1))
+            message = exchange.input.view(1, -1).clone()  # it lies where the gathered ones go
+            exchange.output.view(RANKS, -1).copy_(message)
         else:  # each part has the size of its counterpart, for the bucket has equal shares
             exchange.output.view(-1).copy_(exchange.input.view(-1))
         return _Done()
