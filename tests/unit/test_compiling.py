@@ -147,10 +147,21 @@ def test_a_coordinate_that_is_rounded_otherwise_is_no_error(monkeypatch: pytest.
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
-def test_what_is_compiled_anew_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_anew_is_checked_and_what_is_in_the_cache_too(monkeypatch: pytest.MonkeyPatch) -> None:
     _spoil_decoding(monkeypatch, _scale)
-    with pytest.raises(ConfigError, match="other numbers"):
-        compile_top_k()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="other numbers"):
+            compile_top_k()
+        forget()
+
+
+def test_every_start_of_a_process_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve(make_config("gqsgd"), 2)
+    compile_kernels(config, torch.float32, CPU, 2)
+    _spoil_decoding(monkeypatch, _scale)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="other numbers"):
+            compile_kernels(config, torch.float32, CPU, 2)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +177,7 @@ def test_kernels_are_compiled_for_the_configuration_as_it_is(fields: dict, monke
     config = resolve(GQSGDConfig(**fields), 8)
     run: list[Setting] = []
     monkeypatch.setattr(compiling, "run_once", lambda setting, device: run.append(setting))
+    monkeypatch.setattr(compiling, "check", lambda *_: None)
     compile_kernels(config, torch.bfloat16, CPU, 8)
     assert run[0] == setting_of(config, 2, torch.bfloat16)
     assert len(run) == 1 + bool(config.warmup_steps)
