@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.local_steps.fragments import Entry
 from lightning_gqsgd.local_steps.starting import in_words, parameters_of, place_of
 
@@ -71,7 +71,7 @@ class WatchedModel:
         gone = [entry.name for entry, _ in self._averaged if id(entry.tensor) not in ids]
         if gone:
             raise ConfigError(
-                f"parameters that are averaged are no longer in the model: {_listed(gone)}. They were removed, or "
+                f"parameters that are averaged are no longer in the model: {listed(gone)}. They were removed, or "
                 "replaced by others (a new layer, load_state_dict(assign=True), a parametrisation), which each rank "
                 f"would keep as they are; {_REMEDY}"
             )
@@ -79,12 +79,6 @@ class WatchedModel:
         added = [name for name, p in present.items() if p.requires_grad and id(p) not in known]
         if added:
             raise ConfigError(
-                f"parameters were added to the model after LocalSteps was made: {_listed(added)}. They are not "
+                f"parameters were added to the model after LocalSteps was made: {listed(added)}. They are not "
                 f"averaged, so each rank would have its own; {_REMEDY}"
             )
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Returns the first three names, and how many more there are."""
-    shown = ", ".join(map(repr, names[:3]))
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

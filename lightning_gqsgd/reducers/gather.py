@@ -74,10 +74,9 @@ class Gather(Reducer):
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         layout = self.layout.on(x.device)
-        # The message is written where the gathered ones are to lie, so that nobody has to copy it there. One that is
-        # compressed once more is none of them.
-        received = self._room_for(1 if self.compresses_codes else self.ranks, layout.message_bytes, x.device)
-        sent = received[0 if self.compresses_codes else rank]
+        # The message is written where the gathered ones are to lie, so that nobody has to copy it there.
+        received = torch.empty(self.ranks, layout.message_bytes, dtype=torch.uint8, device=x.device)
+        sent = received[rank]
         outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
         if self.shares_scales:
             yield from outgoing.share_scales()
@@ -90,11 +89,6 @@ class Gather(Reducer):
         bad = self.link.decode(received, layout.whole, x, keys.up, keys.rotation, store)
         lost.commit(x)
         return bad
-
-    @staticmethod
-    def _room_for(messages: int, nbytes: int, device: torch.device) -> Tensor:
-        """Returns memory for messages, uint8 [messages, bytes]."""
-        return torch.empty(messages, nbytes, dtype=torch.uint8, device=device)
 
     def _gather_compressed(self, sent: Tensor) -> Generator[Sequence[Exchange], None, Tensor]:
         """Gather messages as Elias codes. On the wire, each message is as long as the longest rank's."""
@@ -110,7 +104,7 @@ class Gather(Reducer):
         # the padding of the others.
         padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
         padded[: len(stream)] = stream
-        streams = self._room_for(self.ranks, len(padded), padded.device)
+        streams = torch.empty(self.ranks, len(padded), dtype=torch.uint8, device="cpu")
         yield (Exchange("all_gather", streams, padded),)
         self._count(len(padded))
         rows = zip(streams, lengths[:, 0].tolist(), strict=True)
