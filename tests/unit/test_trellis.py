@@ -2,16 +2,14 @@
 
 import itertools
 
-import numba
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llvmlite import binding
 
 from lightning_gqsgd.codecs import EdenCodec, TrellisCodec
-from lightning_gqsgd.codecs.trellis import codec, cpu_vectors
+from lightning_gqsgd.codecs.trellis import codec
 from lightning_gqsgd.codecs.trellis.codec import (
     COST_UNIT,
     FARTHEST,
@@ -28,10 +26,8 @@ from lightning_gqsgd.codecs.trellis.codec import (
     costs_of,
     subset_of,
 )
-from lightning_gqsgd.codecs.trellis.cpu_vectors import swapped
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels import cpu
-from lightning_gqsgd.kernels.cpu.vectors import VECTOR_BYTES, load, store
 from lightning_gqsgd.kernels.layout import LENGTH, Segment, cut
 from lightning_gqsgd.research.simulation import average
 from tests.unit.test_eden import check_blocks_side_by_side
@@ -102,25 +98,6 @@ def test_each_coordinate_has_one_place_and_neighbours_come_from_everywhere() -> 
         # Steps next to each other come from rows whose numbers are even and odd, or the other way round.
         assert 2 < float(shares.max()) * length < 3
         assert int((shares > 0).sum()) == length // 2
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("instructions", ["", "avx2", "avx512f"])
-def test_numbers_change_places_alike_with_all_instructions(instructions: str, dtype, monkeypatch) -> None:
-    if instructions and not binding.get_host_cpu_features().get(instructions):
-        pytest.skip(f"this processor has no {instructions}")
-    monkeypatch.setattr(cpu_vectors, "features_of", lambda context: [f"+{instructions}"])
-
-    @numba.njit
-    def swap(numbers, number, out):
-        store(out, 0, swapped(load(numbers, 0), number))
-
-    count = VECTOR_BYTES // np.dtype(dtype).itemsize
-    numbers = np.arange(count).astype(dtype) - 3.5
-    out = np.empty(count, dtype)
-    for number in range(count):
-        swap(numbers, number, out)
-        np.testing.assert_array_equal(out, numbers[np.arange(count) ^ number])
 
 
 #: Each width has a kernel of its own for fp64, which takes long to compile: one of them always, the others as slow
