@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from lightning_gqsgd.kernels.cuda.hashing import draws
 from lightning_gqsgd.kernels.cuda.tiles import RAGGED, load_tile, store_tile, tile_of
+
+
+class Turn(NamedTuple):
+    """What is fixed in a compiled kernel that only turns.
+
+    Attributes:
+        inverse: whether it turns back.
+    """
+
+    inverse: bool
 
 
 @triton.jit
@@ -81,9 +93,9 @@ def _butterflies(v, n, first, STAGE: tl.constexpr, KIND: tl.constexpr, c: tl.con
 
 
 @triton.jit(do_not_specialize=["count", "key"])
-def rotate_kernel(table, count, x, key: tl.int64, INVERSE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
+def rotate_kernel(table, count, x, key: tl.int64, KIND: tl.constexpr, c: tl.constexpr):
     """Turn blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
     t = tile_of(table, count, KIND, c)
     a, b = load_tile(x, t.start, t.n, KIND, c)
-    a, b = rotated(a, b, t, key, INVERSE, KIND, c)
+    a, b = rotated(a, b, t, key, c.family.inverse, KIND, c)
     store_tile(a, b, x, t, t.inside & (t.raw == 0), KIND, c)
