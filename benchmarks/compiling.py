@@ -92,11 +92,12 @@ def refused() -> list[Case]:
 
 
 def table() -> list[Case]:
-    """Returns the cases of the table: the default in both usual dtypes, and half of its bits."""
+    """Returns the cases of the table: the default in both usual dtypes, half of its bits, and powers of two."""
     return [
         Case("gqsgd, fp32", FIXED["gqsgd"].config),
         Case("gqsgd, bf16", FIXED["gqsgd"].config, torch.bfloat16),
         Case("gqsgd_4bit, fp32", FIXED["gqsgd_4bit"].config),
+        Case("gqsgd_exponential, fp32", FIXED["gqsgd_exponential"].config),
     ]
 
 

@@ -38,21 +38,20 @@ def kernels_for(device: torch.device) -> ModuleType:
     """
     if device.type == "cpu" and not _readable.get():
         _check_numba()
-        from lightning_gqsgd.kernels import cpu
-
-        return cpu
+        return _module("cpu")
     if device.type == "cuda" and not _readable.get():
         _check_triton()
-        from lightning_gqsgd.kernels import cuda
-
-        return cuda
+        return _module("cuda")
     if device.type == "meta":
-        from lightning_gqsgd.kernels import meta
+        return _module("meta")
+    return _module("reference")
 
-        return meta
-    from lightning_gqsgd.kernels import reference
 
-    return reference
+def _module(name: str) -> ModuleType:
+    """Returns a module of this package, which is imported if it is not: ``import`` takes several times as long, and
+    this runs several times for each bucket."""
+    module: ModuleType = globals().get(name) or import_module(f"{__name__}.{name}")
+    return module
 
 
 @lru_cache(maxsize=1)

@@ -12,6 +12,7 @@ has two modules beside its codec:
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 
@@ -23,6 +24,7 @@ def cpu_family(kind: Kind) -> ModuleType | None:
     return import_module(f"{kind.package}.cpu") if kind.package else None
 
 
+@cache  # called at each launch
 def cuda_family(kind: Kind) -> CodecKernels | None:
     """Returns a family's kernels for GPUs; None: the family has none."""
     return import_module(f"{kind.package}.cuda").FAMILY if kind.package else None

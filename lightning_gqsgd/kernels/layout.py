@@ -155,11 +155,16 @@ class Layout:
             self._copies[device] = replace(self, device=device)
         layout = self._copies[device]
         if device.type == "cuda":
-            # Streams take turns, and PyTorch gives memory back to the stream that it was allocated on. So it has to
-            # know that this stream uses the tables that another one has copied.
-            for part in layout._parts.values():
-                part.blocks.record_stream(torch.cuda.current_stream(device))
+            layout._keep_for_stream(torch.cuda.current_stream(device))
         return layout
+
+    def _keep_for_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tell PyTorch once that a stream uses the tables: it gives memory back to the stream that it was allocated on,
+        and streams take turns."""
+        recorded = self._recorded.get(stream, 0)
+        for part in list(self._parts.values())[recorded:]:
+            part.blocks.record_stream(stream)
+        self._recorded[stream] = len(self._parts)
 
     @property
     def blocks(self) -> Tensor:
@@ -168,6 +173,11 @@ class Layout:
 
     @cached_property
     def _copies(self) -> dict[torch.device, Layout]:
+        return {}
+
+    @cached_property
+    def _recorded(self) -> dict[torch.cuda.Stream, int]:
+        """How many parts' tables a stream is known to use."""
         return {}
 
     @cached_property

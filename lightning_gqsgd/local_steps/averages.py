@@ -434,7 +434,7 @@ class LocalAverages(AveragingLoop[Average]):
         changed = [float(any(bundle.has_changed(buffers, tolerance) for bundle in bundles)) for bundles in parts]
         sums = torch.tensor(changed, device=self.device)
         # Other ranks may be in a step, where they average: so steps are compared before this is sent.
-        request = replace(self._request((Segment(0, len(numbers), raw=True),), numbers[0]), varies=True)
+        request = self._request((Segment(0, len(numbers), raw=True),), numbers[0])._replace(varies=True)
         with self._or_broken():
             self._engine.reduce(sums, request).wait()
         return [bool(share) for share in sums.tolist()]
@@ -451,7 +451,7 @@ class LocalAverages(AveragingLoop[Average]):
         everyone = own.repeat(self.world_size, 1)
         exchanges = gathered_errors(own, everyone)
         # Other ranks may be in a step, where they average: so steps are compared before this is sent.
-        request = replace(self._request((), 0), varies=True)
+        request = self._request((), 0)._replace(varies=True)
         with self._or_broken():
             self._engine.run(exchanges.x, request, exchanges.counted).wait()
         return errors_by_parameter(self.store, self.compressed_numbers, everyone)
@@ -494,12 +494,12 @@ class LocalAverages(AveragingLoop[Average]):
         card = Card("LocalSteps(inner_state='average')", {"values of the inner optimizer's state": flat.numel()})
         average.inner = (tensors, flat)
         request = self._request((Segment(0, flat.numel(), raw=True),), average.fragment)
-        average.inner_job = self._engine.reduce(flat, replace(request, agreement=card))
+        average.inner_job = self._engine.reduce(flat, request._replace(agreement=card))
 
     def _put(self, asked: RuleRequest, count: int, fragment: int) -> Job:
         """Start to answer a rule's request; ``count`` counts those of one bundle's average."""
         if isinstance(asked, Exchanges):
-            return self._engine.run(asked.x, replace(self._request((), fragment), varies=True), asked.counted)
+            return self._engine.run(asked.x, self._request((), fragment)._replace(varies=True), asked.counted)
         return self._engine.reduce(asked.x, self._request(asked.segments, fragment, count))
 
     def _request(self, segments: tuple[Segment, ...], fragment: int, count: int = 0) -> Request:

@@ -68,7 +68,7 @@ class TwoShot(Reducer):
         """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         layout = self.layout.on(x.device)
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
-        received = torch.empty_like(sent)
+        received = torch.empty(self.ranks, layout.shard_bytes, dtype=torch.uint8, device=x.device)
         part = self.up.part_for_owners(layout, rank)
         lost = self.up.outgoing(x, part, keys.rotation, store).encode(sent, keys.up[rank])
         # A rank sends each owner its shard only, so a rank sends (n-1)/n of a message in each of the two exchanges,
@@ -76,8 +76,7 @@ class TwoShot(Reducer):
         yield (Exchange("all_to_all", received, sent),)
 
         shard = torch.empty(layout.shard_bytes, dtype=torch.uint8, device=x.device)
-        messages = received.view(self.ranks, -1)
-        lost_by_owner = self._average(messages, layout, rank, shard, x, keys, store)
+        lost_by_owner = self._average(received, layout, rank, shard, x, keys, store)
         yield (Exchange("all_gather", sent, shard),)
 
         # The owner decodes its own mean from the message as well, rather than keep the exact one. Otherwise ranks would

@@ -91,6 +91,7 @@ class Communicator:
         self._shared: dict[tuple[int, Scope, int], SharedGroup] = {}
         self._apart: set[Scope] = set()  # those whose ranks share no memory
         self._turn = 0
+        self._has_several = False  # whether groups over NCCL have to be kept in order
         self._latest: tuple[Any, Any] = (None, None)  # group and work of the latest collective
         self._staging: Staging | None = None
         self._has_failed = False
@@ -147,6 +148,7 @@ class Communicator:
                 if (stage, scope, turn) not in self._groups:
                     self._groups[stage, scope, turn] = self._group_for(stage, scope, turn)
                     self._share(stage, scope, turn)
+        self._has_several = self.backend == "nccl" and len(set(self._groups.values())) > 1
 
     def try_groups(self) -> None:
         """Do one tiny collective in each group that has had none, over NCCL. A collective.
@@ -244,7 +246,7 @@ class Communicator:
         if shared is not None and shared.takes(exchange):
             return shared.start(exchange)
         group = self._groups[stage, scope, turn]
-        if self.backend == "nccl":
+        if self._has_several:
             self._wait_for_other_groups(group)
         if kind == "all_to_all":
             work = group.alltoall_base(output, source, *(splits or ([], [])))
@@ -254,8 +256,7 @@ class Communicator:
             work = group.allreduce([output], dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM)
         # A fork must not run the destructor of a work either, see `_abandon_after_fork`.
         _connected.add(work)
-        if self.backend == "nccl" and len(set(self._groups.values())) > 1:
-            # With one group, NCCL orders collectives itself.
+        if self._has_several:  # with one group, NCCL orders collectives itself
             self._latest = (group, work)
         return work
 

@@ -10,10 +10,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -86,8 +86,7 @@ class Messages:
     differ: str = STATE_DIFFERS
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A request to reduce one flat tensor.
 
     Attributes:
@@ -123,7 +122,7 @@ class Request:
     def alone(self) -> Request:
         """Returns the request for a tensor of one segment, without the configurations of other segments."""
         (segment,) = self.segments
-        return replace(self, configs=(self.configs[segment.choice],), segments=(segment._replace(choice=0),))
+        return self._replace(configs=(self.configs[segment.choice],), segments=(segment._replace(choice=0),))
 
     @property
     def is_special(self) -> bool:
@@ -251,7 +250,7 @@ class Engine:
                 # No job waits for it, see `wire.direct`. `agreed` does.
                 comparison = self._compare_alone("the comparison of stamps", request.agreement, is_direct=True)
                 self._comparing[request.step] = comparison
-                request = replace(request, agreement=None)
+                request = request._replace(agreement=None)
             store = request.store or new_store(plan.setting, {}, x.device)
             starts = plan.starts(x, self.rank, request.step, store, counters, self.telemetry)
         connections = request.configs[0].connections

@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import chain, cycle
+from functools import partial
+from itertools import cycle
 from typing import NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -40,7 +40,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.reducers.base import Exchange, Steps
 from lightning_gqsgd.wire.communicator import Communicator
-from lightning_gqsgd.wire.telemetry import BucketCounters, Moment, Telemetry, moment
+from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry, moment
 from lightning_gqsgd.wire.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Job:
         self._stream: torch.cuda.Stream | None = None
         self.left = len(self.pieces) + (self.preface is not None)
 
-    @cached_property
+    @property
     def future(self) -> torch.futures.Future[Tensor]:
         """The future that completes with the tensor, or with the error."""
         # An error raised in a `then` reaches C++ as an error; `Future.set_exception` would hand it over as a value.
@@ -146,17 +146,14 @@ class Job:
             raise self.error from None
         return self.tensor
 
-    def context(self, stream: torch.cuda.Stream | None = None) -> AbstractContextManager[object]:
-        """Returns the context in which the job's work is done: a stream, which is the job's own unless one is given.
-
-        It is in inference mode if the tensor was made there, because PyTorch lets nobody else change such tensors.
-        """
-        stream = stream or self._stream
-        if stream is None and not self.tensor.is_inference():
-            return _NO_CONTEXT
+    def context(self) -> AbstractContextManager[object]:
+        """Returns the context in which the job's work is done: the job's stream, and inference mode if the tensor was
+        made there, because PyTorch lets nobody else change such tensors."""
+        stream = self._stream
+        if not self.tensor.is_inference():
+            return _NO_CONTEXT if stream is None else torch.cuda.stream(stream)
         context = ExitStack()
-        if self.tensor.is_inference():
-            context.enter_context(torch.inference_mode())
+        context.enter_context(torch.inference_mode())
         if stream is not None:
             context.enter_context(torch.cuda.stream(stream))
         return context
@@ -170,19 +167,18 @@ class Job:
                     self.watch(self.tensor)
                 elif error is not None and not (self.kept_if_refused and isinstance(error, ConfigError)):
                     self.tensor.fill_(torch.nan)  # never a mixture of averaged and local gradients
-                self._count(moment(self.tensor.device))
+                self._count()
+                self._done.set_result(self.tensor)  # on a GPU, complete when the job's stream has come so far
         except Exception as cause:  # e.g. the GPU has failed: then a future cannot take a tensor on it any more
             self.error = error or cause
             logger.critical("gqsgd: %s: the result on %s cannot be written: %s", self.name, self.tensor.device, cause)
-            self._done.set_result(None)
-            return
-        with self.context():
-            self._done.set_result(self.tensor)  # on a GPU, complete when the job's stream has come so far
+            if not self._done.done():
+                self._done.set_result(None)
 
-    def _count(self, now: Moment) -> None:
+    def _count(self) -> None:
         self.counters.latency_s += time.perf_counter() - self._submitted
         if self.last_of_step:
-            self.telemetry.expose(self._arrived, now)
+            self.telemetry.expose(self._arrived, moment(self.tensor.device))
             self.telemetry.end_step()
 
     def _result(self, _: object) -> Tensor:
@@ -205,7 +201,6 @@ class _Piece:
         is_computing: whether a worker computes for the piece.
         task: the latest work of a worker for the piece; it may end a little after ``is_computing``.
         turn: which of several connections its exchanges take.
-        stream: where its work is done, if not on the job's stream.
     """
 
     def __init__(self, job: Job, start: Start, stage: int, turn: int = 0) -> None:
@@ -219,28 +214,32 @@ class _Piece:
         self.is_through = False
         self.is_computing = False
         self.task: Future[None] | None = None
-        self.stream: torch.cuda.Stream | None = None
         self._start = start
         self._steps: Steps | None = None
         self._computed: _Outcome | None = None
 
     def resume(self, communicator: Communicator) -> bool:
-        """Go on to the next exchange and start it; False if there is none and the piece is through."""
-        with self.job.context(self.stream):
-            for work in self.works:
-                work.wait()  # over Gloo, the work is complete, and this raises its error; over NCCL, the stream waits
-            self.works = []
-            outcome = self._computed or self._compute()
-            self._computed = None
-            self._count(outcome)
-            if outcome.error is not None:
-                raise outcome.error
-            if outcome.exchanges is None:
-                self.is_through = True
-                return False
-            # Empty messages need no collective; where parts are unequal, all ranks take part if one of them sends.
-            needed = [exchange for exchange in outcome.exchanges if exchange.input.numel() or exchange.splits]
-            self.works = [communicator.start(exchange, self.stage, self.turn) for exchange in needed]
+        """Go on to the next exchange and start it; False if there is none and the piece is through.
+
+        It is called in the job's context.
+        """
+        for work in self.works:
+            work.wait()  # over Gloo, the work is complete, and this raises its error; over NCCL, the stream waits
+        self.works = []
+        outcome = self._computed or self._compute()
+        self._computed = None
+        self._count(outcome)
+        if outcome.error is not None:
+            raise outcome.error
+        if outcome.exchanges is None:
+            self.is_through = True
+            return False
+        # Empty messages need no collective; where parts are unequal, all ranks take part if one of them sends.
+        self.works = [
+            communicator.start(exchange, self.stage, self.turn)
+            for exchange in outcome.exchanges
+            if exchange.input.numel() or exchange.splits
+        ]
         self.waiting_for = len(self.works)
         self.stage += 1
         return True
@@ -354,21 +353,31 @@ class StreamRunner:
             job.finish(communicator.describe(broken, f"{job.name}, after an earlier failure,"))
             return
         pieces = _pieces_of(job, communicator)
-        prefaces = 0 if job.preface is None else 1
+        piece = pieces[0]
         error = None
         try:
-            if prefaces and not job.preface_blocks and stream is not None:
-                self._beside = self._beside or torch.cuda.Stream(stream.device, HIGH_PRIORITY)
-                pieces[0].stream = self._beside
             # The preface goes alone, before any piece starts: ranks that do not agree must not have sent messages of
             # different sizes, and all have one order of collectives.
-            for piece in chain(by_stages(pieces[:prefaces]), by_stages(pieces[prefaces:])):
-                piece.resume(communicator)
+            if job.preface is not None:
+                with self._context_beside(job):
+                    while piece.resume(communicator):
+                        pass
+                del pieces[0]
+            with job.context():
+                for piece in by_stages(pieces):
+                    piece.resume(communicator)
         except Exception as cause:  # reported through the future
             if not (piece.blocks and isinstance(cause, ConfigError)):
                 self._broken[communicator] = cause  # the order of collectives is lost
             error = communicator.describe(cause, f"{job.name}, stage {piece.stage},")
         job.finish(error)
+
+    def _context_beside(self, job: Job) -> AbstractContextManager[object]:
+        """Returns the context of what ranks compare: a stream of its own, unless all work waits for it."""
+        if job.preface_blocks or not job.tensor.is_cuda:
+            return job.context()
+        self._beside = self._beside or torch.cuda.Stream(job.tensor.device, HIGH_PRIORITY)
+        return torch.cuda.stream(self._beside)
 
     def error_of(self, communicator: Communicator) -> BaseException | None:
         """Returns the error after which nothing can be run on a communicator; see `Runner.error_of`."""
@@ -465,7 +474,9 @@ class Sequencer:
         lane = self._lanes.get(communicator, deque())
         while piece := self._next(communicator, lane):
             try:
-                if piece.resume(communicator):
+                with piece.job.context():
+                    goes_on = piece.resume(communicator)
+                if goes_on:
                     for work in piece.works:
                         work.get_future().add_done_callback(self._waker(communicator, piece))
                 else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -195,7 +194,8 @@ class Plan:
         return made
 
     def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        return reduced(piece.reducer, x[piece.part], rank, keys, store)
+        part = x if len(self._pieces) == 1 else x[piece.part]
+        return reduced(piece.reducer, part, rank, keys, store)
 
     def _result(self, rank: int) -> slice:
         """Returns the part of a piece's samples in which a rank finds the mean."""
@@ -266,37 +266,56 @@ class PlanKey(NamedTuple):
     compressed: bool
 
 
+@dataclass
+class _Cached:
+    """A plan in the cache.
+
+    Attributes:
+        plan: the plan.
+        step: the latest step that used it.
+        use: the number of its latest use, among those of all plans.
+    """
+
+    plan: Plan
+    step: int = 0
+    use: int = 0
+
+
 class PlanCache:
-    """Plans by what they depend on, in the order of their latest use.
+    """Plans by what they depend on.
 
     The tables of a plan take about a quarter of a byte of memory per coordinate, three times.
     """
 
     def __init__(self) -> None:
-        self._plans: OrderedDict[PlanKey, tuple[Plan, int]] = OrderedDict()  # with the latest step that used it
+        self._plans: dict[PlanKey, _Cached] = {}
+        self._uses = 0
 
     def __len__(self) -> int:
         return len(self._plans)
 
     def get(self, key: PlanKey, step: int, make: Callable[[], Plan]) -> Plan:
         """Returns the plan of a key, which is made if there is none; ``step``: the step that uses the plan."""
-        found = self._plans.pop(key, None)
-        plan = make() if found is None else found[0]
-        self._plans[key] = (plan, step)  # behind the others
-        return plan
+        cached = self._plans.get(key)  # the only time that a bucket's key is hashed
+        if cached is None:
+            cached = self._plans[key] = _Cached(make())
+        self._uses += 1
+        cached.use = self._uses
+        cached.step = step
+        return cached.plan
 
     def drop_unused(self, since_step: int) -> None:
         """Forget the plans that no step has used from ``since_step`` on."""
-        for key in [key for key, (_, step) in self._plans.items() if step < since_step]:
+        for key in [key for key, cached in self._plans.items() if cached.step < since_step]:
             del self._plans[key]
 
     def trim(self) -> None:
         """Forget the plans that were not used for longest, until the others take `MAX_PLAN_BYTES` bytes, or one is
         left."""
-        total = sum(plan.nbytes for plan, _ in self._plans.values())
+        total = sum(cached.plan.nbytes for cached in self._plans.values())
         while total > MAX_PLAN_BYTES and len(self._plans) > 1:
-            plan, _ = self._plans.popitem(last=False)[1]
-            total -= plan.nbytes
+            oldest = min(self._plans, key=lambda key: self._plans[key].use)
+            total -= self._plans.pop(oldest).plan.nbytes
 
     def clear(self) -> None:
         """Forget all plans."""

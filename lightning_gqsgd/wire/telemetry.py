@@ -28,6 +28,9 @@ SAMPLE_NUMEL = 4096
 #: Measurements on a GPU that have not ended yet, at most; older ones are left out.
 MAX_MEASURING = 64
 
+#: Tensors that a sum keeps before it adds them up.
+MOST_TERMS = 64
+
 #: Steps whose lengths are kept, at most: the latest ones.
 STEPS_KEPT = 256
 
@@ -57,35 +60,51 @@ class _Computed(NamedTuple):
 
     def get(self) -> Tensor:
         """Returns the tensor for the current stream, which waits for the other."""
-        now = _Computed.here(self.tensor).stream
-        if now is not None and self.stream is not None and now != self.stream:
-            now.wait_stream(self.stream)
-            self.tensor.record_stream(now)
+        wait_for_stream(self.stream, [self.tensor])
         return self.tensor
+
+
+def wait_for_stream(stream: torch.cuda.Stream | None, tensors: Sequence[Tensor]) -> None:
+    """Let the current stream wait for the one that computes some tensors; None: they are on the CPU."""
+    if stream is None:
+        return
+    now = torch.cuda.current_stream(tensors[0].device)
+    if now != stream:
+        now.wait_stream(stream)
+        for tensor in tensors:
+            tensor.record_stream(now)
 
 
 class Tally:
     """A sum of numbers and of tensors of one shape, on the tensors' device.
 
-    Each stream adds what it has computed to a sum of its own, so that none waits for another before the sum is read.
+    Each stream has terms of its own, so that none waits for another before the sum is read. They are added up when they
+    are many: an addition is a launch, which takes longer than keeping a term.
     """
 
     def __init__(self) -> None:
         self._number: float = 0
-        self._sums: dict[torch.cuda.Stream | None, _Computed] = {}
+        self._terms: dict[torch.cuda.Stream | None, list[Tensor]] = {}
 
     def add(self, value: float | Tensor) -> None:
         """Add a number, or a tensor that the current stream computes."""
         if not isinstance(value, Tensor):
             self._number += value
             return
-        new = _Computed.here(value)
-        before = self._sums.get(new.stream)
-        self._sums[new.stream] = new if before is None else _Computed(before.tensor + value, new.stream)
+        stream = torch.cuda.current_stream(value.device) if value.is_cuda else None
+        terms = self._terms.setdefault(stream, [])
+        terms.append(value)
+        if len(terms) >= MOST_TERMS:
+            self._terms[stream] = [torch.stack(terms).sum(0)]
 
     def total(self) -> float | Tensor:
         """Returns the sum: a tensor for the current stream, which waits for the others, if any was added."""
-        return sum((computed.get() for computed in list(self._sums.values())), self._number)
+        total: float | Tensor = self._number
+        for stream, terms in list(self._terms.items()):
+            kept = list(terms)
+            wait_for_stream(stream, kept)
+            total = sum(kept, total)
+        return total
 
 
 @dataclass

@@ -48,7 +48,7 @@ def _many_sizes(rank: int) -> tuple[float, int]:
     gc.collect()
     assert latest() is None  # nobody keeps the last tensor
     (reductions,) = functional._reductions.values()
-    kept = sum(plan.nbytes for plan, _ in reductions.engine.plans._plans.values())
+    kept = sum(cached.plan.nbytes for cached in reductions.engine.plans._plans.values())
     grown = (process.memory_info().rss - before) / 2**20
     close()
     return grown, kept

@@ -168,6 +168,11 @@ def on_a_gpu(column: str, case: str) -> str:
 ON_A_GPU = ("no communication", "ddp", "ddp_bf16", "gqsgd (gather)", "gqsgd_4bit (gather)")
 
 
+def host_time(bucket: str) -> str:
+    """Microseconds of processor for a bucket at 8 bits."""
+    return cell("host_time", "each other one (us)", configuration="gqsgd", bucket=bucket)
+
+
 def of_kernels(column: str, stage: int, case: str = "8 bit", megabytes: str = "25") -> str:
     """Of the kernels for GPUs in fp32; a column has encoding, reducing and decoding, in this order."""
     found = cell("kernels_cuda_h200", column, case=case, MB=megabytes, dtype="float32")
@@ -287,6 +292,10 @@ SENTENCES: Sentences = {
         partial(percent_of_copy, 2),
         partial(of_kernels, "host, together (us)", 0),
     ],
+    (
+        "docs/performance.md",
+        r"to the last launch, takes (\d+) µs of processor, and (\d+) µs with 60 parameters",
+    ): [partial(host_time, bucket) for bucket in ("one matrix", "60 parameters")],
     (
         "docs/prediction.md",
         r"Over (\d+) settings, the median of the absolute errors is ([\d.]+) % and the worst is ([\d.]+) %; (\d+) are",

@@ -1,27 +1,30 @@
-"""Kernels for GPUs that were compiled once are launched again without Triton's looking at them, if nothing changed that
-they are compiled for."""
+"""Kernels for GPUs that were launched on a block table once are launched again without Triton's looking at them, if
+nothing changed that they are compiled for."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.kernels.cuda import launch
+from lightning_gqsgd.kernels.cuda import launch, tiles
 from lightning_gqsgd.kernels.cuda.constants import Constants, number_of, shape_of
+from lightning_gqsgd.kernels.layout import Segment, cut
+from tests.unit.fake_cuda import FakeCuda, cuda, on_gpu
+
+__all__ = ["cuda"]
 
 C = Constants(number_of(torch.float32), shape_of(64), None)
-X = torch.zeros(64)
+X = torch.zeros(256)
 
 
 class Kernel:
     """Stands in for a kernel, and for what Triton compiles it to."""
 
-    arg_names = ("table", "count", "x", "ranks", "KIND", "c")
-    params = tuple(SimpleNamespace(do_not_specialize=name == "count") for name in arg_names)
+    arg_names = ("table", "count", "x", "scales", "wire", "key", "KIND", "c")
 
     def __init__(self) -> None:
         self.compiled: list[tuple[Any, ...]] = []
@@ -29,11 +32,11 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def first(*arguments: Any, **constants: Any) -> Any:
-            self.compiled.append(arguments)
+            self.compiled.append((*grid, *arguments))
             return self
 
         def again(*arguments: Any) -> None:
-            self.launched.append(arguments)
+            self.launched.append((grid[0], *arguments))
 
         return again if len(grid) == 3 else first
 
@@ -41,45 +44,102 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(launch, "JITFunction", Kernel)
-    monkeypatch.setattr(launch, "_bound", {})
+    monkeypatch.setattr(launch, "_kept", {})
     return Kernel()
 
 
-def _start(
-    kernel: Kernel, x: Tensor | None = X, count: int = 5, ranks: int = 3, kind: int = 1, c: Constants = C
+@pytest.fixture
+def blocks() -> Tensor:
+    """Three full blocks of 64, and a short one."""
+    return torch.from_numpy(cut([Segment(0, 200, raw=False)], 64))
+
+
+WIRE = torch.zeros(64, dtype=torch.uint8)
+SCALES = torch.zeros(4, dtype=torch.int32)
+
+
+def _run(
+    kernel: Kernel,
+    blocks: Tensor,
+    x: Tensor = X,
+    scales: Tensor | None = SCALES,
+    wire: Tensor = WIRE,
+    key: int = 3,
+    c: Constants = C,
 ) -> None:
-    launch.start(kernel, c, 7, X, count, x, ranks, KIND=kind)
+    launch.run(kernel, c, blocks, x, scales, wire, key)
 
 
-def test_a_second_launch_has_all_arguments_in_order(kernel: Kernel) -> None:
-    _start(kernel)
-    _start(kernel, count=9)
-    assert len(kernel.compiled) == 1
-    assert kernel.launched == [(X, 9, X, 3, 1, C)]
+def test_a_second_launch_has_all_arguments_in_order(kernel: Kernel, blocks: Tensor) -> None:
+    _run(kernel, blocks)
+    assert [one[2] for one in kernel.compiled] == [3, 1], "full blocks, and the last one"
+    other = torch.ones(256)
+    _run(kernel, blocks, x=other, key=16)
+    assert len(kernel.compiled) == 2
+    for first, again, kind in zip(kernel.compiled, kernel.launched, (tiles.ALIGNED, tiles.RAGGED), strict=True):
+        assert again[:3] == first[:3], "programs, table and number of blocks"
+        assert again[3:] == (other, SCALES, WIRE, 16, kind.value, C)
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"x": X[1:]},  # not at a multiple of 16 bytes
         {"x": X.half()},
-        {"x": X.to("meta")},
-        {"x": None},
-        {"ranks": 1},
-        {"ranks": 16},
-        {"kind": 0},
+        {"x": X[1:]},  # another table: blocks begin elsewhere
+        {"scales": None},
+        {"wire": WIRE[1:]},  # not at a multiple of 16 bytes
         {"c": Constants(number_of(torch.float32), shape_of(128), None)},
     ],
     ids=str,
 )
-def test_what_triton_compiles_for_is_looked_at_again(kernel: Kernel, changed: dict[str, Any]) -> None:
-    _start(kernel)
-    _start(kernel, **changed)
-    assert (len(kernel.compiled), len(kernel.launched)) == (2, 0)
+def test_what_triton_compiles_for_is_looked_at_again(kernel: Kernel, blocks: Tensor, changed: dict[str, Any]) -> None:
+    _run(kernel, blocks)
+    before = len(kernel.compiled)
+    _run(kernel, blocks, **changed)
+    assert len(kernel.compiled) > before
+    assert not kernel.launched
+    _run(kernel, blocks, **changed)
+    _run(kernel, blocks)
+    assert len(kernel.launched) == len(kernel.compiled)
 
 
-def test_one_and_multiples_of_16_are_told_apart(kernel: Kernel) -> None:
-    for ranks in (1, 16, 32, 1, 3, 5):
-        _start(kernel, ranks=ranks)
-    assert [arguments[3] for arguments in kernel.compiled] == [1, 16, 3]
-    assert [arguments[3] for arguments in kernel.launched] == [32, 1, 5]
+def test_a_kernel_gets_its_tensor_from_a_multiple_of_16_bytes_on(kernel: Kernel, blocks: Tensor) -> None:
+    for _ in range(2):
+        _run(kernel, blocks, x=X[3:])
+    for arguments in (*kernel.compiled, *kernel.launched):
+        assert arguments[3].data_ptr() == X.data_ptr()
+    assert len(kernel.launched) == len(kernel.compiled)
+
+
+def test_what_is_kept_goes_with_its_block_table(kernel: Kernel, blocks: Tensor) -> None:
+    """Another block table may get the same identity."""
+    for _ in range(3):
+        table = blocks.clone()
+        _run(kernel, table)
+        assert len(launch._kept) == 1
+        del table
+        gc.collect()
+        assert not launch._kept
+    assert not kernel.launched
+
+
+def test_streams_that_use_tables_are_named_once(
+    kernel: Kernel, blocks: Tensor, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tensor, "to", lambda tensor, device: on_gpu(tensor))
+    monkeypatch.setattr(launch, "raw_stream", lambda device: id(cuda.current_stream()))
+    table = on_gpu(blocks)
+    here, there = cuda.new_stream(), cuda.new_stream()
+    for stream in (here, there, here, there):
+        with cuda.stream(stream):
+            _run(kernel, table)
+    for _, columns, *_ in kernel.compiled:
+        assert columns.streams == ["own 0", "own 1"]
+
+
+def test_counters_are_at_zero_and_used_once() -> None:
+    counters = [launch.counter(X.device) for _ in range(200)]
+    assert len({one.data_ptr() for one in counters}) == 200
+    assert all(int(one) == 0 and one.data_ptr() % 16 == 0 for one in counters)
+    counters[0] += 1
+    assert int(sum(counters[1:])) == 0

@@ -9,8 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_gqsgd.kernels.cuda.floats import clamped, divided, magnitudes, one_and
+from lightning_gqsgd.kernels.cuda.floats import clamped, divided, one_and
 from lightning_gqsgd.kernels.cuda.hashing import draws
+from lightning_gqsgd.kernels.cuda.ptx import unknown
 from lightning_gqsgd.kernels.cuda.scales import send_scales
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, DITHER_FIRST, scale_format
@@ -96,14 +97,17 @@ def _codes(v, draw, scales, c: tl.constexpr):
     """Returns the codes of one half."""
     inverse = divided(scales.value * 0 + 1, scales.value, c)
     y = tl.minimum(tl.abs(v) * inverse[:, None], 1) * tl.full((), c.family.shrink, c.number.compute)
-    random = (2 * draw + 1).to(c.number.integer) << (c.family.cut - 17)  # the dither in units of the last bit
-    magnitude = ((magnitudes(y, c) + random) >> c.family.cut) - c.family.offset
+    UNIT: tl.constexpr = 1 << (c.family.cut - 16)
+    random = draw.to(c.number.integer) * UNIT + UNIT // 2  # the dither in units of the last bit
+    magnitude = ((y.to(c.number.integer, bitcast=True) + random) >> c.family.cut) - c.family.offset
     uniform = (one_and(draw) + (_FIRST - 1)).to(c.number.compute)
     reaches = (y * tl.full((), c.family.per_smallest, c.number.compute) > uniform).to(c.number.integer)
     smallest = tl.full((), c.family.smallest, c.number.compute)
-    magnitude = tl.where(y < smallest, reaches, magnitude).to(tl.int32)
-    sign = (v < 0).to(tl.int32) << (c.codes.bits - 1)
-    return tl.where((magnitude > 0) & (scales.used > 0)[:, None], magnitude | sign, 0)
+    # A compiler that knew how few bits there are would compute in bytes, for which a GPU has no instructions.
+    magnitude = unknown(tl.where(y < smallest, reaches, magnitude).to(tl.int32))
+    sign = v.to(c.number.integer, bitcast=True) >> (c.number.integer.primitive_bitwidth - c.codes.bits)
+    sign = sign.to(tl.int32) & (1 << (c.codes.bits - 1))
+    return tl.where(magnitude > 0, magnitude | sign, 0) * scales.used[:, None]
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_gqsgd.kernels.cuda import launch
 from lightning_gqsgd.kernels.cuda.constants import Constants, Mean, mean_of, number_of, shape_of
 from lightning_gqsgd.kernels.cuda.floats import divided, in_finite_range, is_finite, magnitudes
-from lightning_gqsgd.kernels.cuda.tiles import RAGGED, count_rows, record, record_places, tile_of
+from lightning_gqsgd.kernels.cuda.tiles import RAGGED, count_rows, message_at, record, record_places, tile_of
 from lightning_gqsgd.kernels.protocol import Own, Quantiser
 from lightning_gqsgd.kernels.wire import Key
 
@@ -41,7 +41,7 @@ def encode_kernel(table, count, x, wire, c: tl.constexpr):
     _write_largest(v, t, wire, c)
 
 
-@triton.jit(do_not_specialize=["count", "own"])
+@triton.jit(do_not_specialize=["count", "stride", "messages", "own"])
 def reduce_kernel(table, count, x, wires, stride: tl.int64, messages, own, out, c: tl.constexpr):
     """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. ``x`` has the coordinates
     of source ``own``."""
@@ -50,7 +50,7 @@ def reduce_kernel(table, count, x, wires, stride: tl.int64, messages, own, out, 
     _write_largest(mean, t, out, c)
 
 
-@triton.jit(do_not_specialize=["count", "own"])
+@triton.jit(do_not_specialize=["count", "stride", "messages", "own"])
 def decode_kernel(table, count, x, wires, stride: tl.int64, messages, own, counter, c: tl.constexpr):
     """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. The number of blocks that are
     not finite is added to ``counter``."""
@@ -104,8 +104,8 @@ def _write_largest(v, t, wire, c: tl.constexpr):
 
 @triton.jit
 def _mean_of_largest(wires, stride, messages, own, x, t, c: tl.constexpr):
-    """Returns the mean of so many messages, ``stride`` bytes apart and added up in order; and which blocks are not
-    finite.
+    """Returns the mean of so many messages, ``stride`` times 16 bytes apart and added up in order; and which blocks are
+    not finite.
 
     If ``c.mean.has_own`` is true, the coordinates in ``x`` take the place of those in the message of source ``own``.
     """
@@ -119,7 +119,7 @@ def _mean_of_largest(wires, stride, messages, own, x, t, c: tl.constexpr):
     total = tl.zeros((ROWS, WIDTH), c.number.compute)
     bad = t.n < 0
     for source in range(messages):
-        wire = wires + source * stride
+        wire = message_at(wires, stride, source)
         values = record(wire, at, c.number.compute)
         places = _places(wire, at, count, c)
         total += tl.load(values[:, None] + j, mask=t.raw[:, None] & inside, other=0) * c.mean.each
@@ -159,8 +159,7 @@ class TopKFamily:
         """Encode blocks into a message; see `protocol.Kernels.encode`. The quantiser takes no scales and no
         rotation."""
         c = _constants(q, x.dtype)
-        tiles = launch.divided(blocks, c, x, splits=False)
-        launch.run(encode_kernel, tiles, c, tiles.x, wire)
+        launch.run(encode_kernel, c, blocks, x, wire, splits=False)
 
     def reduce(
         self,
@@ -175,8 +174,8 @@ class TopKFamily:
         """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. The quantiser takes no
         rotation."""
         c = _constants(q, own.x.dtype, mean_of(len(keys), own.x.dtype, encoded=True, has_own=True))
-        tiles = launch.divided(blocks, c, own.x, splits=False)
-        launch.run(reduce_kernel, tiles, c, tiles.x, wires, wires.shape[1], len(keys), own.source, out)
+        arguments = (wires, launch.stride_of(wires), len(keys), own.source, out)
+        launch.run(reduce_kernel, c, blocks, own.x, *arguments, splits=False)
 
     def decode(
         self,
@@ -191,10 +190,9 @@ class TopKFamily:
         """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. The quantiser takes no
         rotation."""
         c = _constants(q, x.dtype, mean_of(len(keys), x.dtype, has_own=own is not None))
-        bad = torch.zeros((), dtype=torch.int32, device=x.device)
-        number = -1 if own is None else own
-        tiles = launch.divided(blocks, c, x, splits=False)
-        launch.run(decode_kernel, tiles, c, tiles.x, wires, wires.shape[1], len(keys), number, bad)
+        bad = launch.counter(x.device)
+        arguments = (wires, launch.stride_of(wires), len(keys), -1 if own is None else own, bad)
+        launch.run(decode_kernel, c, blocks, x, *arguments, splits=False)
         return bad
 
 

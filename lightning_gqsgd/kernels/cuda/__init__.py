@@ -21,10 +21,10 @@ from torch import Tensor
 
 from lightning_gqsgd.kernels import narrowing, reference
 from lightning_gqsgd.kernels.cuda import launch
-from lightning_gqsgd.kernels.cuda.constants import Constants, number_of, shape_of
+from lightning_gqsgd.kernels.cuda.constants import constants_of
 from lightning_gqsgd.kernels.cuda.measures import maxima_kernel, moments_kernel
 from lightning_gqsgd.kernels.cuda.narrow import Narrowing, narrow_kernel
-from lightning_gqsgd.kernels.cuda.rotation import rotate_kernel
+from lightning_gqsgd.kernels.cuda.rotation import Turn, rotate_kernel
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
 from lightning_gqsgd.kernels.families import cuda_family
 from lightning_gqsgd.kernels.protocol import CodecKernels, Count, Own, Quantiser
@@ -46,38 +46,32 @@ _MEASURED = 256
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
     """Find the largest magnitude of each block; see `protocol.Kernels.block_maxima`."""
     out = torch.empty(len(blocks), dtype=scale_format(x.dtype).integer, device=x.device)
-    c = Constants(number_of(x.dtype), shape_of(_MEASURED))
-    tiles = launch.divided(blocks, c, x, splits=False)
-    launch.run(maxima_kernel, tiles, c, tiles.x, out)
+    launch.run(maxima_kernel, constants_of(x.dtype, _MEASURED), blocks, x, out, splits=False)
     return out
 
 
 def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
     """Sum x, |x| and x² of each block; see `protocol.Kernels.block_moments`."""
     out = torch.empty(len(blocks), 3, dtype=torch.float64, device=x.device)
-    c = Constants(number_of(x.dtype), shape_of(_MEASURED))
-    tiles = launch.divided(blocks, c, x, splits=False)
-    launch.run(moments_kernel, tiles, c, tiles.x, out)
+    launch.run(moments_kernel, constants_of(x.dtype, _MEASURED), blocks, x, out, splits=False)
     return out
 
 
 def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
     """Turn blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
-    c = Constants(number_of(x.dtype), shape_of(block_size))
-    tiles = launch.divided(blocks, c, x)
-    launch.run(rotate_kernel, tiles, c, tiles.x, launch.packed(key), INVERSE=inverse)
+    c = constants_of(x.dtype, block_size, Turn(inverse))
+    launch.run(rotate_kernel, c, blocks, x, launch.packed(key))
 
 
 def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
     """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`."""
-    c = Constants(number_of(x.dtype), shape_of(_NARROWED), family=Narrowing(factor, limit))
-    tiles = launch.divided(blocks, c, out)
-    if tiles.x is not out:  # blocks count from one place in both tensors
+    c = constants_of(x.dtype, _NARROWED, Narrowing(factor, limit))
+    if not launch.is_aligned(out):  # blocks count from one place in both tensors
         aligned = torch.empty_like(out)
         narrow(x, blocks, aligned, key, factor, limit)
         out.copy_(aligned)
         return
-    launch.run(narrow_kernel, tiles, c, x, out.view(torch.int16), launch.packed(key))
+    launch.run(narrow_kernel, c, blocks, out.view(torch.int16), x, launch.packed(key))
 
 
 def encode(

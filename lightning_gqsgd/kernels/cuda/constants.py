@@ -158,6 +158,13 @@ def shape_of(block_size: int, codes: Codes | None = None) -> Shape:
     )
 
 
+@lru_cache(maxsize=256)
+def constants_of(dtype: torch.dtype, block_size: int, family: Any = None) -> Constants:
+    """Returns the constants of kernels that write no codes, for gradients of a dtype and blocks of at most
+    ``block_size`` coordinates."""
+    return Constants(number_of(dtype), shape_of(block_size), family=family)
+
+
 def codes_of(q: Quantiser) -> Codes:
     """Returns the place of a quantiser's codes in a record."""
     return Codes(q.bits, in_words=q.summable and 8 % q.bits != 0, padded=q.kind.is_padded)

@@ -2,13 +2,18 @@
 
 A block table is divided by the kind of tile that its blocks go into (see `tiles`), each kind has a table of its own,
 and a kernel is compiled and launched for each kind that there is. So a kernel for blocks of full length has no
-registers that only the ends of parameters need, and a bucket is fast whatever parameters it begins with. The division
-is made when a block table is used for the first time, and kept as long as the block table is.
+registers that only the ends of parameters need, and a bucket is fast whatever parameters it begins with.
+
+Tables and launches are made when a block table is used for the first time, and kept as long as the block table is.
+Triton looks at all arguments, constants and globals of a kernel at each launch, which takes several times as long as
+the launch itself. A launch that is kept leaves that out. Integers are no part of what kernels are compiled for: they
+are all in ``do_not_specialize``, and what is fixed is a constant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,7 +21,6 @@ import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 from triton import JITFunction
 
 from lightning_gqsgd.kernels import layout
@@ -26,6 +30,9 @@ from lightning_gqsgd.kernels.wire import Key
 
 #: Bytes that a GPU loads at once.
 _WIDE = 16
+
+#: Counters that are made at once, see `counter`.
+_COUNTERS = 64
 
 
 class _Table(NamedTuple):
@@ -42,47 +49,92 @@ class _Table(NamedTuple):
     number: int
 
 
-class Division(NamedTuple):
-    """A block table, divided for one tensor.
+class _Launch(NamedTuple):
+    """A compiled kernel on one table.
 
     Attributes:
-        x: the tensor from the last multiple of 16 bytes before it on, which kernels get in its place: there is one way
-            to compile them, wherever the tensor begins. None: kernels take no coordinates.
-        tables: of each kind that there is.
-        splits: whether the kernel takes the kind of its tiles.
+        call: launches it: takes a table, the number of its blocks, the arguments, and the constants in order.
+        table: the table.
+        constants: the constants, which are kept here, so that no other object gets their identity.
     """
 
-    x: Tensor | None
-    tables: tuple[_Table, ...]
-    splits: bool
+    call: Callable[..., object]
+    table: _Table
+    constants: tuple[Any, ...]
 
 
-def divided(blocks: Tensor, c: Constants, x: Tensor | None = None, *, splits: bool = True) -> Division:
-    """Returns the tables of a kernel's tiles. The host waits for the device the first time.
+def run(
+    kernel: Any,
+    c: Constants,
+    blocks: Tensor,
+    x: Tensor | None,
+    *arguments: Any,
+    splits: bool = True,
+    **constants: Any,
+) -> None:
+    """Run a kernel on a block table. The host waits for the device the first time.
 
     Args:
+        kernel: the kernel, which takes a table, the number of its blocks, ``x`` if that is given, and the arguments.
+        c: the kernel's constants, from a function that returns the same object each time, and other objects for other
+            ``constants``.
         blocks: the block table, int64 [blocks, `layout.COLUMNS`].
-        c: the kernel's constants.
-        x: the tensor that has the coordinates. None: kernels take none.
+        x: the tensor whose coordinates blocks count. Kernels get it from the last multiple of 16 bytes before it on:
+            there is one way to compile them, wherever it begins. None: kernels take no coordinates.
+        *arguments: tensors, integers or None. Dtypes follow from those of ``x`` and from ``c``.
         splits: whether the kernel takes the kind of its tiles, ``KIND``; otherwise all are ragged.
+        **constants: the kernel's constants beside ``c``.
     """
-    if x is None:
-        base, shift, per_access = None, 0, 1
+    before = 0
+    dtype: torch.dtype | None = None
+    if x is not None:
+        dtype = x.dtype
+        if x.data_ptr() % _WIDE:
+            x, before = _from_aligned(x)
+        arguments = (x, *arguments)
+    # What Triton compiles a kernel for, apart from integers: which arguments are None, and which begin elsewhere.
+    form = 0
+    for argument in arguments:
+        form <<= 2
+        if argument is None:
+            form |= 1
+        elif type(argument) is not int and argument.data_ptr() % _WIDE:
+            form |= 2
+    key = (id(kernel), id(c), dtype, before, form)
+    kept = _kept_for(blocks)
+    launches = kept.get(key)
+    if launches is None:
+        per_access = 1 if x is None else _WIDE // x.element_size()
+        full_length = c.shape.block if splits and c.shape.may_be_full else 0
+        tables = _tables(blocks, full_length, c.number.sent.primitive_bitwidth, before, per_access)
+        launches = [_started(kernel, c, table, arguments, constants, splits=splits) for table in tables]
+        if None not in launches:  # Triton's interpreter compiles nothing
+            kept[key] = launches
     else:
-        base, shift = _aligned(x)
-        per_access = _WIDE // x.element_size()
-    kept = _divided.setdefault(blocks, {})
-    key = (c.shape.block if splits and c.shape.may_be_full else 0, c.number.sent.primitive_bitwidth, shift, per_access)
-    tables = kept.get(key)
-    if tables is None:
-        kept[key] = tables = _divide(blocks, *key)
+        for call, table, values in launches:
+            call(table.columns, table.number, *arguments, *values)
     if blocks.is_cuda:
-        _keep_for_this_stream(tables, kept)
-    return Division(base, tables, splits)
+        _keep_for_this_stream(launches, kept)
 
 
-#: The tables by block table; they go when it goes.
-_divided: Any = WeakIdKeyDictionary()
+#: What is kept of each block table, by its identity: tables of tiles, and launches. It goes when the block table goes.
+_kept: dict[int, dict[Any, Any]] = {}
+
+
+def _kept_for(blocks: Tensor) -> dict[Any, Any]:
+    kept = _kept.get(id(blocks))
+    if kept is None:
+        kept = _kept[id(blocks)] = {}
+        weakref.finalize(blocks, _kept.pop, id(blocks)).atexit = False
+    return kept
+
+
+def _tables(blocks: Tensor, *how: int) -> tuple[_Table, ...]:
+    kept = _kept_for(blocks)
+    if how not in kept:
+        kept[how] = _divide(blocks, *how)
+    tables: tuple[_Table, ...] = kept[how]
+    return tables
 
 
 def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_access: int) -> tuple[_Table, ...]:
@@ -112,80 +164,61 @@ def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_a
     return tuple(made)
 
 
-def _keep_for_this_stream(tables: tuple[_Table, ...], kept: dict[Any, Any]) -> None:
+def _keep_for_this_stream(launches: Sequence[_Launch], kept: dict[Any, Any]) -> None:
     """Tell PyTorch once that the current stream uses tables: it gives memory back to the stream that it was allocated
     on, and a table may go while other streams are not done with it."""
-    stream = torch.cuda.current_stream(tables[0].columns.device) if tables else None
-    if stream is None or (id(tables), stream.cuda_stream) in kept:
-        return
-    kept[id(tables), stream.cuda_stream] = True
-    for table in tables:
-        table.columns.record_stream(stream)
+    for launch in launches:
+        columns = launch.table.columns
+        name = id(columns), raw_stream(columns.device)
+        if name not in kept:
+            kept[name] = True
+            columns.record_stream(torch.cuda.current_stream(columns.device))
 
 
-def _aligned(x: Tensor) -> tuple[Tensor, int]:
+def raw_stream(device: torch.device) -> int:
+    """Returns the current stream's number: 0 on a CPU."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Returns whether a tensor begins at a multiple of 16 bytes."""
+    return x.data_ptr() % _WIDE == 0
+
+
+def _from_aligned(x: Tensor) -> tuple[Tensor, int]:
     """Returns a tensor from a multiple of 16 bytes on, and how many of its elements are before ``x``."""
     before = x.data_ptr() % _WIDE // x.element_size()
     first = x.storage_offset() - before
-    if not before or first < 0:  # memory that is not PyTorch's may begin anywhere
+    if first < 0:  # memory that is not PyTorch's may begin anywhere
         return x, 0
     return x.as_strided((x.numel() + before,), (1,), first), before
 
 
-def run(kernel: Any, division: Division, c: Constants, *arguments: Any, **constants: Any) -> None:
-    """Run a kernel on a block table.
-
-    Args:
-        kernel: the kernel, which takes a table, the number of its blocks, and then what is below.
-        division: the block table, from `divided`.
-        c: the kernel's constants.
-        arguments: the arguments of the kernel, in order.
-        constants: its constants beside ``c``, by name.
-    """
-    for kind, columns, count in division.tables:
-        if division.splits:
-            constants["KIND"] = kind
-        start(kernel, c, -(-count // c.shape.rows), columns, count, *arguments, **constants)
-
-
-def start(kernel: Any, c: Constants, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Launch so many programs of a kernel.
-
-    Triton looks at all arguments, constants and globals of a kernel at each launch, which takes several times as long
-    as the launch. Here, it does so when a kernel is launched for the first time, and what it has compiled is kept by
-    all that it compiles differently for.
-    """
-    if not isinstance(kernel, JITFunction):  # Triton's interpreter compiles nothing
-        kernel[(programs,)](*arguments, **constants, c=c)
-        return
-    key = (kernel, c, *constants.values(), *_compiled_for(kernel, arguments))
-    bound = _bound.get(key)
-    if bound is None:
-        compiled = kernel[(programs,)](*arguments, **constants, c=c, **options(c, constants.get("KIND")))
-        by_name = {**constants, "c": c}
-        _bound[key] = compiled, tuple(by_name[name] for name in kernel.arg_names[len(arguments) :])
-        return
-    compiled, values = bound
-    compiled[programs, 1, 1](*arguments, *values)
+def _started(
+    kernel: Any,
+    c: Constants,
+    table: _Table,
+    arguments: Sequence[Any],
+    constants: dict[str, Any],
+    *,
+    splits: bool,
+) -> _Launch | None:
+    """Launch a kernel for the first time. Returns how it is launched again, if Triton compiles it."""
+    by_name = {**constants, "KIND": table.kind} if splits else constants
+    programs = -(-table.number // c.shape.rows)
+    compiled = start(kernel, c, programs, table.columns, table.number, *arguments, **by_name)
+    if compiled is None:
+        return None
+    by_name = {**by_name, "c": c}
+    names = kernel.arg_names[2 + len(arguments) :]
+    return _Launch(compiled[programs, 1, 1], table, tuple(by_name[name] for name in names))
 
 
-#: Compiled kernels, and their constants in order.
-_bound: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
-
-
-def _compiled_for(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
-    """Returns what Triton compiles a kernel for, of these arguments: dtype, alignment and device of tensors, and of
-    integers, unless the kernel excepts them, whether they are 1 or multiples of 16. It may be more than Triton looks
-    at, but not less."""
-    found: list[Any] = []
-    for parameter, value in zip(kernel.params, arguments, strict=False):
-        if isinstance(value, Tensor):
-            found.append((value.dtype, value.data_ptr() % _WIDE == 0, value.device))
-        elif value is None:
-            found.append(None)
-        elif not parameter.do_not_specialize:
-            found.append(1 if value == 1 else _WIDE if value % _WIDE == 0 else 0)
-    return found
+def start(kernel: Any, c: Constants, programs: int, *arguments: Any, **constants: Any) -> Any:
+    """Launch so many programs of a kernel, which is compiled if it has to be. Returns what it was compiled to; None:
+    Triton's interpreter ran it."""
+    compiled_with = options(c, constants.get("KIND")) if isinstance(kernel, JITFunction) else {}
+    return kernel[(programs,)](*arguments, **constants, c=c, **compiled_with)
 
 
 def options(c: Constants, kind: int | None = None) -> dict[str, int]:
@@ -208,11 +241,30 @@ def packed(key: Key) -> int:
 def keys_on(device: torch.device, keys: Sequence[Key]) -> Tensor:
     """Returns the keys on the device, int64 [keys]; they are sent there once per step and stream, and the host does not
     wait."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _sent_keys(tuple(keys), device, stream)
+    return _sent_keys(tuple(keys), device, raw_stream(device))
 
 
 @lru_cache(maxsize=64)
 def _sent_keys(keys: tuple[Key, ...], device: torch.device, stream: int) -> Tensor:
     table = torch.tensor([packed(key) for key in keys], dtype=torch.int64, device="cpu")  # not the default device
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def stride_of(wires: Tensor) -> int:
+    """Returns the distance of messages that kernels get, in units of 16 bytes: kernels see then what addresses are
+    multiples of. ``wires``: uint8 [messages, bytes]."""
+    return wires.shape[1] // layout.ALIGNMENT
+
+
+def counter(device: torch.device) -> Tensor:
+    """Returns a counter at zero that nothing else uses, int32 []. Several are made at once, because that takes a
+    launch."""
+    left = _counters.setdefault((device, raw_stream(device)), [])
+    if not left:
+        # 16 bytes apart, as all that kernels get.
+        left += torch.zeros(_COUNTERS, _WIDE // 4, dtype=torch.int32, device=device)[:, 0].unbind()
+    return left.pop()
+
+
+#: Counters that were made, by device and stream.
+_counters: dict[tuple[torch.device, int], list[Tensor]] = {}

@@ -37,7 +37,7 @@ def _rounded(v, random, LIMIT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "key"])
-def narrow_kernel(table, count, x, out, key: tl.int64, KIND: tl.constexpr, c: tl.constexpr):
+def narrow_kernel(table, count, out, x, key: tl.int64, KIND: tl.constexpr, c: tl.constexpr):
     """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`. ``out`` has the bits of bf16 numbers, int16
     [numel]."""
     t = tile_of(table, count, KIND, c)

@@ -21,6 +21,7 @@ from lightning_gqsgd.kernels.cuda.tiles import (
     coded_tile,
     load_raw,
     load_tile,
+    message_at,
     record_places,
     scale_places,
     store_raw,
@@ -33,7 +34,7 @@ class Messages(NamedTuple):
 
     Attributes:
         wires: the first message, uint8.
-        stride: bytes from the start of a message to the start of the next one, int64.
+        stride: units of 16 bytes from the start of a message to the start of the next one, int64.
         ranks: number of messages. Their mean's constants have that number, too; a loop with a constant end takes more
             registers.
         keys: the dither key of each source, int64 [count].
@@ -83,7 +84,7 @@ def sum_of_messages(m, t, KIND: tl.constexpr, c: tl.constexpr):
         a, b = _with_message(a, b, m.wires, place, at, 0, m, t, KIND, c)
     else:
         for source in range(m.ranks):
-            wire = m.wires + source * m.stride
+            wire = message_at(m.wires, m.stride, source)
             if c.mean.has_own:
                 if KIND == RAGGED:
                     a, b = _with_raw(a, b, wire, at, t, c)
@@ -108,7 +109,7 @@ def rows_not_finite(m, t, c: tl.constexpr):
     else:
         bad = t.n < 0
         for source in range(m.ranks):
-            infinite = _is_infinite(received_scale(m.wires + source * m.stride, place, coded, c), c)
+            infinite = _is_infinite(received_scale(message_at(m.wires, m.stride, source), place, coded, c), c)
             if c.mean.has_own:
                 infinite = infinite & (source != m.own)
             bad = bad | infinite

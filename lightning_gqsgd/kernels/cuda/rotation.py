@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from lightning_gqsgd.kernels.cuda.hashing import draws
 from lightning_gqsgd.kernels.cuda.tiles import RAGGED, load_tile, store_tile, tile_of
+
+
+class Turn(NamedTuple):
+    """What is fixed in a compiled kernel that only turns.
+
+    Attributes:
+        inverse: whether it turns back.
+    """
+
+    inverse: bool
 
 
 @triton.jit
@@ -32,9 +44,11 @@ def transformed(a, b, n, KIND: tl.constexpr, c: tl.constexpr):
     begin at multiples of their length. So a butterfly of distance h concerns coordinate j if j ^ n is at least 2 h.
     """
     STAGES: tl.constexpr = c.shape.stages
+    ROWS: tl.constexpr = c.shape.rows
+    whole = tl.reshape(tl.trans(tl.join(a, b), 0, 2, 1), (ROWS, 2 * c.shape.half))
     for stage in tl.static_range(STAGES):
-        a = _butterflies(a, n, 0, stage, KIND, c)
-        b = _butterflies(b, n, c.shape.half, stage, KIND, c)
+        whole = _butterflies(whole, n, stage, KIND, c)
+    a, b = tl.split(tl.trans(tl.reshape(whole, (ROWS, 2, c.shape.half)), 0, 2, 1))
     if KIND == RAGGED:
         difference_a = tl.arange(0, c.shape.half)[None, :] ^ n[:, None]
         difference_b = (tl.arange(0, c.shape.half)[None, :] + c.shape.half) ^ n[:, None]
@@ -63,27 +77,26 @@ def _highest_bit(number):
 
 
 @triton.jit
-def _butterflies(v, n, first, STAGE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
-    """Sums and differences of coordinates 2^STAGE apart; ``first``: the number of the half's first coordinate."""
+def _butterflies(v, n, STAGE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
+    """Sums and differences of coordinates 2^STAGE apart, in whole rows."""
     DISTANCE: tl.constexpr = 1 << STAGE
-    PAIRS: tl.constexpr = c.shape.half // (2 * DISTANCE)
+    PAIRS: tl.constexpr = c.shape.half // DISTANCE
     ROWS: tl.constexpr = c.shape.rows
-    HALF: tl.constexpr = c.shape.half
     left, right = tl.split(tl.trans(tl.reshape(v, (ROWS, PAIRS, 2, DISTANCE)), 0, 1, 3, 2))
     plus = left + right
     minus = left - right
     if KIND == RAGGED:
-        j = first + tl.arange(0, PAIRS)[:, None] * (2 * DISTANCE) + tl.arange(0, DISTANCE)[None, :]
+        j = tl.arange(0, PAIRS)[:, None] * (2 * DISTANCE) + tl.arange(0, DISTANCE)[None, :]
         in_larger_part = (j[None, :, :] ^ n[:, None, None]) >= 2 * DISTANCE
         plus = tl.where(in_larger_part, plus, left)
         minus = tl.where(in_larger_part, minus, right)
-    return tl.reshape(tl.trans(tl.join(plus, minus), 0, 1, 3, 2), (ROWS, HALF))
+    return tl.reshape(tl.trans(tl.join(plus, minus), 0, 1, 3, 2), (ROWS, 2 * c.shape.half))
 
 
 @triton.jit(do_not_specialize=["count", "key"])
-def rotate_kernel(table, count, x, key: tl.int64, INVERSE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
+def rotate_kernel(table, count, x, key: tl.int64, KIND: tl.constexpr, c: tl.constexpr):
     """Turn blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
     t = tile_of(table, count, KIND, c)
     a, b = load_tile(x, t.start, t.n, KIND, c)
-    a, b = rotated(a, b, t, key, INVERSE, KIND, c)
+    a, b = rotated(a, b, t, key, c.family.inverse, KIND, c)
     store_tile(a, b, x, t, t.inside & (t.raw == 0), KIND, c)

@@ -1,9 +1,8 @@
 """The stages of a family whose records are a scale and codes: kernels for encoding, reducing, decoding and adding.
 
 A kernel is compiled for each kind of tile, see `tiles`. Coordinates are read once, and stay in registers until their
-codes leave. ``c`` are the kernel's constants, see
-`constants.Constants`. Integers that change from launch to launch are not specialised: kernels are not compiled anew for
-other keys, or other numbers of blocks.
+codes leave. ``c`` are the kernel's constants, see `constants.Constants`. Integers are not specialised: kernels are not
+compiled anew for other keys, or other numbers of blocks.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def encode_kernel(
 # --- reduce -----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["count", "own"])
+@triton.jit(do_not_specialize=["count", "stride", "messages", "own"])
 def reduce_kernel(
     table, count, x, wires, stride: tl.int64, messages, keys, own, out, to_values: tl.constexpr, to_codes: tl.constexpr,
     KIND: tl.constexpr, c: tl.constexpr,
@@ -85,7 +84,7 @@ def reduce_kernel(
 # --- decode -----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["count", "own"])
+@triton.jit(do_not_specialize=["count", "stride", "messages", "own"])
 def decode_kernel(
     table, count, x, wires, stride: tl.int64, messages, keys, own, counter, to_values: tl.constexpr, KIND: tl.constexpr,
     c: tl.constexpr,
@@ -132,7 +131,7 @@ def _in_finite_range(a, b, t, DTYPE: tl.constexpr, KIND: tl.constexpr, c: tl.con
 # --- sums of codes ----------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "ranks"])
 def decode_sum_kernel(
     table, count, x, wire, scales, keys, ranks, counter, sums_to_values: tl.constexpr, KIND: tl.constexpr,
     c: tl.constexpr,
@@ -211,10 +210,9 @@ class ScaledFamily:
         rotation: Key | None = None,
     ) -> None:
         """Encode blocks into a message; see `protocol.Kernels.encode`."""
-        c = self._constants(q, x.dtype, rotated=rotation is not None)
-        tiles = launch.divided(blocks, c, x)
-        arguments = (tiles.x, wire, scales, launch.packed(key), launch.packed(rotation or key))
-        launch.run(encode_kernel, tiles, c, *arguments, to_codes=self.to_codes)
+        c = _constants(self.numbers, q, x.dtype, None, rotation is not None)
+        arguments = (wire, scales, launch.packed(key), launch.packed(rotation or key))
+        launch.run(encode_kernel, c, blocks, x, *arguments, to_codes=self.to_codes)
 
     def reduce(
         self,
@@ -228,12 +226,11 @@ class ScaledFamily:
     ) -> None:
         """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`."""
         mean = mean_of(len(keys), own.x.dtype, encoded=True, has_own=True)
-        turns = own.rotation is not None
-        c = self._constants(q, own.x.dtype, mean, rotated=turns)
+        c = _constants(self.numbers, q, own.x.dtype, mean, own.rotation is not None)
         on_device = launch.keys_on(wires.device, (*keys, out_key, *([own.rotation] if own.rotation else [])))
-        tiles = launch.divided(blocks, c, own.x)
-        arguments = (tiles.x, wires, wires.shape[1], len(keys), on_device, own.source, out)
-        launch.run(reduce_kernel, tiles, c, *arguments, to_values=self.to_values, to_codes=self.to_codes)
+        arguments = (wires, launch.stride_of(wires), len(keys), on_device, own.source, out)
+        functions = {"to_values": self.to_values, "to_codes": self.to_codes}
+        launch.run(reduce_kernel, c, blocks, own.x, *arguments, **functions)
 
     def decode(
         self,
@@ -248,36 +245,28 @@ class ScaledFamily:
         """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`."""
         turns = rotation is not None
         mean = mean_of(len(keys), x.dtype, rotated=turns, has_own=own is not None)
-        c = self._constants(q, x.dtype, mean, rotated=turns)
-        bad = torch.zeros((), dtype=torch.int32, device=x.device)
+        c = _constants(self.numbers, q, x.dtype, mean, turns)
+        bad = launch.counter(x.device)
         on_device = launch.keys_on(x.device, keys if rotation is None else (*keys, rotation))
-        number = -1 if own is None else own
-        tiles = launch.divided(blocks, c, x)
-        arguments = (tiles.x, wires, wires.shape[1], len(keys), on_device, number, bad)
-        launch.run(decode_kernel, tiles, c, *arguments, to_values=self.to_values)
+        arguments = (wires, launch.stride_of(wires), len(keys), on_device, -1 if own is None else own, bad)
+        launch.run(decode_kernel, c, blocks, x, *arguments, to_values=self.to_values)
         return bad
 
     def decode_sum(
         self, wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]
     ) -> Tensor:
         """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`."""
-        c = self._constants(q, x.dtype, mean_of(len(keys), x.dtype, summed=True))
-        bad = torch.zeros((), dtype=torch.int32, device=x.device)
-        tiles = launch.divided(blocks, c, x)
-        arguments = (tiles.x, wire, scales, launch.keys_on(x.device, keys), len(keys), bad)
-        launch.run(decode_sum_kernel, tiles, c, *arguments, sums_to_values=self.sums_to_values)
+        c = _constants(self.numbers, q, x.dtype, mean_of(len(keys), x.dtype, summed=True), False)
+        bad = launch.counter(x.device)
+        arguments = (wire, scales, launch.keys_on(x.device, keys), len(keys), bad)
+        launch.run(decode_sum_kernel, c, blocks, x, *arguments, sums_to_values=self.sums_to_values)
         return bad
 
     def combine(self, mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
         """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
-        c = self._constants(q, torch.float32)
-        tiles = launch.divided(blocks, c, splits=False)
-        launch.run(combine_kernel, tiles, c, mine, theirs, launch.packed(key), pairs_to_codes=self.pairs_to_codes)
-
-    def _constants(
-        self, q: Quantiser, dtype: torch.dtype, mean: Mean | None = None, *, rotated: bool = False
-    ) -> Constants:
-        return _constants(self.numbers, q, dtype, mean, rotated)
+        c = _constants(self.numbers, q, torch.float32, None, False)
+        arguments = (mine, theirs, launch.packed(key))
+        launch.run(combine_kernel, c, blocks, None, *arguments, splits=False, pairs_to_codes=self.pairs_to_codes)
 
 
 @lru_cache(maxsize=256)

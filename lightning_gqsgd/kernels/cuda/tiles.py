@@ -182,6 +182,12 @@ def record(wire, at, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def message_at(wires, stride, source):
+    """Returns where a message begins. ``stride``: from message to message, in units of 16 bytes, int64."""
+    return wires + source * (stride * _ALIGNMENT)
+
+
+@triton.jit
 def load_raw(wire, at, t, c: tl.constexpr):
     """Both halves of raw blocks' records, zero in other rows and beyond the ends of blocks."""
     places = record(wire, at, c.number.compute)[:, None] + tl.arange(0, c.shape.half)[None, :]
