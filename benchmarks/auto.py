@@ -25,13 +25,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
-from benchmarks.report import Report
+from benchmarks.report import Report, command_line
 from benchmarks.training import CLASSES, MODELS
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from netlab.lab import reshape_own_link
 from netlab.machine import cores
-
-PROGRAM = "python -m benchmarks.auto"
 
 PLAIN, AUTO = "ddp", "gqsgd_auto"
 #: Torch's hooks, by name.
@@ -185,7 +183,7 @@ def measure(options: argparse.Namespace) -> Report:
             "trained alone until its first decision.",
         ),
     )
-    in_labs(options, PROGRAM, report, partial(_add_rows, options.model))
+    in_labs(options, report, partial(_add_rows, options.model))
     if options.changes:
         _measure_changes(options, report)
     load = os.getloadavg()[2]
@@ -213,7 +211,7 @@ def _measure_changes(options: argparse.Namespace, report: Report) -> None:
     """Change the links of a lab while `auto` trains."""
     os.environ[CHANGES] = " ".join(options.changes)
     of_changes = argparse.Namespace(**{**vars(options), "hosts": options.hosts[:1], "rate": ["none"]})
-    in_labs(of_changes, PROGRAM, report, _add_changes)
+    in_labs(of_changes, report, _add_changes)
     del os.environ[CHANGES]
 
 
@@ -224,9 +222,8 @@ def _add_changes(report: Report, hosts: int, rate: str, result: dict[str, Any]) 
         report.rows.append([f"{AUTO}, link changed to", hosts, change["rate"], step, None, None, took])
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     add_labs(parser)
     parser.set_defaults(rate=["none", "1gbit", "100mbit"])
     parser.add_argument("--model", choices=list(MODELS), default="resnet18")
@@ -236,7 +233,3 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of a case in a round, at least (default 2)")
     parser.add_argument("--changes", nargs="*", default=["200mbit", "none"], help="rates of the last lab, in turn")
     work_or_present(parser, work, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import presets
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 
@@ -192,15 +192,10 @@ def _measured(gradients: presets.Gradients, config: GQSGDConfig) -> float:
     return 100 * relative_error(virtual.mean(gradients.ranks, 0), gradients.ranks)
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.companded", description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4, 8])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=300, help="of training, before gradients are taken")
     torch.set_num_threads(1)
     present(parser, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -118,10 +118,5 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def main() -> None:
-    """Run the command line."""
-    run("demo", __doc__, measure, steps=120, seeds=1)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, steps=120, seeds=1)

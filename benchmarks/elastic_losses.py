@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 from benchmarks.language_model import schedule
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from benchmarks.virtual_members import Clock, Training, VirtualMembers
 from lightning_gqsgd.errors import counted
 from workloads.characters import CharacterTransformer, load_texts, windows
@@ -195,16 +195,11 @@ def _measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic_losses", description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--folder", default="elastic_losses", help="where trainings are kept (default elastic_losses)")
     parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--samples", type=int, default=48_000, help="of each training (default 48000)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further training begins")
     present(parser, _measure)
-
-
-if __name__ == "__main__":
-    main()

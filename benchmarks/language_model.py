@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.batched_characters import BatchedCharacters
-from benchmarks.report import Report, gpu_machine, present
+from benchmarks.report import Report, command_line, gpu_machine, present
 from benchmarks.virtual_characters import LENGTH, VirtualCharacters
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import counted
@@ -474,9 +474,8 @@ def _draw(report: Report, file: Path) -> None:
         plt.close(figure)
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.language_model", description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--folder", default="language_model", help="where trainings are kept (default language_model)")
     parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--steps", type=int, default=1000)
@@ -491,7 +490,3 @@ def main() -> None:
     parser.add_argument("--device", choices=list(SPEEDS), default="cpu")
     parser.add_argument("--at-once", action="store_true", help="all workers in one pass, in bf16; always on a GPU")
     present(parser, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -26,15 +26,13 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, work_or_present
-from benchmarks.report import Report
+from benchmarks.report import Report, command_line
 from lightning_gqsgd import LocalSteps, register_gqsgd
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.wire.telemetry import Telemetry
 from pictures.style import DPI, STYLE
 from workloads.characters import CharacterTransformer, load_texts, windows
-
-PROGRAM = "python -m benchmarks.local_steps"
 
 #: What each case is: gradients averaged by DDP, by a hook, or arguments of `LocalSteps`.
 CASES: dict[str, dict[str, Any]] = {
@@ -196,7 +194,7 @@ def measure(options: argparse.Namespace) -> Report:
     for number, rate in enumerate(rates):
         os.environ[LIMIT] = str(options.most_seconds if number else math.inf)
         options.rate = [rate]
-        in_labs(options, PROGRAM, report, _add_rows, timeout=TIMEOUT_S)
+        in_labs(options, report, _add_rows, timeout=TIMEOUT_S)
     _fill_in(report, options)
     report.draw = lambda file: _draw(report, file)
     return report
@@ -302,9 +300,8 @@ def _draw(report: Report, file: Path) -> None:
         plt.close(figure)
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     add_labs(parser)
     parser.set_defaults(rate=["none", "100mbit", "10mbit"])
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
@@ -320,7 +317,3 @@ def main() -> None:
         limit = f"--validate-every {options.validate_every}"
         parser.error(f"--steps {options.steps} has to be a positive multiple of {limit}")
     work_or_present(parser, work, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -130,10 +130,5 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def main() -> None:
-    """Run the command line."""
-    run("muloco", __doc__, measure, steps=480, seeds=3)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, steps=480, seeds=3)

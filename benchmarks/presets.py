@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import accuracy
-from benchmarks.report import RESULTS, Report, present
+from benchmarks.report import RESULTS, Report, command_line, present
 from lightning_gqsgd.cli.facts import HEADINGS, NOTES, facts_of, notes
 from lightning_gqsgd.cli.listing import LOCAL_STEPS, OTHER_SYSTEMS
 from lightning_gqsgd.config import ConfigError
@@ -540,9 +540,8 @@ def _draw_legend(axes: Axes, looks: dict[str, dict[str, Any]]) -> None:
     legend.set_in_layout(False)  # a longer entry would widen its column
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.presets", description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64], help="e.g. 2 4 8 16 32 64")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of gradients")
     parser.add_argument("--steps", type=int, default=300, help="of training")
@@ -557,7 +556,3 @@ def main() -> None:
     )
     torch.set_num_threads(1)  # the models are so small that more threads are not faster
     present(parser, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
-from benchmarks.report import Report
+from benchmarks.report import Report, command_line
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import Part, Segment
@@ -44,8 +44,6 @@ from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.pipeline import Job, release, runner_for
 from lightning_gqsgd.wire.plan import Plan
 from lightning_gqsgd.wire.telemetry import Telemetry
-
-PROGRAM = "python -m benchmarks.reducers"
 
 BARE = " without codec"
 #: Kernels that do nothing, so that only the reducer's messages are timed.
@@ -90,7 +88,7 @@ class Bench:
 
     def add_config(self, name: str, config: GQSGDConfig, connections: int = 1) -> None:
         assert dist.group.WORLD is not None
-        with Meeting(PROGRAM, [dist.group.WORLD], timedelta(minutes=1)) as meeting:
+        with Meeting("benchmarks.reducers", [dist.group.WORLD], timedelta(minutes=1)) as meeting:
             (layout,) = layouts(meeting, self.buffer.device)
         config = resolve(with_nodes(config, layout), self.ranks)
         setting = setting_of(config, self.ranks, self.buffer.dtype, self.communicator.piece_size(config.num_bits))
@@ -179,7 +177,7 @@ def measure(options: argparse.Namespace) -> Report:
             "Gbit/s: 1.5 to 2.9). Two cores carry less than 10 Gbit/s.",
         ),
     )
-    in_labs(options, PROGRAM, report, partial(_add_rows, options))
+    in_labs(options, report, partial(_add_rows, options))
     return report
 
 
@@ -194,9 +192,8 @@ def _add_rows(options: argparse.Namespace, report: Report, hosts: int, rate: str
         report.rows.append([name, hosts, rate, sent / 1e6, *times, *faster])
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     add_labs(parser)
     parser.add_argument("--numel", type=int, default=6_553_600, help="coordinates (default 6553600, 25 MiB)")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
@@ -204,7 +201,3 @@ def main() -> None:
     parser.add_argument("--reducer", nargs="+", choices=cases, default=cases[:3])
     parser.add_argument("--rounds", type=int, default=15)
     work_or_present(parser, work, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -94,6 +94,20 @@ class Report:
         return [[_text(cell, form) for cell, form in zip(row, forms, strict=True)] for row in self.rows]
 
 
+def command_line(description: str) -> argparse.ArgumentParser:
+    """Returns a parser of the command line of the module that this process runs.
+
+    Args:
+        description: docstring of the module, whose first line is shown.
+    """
+    return argparse.ArgumentParser(prog=program(), description=description.split("\n")[0])
+
+
+def program() -> str:
+    """Returns the start of this process's command line, e.g. ``python -m benchmarks.reducers``."""
+    return f"python -m {sys.modules['__main__'].__spec__.name}"
+
+
 def present(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Report]) -> None:
     """Measure what the command line asks for, and print the report; ``--save`` writes the report, too."""
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/NAME.md and .json")

@@ -38,7 +38,7 @@ from matplotlib.ticker import FuncFormatter
 from torch import Tensor
 
 from benchmarks import presets
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 from pictures.style import COLOURS, DPI, STYLE
 
@@ -373,14 +373,9 @@ def _draw(axes: Axes, found: list[tuple[str, float, float]]) -> None:
         axes.plot(bits, errors, marker=marker, color=colour, markeredgecolor="white", markersize=8, label=label)
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rivals", description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--steps", type=int, default=300, help="of training, before gradients are taken")
     torch.set_num_threads(1)
     present(parser, measure)
-
-
-if __name__ == "__main__":
-    main()

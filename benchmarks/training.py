@@ -29,13 +29,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
-from benchmarks.report import Report, gpu_machine, slug
+from benchmarks.report import Report, command_line, gpu_machine, slug
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.wire.neighbours import VARIABLE
-
-PROGRAM = "python -m benchmarks.training"
 
 CLASSES = 10
 COMPUTE = "no communication"
@@ -163,7 +161,7 @@ def measure(options: argparse.Namespace) -> Report:
         ),
         machine=gpu_machine(card) if card else "",
     )
-    in_labs(options, PROGRAM, report, _add_rows)
+    in_labs(options, report, _add_rows)
     return report
 
 
@@ -182,11 +180,10 @@ def _add_rows(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> 
         )
 
 
-def main() -> None:
-    """Run the command line."""
+if __name__ == "__main__":
     usual = [COMPUTE, "ddp", "ddp_bf16", "gqsgd", "gqsgd_4bit"]
     cases = [*usual, *(name for name in HOOKS if name not in usual), *(name + OVER_GLOO for name in HOOKS)]
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+    parser = command_line(__doc__)
     add_labs(parser)
     parser.add_argument("--model", choices=list(MODELS), default="mlp")
     parser.add_argument("--batch-size", type=int, default=8, help="per rank (default 8)")
@@ -194,7 +191,3 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", choices=cases, default=usual)
     parser.add_argument("--rounds", type=int, default=20)
     work_or_present(parser, work, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import presets
 from benchmarks.companded import lognormal
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.codecs.trellis.codec import (
     FARTHEST,
     LANES,
@@ -139,15 +139,10 @@ def _rounded(magnitudes: np.ndarray, steps: int, generator: torch.Generator) -> 
     return x, windows, (limited[..., None] >= thresholds).sum(-1)
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.trellis", description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--bits", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--levels", action="store_true", help="find the levels, and measure no gradients")
     parser.add_argument("--iterations", type=int, default=8, help="of Lloyd's algorithm")
     torch.set_num_threads(1)
     present(parser, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.research.simulation.problems import MIN_NUMEL
 from lightning_gqsgd.research.simulation.record import Record
@@ -148,19 +148,16 @@ def ended(record: Record) -> tuple[float, float]:
     return loss, float(record.bytes_sent[-1]) / 1e6
 
 
-def run(
-    name: str, description: str, measure: Callable[[argparse.Namespace], Report], *, steps: int, seeds: int
-) -> None:
+def run(description: str, measure: Callable[[argparse.Namespace], Report], *, steps: int, seeds: int) -> None:
     """Run the command line of a benchmark on virtual workers, by default four.
 
     Args:
-        name: of the benchmark's module.
-        description: what it does; the first line is shown.
+        description: docstring of the benchmark's module.
         measure: makes the report.
         steps: of a training, by default.
         seeds: number of seeds, by default.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description.split("\n")[0])
+    parser = command_line(description)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--seeds", type=int, default=seeds)
