@@ -20,15 +20,16 @@ one that counts, also in S.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
+
+from lightning_gqsgd.research.optim.closures import OwnOptimizer
 
 
-class _ProximalAdagrad(Optimizer):
+class _ProximalAdagrad(OwnOptimizer):
     """Base class with the parts that both methods share."""
 
     #: What is remembered of each parameter, beside the number of its steps: tensors like the parameter, zero at first.
@@ -52,27 +53,15 @@ class _ProximalAdagrad(Optimizer):
             raise ValueError(f"Invalid epsilon value: {eps}")
         super().__init__(params, {"lr": lr, "l1": l1, "eps": eps, "foreach": foreach, "maximize": maximize})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _update(self) -> None:
         """Update all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss and its gradients again, and returns the loss.
-
-        Returns:
-            What the closure returned; None without one.
 
         Raises:
             RuntimeError: a gradient is sparse, or a parameter complex.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameters in self._lists(group):
-                    self._step_list(parameters, group)
-        return loss
+        for group in self.param_groups:
+            for parameters in self._lists(group):
+                self._step_list(parameters, group)
 
     def _lists(self, group: dict[str, Any]) -> list[list[Tensor]]:
         """Returns the parameters with a gradient, in lists that one call of a foreach operation can take."""
