@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 
 from benchmarks.batched_characters import BatchedCharacters
 from benchmarks.report import Report, command_line, gpu_machine, present
+from benchmarks.schedule import share_of_rate
 from benchmarks.virtual_characters import LENGTH, VirtualCharacters
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import counted
@@ -207,7 +208,7 @@ class Training:
     def train(self, until: int, validate_every: int) -> None:
         """Make steps, with a validation after every so many of them; a loss that is not finite ends the training."""
         while self.step < min(until, self._steps):
-            rate = self._rate * schedule(self.step, self._steps)
+            rate = self._rate * share_of_rate(self.step, self._steps, WARMUP)
             for optimizer in getattr(self._trainer.optimizer, "optimizers", [self._trainer.optimizer]):
                 for group in optimizer.param_groups:
                     group["lr"] = rate
@@ -234,17 +235,7 @@ class Training:
         return Shaped(flat, self._problem.shapes, self._muon_of)
 
     def _muon_of(self, parameters: list[nn.Parameter]) -> Optimizer:
-        pairs = list(zip(parameters, self._problem.hidden, strict=True))
-        matrices = [parameter for parameter, is_hidden in pairs if is_hidden]
-        others = [parameter for parameter, is_hidden in pairs if not is_hidden]
-        return MuonAdamW(matrices, others, lr=self._rate, betas=(0.9, 0.999))
-
-
-def schedule(step: int, steps: int) -> float:
-    """Returns the share of the highest learning rate."""
-    if step < WARMUP:
-        return (step + 1) / WARMUP
-    return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))
+        return MuonAdamW(*self._problem.divided(parameters), lr=self._rate, betas=(0.9, 0.999))
 
 
 def problem_of(options: argparse.Namespace, seed: int) -> VirtualCharacters:

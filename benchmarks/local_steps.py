@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, work_or_present
 from benchmarks.report import Report, command_line
+from benchmarks.schedule import share_of_rate
 from lightning_gqsgd import LocalSteps, register_gqsgd
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.reducers.base import ring_bytes
@@ -93,7 +94,9 @@ class Case:
             if CASES[name]:
                 state = register_gqsgd(wrapped, sample_every=0, **CASES[name])
                 self.telemetry, self.close = state.telemetry, state.close
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, options.steps))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: share_of_rate(step, options.steps, WARMUP)
+        )
         self.steps = 0
 
     def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -118,13 +121,6 @@ class Case:
         """Mean validation loss in nats per character."""
         losses = [F.cross_entropy(self.network(x).flatten(0, 1), y.flatten()) for x, y in batches]
         return float(torch.stack(losses).mean())
-
-
-def _schedule(step: int, steps: int) -> float:
-    """Warm-up, then a cosine down to a tenth."""
-    if step < WARMUP:
-        return (step + 1) / WARMUP
-    return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))
 
 
 def train(name: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
