@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from recipes.arguments import check_arguments
 from recipes.data.named_files import check_named, check_stand_in
 from recipes.data.sizes import check_known_samples
 from recipes.errors import OverrideError, RecipeError
-from recipes.files import RESULT_FILE
+from recipes.files import RESULT_FILE, read_json
 from recipes.launch.hardware import MULTI_NODE, NETLAB, check_devices, check_profile
 from recipes.launch.processes import local_processes
 from recipes.limits import check_limits
@@ -95,20 +94,12 @@ class Cell:
 
     def is_finished(self) -> bool:
         """Whether the folder holds the result of exactly this configuration."""
-        try:
-            recorded = json.loads((self.folder / CELL_FILE).read_text())
-        except (OSError, ValueError):
-            return False
-        there = recorded == self.config and (self.folder / RESULT_FILE).is_file()
+        there = read_json(self.folder / CELL_FILE) == self.config and (self.folder / RESULT_FILE).is_file()
         return there and self.divergence() is None
 
     def divergence(self) -> str | None:
         """What was not finite at the end of this run; None if all was, or if there is no result."""
-        try:
-            facts = json.loads((self.folder / RESULT_FILE).read_text())
-        except (OSError, ValueError):
-            return None
-        found = facts.get("diverged")
+        found = (read_json(self.folder / RESULT_FILE) or {}).get("diverged")
         return None if found is None else str(found)
 
 
