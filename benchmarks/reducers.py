@@ -20,9 +20,8 @@ import argparse
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import PropertyMock, patch
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,8 @@ from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_sec
 from benchmarks.report import Report, command_line
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
-from lightning_gqsgd.kernels.layout import Part, Segment
+from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
 from lightning_gqsgd.reducers import new_store, stages
 from lightning_gqsgd.reducers.base import ring_bytes
@@ -47,14 +47,14 @@ from lightning_gqsgd.wire.telemetry import Telemetry
 
 BARE = " without codec"
 #: Kernels that do nothing, so that only the reducer's messages are timed.
-IDLE = SimpleNamespace(
-    block_maxima=lambda _, blocks: torch.zeros(len(blocks), dtype=torch.int32),
-    encode=lambda *_: None,
-    combine=lambda *_: None,
-    reduce=lambda *_: None,
-    decode=lambda *_: 0,
-    decode_sum=lambda *_: 0,
-)
+IDLE: dict[str, Callable[..., object]] = {
+    "block_maxima": lambda _, blocks: torch.zeros(len(blocks), dtype=torch.int32),
+    "encode": lambda *_: None,
+    "combine": lambda *_: None,
+    "reduce": lambda *_: None,
+    "decode": lambda *_: 0,
+    "decode_sum": lambda *_: 0,
+}
 
 
 class Bench:
@@ -113,7 +113,7 @@ class Bench:
         job.future.wait()
 
     def _run_bare(self, run: Callable[[], None]) -> None:
-        with patch.object(Part, "kernels", new_callable=PropertyMock, return_value=IDLE):
+        with patch.multiple(kernels_for(self.buffer.device), **IDLE):
             run()
 
 
