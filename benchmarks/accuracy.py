@@ -104,9 +104,14 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4, 2])
     parser.add_argument("--block-size", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
     present(parser, measure)
+
+
+if __name__ == "__main__":
+    main()

@@ -189,7 +189,8 @@ def _add_rows(
         )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], choices=range(1, MOST + 1), metavar="N")
     parser.add_argument("--numel", type=int, default=6_553_600, help="coordinates (default 6553600, 25 MiB)")
@@ -197,3 +198,7 @@ if __name__ == "__main__":
     parser.add_argument("--reducer", nargs="+", choices=["two_shot", "gather"], default=["two_shot", "gather"])
     parser.add_argument("--rounds", type=int, default=30)
     present(parser, measure)
+
+
+if __name__ == "__main__":
+    main()

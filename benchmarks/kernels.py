@@ -141,7 +141,8 @@ def _measure_one(x: Tensor, pairs: dict[str, tuple[Case, Case]], rounds: int, re
         )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--device", choices=list(OF_DEVICE), default="cpu")
     dtypes = ["float32", "bfloat16", "float16"]
@@ -157,3 +158,7 @@ if __name__ == "__main__":
     cuda.add_argument("--megabytes", type=float, nargs="+", help="of gradient (default 1 25 100 1000)")
     cuda.add_argument("--ranks", type=int, help="number of messages that are reduced (default 8)")
     present(parser, measure)
+
+
+if __name__ == "__main__":
+    main()

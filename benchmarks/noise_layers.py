@@ -152,7 +152,12 @@ def enough(text: str) -> int:
     return steps
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--steps", type=enough, default=200, help="of each training (default 200)")
     present(parser, measure)
+
+
+if __name__ == "__main__":
+    main()

@@ -540,7 +540,8 @@ def _draw_legend(axes: Axes, looks: dict[str, dict[str, Any]]) -> None:
     legend.set_in_layout(False)  # a longer entry would widen its column
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64], help="e.g. 2 4 8 16 32 64")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of gradients")
@@ -556,3 +557,7 @@ if __name__ == "__main__":
     )
     torch.set_num_threads(1)  # the models are so small that more threads are not faster
     present(parser, measure)
+
+
+if __name__ == "__main__":
+    main()

@@ -105,7 +105,8 @@ def command_line(description: str) -> argparse.ArgumentParser:
 
 def program() -> str:
     """Returns the start of this process's command line, e.g. ``python -m benchmarks.reducers``."""
-    return f"python -m {sys.modules['__main__'].__spec__.name}"
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name}" if spec is not None else sys.argv[0]  # a script, e.g. that of pytest
 
 
 def present(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Report]) -> None:
