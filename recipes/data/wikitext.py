@@ -86,16 +86,9 @@ class WikiTextData(TextDataModule):
             if found is None:
                 raise DataError(f"data.tokenizer={self.tokenizer} is no file; name a tokenizer.json")
             self.tokenizer = str(found)
-        self._prepared = False
 
-    def prepare_data(self) -> None:
-        """Download and encode the text, once per machine; say so when the fallback stands in.
-
-        Raises:
-            DataError: a named file or folder is not what it should be, or there is no WikiText and ``fallback`` is off.
-        """
-        if self._prepared:
-            return  # `train` has called this already, and Lightning calls it again
+    def prepare_once(self) -> None:
+        """Download and encode the text; say so when the fallback stands in."""
         reason = None
         if not self._is_named and not self._archive.is_file():
             reason = self._try_download()
@@ -106,10 +99,9 @@ class WikiTextData(TextDataModule):
         else:
             self.data_name = FALLBACK
             announce_fallback("WikiText", reason, "the topics of Python's help()", FALLBACK, REMEDY)
-        self._prepared = True
 
     def load(self) -> TextSet:
-        """See `TextDataModule.load`."""
+        """See `DataInMemory.load`."""
         if self._is_named or self._archive.is_file():
             return TextSet(self.data_name, *self._from_files())
         if not self._fallback:
