@@ -197,5 +197,4 @@ if __name__ == "__main__":
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4, 8])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=300, help="of training, before gradients are taken")
-    torch.set_num_threads(1)
-    present(parser, measure)
+    present(parser, measure, threads=1)

@@ -555,8 +555,7 @@ def main() -> None:
     parser.add_argument(
         "--from-results", action="store_true", help="take benchmarks/results/presets.json; measure nothing"
     )
-    torch.set_num_threads(1)  # the models are so small that more threads are not faster
-    present(parser, measure)
+    present(parser, measure, threads=1)  # the models are so small that more threads are not faster
 
 
 if __name__ == "__main__":

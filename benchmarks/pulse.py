@@ -105,5 +105,4 @@ def measure(options: argparse.Namespace) -> Report:
 
 if __name__ == "__main__":
     parser = command_line(__doc__)
-    torch.set_num_threads(1)
-    present(parser, measure)
+    present(parser, measure, threads=1)

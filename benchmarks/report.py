@@ -109,10 +109,20 @@ def program() -> str:
     return f"python -m {spec.name}" if spec is not None else sys.argv[0]  # a script, e.g. that of pytest
 
 
-def present(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Report]) -> None:
-    """Measure what the command line asks for, and print the report; ``--save`` writes the report, too."""
+def present(
+    parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Report], threads: int | None = None
+) -> None:
+    """Measure what the command line asks for, and print the report; ``--save`` writes the report, too.
+
+    Args:
+        parser: the command line, see `command_line`.
+        measure: measures what its options ask for.
+        threads: of torch; None: as many as torch takes.
+    """
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/NAME.md and .json")
     options = parser.parse_args()
+    if threads is not None:
+        torch.set_num_threads(threads)
     report = measure(options)
     report.show()
     if options.save:

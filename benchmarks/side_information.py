@@ -173,5 +173,4 @@ if __name__ == "__main__":
     parser.add_argument("--bits", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of steps (default 1)")
-    torch.set_num_threads(1)
-    present(parser, measure)
+    present(parser, measure, threads=1)

@@ -388,5 +388,4 @@ if __name__ == "__main__":
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
-    torch.set_num_threads(1)
-    present(parser, measure)
+    present(parser, measure, threads=1)

@@ -144,5 +144,4 @@ if __name__ == "__main__":
     parser.add_argument("--bits", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--levels", action="store_true", help="find the levels, and measure no gradients")
     parser.add_argument("--iterations", type=int, default=8, help="of Lloyd's algorithm")
-    torch.set_num_threads(1)
-    present(parser, measure)
+    present(parser, measure, threads=1)

@@ -186,5 +186,4 @@ def run(description: str, measure: Callable[[argparse.Namespace], Report], *, st
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--seeds", type=int, default=seeds)
-    torch.set_num_threads(1)
-    present(parser, measure)
+    present(parser, measure, threads=1)

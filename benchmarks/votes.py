@@ -228,5 +228,4 @@ def measure(options: argparse.Namespace) -> Report:
 if __name__ == "__main__":
     parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    torch.set_num_threads(1)
-    present(parser, measure)
+    present(parser, measure, threads=1)
