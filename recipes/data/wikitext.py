@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from recipes.data import corpus
 from recipes.data.corpus import Text, TextFile
-from recipes.data.download import download as download_file
 from recipes.data.named_files import is_tokenizer_file, named_file
-from recipes.data.sources import announce_fallback, cache_folder, try_download
+from recipes.data.sources import announce_fallback, cache_folder, socket_timeout, try_download
 from recipes.data.text import TextDataModule, TextSet
 from recipes.data.tokenizers import Ids
 from recipes.errors import DataError
@@ -140,8 +140,13 @@ class WikiTextData(TextDataModule):
 
     def _try_download(self) -> str | None:
         """Download the collection; returns why that is not possible, or None."""
+
+        def download() -> None:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            with socket_timeout(self._timeout):  # torch.hub leaves a verified file, or none
+                torch.hub.download_url_to_file(self._url, str(self._archive), self._sha256)
+
         absent = f"data.root is not set, {self._archive} does not exist"
-        download = partial(download_file, self._url, self._sha256, self._archive, self._timeout)
         return try_download(absent, self._download, self._url, self._timeout, download)
 
 
