@@ -21,13 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
 from benchmarks.report import Report, command_line
-from benchmarks.training import CLASSES, MODELS
-from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
+from benchmarks.training import CLASSES, MODELS, Model
+from lightning_gqsgd.ddp.hook import register_gqsgd
 from netlab.lab import reshape_own_link
 from netlab.machine import cores
 
@@ -65,26 +63,16 @@ def fixed(model: str) -> dict[str, dict[str, Any]]:
     return FIXED | MIXED.get(model, {})
 
 
-class Case:
-    """A model with its optimizer, under one way of averaging gradients."""
+class Case(Model):
+    """One way of averaging gradients."""
 
     def __init__(self, name: str, model: str, batch: Tensor, labels: Tensor) -> None:
-        torch.manual_seed(0)
-        self.model = DistributedDataParallel(MODELS[model]()[0], gradient_as_bucket_view=True)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.batch, self.labels = batch, labels
-        self.state: GQSGDState | None = None
+        super().__init__(model, batch, labels)
         if name in HOOKS:
             self.model.register_comm_hook(None, HOOKS[name])
         elif name != PLAIN:
             fields = {"preset": AUTO} if name == AUTO else fixed(model)[name]
             self.state = register_gqsgd(self.model, **fields, sample_every=0)
-
-    def step(self) -> None:
-        """Make one step: forward, backward, optimizer."""
-        F.cross_entropy(self.model(self.batch), self.labels).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def steps(self, count: int) -> float:
         """Seconds of a step, the mean of some steps in a row.

@@ -21,7 +21,6 @@ from torch import Tensor
 from benchmarks import presets
 from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 
 
 class Curve(NamedTuple):
@@ -177,19 +176,13 @@ def measure(options: argparse.Namespace) -> Report:
     for bits in options.bits:
         for name, codec in CODECS.items():
             config = GQSGDConfig(bits=bits, reducer="two_shot", **codec)
-            errors = [_measured(gradients, config) for gradients in kinds.values()]
+            errors = [presets.percent_error(gradients, config) for gradients in kinds.values()]
             report.rows.append([bits, name, bits + 16 / config.block_size, *errors])
         middle = (2**bits - 1) / 2
         for name, make in CURVES.items():
             errors = [100 * error_of(make(middle), middle, gradients) for gradients in kinds.values()]
             report.rows.append([bits, name, bits + 16 / BLOCK, *errors])
     return report
-
-
-def _measured(gradients: presets.Gradients, config: GQSGDConfig) -> float:
-    """The error of a configuration of the package in per cent."""
-    virtual = VirtualRanks(len(gradients.ranks), gradients.segments, torch.float32, config)
-    return 100 * relative_error(virtual.mean(gradients.ranks, 0), gradients.ranks)
 
 
 if __name__ == "__main__":

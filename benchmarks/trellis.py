@@ -27,7 +27,6 @@ from lightning_gqsgd.codecs.trellis.codec import (
     thresholds_of,
 )
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 
 #: The codecs that are compared, with the sizes of their blocks.
 CODECS = (
@@ -79,14 +78,11 @@ def errors(options: argparse.Namespace) -> Report:
 
 def _error(config: GQSGDConfig, gradients: presets.Gradients) -> float:
     """The error of a configuration in per cent."""
-    ranks = gradients.ranks
-    if len(ranks) == 1:
-        config = config.replaced(reducer="gather")
-        virtual = VirtualRanks(2, gradients.segments, torch.float32, config)
-        # Errors of two messages are independent, so their mean has half the squared error.
-        return 100 * math.sqrt(2) * relative_error(virtual.mean(ranks * 2, 0), ranks * 2)
-    virtual = VirtualRanks(len(ranks), gradients.segments, torch.float32, config)
-    return 100 * relative_error(virtual.mean(ranks, 0), ranks)
+    if len(gradients.ranks) > 1:
+        return presets.percent_error(gradients, config)
+    twice = presets.Gradients(gradients.ranks * 2, gradients.segments)
+    # Errors of two messages are independent, so their mean has half the squared error.
+    return math.sqrt(2) * presets.percent_error(twice, config.replaced(reducer="gather"))
 
 
 def levels(options: argparse.Namespace) -> Report:
