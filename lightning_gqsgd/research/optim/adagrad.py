@@ -160,17 +160,7 @@ class RDAAdagrad(_ProximalAdagrad):
     The result of a step does not depend on where the parameters were. The first step therefore replaces initial
     parameters: the method is for models that may start at zero, such as linear ones, and not for networks.
 
-    Args:
-        params: parameters, or dictionaries of parameter groups.
-        lr: learning rate η, at least 0.
-        l1: weight λ of the penalty λ |x|_1, at least 0.
-        eps: ε, above 0.
-        foreach: update all parameters of a device in a few calls, which takes as much memory as they have, three
-            times; None: where all are on a GPU.
-        maximize: maximise the objective less the penalty.
-
-    Raises:
-        ValueError: a number out of its range.
+    Arguments and errors are those of `CMDAdagrad`.
 
     State of each parameter: ``step``, and ``sum`` and ``gradient_sum`` like the parameter.
     """
