@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.research.simulation import average, relative_error
 from workloads.resnet import ResNet
 
@@ -106,7 +106,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__.split("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4, 2])
     parser.add_argument("--block-size", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])

@@ -21,17 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
-from benchmarks.report import Report
-from benchmarks.training import CLASSES, MODELS
-from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
+from benchmarks.report import Report, command_line
+from benchmarks.training import CLASSES, MODELS, Model
+from lightning_gqsgd.ddp.hook import register_gqsgd
 from netlab.lab import reshape_own_link
 from netlab.machine import cores
-
-PROGRAM = "python -m benchmarks.auto"
 
 PLAIN, AUTO = "ddp", "gqsgd_auto"
 #: Torch's hooks, by name.
@@ -67,26 +63,16 @@ def fixed(model: str) -> dict[str, dict[str, Any]]:
     return FIXED | MIXED.get(model, {})
 
 
-class Case:
-    """A model with its optimizer, under one way of averaging gradients."""
+class Case(Model):
+    """One way of averaging gradients."""
 
     def __init__(self, name: str, model: str, batch: Tensor, labels: Tensor) -> None:
-        torch.manual_seed(0)
-        self.model = DistributedDataParallel(MODELS[model]()[0], gradient_as_bucket_view=True)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.batch, self.labels = batch, labels
-        self.state: GQSGDState | None = None
+        super().__init__(model, batch, labels)
         if name in HOOKS:
             self.model.register_comm_hook(None, HOOKS[name])
         elif name != PLAIN:
             fields = {"preset": AUTO} if name == AUTO else fixed(model)[name]
             self.state = register_gqsgd(self.model, **fields, sample_every=0)
-
-    def step(self) -> None:
-        """Make one step: forward, backward, optimizer."""
-        F.cross_entropy(self.model(self.batch), self.labels).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def steps(self, count: int) -> float:
         """Seconds of a step, the mean of some steps in a row.
@@ -185,7 +171,7 @@ def measure(options: argparse.Namespace) -> Report:
             "trained alone until its first decision.",
         ),
     )
-    in_labs(options, PROGRAM, report, partial(_add_rows, options.model))
+    in_labs(options, report, partial(_add_rows, options.model))
     if options.changes:
         _measure_changes(options, report)
     load = os.getloadavg()[2]
@@ -213,7 +199,7 @@ def _measure_changes(options: argparse.Namespace, report: Report) -> None:
     """Change the links of a lab while `auto` trains."""
     os.environ[CHANGES] = " ".join(options.changes)
     of_changes = argparse.Namespace(**{**vars(options), "hosts": options.hosts[:1], "rate": ["none"]})
-    in_labs(of_changes, PROGRAM, report, _add_changes)
+    in_labs(of_changes, report, _add_changes)
     del os.environ[CHANGES]
 
 
@@ -224,9 +210,8 @@ def _add_changes(report: Report, hosts: int, rate: str, result: dict[str, Any]) 
         report.rows.append([f"{AUTO}, link changed to", hosts, change["rate"], step, None, None, took])
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     add_labs(parser)
     parser.set_defaults(rate=["none", "1gbit", "100mbit"])
     parser.add_argument("--model", choices=list(MODELS), default="resnet18")
@@ -236,7 +221,3 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of a case in a round, at least (default 2)")
     parser.add_argument("--changes", nargs="*", default=["200mbit", "none"], help="rates of the last lab, in turn")
     work_or_present(parser, work, measure)
-
-
-if __name__ == "__main__":
-    main()

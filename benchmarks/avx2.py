@@ -21,7 +21,7 @@ from pathlib import Path
 
 from llvmlite import binding
 
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 
 #: Instruction sets that a processor of the years of AVX2 lacks.
 _NEWER = re.compile(r"avx512|avx10|avxvnni|avxifma|avxne|amx|gfni|vaes|vpclmulqdq")
@@ -151,12 +151,7 @@ def _middle(values: list[float]) -> float:
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.avx2", description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--runs", type=int, default=1, help="of each benchmark under each of the two (default 1)")
     present(parser, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels import codec_cases
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.config.resolving import resolve, setting_of
@@ -36,7 +36,6 @@ from lightning_gqsgd.wire.plan import Plan
 from lightning_gqsgd.wire.telemetry import Telemetry
 from lightning_gqsgd.wire.workers import MOST
 
-PROGRAM = "python -m benchmarks.codec_threads"
 RANKS = 2
 
 
@@ -192,7 +191,7 @@ def _add_rows(
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], choices=range(1, MOST + 1), metavar="N")
     parser.add_argument("--numel", type=int, default=6_553_600, help="coordinates (default 6553600, 25 MiB)")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])

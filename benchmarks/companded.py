@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import presets
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 
 
 class Curve(NamedTuple):
@@ -177,7 +176,7 @@ def measure(options: argparse.Namespace) -> Report:
     for bits in options.bits:
         for name, codec in CODECS.items():
             config = GQSGDConfig(bits=bits, reducer="two_shot", **codec)
-            errors = [_measured(gradients, config) for gradients in kinds.values()]
+            errors = [presets.percent_error(gradients, config) for gradients in kinds.values()]
             report.rows.append([bits, name, bits + 16 / config.block_size, *errors])
         middle = (2**bits - 1) / 2
         for name, make in CURVES.items():
@@ -186,21 +185,9 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def _measured(gradients: presets.Gradients, config: GQSGDConfig) -> float:
-    """The error of a configuration of the package in per cent."""
-    virtual = VirtualRanks(len(gradients.ranks), gradients.segments, torch.float32, config)
-    return 100 * relative_error(virtual.mean(gradients.ranks, 0), gradients.ranks)
-
-
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.companded", description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4, 8])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=300, help="of training, before gradients are taken")
-    torch.set_num_threads(1)
-    present(parser, measure)
-
-
-if __name__ == "__main__":
-    main()
+    present(parser, measure, threads=1)

@@ -20,11 +20,9 @@ import torch.distributed as dist
 
 from benchmarks.hosts import begin, finish, in_lab, slowest, work_or_present
 from benchmarks.reducers import BARE, Bench
-from benchmarks.report import Report
+from benchmarks.report import Report, command_line, program
 from lightning_gqsgd.predict.timing import in_turns
 from netlab.lab import INTERFACE, NetLab, parse_rate
-
-PROGRAM = "python -m benchmarks.connections"
 
 
 def bundle(lab: NetLab, host: int, members: int, rate: str) -> None:
@@ -91,12 +89,11 @@ def _in_lab(options: argparse.Namespace) -> Any:
     with NetLab(2, "none") as lab:
         for host in range(lab.hosts):
             bundle(lab, host, options.members, options.member_rate)
-        return in_lab(lab, PROGRAM, f"over {options.members} links of {options.member_rate}")
+        return in_lab(lab, program(), f"over {options.members} links of {options.member_rate}")
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--members", type=int, choices=[1, 2, 4], default=4, help="links of the bundle (default 4)")
     parser.add_argument("--member-rate", default="50mbit", help="of each member (default 50mbit)")
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 2, 4, 8])
@@ -105,7 +102,3 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--labs", type=int, default=7)
     work_or_present(parser, work, measure)
-
-
-if __name__ == "__main__":
-    main()

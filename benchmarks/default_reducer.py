@@ -15,7 +15,7 @@ from itertools import product
 
 import torch
 
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.predict.costs import ESTIMATES, LATENCY_S, Costs, Link, estimated_costs
 from lightning_gqsgd.predict.levels import Fit, fitted
@@ -154,12 +154,7 @@ def _in_words(every: list[Steps]) -> str:
     )
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.default_reducer", description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--device", choices=[*ESTIMATES], default="h100")
     present(parser, measure)
-
-
-if __name__ == "__main__":
-    main()

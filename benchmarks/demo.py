@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from benchmarks.report import Report
-from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, ended, run, tuned
+from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, outcome, run, tuned
 from lightning_gqsgd.errors import counted
-from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.systems import SYSTEMS
 
 #: Learning rates that are tried with AdamW, and with optimizers of signs.
@@ -70,21 +69,14 @@ WAYS: dict[str, Way] = {
 }
 
 
-def outcome(options: argparse.Namespace, way: str, rate: float, seed: int) -> tuple[float, float]:
+def trained(options: argparse.Namespace, way: str, rate: float, seed: int) -> tuple[float, float]:
     """Returns the loss at the end, and the megabytes that a worker has sent."""
     preset, fields, make, _ = WAYS[way]
-    record = simulate(
-        preset,
-        VirtualCharacters(seed),
-        workers=options.workers,
-        steps=options.steps,
-        optimizer=lambda parameters: Scheduled(make(parameters, rate), options.steps),
-        seed=seed,
-        record_every=options.steps,
-        progress=False,
-        **fields,
-    )
-    return ended(record)
+
+    def scheduled(parameters: list[Tensor]) -> Optimizer:
+        return Scheduled(make(parameters, rate), options.steps)
+
+    return outcome(options, VirtualCharacters(seed), scheduled, preset, seed=seed, **fields)
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -100,7 +92,7 @@ def measure(options: argparse.Namespace) -> Report:
         },
     )
     for way, (*_, rates) in WAYS.items():
-        found = tuned(partial(outcome, options, way), rates, options.seeds)
+        found = tuned(partial(trained, options, way), rates, options.seeds)
         row: list[str | float | None] = [way, found.rate, found.sent, fmean(found.losses)]
         print(f"demo: {row}; tried {found.tried}", file=sys.stderr, flush=True)
         report.rows.append(row)
@@ -118,10 +110,5 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def main() -> None:
-    """Run the command line."""
-    run("demo", __doc__, measure, steps=120, seeds=1)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, steps=120, seeds=1)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from functools import partial
 from statistics import fmean
 
@@ -20,11 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.report import Report
-from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, ended, run, tuned
+from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, outcome, run, tuned
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.research.optim import Dion, MuonAdamW
-from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.shapes import Shaped
 
 #: Learning rate of the parameters that are no matrices, beside Dion.
@@ -38,42 +36,25 @@ WAYS: dict[str, tuple[float | None, tuple[float, ...]]] = {
 }
 
 
-def maker(way: str, rate: float, hidden: list[bool]) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """Returns what makes the optimizer of the parameters."""
+def trained(options: argparse.Namespace, way: str, rate: float, seed: int) -> tuple[float, float]:
+    """Returns the loss at the end, and the megabytes that a worker would send."""
+    problem = VirtualCharacters(seed)
+    rank, _ = WAYS[way]
+    made: list[Shaped] = []
 
     def make(parameters: list[nn.Parameter]) -> Optimizer:
-        matrices = [parameter for parameter, is_hidden in zip(parameters, hidden, strict=True) if is_hidden]
-        others = [parameter for parameter, is_hidden in zip(parameters, hidden, strict=True) if not is_hidden]
-        rank, _ = WAYS[way]
+        matrices, others = problem.divided(parameters)
         if rank is not None:
             return Dion(matrices, others, lr=rate, rank_fraction=rank, others_lr=OTHERS_RATE, betas=(0.9, 0.999))
         if way.startswith("Muon"):
             return MuonAdamW(matrices, others, lr=rate, betas=(0.9, 0.999))
         return torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1)
 
-    return make
-
-
-def outcome(options: argparse.Namespace, way: str, rate: float, seed: int) -> tuple[float, float]:
-    """Returns the loss at the end, and the megabytes that a worker would send."""
-    problem = VirtualCharacters(seed)
-    make = maker(way, rate, problem.hidden)
-    made: list[Shaped] = []
-
     def shaped(flat: list[Tensor]) -> Optimizer:
         made.append(Shaped(flat, problem.shapes, lambda parts: Scheduled(make(parts), options.steps)))
         return made[-1]
 
-    record = simulate(
-        "ddp",
-        problem,
-        workers=options.workers,
-        steps=options.steps,
-        optimizer=shaped,
-        record_every=options.steps,
-        progress=False,
-    )
-    loss, sent = ended(record)
+    loss, sent = outcome(options, problem, shaped)
     (scheduled,) = made[0].optimizers
     if isinstance(scheduled, Scheduled) and isinstance(scheduled.inner, Dion):
         sent = options.steps * ring_bytes(4 * scheduled.inner.averaged_numel, options.workers) / 1e6
@@ -93,7 +74,7 @@ def measure(options: argparse.Namespace) -> Report:
         },
     )
     for way, (_, rates) in WAYS.items():
-        found = tuned(partial(outcome, options, way), rates, options.seeds)
+        found = tuned(partial(trained, options, way), rates, options.seeds)
         row: list[str | float | None] = [way, found.rate, found.sent, fmean(found.losses)]
         print(f"dion: {row}; tried {found.tried}", file=sys.stderr, flush=True)
         report.rows.append(row)
@@ -112,10 +93,5 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def main() -> None:
-    """Run the command line."""
-    run("dion", __doc__, measure, steps=120, seeds=1)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, steps=120, seeds=1)

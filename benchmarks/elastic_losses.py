@@ -26,8 +26,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.language_model import schedule
-from benchmarks.report import Report, present
+from benchmarks.language_model import WARMUP
+from benchmarks.report import Report, command_line, present
+from benchmarks.schedule import share_of_rate
 from benchmarks.virtual_members import Clock, Training, VirtualMembers
 from lightning_gqsgd.errors import counted
 from workloads.characters import CharacterTransformer, load_texts, windows
@@ -72,7 +73,7 @@ class Characters:
         inputs, targets = windows(self._train, ranks * BATCH, LENGTH, batches)
         for group in optimizer.param_groups:
             step = min(seen, self._samples) // (RANKS * BATCH)
-            group["lr"] = self._rate * schedule(step, self._samples // (RANKS * BATCH))
+            group["lr"] = self._rate * share_of_rate(step, self._samples // (RANKS * BATCH), WARMUP)
         optimizer.zero_grad()
         F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -195,16 +196,11 @@ def _measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic_losses", description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--folder", default="elastic_losses", help="where trainings are kept (default elastic_losses)")
     parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--samples", type=int, default=48_000, help="of each training (default 48000)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further training begins")
     present(parser, _measure)
-
-
-if __name__ == "__main__":
-    main()

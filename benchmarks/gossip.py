@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
-from benchmarks.report import Report
+from benchmarks.report import Report, command_line
 from lightning_gqsgd import all_reduce
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import Segment
@@ -30,7 +30,6 @@ from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.research.simulation.graph import Graph
 from lightning_gqsgd.wire.plan import Plan
 
-PROGRAM = "python -m benchmarks.gossip"
 RATE_OF_LEARNING = 0.1
 BASELINE = "all-reduce, fp32"
 #: Steps that are not timed: they make connections and compile kernels.
@@ -165,19 +164,14 @@ def measure(options: argparse.Namespace) -> Report:
             cells = [sent / 1e6, 1e3 * median, None if wire is None else 1e3 * wire, median / base]
             report.rows.append([name, hosts, rate, *cells, 100 * case["apart"], 100 * case["away"]])
 
-    in_labs(options, PROGRAM, report, add_rows)
+    in_labs(options, report, add_rows)
     return report
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     add_labs(parser)
     parser.set_defaults(hosts=[4], rate=["100mbit", "1gbit"])
     parser.add_argument("--mb", type=float, default=4.0, help="size of the model in MB of fp32 (default 4)")
     parser.add_argument("--steps", type=int, default=20)
     work_or_present(parser, work, measure)
-
-
-if __name__ == "__main__":
-    main()

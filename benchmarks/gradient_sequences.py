@@ -49,14 +49,14 @@ class Task:
 
 
 @cache
-def images() -> tuple[str, Tensor, Tensor]:
-    """Name, images, uint8 [N, 3, 16, 16], and labels: CIFAR-10 from the folder GQSGD_DATA, or else the digits."""
+def images(size: int = IMAGE_SIZE) -> tuple[str, Tensor, Tensor]:
+    """Name, images, uint8 [N, 3, size, size], and labels: CIFAR-10 from the folder GQSGD_DATA, or else the digits."""
     folder = os.environ.get("GQSGD_DATA")
     archive = Path(folder) / "cifar10" / "cifar10-jpeg.tar.xz" if folder else None
     if archive is not None and archive.is_file():
-        loaded = decode(archive, "CIFAR-10", IMAGE_SIZE, 3)
+        loaded = decode(archive, "CIFAR-10", size, 3)
     else:
-        loaded = load_digits("digits, resized", IMAGE_SIZE, 3)
+        loaded = load_digits("digits, resized", size, 3)
     return loaded.name, torch.from_numpy(loaded.train_images).permute(0, 3, 1, 2), torch.from_numpy(loaded.train_labels)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.report import Report, present
+from benchmarks.report import Report, present, program
 from netlab.lab import NetLab, NetLabError, parse_rate
 from netlab.ranks import run_everywhere
 
@@ -51,7 +51,6 @@ def add_labs(parser: argparse.ArgumentParser) -> None:
 
 def in_labs(
     options: argparse.Namespace,
-    program: str,
     report: Report,
     add_rows: Callable[[Report, int, str, Any], None],
     timeout: float = TIMEOUT_S,
@@ -62,7 +61,6 @@ def in_labs(
 
     Args:
         options: the command line, with the arguments of `add_labs`.
-        program: start of the command line, ``"python -m ..."``; workers get this process's arguments.
         report: where the rows go.
         add_rows: adds a lab's result to the report: (report, hosts, rate, argument of `finish`).
         timeout: seconds after which a lab's workers are ended.
@@ -75,7 +73,7 @@ def in_labs(
         for rate in options.rate:
             try:
                 with NetLab(hosts, rate, options.ranks_per_host) as lab:
-                    result = in_lab(lab, program, f"on {hosts} hosts at {rate}", timeout)
+                    result = in_lab(lab, program(), f"on {hosts} hosts at {rate}", timeout)
             except KeyboardInterrupt:
                 if not report.rows:
                     raise
@@ -85,25 +83,25 @@ def in_labs(
             report.raw[f"{hosts} hosts, {rate}"] = result
 
 
-def in_lab(lab: NetLab, program: str, where: str, timeout: float = TIMEOUT_S) -> Any:
+def in_lab(lab: NetLab, command: str, where: str, timeout: float = TIMEOUT_S) -> Any:
     """Run this command as every rank of a lab; the argument of `finish` on host 0.
 
     Args:
         lab: the lab, entered.
-        program: see `in_labs`.
+        command: start of the command line, ``"python -m ..."``; workers get this process's arguments.
         where: for the error, what the lab is.
         timeout: see `in_labs`.
 
     Raises:
         WorkerError: a worker failed or left no result.
     """
-    command = [sys.executable, *program.split()[1:], *sys.argv[1:]]
+    words = [sys.executable, *command.split()[1:], *sys.argv[1:]]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
         os.environ[RESULT] = str(file)
-        code = run_everywhere(lab, command, timeout=timeout)
+        code = run_everywhere(lab, words, timeout=timeout)
         if code or not file.exists():
-            raise WorkerError(f"{program} {where} failed with exit code {code}")
+            raise WorkerError(f"{command} {where} failed with exit code {code}")
         return json.loads(file.read_text())
 
 

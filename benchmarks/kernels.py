@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu_kernels
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.parsing import codec_of
@@ -143,7 +143,7 @@ def _measure_one(x: Tensor, pairs: dict[str, tuple[Case, Case]], rounds: int, re
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--device", choices=list(OF_DEVICE), default="cpu")
     dtypes = ["float32", "bfloat16", "float16"]
     parser.add_argument("--dtype", nargs="+", choices=dtypes, help="default float32; on a GPU, and bfloat16")

@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.batched_characters import BatchedCharacters
-from benchmarks.report import Report, gpu_machine, present
+from benchmarks.report import Report, command_line, gpu_machine, present
+from benchmarks.schedule import share_of_rate
 from benchmarks.virtual_characters import LENGTH, VirtualCharacters
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import counted
@@ -207,7 +208,7 @@ class Training:
     def train(self, until: int, validate_every: int) -> None:
         """Make steps, with a validation after every so many of them; a loss that is not finite ends the training."""
         while self.step < min(until, self._steps):
-            rate = self._rate * schedule(self.step, self._steps)
+            rate = self._rate * share_of_rate(self.step, self._steps, WARMUP)
             for optimizer in getattr(self._trainer.optimizer, "optimizers", [self._trainer.optimizer]):
                 for group in optimizer.param_groups:
                     group["lr"] = rate
@@ -234,17 +235,7 @@ class Training:
         return Shaped(flat, self._problem.shapes, self._muon_of)
 
     def _muon_of(self, parameters: list[nn.Parameter]) -> Optimizer:
-        pairs = list(zip(parameters, self._problem.hidden, strict=True))
-        matrices = [parameter for parameter, is_hidden in pairs if is_hidden]
-        others = [parameter for parameter, is_hidden in pairs if not is_hidden]
-        return MuonAdamW(matrices, others, lr=self._rate, betas=(0.9, 0.999))
-
-
-def schedule(step: int, steps: int) -> float:
-    """Returns the share of the highest learning rate."""
-    if step < WARMUP:
-        return (step + 1) / WARMUP
-    return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))
+        return MuonAdamW(*self._problem.divided(parameters), lr=self._rate, betas=(0.9, 0.999))
 
 
 def problem_of(options: argparse.Namespace, seed: int) -> VirtualCharacters:
@@ -474,9 +465,8 @@ def _draw(report: Report, file: Path) -> None:
         plt.close(figure)
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.language_model", description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--folder", default="language_model", help="where trainings are kept (default language_model)")
     parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--steps", type=int, default=1000)
@@ -491,7 +481,3 @@ def main() -> None:
     parser.add_argument("--device", choices=list(SPEEDS), default="cpu")
     parser.add_argument("--at-once", action="store_true", help="all workers in one pass, in bf16; always on a GPU")
     present(parser, measure)
-
-
-if __name__ == "__main__":
-    main()

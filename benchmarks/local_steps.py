@@ -26,15 +26,14 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, work_or_present
-from benchmarks.report import Report
+from benchmarks.report import Report, command_line
+from benchmarks.schedule import share_of_rate
 from lightning_gqsgd import LocalSteps, register_gqsgd
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.wire.telemetry import Telemetry
 from pictures.style import DPI, STYLE
 from workloads.characters import CharacterTransformer, load_texts, windows
-
-PROGRAM = "python -m benchmarks.local_steps"
 
 #: What each case is: gradients averaged by DDP, by a hook, or arguments of `LocalSteps`.
 CASES: dict[str, dict[str, Any]] = {
@@ -95,7 +94,9 @@ class Case:
             if CASES[name]:
                 state = register_gqsgd(wrapped, sample_every=0, **CASES[name])
                 self.telemetry, self.close = state.telemetry, state.close
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, options.steps))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: share_of_rate(step, options.steps, WARMUP)
+        )
         self.steps = 0
 
     def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -120,13 +121,6 @@ class Case:
         """Mean validation loss in nats per character."""
         losses = [F.cross_entropy(self.network(x).flatten(0, 1), y.flatten()) for x, y in batches]
         return float(torch.stack(losses).mean())
-
-
-def _schedule(step: int, steps: int) -> float:
-    """Warm-up, then a cosine down to a tenth."""
-    if step < WARMUP:
-        return (step + 1) / WARMUP
-    return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))
 
 
 def train(name: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -196,7 +190,7 @@ def measure(options: argparse.Namespace) -> Report:
     for number, rate in enumerate(rates):
         os.environ[LIMIT] = str(options.most_seconds if number else math.inf)
         options.rate = [rate]
-        in_labs(options, PROGRAM, report, _add_rows, timeout=TIMEOUT_S)
+        in_labs(options, report, _add_rows, timeout=TIMEOUT_S)
     _fill_in(report, options)
     report.draw = lambda file: _draw(report, file)
     return report
@@ -302,9 +296,8 @@ def _draw(report: Report, file: Path) -> None:
         plt.close(figure)
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     add_labs(parser)
     parser.set_defaults(rate=["none", "100mbit", "10mbit"])
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
@@ -320,7 +313,3 @@ def main() -> None:
         limit = f"--validate-every {options.validate_every}"
         parser.error(f"--steps {options.steps} has to be a positive multiple of {limit}")
     work_or_present(parser, work, measure)
-
-
-if __name__ == "__main__":
-    main()

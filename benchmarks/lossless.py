@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from benchmarks.virtual_characters import VirtualCharacters
 from lightning_gqsgd.reducers.elias.codewords import omega_bits
 from lightning_gqsgd.reducers.lossless import pack, unpack
@@ -129,12 +129,6 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lossless", description=__doc__.split("\n")[0])
-    torch.set_num_threads(1)
-    present(parser, measure)
-
-
 if __name__ == "__main__":
-    main()
+    parser = command_line(__doc__)
+    present(parser, measure, threads=1)

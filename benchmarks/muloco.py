@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -21,13 +20,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.report import Report
-from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, ended, run, tuned
+from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, outcome, run, tuned
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.research.optim import MuonAdamW
-from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.shapes import Shaped
 
-#: Optimizers of `inner`, and the learning rates that are tried with each.
+#: Inner optimizers, and the learning rates that are tried with each.
 RATES: dict[str, tuple[float, ...]] = {"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "Muon": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)}
 #: Steps between averages of the local ways.
 EVERY = 30
@@ -43,42 +41,21 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def inner(name: str, rate: float, steps: int, hidden: list[bool]) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """Returns what makes the optimizer of one worker's parameters."""
-
-    def make(parameters: list[nn.Parameter]) -> Optimizer:
-        if name == "AdamW":
-            return Scheduled(torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1), steps)
-        matrices = [parameter for parameter, is_hidden in zip(parameters, hidden, strict=True) if is_hidden]
-        others = [parameter for parameter, is_hidden in zip(parameters, hidden, strict=True) if not is_hidden]
-        return Scheduled(MuonAdamW(matrices, others, lr=rate, betas=(0.9, 0.999)), steps)
-
-    return make
-
-
-def outcome(options: argparse.Namespace, way: str, name: str, rate: float, seed: int) -> tuple[float, float]:
+def trained(options: argparse.Namespace, way: str, name: str, rate: float, seed: int) -> tuple[float, float]:
     """Returns the loss at the end, and the megabytes that a worker has sent."""
     preset, fields = WAYS[way]
     problem = VirtualCharacters(seed)
-    make = inner(name, rate, options.steps, problem.hidden)
+
+    def inner(parameters: list[nn.Parameter]) -> Optimizer:
+        if name == "AdamW":
+            return Scheduled(torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1), options.steps)
+        return Scheduled(MuonAdamW(*problem.divided(parameters), lr=rate, betas=(0.9, 0.999)), options.steps)
 
     def shaped(flat: list[Tensor]) -> Optimizer:
-        return Shaped(flat, problem.shapes, make)
+        return Shaped(flat, problem.shapes, inner)
 
     after = {"outer_after": round(OUTER_SHARE * options.steps)} if preset != "ddp" else {}
-    record = simulate(
-        preset,
-        problem,
-        workers=options.workers,
-        steps=options.steps,
-        optimizer=shaped,
-        seed=seed,
-        record_every=options.steps,
-        progress=False,
-        **fields,
-        **after,
-    )
-    return ended(record)
+    return outcome(options, problem, shaped, preset, seed=seed, **fields, **after)
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -100,7 +77,7 @@ def measure(options: argparse.Namespace) -> Report:
     for name, rates in RATES.items():
         plain = math.nan
         for way in WAYS:
-            found = tuned(partial(outcome, options, way, name), rates, options.seeds)
+            found = tuned(partial(trained, options, way, name), rates, options.seeds)
             losses = found.losses
             plain = fmean(losses) if WAYS[way][0] == "ddp" else plain
             row: list[str | float | None] = [
@@ -130,10 +107,5 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def main() -> None:
-    """Run the command line."""
-    run("muloco", __doc__, measure, steps=480, seeds=3)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, steps=480, seeds=3)

@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.errors import counted
 from pictures.style import DPI, OTHERS, STYLE
 
@@ -222,14 +222,9 @@ def _draw(runs: dict[str, dict[str, list[dict[str, Any]]]], file: Path) -> None:
         plt.close(figure)
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.noise_bits", description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each kind (default 3)")
     parser.add_argument("--task", nargs="+", default=[], help="names of tasks, as in the table (default all)")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "noise_bits", help="where runs are kept")
     present(parser, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -19,14 +19,12 @@ from rich.progress import Progress
 from torch import Tensor
 
 from benchmarks.gradient_sequences import TASKS, gradients, segments_of
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.adaptive.noise import NoiseGauge, NoiseRules, NoiseSums, Way
 from lightning_gqsgd.adaptive.sampling import GradientSampler
 from lightning_gqsgd.config import MAX_SLOWDOWN, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment
-
-PROGRAM = "python -m benchmarks.noise_layers"
 
 #: Every width that companded codes have: the more there are, the more a width for each parameter can save.
 WIDTHS = (32, 8, 7, 6, 5, 4, 3, 2)
@@ -156,7 +154,7 @@ def enough(text: str) -> int:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=enough, default=200, help="of each training (default 200)")
     present(parser, measure)
 

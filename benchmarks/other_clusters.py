@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.report import Cell, Report, present
+from benchmarks.report import Cell, Report, command_line, present
 from lightning_gqsgd.predict.costs import LATENCY_S, Link, estimated_costs
 from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, interval
 from lightning_gqsgd.predict.model import NATIVE, predict
@@ -234,11 +234,6 @@ def _in_words(rows: Sequence[Sequence[Cell]]) -> str:
     )
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.other_clusters", description=__doc__.split("\n")[0])
-    present(parser, measure)
-
-
 if __name__ == "__main__":
-    main()
+    parser = command_line(__doc__)
+    present(parser, measure)

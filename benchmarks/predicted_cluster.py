@@ -16,7 +16,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.default_reducer import Cluster
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.predict.model import BF16, NATIVE
 from lightning_gqsgd.predict.models import USUAL_BATCH, build, operations
 from lightning_gqsgd.predict.timeline import estimated
@@ -77,11 +77,6 @@ def _draw(report: Report, file: Path) -> None:
         figure.savefig(file, dpi=DPI, metadata={"Software": None})
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.predicted_cluster", description=__doc__.split("\n")[0])
-    present(parser, measure)
-
-
 if __name__ == "__main__":
-    main()
+    parser = command_line(__doc__)
+    present(parser, measure)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
-from benchmarks.report import Report
+from benchmarks.report import Report, command_line
 from benchmarks.training import CLASSES, MODELS, Case
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.predict.model import BF16, NATIVE, predict
@@ -33,8 +33,6 @@ from lightning_gqsgd.predict.probe import measure as probe_here
 from lightning_gqsgd.predict.recording import Recorder
 from lightning_gqsgd.predict.timeline import Timeline
 from lightning_gqsgd.predict.timing import in_turns
-
-PROGRAM = "python -m benchmarks.prediction"
 
 #: Cases by name, with what the model calls them.
 METHODS: dict[str, GQSGDConfig | str] = {
@@ -115,7 +113,7 @@ def measure(options: argparse.Namespace) -> Report:
             "wire (ms)": ".0f",
         },
     )
-    in_labs(options, PROGRAM, report, partial(_add_rows, options))
+    in_labs(options, report, partial(_add_rows, options))
     errors = np.abs([float(row[7]) for row in report.rows])
     report.notes = (
         f"Over {len(errors)} settings, the median of the absolute errors is {np.median(errors):.1f} %, the worst is "
@@ -180,15 +178,10 @@ def _draw(report: Report, file: Path) -> None:
         plt.close(figure)
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     add_labs(parser)
     parser.set_defaults(hosts=[2, 4], rate=["50mbit", "200mbit", "1gbit", "none"])
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--seconds", type=float, default=25.0, help="of timed rounds per lab, about (default 25)")
     work_or_present(parser, work, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -34,10 +34,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import accuracy
-from benchmarks.report import RESULTS, Report, present
+from benchmarks.gradient_sequences import images
+from benchmarks.report import RESULTS, Report, command_line, present
 from lightning_gqsgd.cli.facts import HEADINGS, NOTES, facts_of, notes
 from lightning_gqsgd.cli.listing import LOCAL_STEPS, OTHER_SYSTEMS
-from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import FIXED, LOCAL_PRESETS, PRESETS, make_config
 from lightning_gqsgd.reducers.memory import StabilityWarning
@@ -45,8 +46,6 @@ from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 from lightning_gqsgd.research.systems import SYSTEMS
 from lightning_gqsgd.research.theory import bits_at
 from pictures.style import COLOURS, DPI, STYLE
-from workloads.digits import load_digits
-from workloads.image_files import decode
 from workloads.resnet import ResNet
 
 COMMAND = "python -m benchmarks.presets --save --docs docs/presets.md"
@@ -129,6 +128,12 @@ class Gradients:
     segments: list[Segment]
 
 
+def percent_error(gradients: Gradients, config: GQSGDConfig) -> float:
+    """The relative L2 error of one mean of all gradients, in per cent."""
+    virtual = VirtualRanks(len(gradients.ranks), gradients.segments, torch.float32, config)
+    return 100 * relative_error(virtual.mean(gradients.ranks, 0), gradients.ranks)
+
+
 def synthetic(kind: str, ranks: int, steps: int) -> Gradients:
     """A kind of `benchmarks.accuracy`; each layer of the heavy-tailed kind is a parameter."""
     gradients = accuracy.KINDS[kind](ranks, torch.Generator().manual_seed(ranks))
@@ -163,11 +168,11 @@ class Decoder(nn.Module):
 def resnet() -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
     """A ResNet-20, its SGD, and a function that gives its loss on random images."""
     model = ResNet(blocks=[3, 3, 3], width=16)
-    images, labels = _images()
+    _, pixels, labels = images(32)
 
     def loss(size: int, generator: torch.Generator) -> Tensor:
         chosen = torch.randint(len(labels), (size,), generator=generator)
-        return F.cross_entropy(model(images[chosen].float() / 64 - 2), labels[chosen])
+        return F.cross_entropy(model(pixels[chosen].float() / 64 - 2), labels[chosen])
 
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4), loss
 
@@ -200,17 +205,6 @@ def trained(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer, Batch]], 
         Segment(number, tensor.numel(), raw=tensor.numel() < MIN_NUMEL) for number, tensor in enumerate(parameters)
     ]
     return Gradients([torch.cat([tensor.flatten() for tensor in grads]) for grads in gradients], segments)
-
-
-@cache
-def _images() -> tuple[Tensor, Tensor]:
-    """Images, uint8 (N, 3, 32, 32), and their labels."""
-    if "GQSGD_DATA" in os.environ:
-        archive = Path(os.environ["GQSGD_DATA"]) / "cifar10" / "cifar10-jpeg.tar.xz"
-        images = decode(archive, "CIFAR-10", 32, 3)
-    else:
-        images = load_digits("digits, resized", 32, 3)
-    return torch.from_numpy(images.train_images).permute(0, 3, 1, 2), torch.from_numpy(images.train_labels)
 
 
 @cache
@@ -542,7 +536,7 @@ def _draw_legend(axes: Axes, looks: dict[str, dict[str, Any]]) -> None:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.presets", description=__doc__.split("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64], help="e.g. 2 4 8 16 32 64")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of gradients")
     parser.add_argument("--steps", type=int, default=300, help="of training")
@@ -555,8 +549,7 @@ def main() -> None:
     parser.add_argument(
         "--from-results", action="store_true", help="take benchmarks/results/presets.json; measure nothing"
     )
-    torch.set_num_threads(1)  # the models are so small that more threads are not faster
-    present(parser, measure)
+    present(parser, measure, threads=1)  # the models are so small that more threads are not faster
 
 
 if __name__ == "__main__":

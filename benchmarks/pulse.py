@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.research.patches import Receiver, Sender
 from workloads.characters import CharacterTransformer, load_texts, windows
 
@@ -103,12 +103,6 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pulse", description=__doc__.split("\n")[0])
-    torch.set_num_threads(1)
-    present(parser, measure)
-
-
 if __name__ == "__main__":
-    main()
+    parser = command_line(__doc__)
+    present(parser, measure, threads=1)

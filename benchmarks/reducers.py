@@ -20,19 +20,19 @@ import argparse
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import PropertyMock, patch
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
-from benchmarks.report import Report
+from benchmarks.report import Report, command_line
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
-from lightning_gqsgd.kernels.layout import Part, Segment
+from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
 from lightning_gqsgd.reducers import new_store, stages
 from lightning_gqsgd.reducers.base import ring_bytes
@@ -45,18 +45,16 @@ from lightning_gqsgd.wire.pipeline import Job, release, runner_for
 from lightning_gqsgd.wire.plan import Plan
 from lightning_gqsgd.wire.telemetry import Telemetry
 
-PROGRAM = "python -m benchmarks.reducers"
-
 BARE = " without codec"
 #: Kernels that do nothing, so that only the reducer's messages are timed.
-IDLE = SimpleNamespace(
-    block_maxima=lambda _, blocks: torch.zeros(len(blocks), dtype=torch.int32),
-    encode=lambda *_: None,
-    combine=lambda *_: None,
-    reduce=lambda *_: None,
-    decode=lambda *_: 0,
-    decode_sum=lambda *_: 0,
-)
+IDLE: dict[str, Callable[..., object]] = {
+    "block_maxima": lambda _, blocks: torch.zeros(len(blocks), dtype=torch.int32),
+    "encode": lambda *_: None,
+    "combine": lambda *_: None,
+    "reduce": lambda *_: None,
+    "decode": lambda *_: 0,
+    "decode_sum": lambda *_: 0,
+}
 
 
 class Bench:
@@ -90,7 +88,7 @@ class Bench:
 
     def add_config(self, name: str, config: GQSGDConfig, connections: int = 1) -> None:
         assert dist.group.WORLD is not None
-        with Meeting(PROGRAM, [dist.group.WORLD], timedelta(minutes=1)) as meeting:
+        with Meeting("benchmarks.reducers", [dist.group.WORLD], timedelta(minutes=1)) as meeting:
             (layout,) = layouts(meeting, self.buffer.device)
         config = resolve(with_nodes(config, layout), self.ranks)
         setting = setting_of(config, self.ranks, self.buffer.dtype, self.communicator.piece_size(config.num_bits))
@@ -115,7 +113,7 @@ class Bench:
         job.future.wait()
 
     def _run_bare(self, run: Callable[[], None]) -> None:
-        with patch.object(Part, "kernels", new_callable=PropertyMock, return_value=IDLE):
+        with patch.multiple(kernels_for(self.buffer.device), **IDLE):
             run()
 
 
@@ -179,7 +177,7 @@ def measure(options: argparse.Namespace) -> Report:
             "Gbit/s: 1.5 to 2.9). Two cores carry less than 10 Gbit/s.",
         ),
     )
-    in_labs(options, PROGRAM, report, partial(_add_rows, options))
+    in_labs(options, report, partial(_add_rows, options))
     return report
 
 
@@ -194,9 +192,8 @@ def _add_rows(options: argparse.Namespace, report: Report, hosts: int, rate: str
         report.rows.append([name, hosts, rate, sent / 1e6, *times, *faster])
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     add_labs(parser)
     parser.add_argument("--numel", type=int, default=6_553_600, help="coordinates (default 6553600, 25 MiB)")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
@@ -204,7 +201,3 @@ def main() -> None:
     parser.add_argument("--reducer", nargs="+", choices=cases, default=cases[:3])
     parser.add_argument("--rounds", type=int, default=15)
     work_or_present(parser, work, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -94,10 +94,35 @@ class Report:
         return [[_text(cell, form) for cell, form in zip(row, forms, strict=True)] for row in self.rows]
 
 
-def present(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Report]) -> None:
-    """Measure what the command line asks for, and print the report; ``--save`` writes the report, too."""
+def command_line(description: str) -> argparse.ArgumentParser:
+    """Returns a parser of the command line of the module that this process runs.
+
+    Args:
+        description: docstring of the module, whose first line is shown.
+    """
+    return argparse.ArgumentParser(prog=program(), description=description.split("\n")[0])
+
+
+def program() -> str:
+    """Returns the start of this process's command line, e.g. ``python -m benchmarks.reducers``."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name}" if spec is not None else sys.argv[0]  # a script, e.g. that of pytest
+
+
+def present(
+    parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Report], threads: int | None = None
+) -> None:
+    """Measure what the command line asks for, and print the report; ``--save`` writes the report, too.
+
+    Args:
+        parser: the command line, see `command_line`.
+        measure: measures what its options ask for.
+        threads: of torch; None: as many as torch takes.
+    """
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/NAME.md and .json")
     options = parser.parse_args()
+    if threads is not None:
+        torch.set_num_threads(threads)
     report = measure(options)
     report.show()
     if options.save:

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.rivals import E4M3_MAX
-
+E4M3_MAX = 448.0
 #: What a hook of DDP is: takes a state and a bucket.
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
@@ -68,7 +67,7 @@ class RowCodes:
 
     def encode(self, x: Tensor) -> Tensor:
         """See `Codes`."""
-        rows = _rows(x, self.row)
+        rows = rows_of(x, self.row)
         largest = E4M3_MAX if self.dtype.is_floating_point else 127.0
         scales = (rows.abs().amax(1, keepdim=True) / largest).clamp(min=1e-12)
         return _message((rows / scales).to(self.dtype), scales)
@@ -125,7 +124,7 @@ class BlockwiseCodes:
 
     def encode(self, x: Tensor) -> Tensor:
         """See `Codes`."""
-        rows = _rows(x, self.block)
+        rows = rows_of(x, self.block)
         scales = rows.abs().amax(1, keepdim=True).clamp(min=1e-30)
         levels = dynamic_levels()
         return _message(torch.bucketize(rows / scales, (levels[1:] + levels[:-1]) / 2).to(torch.uint8), scales)
@@ -146,7 +145,7 @@ class MaxMinCodes:
 
     def encode(self, x: Tensor) -> Tensor:
         """See `Codes`."""
-        rows = _rows(x, self.block)
+        rows = rows_of(x, self.block)
         low, high = rows.aminmax(dim=1, keepdim=True)
         step = (high - low) / 15
         codes = torch.where(step > 0, torch.round((rows - low) / step), 0).to(torch.uint8)
@@ -203,7 +202,7 @@ def dynamic_levels() -> Tensor:
     return torch.cat([-magnitudes, torch.zeros(1), magnitudes, torch.ones(1)]).sort().values
 
 
-def _rows(x: Tensor, length: int) -> Tensor:
+def rows_of(x: Tensor, length: int) -> Tensor:
     """A flat tensor as rows, the last one filled up with zeros."""
     return F.pad(x, (0, -len(x) % length)).view(-1, length)
 

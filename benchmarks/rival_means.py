@@ -32,14 +32,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from benchmarks.hosts import RESULT, begin, finish, in_lab, slowest, work_or_present
 from benchmarks.reducers import Bench
-from benchmarks.report import Report
+from benchmarks.report import Report, command_line, program
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.research.optim import Dion
 from lightning_gqsgd.research.simulation import relative_error
 from lightning_gqsgd.research.systems import SYSTEMS
 from netlab.lab import NetLab
 
-PROGRAM = "python -m benchmarks.rival_means"
 SIDE = 2560
 #: Samples whose products make the gradient of a layer: its rank is at most so many.
 SAMPLES = 64
@@ -250,7 +249,7 @@ def measure(options: argparse.Namespace) -> Report:
     )
     for rate in options.rate:
         with NetLab(2, rate) as lab:
-            result = in_lab(lab, PROGRAM, f"at {rate}")
+            result = in_lab(lab, program(), f"at {rate}")
             if options.hivemind:
                 os.environ.pop(RESULT, None)
                 result |= hivemind(lab, options.hivemind, options.rounds)
@@ -300,14 +299,9 @@ NOTES = (
 )
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--rate", nargs="+", default=["100mbit", "1gbit", "10gbit"], help="of each host's link")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--hivemind", metavar="PYTHON", help="an interpreter that has hivemind")
     work_or_present(parser, work, measure)
-
-
-if __name__ == "__main__":
-    main()

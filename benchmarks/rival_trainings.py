@@ -28,15 +28,13 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
-from benchmarks.report import Report
+from benchmarks.report import Report, command_line
 from benchmarks.rival_hooks import BlockwiseCodes, Hook, MaxMinCodes, RowCodes, UniformCodes, gathering
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.predict.timing import Spread
 from lightning_gqsgd.research.simulation import relative_error
 from netlab.lab import INTERFACE
 from workloads.digits import load_digits
-
-PROGRAM = "python -m benchmarks.rival_trainings"
 
 WIDTHS = (64, 384, 384, 10)
 BATCH = 32
@@ -270,7 +268,7 @@ def measure(options: argparse.Namespace) -> Report:
             "by seed": "",
         },
     )
-    in_labs(options, PROGRAM, report, add_rows)
+    in_labs(options, report, add_rows)
     report.notes = (*_how_to_read(options), *(who_wins(report.rows, rate) for rate in options.rate))
     return report
 
@@ -373,16 +371,11 @@ def _how_to_read(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     add_labs(parser)
     parser.set_defaults(rate=["100mbit"])
     parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     work_or_present(parser, work, measure)
-
-
-if __name__ == "__main__":
-    main()

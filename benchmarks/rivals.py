@@ -38,7 +38,8 @@ from matplotlib.ticker import FuncFormatter
 from torch import Tensor
 
 from benchmarks import presets
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
+from benchmarks.rival_hooks import RowCodes, rows_of
 from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 from pictures.style import COLOURS, DPI, STYLE
 
@@ -47,7 +48,6 @@ Rounding = Callable[[Tensor, torch.Generator], Tensor]
 #: What the mean of all ranks' gradients becomes: flat gradients and random numbers to a flat mean.
 Mean = Callable[[list[Tensor], torch.Generator], Tensor]
 
-E4M3_MAX = 448.0
 THC_BITS, THC_GRID, THC_BEYOND, THC_ROW = 4, 30, 1 / 32, 4096
 
 
@@ -89,7 +89,7 @@ def both_ways(xs: list[Tensor], generator: torch.Generator, rounding: Rounding) 
 def affine(x: Tensor, generator: torch.Generator, block: int | None, bits: int = 8) -> Tensor:
     """Codes from 0 to 2^bits - 1 between the smallest and the largest number of each block, and 0; torch's
     observers."""
-    rows = _rows(x, block or x.numel())
+    rows = rows_of(x, block or x.numel())
     low, high = rows.amin(1, keepdim=True).clamp(max=0), rows.amax(1, keepdim=True).clamp(min=0)
     step = ((high - low) / (2**bits - 1)).clamp(min=torch.finfo(torch.float32).eps)
     zero = (-torch.round(low / step)).clamp(0, 2**bits - 1)
@@ -99,7 +99,7 @@ def affine(x: Tensor, generator: torch.Generator, block: int | None, bits: int =
 
 def max_min(x: Tensor, generator: torch.Generator, block: int, bits: int) -> Tensor:
     """2^bits - 1 equal steps between the smallest and the largest number of each block."""
-    rows = _rows(x, block)
+    rows = rows_of(x, block)
     low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     step = (high - low) / (2**bits - 1)
     codes = torch.where(step > 0, torch.round((rows - low) / step), 0)
@@ -108,15 +108,14 @@ def max_min(x: Tensor, generator: torch.Generator, block: int, bits: int) -> Ten
 
 def fp8(x: Tensor, generator: torch.Generator, block: int) -> Tensor:
     """e4m3 numbers, with the largest magnitude of each block at e4m3's largest."""
-    rows = _rows(x, block)
-    scale = (rows.abs().amax(1, keepdim=True) / E4M3_MAX).clamp(min=1e-12)
-    return ((rows / scale).to(torch.float8_e4m3fn).float() * scale).flatten()[: x.numel()]
+    codes = RowCodes(torch.float8_e4m3fn, block)
+    return codes.decode(codes.encode(x), x.numel())
 
 
 def thc(xs: list[Tensor], generator: torch.Generator) -> Tensor:
     """THC's mean: rotated, clipped, and rounded at random to common grid points, whose sums are exact."""
     signs = torch.randint(0, 2, (THC_ROW,), generator=generator) * 2.0 - 1
-    turned = [_hadamard(_rows(x, THC_ROW) * signs) for x in xs]
+    turned = [_hadamard(rows_of(x, THC_ROW) * signs) for x in xs]
     norm = torch.stack([rows.norm(dim=1, keepdim=True) for rows in turned]).amax(0)
     reach = _normal_quantile(1 - THC_BEYOND / 2)
     largest = reach * norm / math.sqrt(THC_ROW)
@@ -244,11 +243,6 @@ def _fp32_bytes(xs: list[Tensor]) -> float:
     return 2 * (len(xs) - 1) / len(xs) * 4 * xs[0].numel()
 
 
-def _rows(x: Tensor, length: int) -> Tensor:
-    """A flat tensor as rows, the last one filled up with zeros."""
-    return torch.nn.functional.pad(x, (0, -len(x) % length)).view(-1, length)
-
-
 def _hadamard(rows: Tensor) -> Tensor:
     """Rows times the orthonormal Hadamard matrix, which is its own inverse."""
     count, length = rows.shape
@@ -373,14 +367,8 @@ def _draw(axes: Axes, found: list[tuple[str, float, float]]) -> None:
         axes.plot(bits, errors, marker=marker, color=colour, markeredgecolor="white", markersize=8, label=label)
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rivals", description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--steps", type=int, default=300, help="of training, before gradients are taken")
-    torch.set_num_threads(1)
-    present(parser, measure)
-
-
-if __name__ == "__main__":
-    main()
+    present(parser, measure, threads=1)

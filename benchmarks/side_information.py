@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gradient_sequences import TASKS, changes, gradients, images, segments_of
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
@@ -167,16 +167,10 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.side_information", description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--bits", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of steps (default 1)")
-    torch.set_num_threads(1)
-    present(parser, measure)
-
-
-if __name__ == "__main__":
-    main()
+    present(parser, measure, threads=1)

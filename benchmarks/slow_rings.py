@@ -26,10 +26,9 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.hosts import begin, finish, in_lab, slowest, work_or_present
-from benchmarks.report import Report
+from benchmarks.report import Report, command_line, program
 from netlab.lab import INTERFACE, NETWORK, NetLab, parse_rate
 
-PROGRAM = "python -m benchmarks.slow_rings"
 HOSTS = 4
 CHANNELS = 2
 #: Bytes that are averaged in each round.
@@ -252,7 +251,7 @@ def measure(options: argparse.Namespace) -> Report:
         os.environ[RATE] = rate
         with NetLab(HOSTS, "none") as lab:
             _widen(lab)
-            result = in_lab(lab, PROGRAM, f"at {rate}")
+            result = in_lab(lab, program(), f"at {rate}")
         _add_rows(report, rate, result)
     return report
 
@@ -277,12 +276,7 @@ def _add_rows(report: Report, rate: str, result: dict[str, list[float]]) -> None
     report.raw[rate] = result
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--rate", nargs="+", default=list(RATES), help="of each link (default 50mbit to 1gbit)")
     work_or_present(parser, work, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.research.experiments.optimizing import PENALTY, SIGN, Rates, sparse_problem, sparse_run
 from lightning_gqsgd.research.experiments.voting import lasso
 from lightning_gqsgd.research.optim import CMDAdagrad, RDAAdagrad
@@ -125,12 +125,6 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.systems", description=__doc__.split("\n")[0])
-    torch.set_num_threads(1)
-    present(parser, measure)
-
-
 if __name__ == "__main__":
-    main()
+    parser = command_line(__doc__)
+    present(parser, measure, threads=1)

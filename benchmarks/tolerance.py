@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import presets
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.codecs.companded.codec import CompandedCodec
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
@@ -382,16 +382,10 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tolerance", description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--widths", type=int, nargs="+", default=[8, 32, 128], help="of rows, for the last figures")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
-    torch.set_num_threads(1)
-    present(parser, measure)
-
-
-if __name__ == "__main__":
-    main()
+    present(parser, measure, threads=1)

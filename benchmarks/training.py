@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -29,13 +30,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
-from benchmarks.report import Report, gpu_machine, slug
+from benchmarks.report import Report, command_line, gpu_machine, slug
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.wire.neighbours import VARIABLE
-
-PROGRAM = "python -m benchmarks.training"
 
 CLASSES = 10
 COMPUTE = "no communication"
@@ -70,35 +69,42 @@ def resnet50() -> tuple[nn.Module, tuple[int, ...]]:
 MODELS = {"mlp": mlp, "resnet18": resnet18, "resnet50": resnet50}
 
 
-class Case:
-    """A model with its optimizer, under one way of averaging gradients."""
+class Model:
+    """A model with its optimizer, under DDP."""
 
-    def __init__(self, name: str, model: str, batch: Tensor, labels: Tensor) -> None:
+    def __init__(self, model: str, batch: Tensor, labels: Tensor) -> None:
         torch.manual_seed(0)
         network = MODELS[model]()[0].to(batch.device)
         self.numel = sum(p.numel() for p in network.parameters())
         self.model = DistributedDataParallel(network, gradient_as_bucket_view=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.batch, self.labels, self.synchronise = batch, labels, name != COMPUTE
-        self.state: GQSGDState | None = None
+        self.batch, self.labels = batch, labels
+        self.state: GQSGDState | None = None  # of the package's hook
+
+    def step(self) -> None:
+        """Make one step: forward, backward, optimizer."""
+        self._backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.batch.is_cuda:
+            torch.cuda.synchronize()
+
+    def _backward(self) -> None:
+        F.cross_entropy(self.model(self.batch), self.labels).backward()
+
+
+class Case(Model):
+    """One way of averaging gradients."""
+
+    def __init__(self, name: str, model: str, batch: Tensor, labels: Tensor) -> None:
+        super().__init__(model, batch, labels)
+        self.synchronise = name != COMPUTE
         if name == "ddp_bf16":
             self.model.register_comm_hook(None, default_hooks.bf16_compress_hook)
         elif name.removesuffix(OVER_GLOO) in HOOKS:
             shared = {VARIABLE: "0"} if name.endswith(OVER_GLOO) else {}
             with mock.patch.dict(os.environ, shared):
                 self.state = register_gqsgd(self.model, **HOOKS[name.removesuffix(OVER_GLOO)], sample_every=0)
-
-    def step(self) -> None:
-        """Make one step: forward, backward, optimizer."""
-        if self.synchronise:
-            self._backward()
-        else:
-            with self.model.no_sync():
-                self._backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.batch.is_cuda:
-            torch.cuda.synchronize()
 
     def sent_bytes(self, name: str, ranks: int) -> float:
         """Bytes of gradients that each rank sends in a step."""
@@ -108,7 +114,8 @@ class Case:
         return ring_bytes({COMPUTE: 0, "ddp": 4, "ddp_bf16": 2}[name] * self.numel, ranks)
 
     def _backward(self) -> None:
-        F.cross_entropy(self.model(self.batch), self.labels).backward()
+        with nullcontext() if self.synchronise else self.model.no_sync():
+            super()._backward()
 
 
 def work(options: argparse.Namespace) -> None:
@@ -163,7 +170,7 @@ def measure(options: argparse.Namespace) -> Report:
         ),
         machine=gpu_machine(card) if card else "",
     )
-    in_labs(options, PROGRAM, report, _add_rows)
+    in_labs(options, report, _add_rows)
     return report
 
 
@@ -182,11 +189,10 @@ def _add_rows(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> 
         )
 
 
-def main() -> None:
-    """Run the command line."""
+if __name__ == "__main__":
     usual = [COMPUTE, "ddp", "ddp_bf16", "gqsgd", "gqsgd_4bit"]
     cases = [*usual, *(name for name in HOOKS if name not in usual), *(name + OVER_GLOO for name in HOOKS)]
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+    parser = command_line(__doc__)
     add_labs(parser)
     parser.add_argument("--model", choices=list(MODELS), default="mlp")
     parser.add_argument("--batch-size", type=int, default=8, help="per rank (default 8)")
@@ -194,7 +200,3 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", choices=cases, default=usual)
     parser.add_argument("--rounds", type=int, default=20)
     work_or_present(parser, work, measure)
-
-
-if __name__ == "__main__":
-    main()

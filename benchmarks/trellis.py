@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import presets
 from benchmarks.companded import lognormal
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.codecs.trellis.codec import (
     FARTHEST,
     LANES,
@@ -27,7 +27,6 @@ from lightning_gqsgd.codecs.trellis.codec import (
     thresholds_of,
 )
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 
 #: The codecs that are compared, with the sizes of their blocks.
 CODECS = (
@@ -79,14 +78,11 @@ def errors(options: argparse.Namespace) -> Report:
 
 def _error(config: GQSGDConfig, gradients: presets.Gradients) -> float:
     """The error of a configuration in per cent."""
-    ranks = gradients.ranks
-    if len(ranks) == 1:
-        config = config.replaced(reducer="gather")
-        virtual = VirtualRanks(2, gradients.segments, torch.float32, config)
-        # Errors of two messages are independent, so their mean has half the squared error.
-        return 100 * math.sqrt(2) * relative_error(virtual.mean(ranks * 2, 0), ranks * 2)
-    virtual = VirtualRanks(len(ranks), gradients.segments, torch.float32, config)
-    return 100 * relative_error(virtual.mean(ranks, 0), ranks)
+    if len(gradients.ranks) > 1:
+        return presets.percent_error(gradients, config)
+    twice = presets.Gradients(gradients.ranks * 2, gradients.segments)
+    # Errors of two messages are independent, so their mean has half the squared error.
+    return math.sqrt(2) * presets.percent_error(twice, config.replaced(reducer="gather"))
 
 
 def levels(options: argparse.Namespace) -> Report:
@@ -139,15 +135,9 @@ def _rounded(magnitudes: np.ndarray, steps: int, generator: torch.Generator) -> 
     return x, windows, (limited[..., None] >= thresholds).sum(-1)
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.trellis", description=__doc__.split("\n")[0])
+if __name__ == "__main__":
+    parser = command_line(__doc__)
     parser.add_argument("--bits", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--levels", action="store_true", help="find the levels, and measure no gradients")
     parser.add_argument("--iterations", type=int, default=8, help="of Lloyd's algorithm")
-    torch.set_num_threads(1)
-    present(parser, measure)
-
-
-if __name__ == "__main__":
-    main()
+    present(parser, measure, threads=1)

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
+from benchmarks.schedule import share_of_rate
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.research.simulation.problems import MIN_NUMEL
-from lightning_gqsgd.research.simulation.record import Record
+from lightning_gqsgd.research.simulation import simulate
+from lightning_gqsgd.research.simulation.problems import MIN_NUMEL, Problem
 from workloads.characters import CharacterTransformer, load_texts, windows
 
 #: Windows of a worker's batch, characters of a window, and windows of which the loss is taken.
@@ -81,6 +82,12 @@ class VirtualCharacters:
         """Returns the loss on the validation text, in nats per character."""
         return float(self._loss(x, *self._validation))
 
+    def divided(self, parameters: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Returns the matrices of hidden layers among parameters like the network's, in order, and all others."""
+        pairs = list(zip(parameters, self.hidden, strict=True))
+        matrices = [parameter for parameter, is_hidden in pairs if is_hidden]
+        return matrices, [parameter for parameter, is_hidden in pairs if not is_hidden]
+
     def metrics(self, x: Tensor) -> dict[str, float]:
         """Returns no further metrics."""
         return {}
@@ -97,18 +104,12 @@ class Scheduled(Optimizer):
     def __init__(self, inner: Optimizer, steps: int) -> None:
         super().__init__([torch.zeros(1)], {})
         self.inner = inner
-        self._scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: _schedule(step, steps))
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: share_of_rate(step, steps, WARMUP))
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Make a step."""
         self.inner.step()
         self._scheduler.step()
-
-
-def _schedule(step: int, steps: int) -> float:
-    if step < WARMUP:
-        return (step + 1) / WARMUP
-    return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))
 
 
 @dataclass(frozen=True)
@@ -142,27 +143,47 @@ def tuned(outcome: Callable[[float, int], tuple[float, float]], rates: Sequence[
     return Tuned(best, tried[best][1], losses, tried)
 
 
-def ended(record: Record) -> tuple[float, float]:
-    """Returns the loss at the end, infinite after a divergence, and the megabytes that a worker has sent."""
+def outcome(
+    options: argparse.Namespace,
+    problem: Problem,
+    make: Callable[[list[Tensor]], Optimizer],
+    preset: str = "ddp",
+    **fields: Any,
+) -> tuple[float, float]:
+    """Train, and return the loss at the end, infinite after a divergence, and the megabytes that a worker has sent.
+
+    Args:
+        options: the command line of `run`.
+        problem: what is trained.
+        make: makes the optimizer of flat parameters.
+        preset: of gradients, or of local steps.
+        **fields: those that replace the preset's.
+    """
+    record = simulate(
+        preset,
+        problem,
+        workers=options.workers,
+        steps=options.steps,
+        optimizer=make,
+        record_every=options.steps,
+        progress=False,
+        **fields,
+    )
     loss = math.inf if record.diverged_at is not None else record.last()
     return loss, float(record.bytes_sent[-1]) / 1e6
 
 
-def run(
-    name: str, description: str, measure: Callable[[argparse.Namespace], Report], *, steps: int, seeds: int
-) -> None:
+def run(description: str, measure: Callable[[argparse.Namespace], Report], *, steps: int, seeds: int) -> None:
     """Run the command line of a benchmark on virtual workers, by default four.
 
     Args:
-        name: of the benchmark's module.
-        description: what it does; the first line is shown.
+        description: docstring of the benchmark's module.
         measure: makes the report.
         steps: of a training, by default.
         seeds: number of seeds, by default.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description.split("\n")[0])
+    parser = command_line(description)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--seeds", type=int, default=seeds)
-    torch.set_num_threads(1)
-    present(parser, measure)
+    present(parser, measure, threads=1)

@@ -18,7 +18,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP
@@ -225,13 +225,7 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.votes", description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    torch.set_num_threads(1)
-    present(parser, measure)
-
-
 if __name__ == "__main__":
-    main()
+    parser = command_line(__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    present(parser, measure, threads=1)

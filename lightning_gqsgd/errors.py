@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import numbers
 from collections.abc import Iterable
 from typing import Any
@@ -57,6 +58,20 @@ def check_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
 def plain_integer(value: Any) -> Any:
     """Python's integer for one of another library, such as NumPy's, which JSON would not take; all else as it is."""
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
+
+
+def check_positive(**values: float) -> None:
+    """Raise ConfigError for a number that is not above 0, or not finite."""
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name}={value!r} is out of range: above 0")
+
+
+def check_whole(**values: object) -> None:
+    """Raise ConfigError for a value that is no integer of at least 1."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes` is importable from every folder
 
+from netlab.lab import NetLabError
 from netlab.ranks import exit_on_signals
+from recipes.errors import RecipeError
 from recipes.opening import announce
 
 if TYPE_CHECKING:
@@ -75,14 +77,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("comma lists are the sweep here; leave -m out")
     parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="a folder of your own with further choices")
     options = parser.parse_intermixed_args(arguments)
-    if options.config_dir:
-        options.overrides = _with_folder(options.overrides, options.config_dir, parser)
-    if options.runs:
-        return _compare_finished(options, parser)
-    command = shlex.join(["python", "recipes/compare.py", *options.overrides])
+    try:
+        return _compare_finished(options) if options.runs else _compare(options, arguments)
+    except (RecipeError, NetLabError) as error:
+        parser.error(str(error))
+
+
+def _compare(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Run what the command line asks for, and say how to go on where that ends early."""
+    overrides = _overrides(options)
+    command = shlex.join(["python", "recipes/compare.py", *overrides])
     try:
         announce("compare.py", "a comparison", arguments)
-        return _compare(options.overrides, options.fresh, command, parser)
+        return _run(overrides, options.fresh, command)
     except KeyboardInterrupt:
         print(f"\ninterrupted; {_GOES_ON}:\n  {command}")
         return 130
@@ -92,38 +99,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
 
 
-def _with_folder(overrides: Sequence[str], folder: str, parser: _Parser) -> list[str]:
-    from recipes.errors import OverrideError
+def _overrides(options: argparse.Namespace) -> list[str]:
+    if not options.config_dir:
+        return list(options.overrides)
     from recipes.own_folders import with_search_path
 
-    try:
-        return with_search_path([*overrides, f"--config-dir={folder}"])
-    except OverrideError as error:
-        parser.error(str(error))
+    return with_search_path([*options.overrides, f"--config-dir={options.config_dir}"])
 
 
-def _compare(overrides: Sequence[str], fresh: bool, command: str, parser: _Parser) -> int:
+def _run(overrides: Sequence[str], fresh: bool, command: str) -> int:
     # Here, not above: the first word comes before everything that takes time, and mistakes before what takes longer.
     from rich.console import Console
 
-    from recipes.comparison.plan import PlanError, make_plan
+    from recipes.comparison.plan import make_plan
     from recipes.comparison.runner import run_all
     from recipes.comparison.submitted import is_submitted, submit_all
-    from recipes.folders import FolderError, check_writable
-    from recipes.launch.slurm import SlurmError
+    from recipes.folders import check_writable
 
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
-    try:
-        plan = make_plan(overrides)
-        check_writable("output", plan.settings.output)
-    except (PlanError, FolderError) as error:
-        parser.error(str(error))
+    plan = make_plan(overrides)
+    check_writable("output", plan.settings.output)
     console.print(_intention(plan), markup=False, highlight=False)
     submitted = tuple(cell for cell in plan.cells if is_submitted(cell))
-    try:
-        failures = submit_all(submitted, console, fresh) if submitted else []
-    except SlurmError as error:
-        parser.error(str(error))
+    failures = submit_all(submitted, console, fresh) if submitted else []
     here = tuple(cell for cell in plan.cells if cell not in submitted)
     failures += run_all((*here, *plan.probes), console, fresh) if here else []
     from recipes.comparison.reporting import report, show_failure
@@ -134,7 +132,7 @@ def _compare(overrides: Sequence[str], fresh: bool, command: str, parser: _Parse
     return 1 if failures else 0
 
 
-def _compare_finished(options: argparse.Namespace, parser: _Parser) -> int:
+def _compare_finished(options: argparse.Namespace) -> int:
     """Compare the runs of ``--from``, and run nothing."""
     announce("compare.py", "finished runs", ["--from", *options.runs])
     from rich.console import Console
@@ -142,22 +140,19 @@ def _compare_finished(options: argparse.Namespace, parser: _Parser) -> int:
     from recipes.comparison.finished import find
     from recipes.comparison.plan import PlanError, check_target, settings_of
     from recipes.comparison.reporting import report_finished
-    from recipes.folders import FolderError, check_writable
+    from recipes.folders import check_writable
 
     # The option takes all words that follow it, and settings may be among them.
     own = [word for word in options.runs if word.startswith(("target=", "output="))]
     folders = [Path(word) for word in options.runs if word not in own]
-    overrides = [*options.overrides, *own]
+    overrides = [*_overrides(options), *own]
     command = shlex.join(["python", "recipes/compare.py", *overrides, "--from", *map(str, folders)])
-    try:
-        if options.fresh:
-            raise PlanError("--fresh runs cells again, and --from runs none; leave one of them out")
-        settings = settings_of(overrides)
-        check_writable("output", settings.output)
-        finished = find(folders)
-        check_target(settings.target, finished.chosen[0].run.metric)
-    except (PlanError, FolderError) as error:
-        parser.error(str(error))
+    if options.fresh:
+        raise PlanError("--fresh runs cells again, and --from runs none; leave one of them out")
+    settings = settings_of(overrides)
+    check_writable("output", settings.output)
+    finished = find(folders)
+    check_target(settings.target, finished.chosen[0].run.metric)
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
     report_finished(finished, settings, command, console)
     return 0

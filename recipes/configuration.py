@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from recipes.for_hydra import for_hydra
 from recipes.strategies.choices import CONF, register_presets
+
+
+def without_hydra(cfg: DictConfig) -> DictConfig:
+    """A configuration without the node ``hydra``."""
+    return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
 
 
 def compose_configuration(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:

@@ -1,5 +1,21 @@
 """The errors that end a run with one line instead of a traceback."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def typed(value: Any) -> str:
+    """A value as it is typed on a command line, for messages."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return str(value).replace(" ", "").replace("'", "")
+    return str(value)
+
 
 class RecipeError(RuntimeError):
     """A run that cannot be made as asked; the message names the reason and the remedy.

@@ -1,4 +1,10 @@
-"""Names of the files in the folder of a run."""
+"""The files in the folder of a run: their names, and reading those that need not be there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 #: Every logged metric, a row per logging step.
 METRICS_FILE = "metrics.csv"
@@ -6,3 +12,11 @@ METRICS_FILE = "metrics.csv"
 RESULT_FILE = "result.json"
 #: The id of the run in W&B, under which a resumed run continues.
 WANDB_ID_FILE = "wandb_id.txt"
+
+
+def read_json(file: Path) -> Any:
+    """What a JSON file holds; None if there is no such file, or if it holds something else."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None

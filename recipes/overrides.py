@@ -19,8 +19,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from lightning_gqsgd.errors import did_you_mean
-from recipes.configuration import compose_configuration
-from recipes.errors import OverrideError, RecipeError
+from recipes.configuration import compose_configuration, without_hydra
+from recipes.errors import OverrideError, RecipeError, typed
 from recipes.own_folders import SEARCH_PATH, choices_in, folders_of
 from recipes.strategies.choices import CONF, GROUP, TARGET, check_strategies
 from recipes.unread import check_read
@@ -57,7 +57,7 @@ def composed(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfi
     try:
         cfg = compose_configuration(overrides, with_hydra=with_hydra)
         # Interpolations are resolved here, so that a value that none of them can use is found now.
-        OmegaConf.to_container(cfg if not with_hydra else OmegaConf.masked_copy(cfg, _own_keys(cfg)), resolve=True)
+        OmegaConf.to_container(without_hydra(cfg), resolve=True)
     except Exception as error:  # Hydra and OmegaConf raise several families of errors
         for override in parsed:
             _check_key(override, overrides)
@@ -109,10 +109,6 @@ def first_combination(overrides: Sequence[Override]) -> tuple[str, ...]:
         else:
             words.append(str(override.input_line))
     return tuple(words)
-
-
-def _own_keys(cfg: DictConfig) -> list[str]:
-    return [str(key) for key in cfg if key != "hydra"]
 
 
 def _unreadable(text: str) -> str:
@@ -288,8 +284,7 @@ def _check_type(override: Override, overrides: Sequence[str]) -> None:
         default = NUMBERS[leaf]
     wanted = _wanted(default, value)
     if wanted:
-        shown = OmegaConf.to_container(default) if isinstance(default, ListConfig) else default
-        raise OverrideError(f"{override.input_line}: {key} is {wanted}, e.g. {key}={_written(shown)}")
+        raise OverrideError(f"{override.input_line}: {key} is {wanted}, e.g. {key}={typed(default)}")
 
 
 def _wanted(default: Any, value: Any) -> str | None:
@@ -303,13 +298,6 @@ def _wanted(default: Any, value: Any) -> str | None:
     if isinstance(default, ListConfig):
         return None if isinstance(value, list) else "a list"
     return None
-
-
-def _written(value: Any) -> str:
-    """A value as it is typed on a command line."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value).replace(" ", "").replace("'", "") if isinstance(value, list) else str(value)
 
 
 def _one_line(error: Exception) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from recipes.configuration import without_hydra
 from recipes.errors import OverrideError
 from recipes.strategies.choices import CONF
 
@@ -34,7 +35,7 @@ def check_read(cfg: DictConfig) -> None:
     Raises:
         OverrideError: nothing reads an entry.
     """
-    plain = OmegaConf.to_container(cfg if "hydra" not in cfg else _without_hydra(cfg))
+    plain = OmegaConf.to_container(without_hydra(cfg))
     assert isinstance(plain, dict)
     used = set(_references(plain))
     for key in plain:
@@ -70,10 +71,6 @@ def _known(node: str) -> tuple[str, ...]:
         # A file that is packed at the top of the configuration has the node inside.
         names.update(dict.fromkeys(map(str, loaded.get(node, loaded) if "defaults" in loaded else loaded)))
     return tuple(names)
-
-
-def _without_hydra(cfg: DictConfig) -> DictConfig:
-    return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
 
 
 def _references(node: Any) -> Iterator[str]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.table import Table
 
 from lightning_gqsgd.cli.asking import check_network
+from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.errors import ConfigError, check_one_of
 from lightning_gqsgd.predict import models
 from lightning_gqsgd.predict.advice import (
@@ -248,11 +248,9 @@ def _note_on_tables(tables: Mapping[str, int], numel: int) -> str:
 
 def table(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | None) -> Table:
     """Returns a table with a row for each prediction; ``local``: that of local steps, if there is one."""
-    made = Table(
-        title=f"{cluster.timeline.name}, {cluster.timeline.numel / 1e6:.1f} M parameters, "
-        f"{cluster.nodes} × {cluster.per_node} ranks{', ' * bool(cluster.codec)}{cluster.codec}: predicted",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
+    title = (
+        f"{cluster.timeline.name}, {cluster.timeline.numel / 1e6:.1f} M parameters, "
+        f"{cluster.nodes} × {cluster.per_node} ranks{', ' * bool(cluster.codec)}{cluster.codec}: predicted"
     )
     levels = cluster.per_node > 1
     headings = (
@@ -266,8 +264,7 @@ def table(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | Non
         "wire (ms)",
         "codec (ms)",
     )
-    for number, heading in enumerate(headings):
-        made.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    made = plain_table(title, headings)
     for candidate in (*choices, *([] if local is None else [local])):
         step = candidate.prediction
         rate = _samples_per_s(cluster, candidate)

@@ -80,6 +80,21 @@ def _refusals_in_one_line() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
+def _print_json(values: Any) -> None:
+    typer.echo(json.dumps(values, indent=1, ensure_ascii=False))
+
+
+def _run_as_ranks(procs: int | None, arguments: list[str]) -> None:
+    """Run a command as ranks (None: 2) and end with their exit code, unless this process is one of a launcher's."""
+    from lightning_gqsgd.cli import probing
+    from lightning_gqsgd.errors import ConfigError
+
+    if not probing.is_rank():
+        raise typer.Exit(probing.run_ranks(2 if procs is None else procs, arguments))
+    if procs is not None:
+        raise ConfigError("a launcher has started this process as one of its ranks; leave out --procs")
+
+
 @app.command()
 def presets(
     name: Annotated[str | None, typer.Argument(help="A preset to show in full; none: a table of all.")] = None,
@@ -108,7 +123,7 @@ def presets(
     for listing in listings:
         if name is not None and name in listing.names:
             if as_json:
-                typer.echo(json.dumps(listing.to_dict(name), indent=1, ensure_ascii=False))
+                _print_json(listing.to_dict(name))
             else:
                 tables.show(listing.in_full(name))
             return
@@ -120,7 +135,7 @@ def presets(
         values = [row.to_dict() for row in rows]
         if not name:
             values += [listing.to_dict(other) for listing in listings for other in listing.names]
-        typer.echo(json.dumps(values[0] if name else values, indent=1, ensure_ascii=False))
+        _print_json(values[0] if name else values)
     elif name:
         tables.show(tables.in_full(rows[0]))
     else:
@@ -158,7 +173,7 @@ def check(
     with _refusals_in_one_line(), waiting.status("loading") as say:
         made = checking.checked(names, say)
     if as_json:
-        typer.echo(json.dumps([outcome.to_dict() for outcome in made], indent=1, ensure_ascii=False))
+        _print_json([outcome.to_dict() for outcome in made])
     else:
         tables.show(checking.table(made), checking.summary(made))
     if not all(outcome.holds for outcome in made):
@@ -203,18 +218,13 @@ def probe(
 ) -> None:
     """Measure the network between processes and the kernels of this device: under torchrun, or alone with --procs."""
     from lightning_gqsgd.cli import probing, tables
-    from lightning_gqsgd.errors import ConfigError
 
     with _refusals_in_one_line():
         probing.check(model, batch, output)
-        if not probing.is_rank():
-            widths = [word for width in bits or [] for word in ("--bits", str(width))]
-            chosen = [] if model is None else ["--model", model]
-            samples = [] if batch is None else ["--batch", str(batch)]
-            arguments = ["probe", "--output", str(output), *samples, *widths, *chosen]
-            raise typer.Exit(probing.run_ranks(2 if procs is None else procs, arguments))
-        if procs is not None:
-            raise ConfigError("a launcher has started this process as one of its ranks; leave out --procs")
+        widths = [word for width in bits or [] for word in ("--bits", str(width))]
+        chosen = [] if model is None else ["--model", model]
+        samples = [] if batch is None else ["--batch", str(batch)]
+        _run_as_ranks(procs, ["probe", "--output", str(output), *samples, *widths, *chosen])
         made = probing.run_rank(bits or [8, 4, 3, 2], model, batch)
         if made is not None:
             probing.save(made, output)
@@ -278,7 +288,10 @@ def advise(
         with _refusals_in_one_line():
             planning.check_alone([*question.given(), *files])
             planned = planning.Planned.of(local_steps)
-        typer.echo(json.dumps(planned.to_dict(), indent=1) if as_json else "\n".join(planned.lines()))
+        if as_json:
+            _print_json(planned.to_dict())
+        else:
+            typer.echo("\n".join(planned.lines()))
         return
     with _refusals_in_one_line(), waiting.status("building the model") as say:
         if files:  # matplotlib takes a while to import
@@ -300,7 +313,7 @@ def advise(
             steps = {candidate.name: candidate.prediction for candidate in recommendable(choices)}
             pictures.draw_steps(steps, gantt)
     if as_json:
-        typer.echo(json.dumps(advising.to_dict(cluster, choices, local, sweeps), indent=1, ensure_ascii=False))
+        _print_json(advising.to_dict(cluster, choices, local, sweeps))
         return
     tables.show(advising.table(cluster, choices, local))
     typer.echo("\n".join(advising.lines(cluster, choices, local)))
@@ -324,22 +337,18 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Time kernels against a copy, and all-reduces or training steps at fp32, bf16, 8 and 4 bits."""
-    from lightning_gqsgd.cli import benching, probing, tables
-    from lightning_gqsgd.errors import ConfigError
+    from lightning_gqsgd.cli import benching, tables
 
     with _refusals_in_one_line():
         benching.check(part, megabytes)
-        if not probing.is_rank():
-            size = [] if megabytes is None else ["--megabytes", str(megabytes)]
-            words = [*([part] if part else []), *size, "--rounds", str(rounds), *(["--json"] if as_json else [])]
-            raise typer.Exit(probing.run_ranks(2 if procs is None else procs, ["bench", *words]))
-        if procs is not None:
-            raise ConfigError("a launcher has started this process as one of its ranks; leave out --procs")
+        size = [] if megabytes is None else ["--megabytes", str(megabytes)]
+        words = [*([part] if part else []), *size, "--rounds", str(rounds), *(["--json"] if as_json else [])]
+        _run_as_ranks(procs, ["bench", *words])
         made = benching.run_rank(part, megabytes, rounds)
         if made is None:
             return
     if as_json:
-        typer.echo(json.dumps(made.to_dict(), indent=1))
+        _print_json(made.to_dict())
         return
     tables.show(*benching.parts_of(made))
 
@@ -363,7 +372,7 @@ def simulate(
     with _refusals_in_one_line(), waiting.status("making the problem") as say:
         made = simulating.outcomes(names or simulating.DEFAULT_PRESETS, problem, workers, steps, lr, say)
     if as_json:
-        typer.echo(json.dumps([row.to_dict() for row in made], indent=1))
+        _print_json([row.to_dict() for row in made])
     else:
         tables.show(simulating.table(made, problem, workers, steps))
 

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from rich import box
 from rich.table import Table
 
+from lightning_gqsgd.cli.tables import table_of_texts
 from lightning_gqsgd.research.experiments import EXPERIMENTS, Row, source_of
 
 
@@ -66,9 +66,8 @@ def _outcome(name: str, say: Callable[[str], None]) -> Outcome:
 
 def table(made: Sequence[Outcome]) -> Table:
     """Returns the table for a terminal: a row for each claim, with its verdict."""
-    shown = Table(title="Claims of the literature", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("system", "claim", "measured", "holds", "source"):
-        shown.add_column(heading, overflow="fold", no_wrap=heading in ("system", "holds"))
+    headings = ("system", "claim", "measured", "holds", "source")
+    shown = table_of_texts("Claims of the literature", headings, whole=("system", "holds"))
     for outcome in made:
         for number, row in enumerate(outcome.rows):
             first = (outcome.system, outcome.source) if number == 0 else ("", "")

@@ -7,10 +7,9 @@ import fcntl
 import re
 import socket
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from lightning_gqsgd.session.nodes import card_rate
 
@@ -21,8 +20,7 @@ _OF_ONE_HOST = re.compile(r"docker|br-|virbr|veth|cni|flannel|lxc|lxd|podman")
 LOOPBACK = "lo"
 
 
-@dataclass(frozen=True)
-class Interface:
+class Interface(NamedTuple):
     """A network interface that is up.
 
     Attributes:
@@ -98,16 +96,6 @@ def warnings(host: str, used: Interface | None, present: Sequence[Interface], is
 
 def _remedy(name: str) -> str:
     return f"set GLOO_SOCKET_IFNAME={name} and NCCL_SOCKET_IFNAME={name}"
-
-
-def to_plain(interface: Interface | None) -> dict[str, Any] | None:
-    """Returns an interface as plain values, for the other ranks."""
-    return None if interface is None else asdict(interface)
-
-
-def of_plain(values: Mapping[str, Any] | None) -> Interface | None:
-    """Returns the interface of plain values."""
-    return None if values is None else Interface(**values)
 
 
 def _sent(counters: Path) -> dict[str, int]:

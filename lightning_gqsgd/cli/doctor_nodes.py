@@ -25,7 +25,7 @@ from rich.table import Table
 from lightning_gqsgd.cli import doctor_interfaces
 from lightning_gqsgd.cli.doctor_interfaces import Interface
 from lightning_gqsgd.cli.doctor_places import Place, place_of
-from lightning_gqsgd.cli.probing import plain_table
+from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.wire.node import network
 
@@ -77,14 +77,13 @@ class Host(NamedTuple):
 
     def to_json(self) -> str:
         """Returns the host as text, for the other ranks."""
-        used, present = doctor_interfaces.to_plain(self.interface), map(doctor_interfaces.to_plain, self.present)
-        return json.dumps([self.rank, self.name, self.namespace, used, list(present)])
+        return json.dumps(self)
 
     @classmethod
     def of_json(cls, text: bytes) -> Host:
         """Returns the host of a text that `to_json` has made."""
         rank, name, namespace, used, present = json.loads(text)
-        return cls(rank, name, namespace, doctor_interfaces.of_plain(used), tuple(Interface(**one) for one in present))
+        return cls(rank, name, namespace, used and Interface(*used), tuple(Interface(*one) for one in present))
 
 
 class Findings(NamedTuple):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
+from lightning_gqsgd.cli.tables import grid_of, table_of_texts
 from lightning_gqsgd.presets import LOCAL_PRESETS
 from lightning_gqsgd.research.systems import SYSTEMS
 
@@ -41,9 +41,7 @@ class Listing:
 
     def table(self) -> Table:
         """Returns the table for a terminal."""
-        made = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
-        for heading in self.headings:
-            made.add_column(heading, overflow="fold", no_wrap=heading in self.whole)
+        made = table_of_texts(self.title, self.headings, self.whole)
         for name in self.names:
             made.add_row(*self.row(name))
         return made
@@ -64,13 +62,11 @@ class Listing:
 
     def in_full(self, name: str) -> Table:
         """Returns all facts of one name."""
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(no_wrap=True)
-        grid.add_column(overflow="fold")
-        for label, value in self.to_dict(name).items():
-            plain = value if isinstance(value, str) else ", ".join(f"{key}={given!r}" for key, given in value.items())
-            grid.add_row(label, plain or self.nothing)
-        return grid
+        facts = {
+            label: value if isinstance(value, str) else ", ".join(f"{key}={given!r}" for key, given in value.items())
+            for label, value in self.to_dict(name).items()
+        }
+        return grid_of({label: fact or self.nothing for label, fact in facts.items()})
 
 
 def _row_of_local_steps(name: str) -> list[str]:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich import box
 from rich.table import Table
 
+from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.predict import models
 from lightning_gqsgd.predict.advice import check_batch
@@ -209,11 +209,3 @@ def lines(probe: Probe) -> list[str]:
         + f" of {1e3 * line.backward_s:.0f} ms."
         for line in probe.timelines
     ]
-
-
-def plain_table(title: str, headings: Sequence[str]) -> Table:
-    """Returns an empty table whose first column is text, and whose other columns are numbers."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for number, heading in enumerate(headings):
-        made.add_column(heading, justify="right" if number else "left", no_wrap=True)
-    return made

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
+from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.research.simulation import simulate
@@ -90,10 +90,7 @@ def _outcome(name: str, problem: Problem, workers: int, steps: int, lr: float, s
 def table(made: Sequence[Outcome], problem: str, workers: int, steps: int) -> Table:
     """Returns the table for a terminal."""
     title = f"{problem}, {workers} virtual workers, {steps} steps of SGD"
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    shown.add_column("preset", no_wrap=True)
-    for heading in ("loss at the end", "bits", "sent (MB)", "relative error"):
-        shown.add_column(heading, justify="right")
+    shown = plain_table(title, ["preset", "loss at the end", "bits", "sent (MB)", "relative error"])
     for row in made:
         loss = "diverged" if math.isinf(row.loss) else f"{row.loss:.4g}"
         shown.add_row(row.preset, loss, f"{row.bits:.2f}", f"{row.megabytes_sent:.3g}", f"{row.relative_error:.2%}")

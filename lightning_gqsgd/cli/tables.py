@@ -1,10 +1,10 @@
-"""Tables of presets for the terminal."""
+"""Tables for the terminal: those of all commands, and that of presets."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import typer
 from rich import box
@@ -20,6 +20,32 @@ PIPED_WIDTH = 200
 
 #: Columns that are left out where the terminal is too narrow, the first one first.
 _DISPENSABLE = ("paper", "scale shared by", "bias", "state")
+
+
+def plain_table(title: str, headings: Sequence[str]) -> Table:
+    """Returns an empty table whose first column is text, and whose other columns are numbers."""
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for number, heading in enumerate(headings):
+        made.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    return made
+
+
+def table_of_texts(title: str, headings: Sequence[str], whole: Collection[str]) -> Table:
+    """Returns an empty table of texts; columns whose headings are in ``whole`` are not folded in narrow terminals."""
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in headings:
+        made.add_column(heading, overflow="fold", no_wrap=heading in whole)
+    return made
+
+
+def grid_of(facts: Mapping[str, str]) -> Table:
+    """Returns facts beside their names, without lines between them."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, fact in facts.items():
+        grid.add_row(name, fact)
+    return grid
 
 
 def fitting_table(rows: Sequence[Facts]) -> Table:
@@ -54,9 +80,6 @@ def _table(rows: Sequence[Facts], left_out: tuple[str, ...]) -> Table:
 
 def in_full(facts: Facts) -> Table:
     """Returns all facts and fields of a preset. A star marks each field that is not the default."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
     config = facts.config or facts.preset.config
     lines = {
         "preset": facts.name,
@@ -79,8 +102,7 @@ def in_full(facts: Facts) -> Table:
             "error": f"{facts.constant}{scale}" if scale else "no constant: the scale is a whole parameter's",
         }
     lines |= {"warning": " ".join(facts.warnings)} if facts.warnings else {}
-    for label, value in lines.items():
-        grid.add_row(label, value)
+    grid = grid_of(lines)
     grid.add_row("", "")
     usual = GQSGDConfig()
     for field, value in config.to_dict().items():

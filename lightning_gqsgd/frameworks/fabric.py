@@ -21,7 +21,7 @@ from lightning_gqsgd.frameworks.distributed import (
     split_arguments,
     takes,
 )
-from lightning_gqsgd.frameworks.local import LocalTraining, Trained
+from lightning_gqsgd.frameworks.local import LocalTraining, StrategyMixin, Trained
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import digest_of_tensors
 from lightning_gqsgd.local_steps.choosing import pop_options
@@ -31,10 +31,8 @@ from lightning_gqsgd.wire.agreement import digest_of
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_Base: Any = object  # each flavour's DDPStrategy
 
-
-class FabricMixin(_Base):
+class FabricMixin(StrategyMixin):
     """DDP with quantised gradients.
 
     Checkpoints that hold an optimizer also hold the states of the hooks. Loading such a checkpoint restores the states,
@@ -90,10 +88,6 @@ class FabricMixin(_Base):
         """Return the objects that have a state in checkpoints."""
         return self._hooks if self._local is None else self._local.trained
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: `_autoload` registers the names when the package is imported."""
-
     def setup_module(self, module: Module) -> Any:
         """Wrap a model and install the hook; with local steps, leave the model as it is."""
         if self._local is not None:
@@ -114,15 +108,6 @@ class FabricMixin(_Base):
             self._restore([trained])
             self._rank_zero_info(trained.averages.report())
         return optimizer
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Make an optimizer's step; with local steps, use and start the averages that are due."""
-        if self._local is not None:
-            self._local.check_start(optimizer)
-        output = super().optimizer_step(optimizer, **kwargs)
-        if self._local is not None:
-            self._local.count(optimizer)
-        return output
 
     def finish(self) -> None:
         """With local steps, make the last averages; without, do nothing. Every rank calls this after training."""

@@ -22,6 +22,8 @@ from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.options import MOST_STEPS, LocalOptions
 from lightning_gqsgd.presets import Preset
 
+_Base: Any = object  # each flavour's DDPStrategy
+
 
 @dataclass(eq=False)
 class Trained:
@@ -205,3 +207,22 @@ _TIMES = (str, timedelta)
 
 #: Arguments of Lightning's DDPStrategy that are about DistributedDataParallel.
 _OF_DDP_STRATEGY = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+
+
+class StrategyMixin(_Base):
+    """The methods that are the same for the Trainer's strategy and for Fabric's."""
+
+    _local: LocalTraining | None  # None: gradients are averaged
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Do nothing: `_autoload` registers the names when the package is imported."""
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make an optimizer's step; with local steps, use and start the averages that are due."""
+        if self._local is not None:
+            self._local.check_start(optimizer)
+        output = super().optimizer_step(optimizer, *args, **kwargs)
+        if self._local is not None:
+            self._local.count(optimizer)
+        return output

@@ -22,7 +22,7 @@ from lightning_gqsgd.frameworks.distributed import (
     split_arguments,
     takes,
 )
-from lightning_gqsgd.frameworks.local import LocalTraining
+from lightning_gqsgd.frameworks.local import LocalTraining, StrategyMixin
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.choosing import pop_options
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
@@ -32,10 +32,10 @@ from lightning_gqsgd.wire.telemetry import Meter
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_Base: Any = object  # each flavour's DDPStrategy, or Callback
+_Base: Any = object  # each flavour's Callback
 
 
-class TrainerMixin(_Base):
+class TrainerMixin(StrategyMixin):
     """DDP with quantised gradients.
 
     Every field of `GQSGDConfig` is an argument, and replaces the preset's value. None keeps the preset's value; to have
@@ -125,10 +125,6 @@ class TrainerMixin(_Base):
             return self._gqsgd_state
         return self._local.trained[0].averages if self._local.trained else None
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: `_autoload` registers the names when the package is imported."""
-
     def connect(self, model: Any) -> None:
         """Add the telemetry callback. Lightning calls this first, while callbacks can still be added to the Trainer."""
         super().connect(model)
@@ -197,15 +193,6 @@ class TrainerMixin(_Base):
                 f"gqsgd: wrapped the model anew at step {self._gqsgd_state.step}: {', '.join(counts)} {noun}; "
                 f"{self._gqsgd_state.report()}"
             )
-
-    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make an optimizer's step; with local steps, use and start the averages that are due."""
-        if self._local is not None:
-            self._local.check_start(optimizer)
-        output = super().optimizer_step(optimizer, *args, **kwargs)
-        if self._local is not None:
-            self._local.count(optimizer)
-        return output
 
     def on_validation_start(self) -> None:
         """With local steps and ``validate_at="anchor"``, validate the anchor."""

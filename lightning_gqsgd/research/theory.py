@@ -373,9 +373,7 @@ def independent_rate(distortion: float, ranks: int, signal: float, noise: float)
 
     Args:
         distortion: D, E(estimate - X)² per coordinate, about the true gradient.
-        ranks: n.
-        signal: σx², variance of the true gradient's coordinates.
-        noise: σn², variance of one rank's gradient about the true one; may be 0.
+        ranks, signal, noise: see `ceo_rate`.
 
     Raises:
         ConfigError: ``distortion`` is not above what exact messages reach, or a variance is out of range.
@@ -397,9 +395,7 @@ def distortion_of_rate(bits: float, ranks: int, signal: float, noise: float) -> 
 
     Args:
         bits: bits per coordinate of all ranks together.
-        ranks: n.
-        signal: σx², variance of the true gradient's coordinates.
-        noise: σn², variance of one rank's gradient about the true one; may be 0.
+        ranks, signal, noise: see `ceo_rate`.
 
     Raises:
         ConfigError: ``bits`` is negative or not finite, or a variance is out of range.
@@ -427,9 +423,7 @@ def gap(bits: float, error: float, ranks: int, signal: float, noise: float) -> f
     Args:
         bits: bits per coordinate that one rank spends, scales included.
         error: E(estimate - X)² per coordinate, about the true gradient.
-        ranks: n.
-        signal: σx², variance of the true gradient's coordinates.
-        noise: σn², variance of one rank's gradient about the true one; may be 0.
+        ranks, signal, noise: see `ceo_rate`.
 
     Raises:
         ConfigError: ``bits`` is negative, ``error`` is not above what exact messages reach, or a variance is out of

@@ -19,9 +19,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from pictures.style import STYLE, colours
 from recipes.comparison.embedding import dark, svg
 from recipes.comparison.plots import on_common_points, save
-from recipes.comparison.results import Line, Run, seeds_in_words, target_text
+from recipes.comparison.results import REFERENCE, Line, Run, seeds_in_words, target_text
 
-REFERENCE = "ddp"
 #: The least factor that is worth a picture.
 WORTH = 1.05
 #: Units of time, in seconds, with the longest time that is shown in each.

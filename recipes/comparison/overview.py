@@ -6,9 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from recipes.comparison.page import Overview
-from recipes.comparison.results import Line, target_text
-
-REFERENCE = "ddp"
+from recipes.comparison.results import REFERENCE, Line, target_text
 
 
 def side_by_side(by_hardware: Mapping[str, Sequence[Line]], target: float) -> list[Overview]:

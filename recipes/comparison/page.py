@@ -21,7 +21,17 @@ from pictures.style import colours
 from recipes.comparison.embedding import NARROW, on_dark, picture
 from recipes.comparison.pairs import pair_table, pairs_of, signed
 from recipes.comparison.plots import LABELS, Axis, save_curves, save_step_times
-from recipes.comparison.results import BOUND_NOTE, Line, Run, cells, headings, knows_bound, seeds_in_words, target_text
+from recipes.comparison.results import (
+    BOUND_NOTE,
+    REFERENCE,
+    Line,
+    Run,
+    cells,
+    headings,
+    knows_bound,
+    seeds_in_words,
+    target_text,
+)
 from recipes.comparison.slower_links import Elsewhere
 
 #: Names of files and strategies, and command lines, are escaped.
@@ -117,7 +127,7 @@ def write_page(
 
 
 def headlines(
-    lines: Sequence[Line], target: float, reference: str = "ddp", variants: dict[str, list[Run]] | None = None
+    lines: Sequence[Line], target: float, variants: dict[str, list[Run]] | None = None
 ) -> list[tuple[str, str]]:
     """Pairs (number, what the number means) that the page says first.
 
@@ -131,7 +141,7 @@ def headlines(
     by_name = {line.variant: line for line in lines}
     baselines = [line for line in lines if line.variant.startswith(("ddp", "powersgd"))]
     others = [line for line in lines if line not in baselines]
-    if reference not in by_name or not others:
+    if REFERENCE not in by_name or not others:
         return []
     timed = all(math.isfinite(line.time_to_target) for line in lines)
     seconds = {line.variant: line.time_to_target if timed else line.step_s for line in lines}
@@ -141,18 +151,18 @@ def headlines(
     goal = f"to {metric.label} {target_text(metric, target)}" if timed else "a step"
     shown = [
         (_faster(seconds[other.variant] / seconds[best.variant], timed), f"{best.variant} than {other.variant}, {goal}")
-        for other in dict.fromkeys((by_name[reference], strongest))
+        for other in dict.fromkeys((by_name[REFERENCE], strongest))
     ]
     if best.mb_sent:
         shown.append(
-            (f"{by_name[reference].mb_sent / best.mb_sent:.1f}× less", f"sent by {best.variant} than {reference}")
+            (f"{by_name[REFERENCE].mb_sent / best.mb_sent:.1f}× less", f"sent by {best.variant} than {REFERENCE}")
         )
-    pairs = [pair for pair in pairs_of(variants or {}, reference) if pair.variant == best.variant]
+    pairs = [pair for pair in pairs_of(variants or {}) if pair.variant == best.variant]
     # A difference from one seed says nothing: trainings that differ by their seed alone differ as much.
     if pairs and math.isfinite(pairs[0].spread):
-        change = f"{signed(metric, best.final - by_name[reference].final)} ± {metric.text(pairs[0].spread)}"
+        change = f"{signed(metric, best.final - by_name[REFERENCE].final)} ± {metric.text(pairs[0].spread)}"
         points = " points" if metric.percent else ""
-        shown.append((change, f"{metric.label}{points} at the end, {best.variant} against {reference}"))
+        shown.append((change, f"{metric.label}{points} at the end, {best.variant} against {REFERENCE}"))
     return shown
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.comparison.results import Run
+from recipes.comparison.results import REFERENCE, Run, markdown_table
 from recipes.measuring.metrics import Metric
 
 
@@ -41,23 +41,18 @@ class Pairs:
         return statistics.stdev(self.differences.values()) if len(self.differences) > 1 else math.nan
 
 
-def pairs_of(variants: Mapping[str, Sequence[Run]], reference: str = "ddp") -> list[Pairs]:
-    """The pairs of every other variant that has a seed in common with the reference.
-
-    Args:
-        variants: the runs of each variant.
-        reference: the variant that all others are compared with.
-    """
-    ends = {run.facts["seed"]: run.final for run in variants.get(reference, ())}
+def pairs_of(variants: Mapping[str, Sequence[Run]]) -> list[Pairs]:
+    """The pairs of every other variant, from its runs, that has a seed in common with the reference."""
+    ends = {run.facts["seed"]: run.final for run in variants.get(REFERENCE, ())}
     made = []
     for variant, runs in variants.items():
         shared = {run.facts["seed"]: run.final - ends[run.facts["seed"]] for run in runs if run.facts["seed"] in ends}
-        if variant != reference and shared:
+        if variant != REFERENCE and shared:
             made.append(Pairs(variant, runs[0].metric, dict(sorted(shared.items()))))
     return made
 
 
-def pair_table(pairs: Sequence[Pairs], reference: str = "ddp") -> list[list[str]]:
+def pair_table(pairs: Sequence[Pairs]) -> list[list[str]]:
     """Heads and rows: mean, standard deviation, and the difference of each seed; empty where no pair has two seeds."""
     shown = [pair for pair in pairs if len(pair.differences) > 1]
     if not shown:
@@ -65,7 +60,7 @@ def pair_table(pairs: Sequence[Pairs], reference: str = "ddp") -> list[list[str]
     seeds = sorted({seed for pair in shown for seed in pair.differences})
     heads = [
         "strategy",
-        f"{shown[0].metric.heading}, less {reference}'s",
+        f"{shown[0].metric.heading}, less {REFERENCE}'s",
         "± over seeds",
         *(f"seed {s}" for s in seeds),
     ]
@@ -81,9 +76,8 @@ def pair_table(pairs: Sequence[Pairs], reference: str = "ddp") -> list[list[str]
 
 def write_pairs(heads: Sequence[str], rows: Sequence[Sequence[str]], folder: Path) -> Path:
     """Write what `pair_table` gives to ``seeds.md``; returns its path."""
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
     file = folder / "seeds.md"
-    file.write_text("\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n")
+    file.write_text(markdown_table(heads, rows))
     return file
 
 

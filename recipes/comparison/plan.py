@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -19,15 +18,15 @@ from netlab.lab import NetLabError, parse_rate
 from recipes.arguments import check_arguments
 from recipes.data.named_files import check_named, check_stand_in
 from recipes.data.sizes import check_known_samples
-from recipes.errors import OverrideError, RecipeError
-from recipes.files import RESULT_FILE
+from recipes.errors import RecipeError
+from recipes.files import RESULT_FILE, read_json
 from recipes.launch.hardware import MULTI_NODE, NETLAB, check_devices, check_profile
 from recipes.launch.processes import local_processes
 from recipes.limits import check_limits
 from recipes.loggers.chosen import chosen_loggers
 from recipes.measuring.metrics import METRICS, Metric
 from recipes.overrides import combinations, composed, parse
-from recipes.strategies.choices import ALL, CONF, UnknownStrategyError, check_elastic, check_light, check_strategies
+from recipes.strategies.choices import ALL, CONF, check_elastic, check_light, check_strategies
 
 CELL_FILE = "cell.json"
 
@@ -37,7 +36,7 @@ LEAST_PROBE = 8
 DEFAULT_STRATEGIES = "strategy=ddp,gqsgd"
 
 
-class PlanError(ValueError):
+class PlanError(RecipeError):
     """A comparison that cannot be made as asked; the message names the remedy."""
 
 
@@ -95,20 +94,12 @@ class Cell:
 
     def is_finished(self) -> bool:
         """Whether the folder holds the result of exactly this configuration."""
-        try:
-            recorded = json.loads((self.folder / CELL_FILE).read_text())
-        except (OSError, ValueError):
-            return False
-        there = recorded == self.config and (self.folder / RESULT_FILE).is_file()
+        there = read_json(self.folder / CELL_FILE) == self.config and (self.folder / RESULT_FILE).is_file()
         return there and self.divergence() is None
 
     def divergence(self) -> str | None:
         """What was not finite at the end of this run; None if all was, or if there is no result."""
-        try:
-            facts = json.loads((self.folder / RESULT_FILE).read_text())
-        except (OSError, ValueError):
-            return None
-        found = facts.get("diverged")
+        found = (read_json(self.folder / RESULT_FILE) or {}).get("diverged")
         return None if found is None else str(found)
 
 
@@ -140,12 +131,9 @@ def settings_of(arguments: Sequence[str]) -> Settings:
         arguments: settings, as on the command line.
 
     Raises:
-        PlanError: an argument is another one than ``target`` and ``output``, or is out of range.
+        RecipeError: an argument is another one than ``target`` and ``output``, or is out of range.
     """
-    try:
-        overrides = parse(arguments)
-    except OverrideError as error:
-        raise PlanError(str(error)) from error
+    overrides = parse(arguments)
     for override in overrides:
         if override.key_or_group not in ("target", "output"):
             raise PlanError(
@@ -173,17 +161,11 @@ def make_plan(arguments: Sequence[str]) -> Plan:
         arguments: overrides and settings, as on the command line.
 
     Raises:
-        PlanError: no experiment, a malformed setting, or a configuration that cannot be composed.
+        RecipeError, NetLabError: no experiment, a malformed setting, or a configuration that cannot be composed.
     """
     arguments = [_without_all(argument) for argument in arguments]
-    try:
-        check_strategies(arguments)
-    except UnknownStrategyError as error:
-        raise PlanError(str(error)) from error
-    try:
-        overrides = parse(arguments)
-    except OverrideError as error:
-        raise PlanError(str(error)) from error
+    check_strategies(arguments)
+    overrides = parse(arguments)
     own = [field.name for field in fields(Settings)]
     settings = _settings([override for override in overrides if override.key_or_group in own])
     passed = [override for override in overrides if override.key_or_group not in own]
@@ -274,22 +256,19 @@ def _swept(overrides: Sequence[Override]) -> list[str]:
 
 
 def _composed(overrides: Sequence[str]) -> dict[str, Any]:
-    try:
-        resolved = OmegaConf.to_container(composed(overrides), resolve=True)
-        assert isinstance(resolved, dict)
-        check_limits(resolved)
-        check_arguments(resolved)
-        check_profile(resolved)
-        check_light(resolved["strategy"], resolved["trainer"]["accelerator"])
-        check_elastic(resolved, os.environ)
-        check_named(resolved["data"])
-        check_stand_in(resolved["data"], resolved["trainer"]["accelerator"])
-        if resolved["trainer"]["accelerator"] == "cpu":
-            check_devices(resolved)  # GPUs are counted by the runs: that imports torch
-            here = local_processes("cpu", resolved["trainer"]["devices"])
-            check_known_samples(resolved["data"], here * resolved["trainer"]["num_nodes"])
-    except (RecipeError, NetLabError) as error:
-        raise PlanError(str(error)) from error
+    resolved = OmegaConf.to_container(composed(overrides), resolve=True)
+    assert isinstance(resolved, dict)
+    check_limits(resolved)
+    check_arguments(resolved)
+    check_profile(resolved)
+    check_light(resolved["strategy"], resolved["trainer"]["accelerator"])
+    check_elastic(resolved, os.environ)
+    check_named(resolved["data"])
+    check_stand_in(resolved["data"], resolved["trainer"]["accelerator"])
+    if resolved["trainer"]["accelerator"] == "cpu":
+        check_devices(resolved)  # GPUs are counted by the runs: that imports torch
+        here = local_processes("cpu", resolved["trainer"]["devices"])
+        check_known_samples(resolved["data"], here * resolved["trainer"]["num_nodes"])
     name = resolved["hardware"]["name"]
     if name == MULTI_NODE:
         folders = f"outputs/{resolved['title']}/*"

@@ -21,6 +21,9 @@ from recipes.measuring.metrics import METRICS, Metric
 
 Curve = NDArray[np.float64]
 
+#: The variant that all others are compared with.
+REFERENCE = "ddp"
+
 #: What the last columns of the table say.
 BOUND_NOTE = (
     "bits above bound: message bits less log2(1/r), the least bits per coordinate for the relative L2 error r of the "
@@ -180,13 +183,12 @@ class Line:
         return self.message_bits - bits_at(self.rel_l2) if self.rel_l2 > 0 else math.nan
 
 
-def compare(variants: dict[str, list[Run]], target: float, reference: str = "ddp") -> list[Line]:
-    """One line per variant.
+def compare(variants: dict[str, list[Run]], target: float) -> list[Line]:
+    """One line per variant. Step times are given as ratios to `REFERENCE` as well, which are NaN if it is absent.
 
     Args:
         variants: the runs of each variant.
         target: value of the metric whose time is reported.
-        reference: variant to which step times are given as ratios; the ratios are NaN if it is absent.
     """
     step = {variant: _mean([run.facts["step_s"]["median"] for run in runs]) for variant, runs in variants.items()}
     return [
@@ -200,7 +202,7 @@ def compare(variants: dict[str, list[Run]], target: float, reference: str = "ddp
             time_to_target=_mean([run.time_to(target) for run in runs]),
             train_time=_mean([run.facts["train_time"] for run in runs]),
             step_s=step[variant],
-            step_ratio=step[variant] / step.get(reference, math.nan),
+            step_ratio=step[variant] / step.get(REFERENCE, math.nan),
             mb_sent=_mean([run.facts["mb_sent"] for run in runs]),
             bits_per_coordinate=_mean([run.facts["bits_per_coordinate"] or math.nan for run in runs]),
             message_bits=_mean([run.message_bits for run in runs]),
@@ -210,14 +212,14 @@ def compare(variants: dict[str, list[Run]], target: float, reference: str = "ddp
     ]
 
 
-def headings(metric: Metric, target: float, reference: str = "ddp") -> list[str]:
+def headings(metric: Metric, target: float) -> list[str]:
     """Column titles of `cells`."""
     unit = "%" if metric.percent else ""
     to_target = "time to target" if math.isnan(target) else f"time to {target_text(metric, target)} (s)"
     best = f"best ({unit})" if unit else "best"
     return [
         *("strategy", "seeds", metric.heading, best, to_target, "train (s)", "step (ms)"),
-        *(f"step vs {reference}", "sent (MB)", "bits per coord.", "message bits", "rel. L2 error", "bits above bound"),
+        *(f"step vs {REFERENCE}", "sent (MB)", "bits per coord.", "message bits", "rel. L2 error", "bits above bound"),
     ]
 
 
@@ -260,11 +262,9 @@ def knows_bound(lines: Sequence[Line]) -> bool:
 
 def write_tables(lines: Sequence[Line], target: float, title: str, folder: Path) -> tuple[Path, Path]:
     """Write ``table.md`` for reading and ``table.csv`` with plain numbers; returns both paths."""
-    heads = headings(lines[0].metric, target)
-    rows = [heads, ["---", *["---:"] * (len(heads) - 1)], *(cells(line) for line in lines)]
+    table = markdown_table(headings(lines[0].metric, target), [cells(line) for line in lines])
     markdown, plain = folder / "table.md", folder / "table.csv"
-    text = f"**{title}**\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
-    markdown.write_text(text + (f"\n{BOUND_NOTE}\n" if knows_bound(lines) else ""))
+    markdown.write_text(f"**{title}**\n\n{table}" + (f"\n{BOUND_NOTE}\n" if knows_bound(lines) else ""))
     with open(plain, "w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=[*Line.__dataclass_fields__, "bits_above_bound", "target"])
         writer.writeheader()
@@ -273,6 +273,12 @@ def write_tables(lines: Sequence[Line], target: float, title: str, folder: Path)
             {**line.__dict__, "metric": line.metric.key, **extra} for line, extra in zip(lines, more, strict=True)
         )
     return markdown, plain
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lines of a table whose first column is text, and whose other columns are numbers."""
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def _samples(column: Sequence[float]) -> list[float]:

@@ -123,7 +123,7 @@ def outcome_of(cell: Cell) -> str:
     """What a finished cell has reached, in a line."""
     facts = json.loads((cell.folder / RESULT_FILE).read_text())
     metric = METRICS[facts["metric"]]
-    value = facts["metrics"].get(metric.test, facts["metrics"].get(metric.val))
+    value = metric.of_run(facts["metrics"])
     shown = f"{metric.label} {metric.shown(value)}, " if value is not None else ""
     return f"{shown}{facts['train_time']:.1f} s of training, {facts['mb_sent']:,.1f} MB sent"
 

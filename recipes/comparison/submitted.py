@@ -22,6 +22,7 @@ from rich.console import Console
 from recipes.comparison.plan import CELL_FILE, Cell
 from recipes.comparison.processes import arguments_of
 from recipes.comparison.runner import LOG, Failure, failure_of, name_of, outcome_of
+from recipes.files import read_json
 from recipes.launch.hardware import SLURM
 from recipes.launch.slurm import ROOT, prepare_submission
 from recipes.training.checkpoints import CHECKPOINTS, LAST
@@ -75,7 +76,7 @@ def submit_all(cells: tuple[Cell, ...], console: Console, fresh: bool, cluster: 
 def _job_of(cell: Cell, fresh: bool, cluster: str) -> tuple[Any, str]:
     """The job of a cell, and how it was come by."""
     executor = _executor(cell, cluster)
-    known, same = cell.folder / JOB_FILE, _recorded(cell) == cell.config
+    known, same = cell.folder / JOB_FILE, read_json(cell.folder / CELL_FILE) == cell.config
     if known.is_file() and same and not fresh:
         there = json.loads(known.read_text())
         job = executor.job_class(executor.folder, there["id"], tasks=list(range(there["tasks"])))
@@ -91,13 +92,6 @@ def _job_of(cell: Cell, fresh: bool, cluster: str) -> tuple[Any, str]:
     job = executor.submit(run_rank, words, str(cell.folder / LOG))
     known.write_text(json.dumps({"id": job.job_id, "tasks": _tasks(cell.config)}) + "\n")
     return job, "goes on from the last checkpoint" if goes_on else "submitted"
-
-
-def _recorded(cell: Cell) -> Any:
-    try:
-        return json.loads((cell.folder / CELL_FILE).read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _waited_for(jobs: Sequence[tuple[Cell, Any]], console: Console) -> list[Failure]:

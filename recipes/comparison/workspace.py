@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pictures.style import COLOURS
+from recipes.files import read_json
 from recipes.loggers.wandb_client import wandb_mode
 from recipes.measuring import names
 from recipes.measuring.metrics import METRICS
@@ -194,9 +195,8 @@ def _write(definition: Definition, workspace: Any, file: Path, url: str | None) 
 
 def _known_url(definition: Definition, file: Path) -> str | None:
     """URL of the workspace that ``file`` says was made from the same definition; None if there is none."""
-    try:
-        written = json.loads(file.read_text())
-    except (OSError, ValueError):
+    written = read_json(file)
+    if written is None:
         return None
     known = {"more_groups": [], **(written.get("definition") or {})}  # files of earlier versions know one group
     same = known == json.loads(json.dumps(asdict(definition)))

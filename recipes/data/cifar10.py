@@ -48,16 +48,9 @@ class Cifar10Data(ImageDataModule):
         self._root = Path(root).expanduser() if root else None
         self._download, self._timeout, self._fallback = download, download_timeout, fallback
         self._cache = cache_folder(cache_dir)
-        self._prepared = False
 
-    def prepare_data(self) -> None:
-        """Download or decode the images, once per machine; say so when the digits stand in.
-
-        Raises:
-            DataError: ``root`` is not what it should be, or there is no CIFAR-10 and ``fallback`` is off.
-        """
-        if self._prepared:
-            return  # `train` has called this already, and Lightning calls it again
+    def prepare_once(self) -> None:
+        """Download or decode the images; say so when the digits stand in."""
         if self._root is not None:
             self._from_root(self._root)
         elif not self._downloaded():
@@ -68,10 +61,9 @@ class Cifar10Data(ImageDataModule):
                 self.data_name = self.fallback_name
                 digits = f"scikit-learn's digits at {self.image_size}x{self.image_size}"
                 announce_fallback("CIFAR-10", reason, digits, self.data_name, REMEDY)
-        self._prepared = True
 
     def load(self) -> ImageSet:
-        """See `ImageDataModule.load`."""
+        """See `DataInMemory.load`."""
         if self._root is not None:
             return self._from_root(self._root)
         if self._downloaded():

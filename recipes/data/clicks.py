@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from recipes.data import criteo
 from recipes.data.click_features import field_ids
@@ -18,7 +18,7 @@ from recipes.data.criteo import FIELDS, ClickLog
 from recipes.data.sources import announce_fallback, cache_folder
 from recipes.data.splits import split, stratified
 from recipes.data.synthetic_clicks import TRUE_AUC, synthetic_clicks
-from recipes.data.task_data import TaskData, loaded, whole_batches
+from recipes.data.task_data import DataInMemory, Rows, whole_batches
 from recipes.errors import DataError
 
 #: Ids and labels.
@@ -45,24 +45,7 @@ class ClickSet:
     test_labels: NDArray[np.int8]
 
 
-class _Rows(Dataset[ClickBatch]):
-    """Batches (ids, labels), taken by one indexing operation instead of row by row."""
-
-    def __init__(self, ids: NDArray[np.int32], labels: NDArray[np.int8]) -> None:
-        self._ids, self._labels = ids, labels
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __getitem__(self, index: int) -> ClickBatch:
-        return self.__getitems__([index])
-
-    def __getitems__(self, indices: list[int]) -> ClickBatch:
-        rows = np.asarray(indices, dtype=np.int64)
-        return torch.from_numpy(self._ids[rows]).long(), torch.from_numpy(self._labels[rows]).float()
-
-
-class ClickData(TaskData):
+class ClickData(DataInMemory[ClickSet]):
     """Batches (ids int64 (N, 39), labels float32 (N,)) of Criteo's click logs, or of drawn clicks where there are none.
 
     Args:
@@ -105,17 +88,9 @@ class ClickData(TaskData):
         self._fallback = fallback
         self._cache = cache_folder(cache_dir)
         self._train_samples, self._test_samples = train_samples, test_samples
-        self._set: ClickSet | None = None
-        self._prepared = False
 
-    def prepare_data(self) -> None:
-        """Parse text, once per machine; say so when drawn clicks stand in.
-
-        Raises:
-            DataError: ``root`` is not what it should be, or not set and ``fallback`` is off.
-        """
-        if self._prepared:
-            return  # `train` has called this already, and Lightning calls it again
+    def prepare_once(self) -> None:
+        """Parse text; say so when drawn clicks stand in."""
         if self._root is None:
             self._check_fallback()
             self.data_name = FALLBACK
@@ -123,31 +98,22 @@ class ClickData(TaskData):
             announce_fallback("Criteo", "data.root is not set", stand_in, FALLBACK, REMEDY)
         else:
             criteo.load_log(_file(self._root), self._cache, self._max_rows)
-        self._prepared = True
-
-    @property
-    def clicks(self) -> ClickSet:
-        """The splits in use.
-
-        Raises:
-            DataError: `setup` has not been called.
-        """
-        return loaded(self._set, "the clicks are")
 
     @property
     def train_count(self) -> int:
         """See `TaskData.train_count`."""
-        return len(self.clicks.train_labels)
+        return len(self.splits.train_labels)
 
-    def setup(self, stage: str | None = None) -> None:
-        """Load, hash and split the rows; on every process.
+    def load(self) -> tuple[str, ClickLog]:
+        """The name of the log, and its rows."""
+        if self._root is not None:
+            return self.data_name, criteo.load_log(_file(self._root), self._cache, self._max_rows)
+        self._check_fallback()
+        return FALLBACK, synthetic_clicks()[0]
 
-        Raises:
-            DataError: the file is not what it should be, or the processes have loaded different data.
-        """
-        if self._set is not None:
-            return
-        name, log = self._load()
+    def taken(self, data: tuple[str, ClickLog]) -> ClickSet:
+        """Hash and split the rows."""
+        name, log = data
         train, test = split(log.labels, self._test_fraction)
         self.check_same_everywhere((name, len(train), len(test)))
         train = train[stratified(log.labels[train], self._train_samples, "data.train_samples")]
@@ -156,22 +122,16 @@ class ClickData(TaskData):
         _check_both_kinds(log.labels[test], "test", "data.test_samples")
         ids = field_ids(log, self._buckets)
         self.data_name = name
-        self._set = ClickSet(name, ids[train], log.labels[train], ids[test], log.labels[test])
+        return ClickSet(name, ids[train], log.labels[train], ids[test], log.labels[test])
 
     def train_dataloader(self) -> DataLoader[ClickBatch]:
         """Batches of the training split in random order."""
         self.check_fills_a_step()
-        return self._loader(self.clicks.train_ids, self.clicks.train_labels, train=True)
+        return self._loader(self.splits.train_ids, self.splits.train_labels, train=True)
 
     def val_dataloader(self) -> DataLoader[ClickBatch]:
         """Batches of the test split."""
-        return self._loader(self.clicks.test_ids, self.clicks.test_labels, train=False)
-
-    def _load(self) -> tuple[str, ClickLog]:
-        if self._root is not None:
-            return self.data_name, criteo.load_log(_file(self._root), self._cache, self._max_rows)
-        self._check_fallback()
-        return FALLBACK, synthetic_clicks()[0]
+        return self._loader(self.splits.test_ids, self.splits.test_labels, train=False)
 
     def _check_fallback(self) -> None:
         if not self._fallback:
@@ -179,7 +139,7 @@ class ClickData(TaskData):
 
     def _loader(self, ids: NDArray[np.int32], labels: NDArray[np.int8], train: bool) -> DataLoader[ClickBatch]:
         size = self.batch_size if train else max(self.batch_size, 1024)
-        return whole_batches(_Rows(ids, labels), size, train)
+        return whole_batches(Rows((ids, torch.int64), (labels, torch.float32)), size, train)
 
 
 def _check_both_kinds(labels: NDArray[np.int8], part: str, setting: str) -> None:

@@ -11,5 +11,5 @@ class DigitsData(ImageDataModule):
     """The digits of `workloads.digits`, with the arguments of `ImageDataModule`."""
 
     def load(self) -> ImageSet:
-        """See `ImageDataModule.load`."""
+        """See `DataInMemory.load`."""
         return load_digits(self.data_name, self.image_size, self.channels)

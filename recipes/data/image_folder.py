@@ -187,28 +187,22 @@ class ImageFolderData(TaskData):
         self._workers = workers
         self._fallback = fallback is not False
         self._source: Source | None = None
-        self._announced = False
 
     @property
     def fallback_name(self) -> str:
         """What the digits are called when they stand in."""
         return f"digits{self._fallback_size} (fallback)"
 
-    def prepare_data(self) -> None:
-        """Check that the folder is there; say so when the digits stand in.
-
-        Raises:
-            DataError: ``root`` is not what it should be, or there is none and ``fallback`` is off.
-        """
+    def prepare_once(self) -> None:
+        """Check that the folder is there; say so when the digits stand in."""
         if self._root is not None:
             split_folders(self._root)
         elif not self._fallback:
             raise self._absent()
-        elif not self._announced:  # `train` has called this already, and Lightning calls it again
+        else:
             wanted, self.data_name = self.data_name, self.fallback_name
             digits = f"scikit-learn's digits at {self._fallback_size}x{self._fallback_size}"
             announce_fallback(wanted, "data.root is not set", digits, self.data_name, REMEDY)
-            self._announced = True
 
     def setup(self, stage: str | None = None) -> None:
         """List the files, without reading them; on every process.

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from recipes.data.augmentation import EDGES, FLIPS, Edges, Flip, augment
 from recipes.data.sizes import kept_for_validation
 from recipes.data.splits import stratified
-from recipes.data.task_data import TaskData, loaded, whole_batches
+from recipes.data.task_data import DataInMemory, Rows, whole_batches
 from recipes.errors import DataError
 from workloads.images import Images, ImageSet, Labels
 
@@ -24,24 +24,7 @@ IndexedBatch = tuple[Tensor, Tensor, Tensor]
 STATISTICS_IMAGES = 5000
 
 
-class _Rows(Dataset[IndexedBatch]):
-    """Batches (images, labels, indices), taken by one indexing operation instead of image by image."""
-
-    def __init__(self, images: Images, labels: Labels) -> None:
-        self._images, self._labels = images, labels
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __getitem__(self, index: int) -> IndexedBatch:
-        return self.__getitems__([index])
-
-    def __getitems__(self, indices: list[int]) -> IndexedBatch:
-        rows = np.asarray(indices, dtype=np.int64)
-        return torch.from_numpy(self._images[rows]), torch.from_numpy(self._labels[rows]), torch.from_numpy(rows)
-
-
-class ImageDataModule(TaskData):
+class ImageDataModule(DataInMemory[ImageSet]):
     """Loads an `ImageSet`; augments and normalises whole batches on the device that trains.
 
     Args:
@@ -91,51 +74,31 @@ class ImageDataModule(TaskData):
             "cutout": cutout,
             "edges": edges,
         }
-        self._set: ImageSet | None = None
         self._kept: tuple[Images, Labels] | None = None
-
-    def load(self) -> ImageSet:
-        """The whole collection, from what `prepare_data` has left on this machine."""
-        raise NotImplementedError
-
-    @property
-    def images(self) -> ImageSet:
-        """The collection in use.
-
-        Raises:
-            DataError: `setup` has not been called.
-        """
-        return loaded(self._set, "the images are")
 
     @property
     def train_count(self) -> int:
         """See `TaskData.train_count`."""
-        return len(self.images.train_labels)
+        return len(self.splits.train_labels)
 
-    def setup(self, stage: str | None = None) -> None:
-        """Load the collection, check it and take the wanted part of it; on every process.
-
-        Raises:
-            DataError: the images are not what the configuration says, or the processes have loaded different data.
-        """
-        if self._set is not None:
-            return  # Lightning calls this for training and again for testing
-        images = self.load()
-        self._check(images)
-        self.check_same_everywhere((images.name, len(images.train_labels), len(images.test_labels)))
-        self.data_name = images.name
-        self._set = _part(images, self._train_samples, self._test_samples)
+    def taken(self, data: ImageSet) -> ImageSet:
+        """See `DataInMemory.taken`."""
+        self._check(data)
+        self.check_same_everywhere((data.name, len(data.train_labels), len(data.test_labels)))
+        self.data_name = data.name
+        images = _part(data, self._train_samples, self._test_samples)
         if self._val_samples is not None:
-            self._set, self._kept = _kept_apart(self._set, self._val_samples)
-        step = max(1, len(self._set.train_images) // STATISTICS_IMAGES)
-        sample = self._set.train_images[::step].astype(np.float32)
+            images, self._kept = _kept_apart(images, self._val_samples)
+        step = max(1, len(images.train_images) // STATISTICS_IMAGES)
+        sample = images.train_images[::step].astype(np.float32)
         self._mean = torch.from_numpy(sample.mean((0, 1, 2)))
         self._std = torch.from_numpy(sample.std((0, 1, 2))).clamp_min(1.0)
+        return images
 
     def train_dataloader(self) -> DataLoader[IndexedBatch]:
         """Batches of the training split in random order."""
         self.check_fills_a_step()
-        return self._loader(self.images.train_images, self.images.train_labels, train=True)
+        return self._loader(self.splits.train_images, self.splits.train_labels, train=True)
 
     def val_dataloader(self) -> DataLoader[IndexedBatch]:
         """Batches of the images that were kept from training; without ``val_samples``, of the test split."""
@@ -145,7 +108,7 @@ class ImageDataModule(TaskData):
 
     def test_dataloader(self) -> DataLoader[IndexedBatch]:
         """Batches of the test split."""
-        return self._loader(self.images.test_images, self.images.test_labels, train=False)
+        return self._loader(self.splits.test_images, self.splits.test_labels, train=False)
 
     def on_after_batch_transfer(self, batch: IndexedBatch, dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Float images (N, C, H, W) in channels-last memory, and labels; augmented in training."""
@@ -170,7 +133,8 @@ class ImageDataModule(TaskData):
 
     def _loader(self, images: Images, labels: Labels, train: bool) -> DataLoader[IndexedBatch]:
         size = self.batch_size if train else max(self.batch_size, 256)
-        return whole_batches(_Rows(images, labels), size, train)
+        rows = Rows((images, torch.uint8), (labels, torch.int64), (np.arange(len(labels)), torch.int64))
+        return whole_batches(rows, size, train)
 
 
 def _kept_apart(images: ImageSet, val_samples: int | float) -> tuple[ImageSet, tuple[Images, Labels]]:

@@ -137,12 +137,8 @@ class ShardData(ImageFolderData):
         self._shards: tuple[list[Path], list[Path]] = ([], [])
         self._sizes: list[int] = []  # of the shards that are evaluated
 
-    def prepare_data(self) -> None:
-        """Check that there are shards.
-
-        Raises:
-            DataError: there are none.
-        """
+    def prepare_once(self) -> None:
+        """Check that there are shards."""
         self._shards = self._found()
 
     def setup(self, stage: str | None = None) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
+import numpy as np
+import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from recipes.data.sizes import check_fills_a_step
 from recipes.errors import DataError, OtherDataError
 
-T = TypeVar("T")
+Splits = TypeVar("Splits")
 
 
 class TaskData(LightningDataModule):
@@ -36,6 +40,20 @@ class TaskData(LightningDataModule):
             raise DataError(f"data.batch_size={batch_size} must be at least 1")
         self.data_name = name
         self.batch_size = batch_size
+        self._prepared = False
+
+    def prepare_data(self) -> None:
+        """Find, download or decode the data, once per machine; say so when others stand in.
+
+        Raises:
+            DataError: ``data.root`` is not what it should be, or there are no data and none may stand in.
+        """
+        if not self._prepared:  # `train` calls this, and Lightning calls it again
+            self.prepare_once()
+            self._prepared = True
+
+    def prepare_once(self) -> None:
+        """What `prepare_data` does."""
 
     @property
     def train_count(self) -> int:
@@ -73,19 +91,59 @@ class TaskData(LightningDataModule):
             )
 
 
-def loaded(data: T | None, words: str) -> T:
-    """Returns data that `setup` has loaded.
+class DataInMemory(TaskData, Generic[Splits]):
+    """Data whose splits `setup` loads into memory as a whole."""
+
+    _splits: Splits | None = None
+
+    def load(self) -> Any:
+        """All data, from what `prepare_data` has left on this machine."""
+        raise NotImplementedError
+
+    def taken(self, data: Any) -> Splits:
+        """Check what `load` gives, and take the wanted part of it, on every process; sets ``data_name``."""
+        raise NotImplementedError
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load the data, check them and take the wanted part of them; on every process.
+
+        Raises:
+            DataError: the data are not what the configuration says, or the processes have loaded different data.
+        """
+        if self._splits is None:  # Lightning calls this for training and again for testing
+            self._splits = self.taken(self.load())
+
+    @property
+    def splits(self) -> Splits:
+        """The splits in use.
+
+        Raises:
+            DataError: `setup` has not been called.
+        """
+        if self._splits is None:
+            raise DataError("the data are not loaded; call setup() first")
+        return self._splits
+
+
+class Rows(Dataset[tuple[Tensor, ...]]):
+    """Rows of arrays in memory; a batch is taken by one indexing operation instead of row by row.
 
     Args:
-        data: the data; None: they are not loaded yet.
-        words: subject and verb of the error, e.g. ``"the images are"``.
-
-    Raises:
-        DataError: `setup` has not been called.
+        *columns: arrays of equal length, each with the type of its part of a batch.
     """
-    if data is None:
-        raise DataError(f"{words} not loaded; call setup() first")
-    return data
+
+    def __init__(self, *columns: tuple[NDArray[Any], torch.dtype]) -> None:
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(self._columns[0][0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        rows = np.asarray(indices, dtype=np.int64)
+        return tuple(torch.from_numpy(values[rows]).to(dtype) for values, dtype in self._columns)
 
 
 def whole_batches(rows: Any, size: int, train: bool) -> DataLoader[Any]:

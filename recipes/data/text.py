@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_gqsgd.errors import counted
 from recipes.data.named_files import is_tokenizer_file
-from recipes.data.task_data import TaskData, loaded, whole_batches
+from recipes.data.task_data import DataInMemory, whole_batches
 from recipes.data.tokenizers import TOKENIZERS, Ids, unknown_tokenizer
 from recipes.errors import DataError
 
@@ -60,7 +60,7 @@ class Windows(Dataset[TextBatch]):
         return tokens[:, :-1], tokens[:, 1:]
 
 
-class TextDataModule(TaskData):
+class TextDataModule(DataInMemory[TextSet]):
     """Loads a `TextSet` and serves its windows: a sample is a window of ``sequence_length`` tokens.
 
     Args:
@@ -93,51 +93,30 @@ class TextDataModule(TaskData):
             raise DataError(f"data.sequence_length={sequence_length} must be at least 1")
         self.tokenizer, self.vocabulary_size, self.sequence_length = tokenizer, vocabulary_size, sequence_length
         self._train_samples, self._valid_samples = train_samples, valid_samples
-        self._set: TextSet | None = None
-
-    def load(self) -> TextSet:
-        """The whole text, from what `prepare_data` has left on this machine."""
-        raise NotImplementedError
-
-    @property
-    def text(self) -> TextSet:
-        """The text in use.
-
-        Raises:
-            DataError: `setup` has not been called.
-        """
-        return loaded(self._set, "the text is")
 
     @property
     def train_count(self) -> int:
         """See `TaskData.train_count`: the number of windows."""
-        return len(self._windows(self.text.train))
+        return len(self._windows(self.splits.train))
 
-    def setup(self, stage: str | None = None) -> None:
-        """Load the text and take the wanted part of it; on every process.
-
-        Raises:
-            DataError: the text is too short, or the processes have loaded different data.
-        """
-        if self._set is not None:
-            return
-        text = self.load()
-        self.check_same_everywhere((text.name, len(text.train), len(text.valid)))
-        self.data_name = text.name
-        self._set = replace(
-            text,
-            train=self._part(text.train, self._train_samples, "train"),
-            valid=self._part(text.valid, self._valid_samples, "valid"),
+    def taken(self, data: TextSet) -> TextSet:
+        """See `DataInMemory.taken`."""
+        self.check_same_everywhere((data.name, len(data.train), len(data.valid)))
+        self.data_name = data.name
+        return replace(
+            data,
+            train=self._part(data.train, self._train_samples, "train"),
+            valid=self._part(data.valid, self._valid_samples, "valid"),
         )
 
     def train_dataloader(self) -> DataLoader[TextBatch]:
         """Batches of the training text in random order."""
         self.check_fills_a_step()
-        return self._loader(self.text.train, train=True)
+        return self._loader(self.splits.train, train=True)
 
     def val_dataloader(self) -> DataLoader[TextBatch]:
         """Batches of the validation text."""
-        return self._loader(self.text.valid, train=False)
+        return self._loader(self.splits.valid, train=False)
 
     def _part(self, ids: Ids, count: int | None, split: str) -> Ids:
         windows = len(self._windows(ids))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from recipes.data import corpus
 from recipes.data.corpus import Text, TextFile
-from recipes.data.download import download as download_file
 from recipes.data.named_files import is_tokenizer_file, named_file
-from recipes.data.sources import announce_fallback, cache_folder, try_download
+from recipes.data.sources import announce_fallback, cache_folder, socket_timeout, try_download
 from recipes.data.text import TextDataModule, TextSet
 from recipes.data.tokenizers import Ids
 from recipes.errors import DataError
@@ -86,16 +86,9 @@ class WikiTextData(TextDataModule):
             if found is None:
                 raise DataError(f"data.tokenizer={self.tokenizer} is no file; name a tokenizer.json")
             self.tokenizer = str(found)
-        self._prepared = False
 
-    def prepare_data(self) -> None:
-        """Download and encode the text, once per machine; say so when the fallback stands in.
-
-        Raises:
-            DataError: a named file or folder is not what it should be, or there is no WikiText and ``fallback`` is off.
-        """
-        if self._prepared:
-            return  # `train` has called this already, and Lightning calls it again
+    def prepare_once(self) -> None:
+        """Download and encode the text; say so when the fallback stands in."""
         reason = None
         if not self._is_named and not self._archive.is_file():
             reason = self._try_download()
@@ -106,10 +99,9 @@ class WikiTextData(TextDataModule):
         else:
             self.data_name = FALLBACK
             announce_fallback("WikiText", reason, "the topics of Python's help()", FALLBACK, REMEDY)
-        self._prepared = True
 
     def load(self) -> TextSet:
-        """See `TextDataModule.load`."""
+        """See `DataInMemory.load`."""
         if self._is_named or self._archive.is_file():
             return TextSet(self.data_name, *self._from_files())
         if not self._fallback:
@@ -148,8 +140,13 @@ class WikiTextData(TextDataModule):
 
     def _try_download(self) -> str | None:
         """Download the collection; returns why that is not possible, or None."""
+
+        def download() -> None:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            with socket_timeout(self._timeout):  # torch.hub leaves a verified file, or none
+                torch.hub.download_url_to_file(self._url, str(self._archive), self._sha256)
+
         absent = f"data.root is not set, {self._archive} does not exist"
-        download = partial(download_file, self._url, self._sha256, self._archive, self._timeout)
         return try_download(absent, self._download, self._url, self._timeout, download)
 
 

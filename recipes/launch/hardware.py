@@ -9,7 +9,7 @@ from typing import Any
 from lightning_gqsgd.errors import counted
 from netlab.lab import parse_rate
 from netlab.machine import cores
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, typed
 from recipes.launch.processes import gpus, local_processes
 
 CPU, NETLAB, MULTI_NODE, SLURM = "cpu", "netlab", "multi_node", "slurm"
@@ -37,7 +37,7 @@ def check_profile(config: Mapping[str, Any]) -> None:
     _check_processes(_asked_by(config, "devices"), devices, trainer["accelerator"])
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
         key = _asked_by(config, "num_nodes")
-        raise HardwareError(f"{key}={_shown(nodes)} makes no process; take a number of at least 1")
+        raise HardwareError(f"{key}={typed(nodes)} makes no process; take a number of at least 1")
     if name in (NETLAB, SLURM) and not (isinstance(devices, int) and devices >= 1):
         raise HardwareError(
             f"hardware={name} has to know the number of processes per node: hardware.devices={devices!r} is none; "
@@ -98,7 +98,7 @@ def _gpus_asked_by(config: Mapping[str, Any]) -> tuple[str, str]:
 
 def _check_processes(key: str, value: Any, accelerator: str) -> None:
     """Refuse a value of ``trainer.devices`` that Lightning does not take for an accelerator."""
-    shown, lists = _shown(value), isinstance(value, Sequence) and not isinstance(value, str)
+    shown, lists = typed(value), isinstance(value, Sequence) and not isinstance(value, str)
     if lists and not value:
         raise HardwareError(f"{key}={shown} names no device; take a number of at least 1, or a list such as [0,1]")
     number = int(value) if re.fullmatch(r"-?\d+", str(value)) else None
@@ -114,13 +114,6 @@ def _check_processes(key: str, value: Any, accelerator: str) -> None:
             f"{key}={shown} is no number of processes; take an integer of at least 1, auto, or a list of GPUs such as "
             "[0,1]"
         )
-
-
-def _shown(value: Any) -> str:
-    """A value as it is typed on a command line."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else str(value).replace(" ", "")
 
 
 def _check_cores(config: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ def prepare_submission(arguments: Sequence[str], environment: MutableMapping[str
     """
     if "hardware=slurm" not in arguments or not {"-m", "--multirun"} & set(arguments):
         return
-    if not _installed(PLUGIN):
+    if not is_installed(PLUGIN):
         raise SlurmError(
             "hardware=slurm needs hydra-submitit-launcher; install it: "
             "uv sync --extra slurm, or pip install hydra-submitit-launcher"
@@ -42,7 +42,8 @@ def prepare_submission(arguments: Sequence[str], environment: MutableMapping[str
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
 
 
-def _installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Whether a module of another package can be imported; it is not imported."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # the parent package is missing

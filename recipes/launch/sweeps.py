@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
@@ -14,6 +13,7 @@ from hydra.core.override_parser.types import Override
 from recipes.errors import RecipeError
 from recipes.files import RESULT_FILE
 from recipes.launch.processes import folder_argument
+from recipes.launch.slurm import is_installed
 from recipes.measuring.metrics import METRICS
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
@@ -38,7 +38,7 @@ def check_sweeper(overrides: Sequence[Override]) -> None:
         OptunaError: it is not.
     """
     named = [override for override in overrides if override.key_or_group in SEARCHES and override.value() == "optuna"]
-    if named and not _installed():
+    if named and not is_installed(PLUGIN):
         raise OptunaError(
             f"{named[0].input_line} needs hydra-optuna-sweeper; install it: uv sync --extra optuna, or pip install "
             "hydra-optuna-sweeper"
@@ -58,13 +58,5 @@ def run_job(overrides: Sequence[str], folder: Path) -> tuple[int, float]:
     if code:
         return code, float("nan")
     facts = json.loads((folder / RESULT_FILE).read_text())
-    metric = METRICS[facts["metric"]]
-    value = facts["metrics"].get(metric.test, facts["metrics"].get(metric.val))
+    value = METRICS[facts["metric"]].of_run(facts["metrics"])
     return 0, float("nan") if value is None else float(value)
-
-
-def _installed() -> bool:
-    try:
-        return find_spec(PLUGIN) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False

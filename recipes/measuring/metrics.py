@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class Metric:
     def heading(self) -> str:
         """The label with its unit, for the head of a column."""
         return f"{self.label} (%)" if self.percent else self.label
+
+    def of_run(self, logged: Mapping[str, Any]) -> Any:
+        """The final value among all that a run has logged: that of the test, or of the last validation; else None."""
+        return logged.get(self.test, logged.get(self.val))
 
     def text(self, value: float, digits: int | None = None) -> str:
         """A value as it is written below `heading`; a dash for NaN.

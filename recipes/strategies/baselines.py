@@ -7,7 +7,6 @@ sometimes abort a finished run, with exit code 134.
 
 from __future__ import annotations
 
-import atexit
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+from lightning_gqsgd.frameworks.distributed import destroy_at_exit
 from recipes.errors import RecipeError
 from recipes.models.sparse_gradients import gives_sparse_gradients
 
@@ -68,9 +68,7 @@ class BaselineDDPStrategy(DDPStrategy):
                 f"this process already has a process group of {size} processes, the trainer wants {self.world_size}; "
                 "start a fresh process for every number of processes"
             )
-        # At exit and not at the end of fit: testing and further fits use the same group.
-        atexit.unregister(_destroy_process_group)
-        atexit.register(_destroy_process_group)
+        destroy_at_exit()
 
     def configure_ddp(self) -> None:
         """Wrap the model, register the hook, and prepare the count of bytes.
@@ -134,8 +132,3 @@ class BaselineDDPStrategy(DDPStrategy):
         for name, table in tables.items():
             table.register_post_accumulate_grad_hook(partial(count, name))
         return {f"{name}.weight" for name in tables}
-
-
-def _destroy_process_group() -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()

@@ -14,6 +14,8 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from recipes.configuration import without_hydra
+from recipes.errors import typed
 from recipes.launch.processes import local_processes
 from recipes.training.checkpoints import LAST, CheckpointError
 
@@ -132,8 +134,7 @@ def _recorded(file: Path) -> dict[str, Any]:
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:
-    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-    config = OmegaConf.to_container(own, resolve=True)
+    config = OmegaConf.to_container(without_hydra(cfg), resolve=True)
     assert isinstance(config, dict)
     return {str(key): value for key, value in config.items()}
 
@@ -176,9 +177,4 @@ def _processes(config: Mapping[str, Any]) -> Any:
 
 
 def _written(value: Any) -> str:
-    """A value as it is typed on a command line."""
-    if value is _MISSING:
-        return "not set"
-    if isinstance(value, bool) or value is None:
-        return "null" if value is None else str(value).lower()
-    return str(value).replace(" ", "") if isinstance(value, list | tuple) else str(value)
+    return "not set" if value is _MISSING else typed(value)

@@ -135,8 +135,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
                 f"the training diverged: {result['diverged']}; take an optimizer.lr below {settings.lr}, "
                 f"or trainer.gradient_clip_val=0.5; what was measured is in {folder / RESULT_FILE}"
             )
-    metrics = result["metrics"]
-    return metrics.get(module.metric.test, metrics.get(module.metric.val, float("nan")))
+    value = module.metric.of_run(result["metrics"])
+    return float("nan") if value is None else value
 
 
 @contextmanager

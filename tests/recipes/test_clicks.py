@@ -94,7 +94,7 @@ def _data(tmp_path: Path, **settings: Any) -> ClickData:
 def _ready(data: ClickData) -> ClickSet:
     data.prepare_data()
     data.setup()
-    return data.clicks
+    return data.splits
 
 
 def _same(one: ClickLog, other: ClickLog) -> bool:

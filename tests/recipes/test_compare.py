@@ -15,17 +15,19 @@ from PIL import Image
 from rich.console import Console
 
 from lightning_gqsgd.presets import PRESETS
+from netlab.lab import NetLabError
 from pictures.style import COLOURS
 from recipes.comparison import plan as planning
 from recipes.comparison.embedding import dark, on_dark
 from recipes.comparison.page import Section, headlines, write_page
 from recipes.comparison.pairs import pair_table, pairs_of, write_pairs
-from recipes.comparison.plan import CELL_FILE, Cell, PlanError, make_plan
+from recipes.comparison.plan import CELL_FILE, Cell, make_plan
 from recipes.comparison.plots import save_curves
 from recipes.comparison.processes import command
 from recipes.comparison.reporting import _fitting, _table, _title
 from recipes.comparison.results import Run, cells, common_target, compare, headings, write_tables
 from recipes.comparison.runner import LOG
+from recipes.errors import RecipeError
 from recipes.files import RESULT_FILE
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY, PERPLEXITY, Metric
@@ -108,7 +110,7 @@ def test_all_is_every_preset_and_the_baselines_of_every_device(monkeypatch: pyte
     ],
 )
 def test_mistakes_come_up_before_anything_runs(arguments: list[str], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises((RecipeError, NetLabError), match=message):
         make_plan(arguments)
 
 

@@ -42,7 +42,7 @@ def _cifar(tmp_path: Path, **settings: Any) -> Cifar10Data:
 def _ready(data: Cifar10Data | DigitsData) -> ImageSet:
     data.prepare_data()
     data.setup()
-    return data.images
+    return data.splits
 
 
 # --- digits ----------------------------------------------------------------------------------------------------------
@@ -87,9 +87,9 @@ def test_images_that_are_kept_for_validation_are_not_trained_on_and_the_test_spl
 
     whole, data = ready(None), ready(200)
     assert data.train_count == 1437 - 200
-    everything = {image.tobytes() for image in whole.images.train_images}
+    everything = {image.tobytes() for image in whole.splits.train_images}
     kept = images_of(data.val_dataloader())
-    trained = {image.tobytes() for image in data.images.train_images}
+    trained = {image.tobytes() for image in data.splits.train_images}
     assert len(kept) == 200
     assert not kept & trained
     assert kept | trained == everything
@@ -118,7 +118,7 @@ def test_other_shape_or_classes_than_configured_are_refused() -> None:
     with pytest.raises(DataError, match=r"set data\.num_classes=10"):
         _ready(DigitsData("digits", batch_size=8, image_size=8, channels=1, num_classes=7))
     with pytest.raises(DataError, match="setup"):
-        _ = DigitsData("digits", batch_size=8, image_size=8, channels=1, num_classes=10).images
+        _ = DigitsData("digits", batch_size=8, image_size=8, channels=1, num_classes=10).splits
 
 
 # --- subsets ---------------------------------------------------------------------------------------------------------
@@ -357,8 +357,8 @@ def test_fallback_says_so_and_changes_the_name(tmp_path: Path, capsys: pytest.Ca
     assert "digits32 (fallback)" in message
     assert "data.root=PATH" in message
     data.setup()
-    assert data.images.name == "digits32 (fallback)"
-    assert data.images.train_images.shape == (1437, 32, 32, 3)
+    assert data.splits.name == "digits32 (fallback)"
+    assert data.splits.train_images.shape == (1437, 32, 32, 3)
     data.prepare_data()
     assert not capsys.readouterr().err  # once
 

@@ -22,8 +22,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.data import corpus, wikitext
-from recipes.data.download import download
+from recipes.data import corpus, sources, wikitext
 from recipes.data.named_files import check_named
 from recipes.data.text import Windows
 from recipes.data.tokenizers import Vocabulary, splitter
@@ -131,13 +130,13 @@ def test_a_tokenizer_file_reads_text_as_it_is(folder: Path, tmp_path: Path, toke
 
     library = tokenizers.Tokenizer.from_file(str(tokenizer_file))
     settings: dict[str, Any] = {"root": str(folder), "vocabulary_size": 270}
-    text = _ready(_data(tmp_path, tokenizer=str(tokenizer_file), **settings)).text
+    text = _ready(_data(tmp_path, tokenizer=str(tokenizer_file), **settings)).splits
     assert library.decode(text.train.tolist()) == TRAIN
     assert library.decode(text.valid.tolist()) == VALID
     assert text.train.dtype == np.uint16
     # A name is looked for in data.root, too; a changed file makes another cache.
     (folder / "own.json").write_bytes(tokenizer_file.read_bytes())
-    assert np.array_equal(_ready(_data(tmp_path, tokenizer="own.json", **settings)).text.train, text.train)
+    assert np.array_equal(_ready(_data(tmp_path, tokenizer="own.json", **settings)).splits.train, text.train)
     assert len(list((tmp_path / "cache").glob("text-*.npz"))) == 2
 
 
@@ -196,7 +195,7 @@ def test_targets_are_the_next_inputs_and_each_token_is_predicted_once() -> None:
 
 def test_an_epoch_serves_every_window_in_another_order(folder: Path, tmp_path: Path) -> None:
     data = _ready(_data(tmp_path, root=str(folder)))
-    ids = data.text.train
+    ids = data.splits.train
     assert data.train_count == (len(ids) - 1) // 5 == 67
     torch.manual_seed(0)
     batches = list(data.train_dataloader())
@@ -204,19 +203,19 @@ def test_an_epoch_serves_every_window_in_another_order(folder: Path, tmp_path: P
     inputs = torch.cat([batch[0] for batch in batches])
     in_order = torch.from_numpy(ids[: 66 * 5].astype(np.int64)).view(-1, 5)
     assert not torch.equal(inputs, in_order)
-    assert sum(len(batch[1]) for batch in data.val_dataloader()) == (len(data.text.valid) - 1) // 5 == 31
+    assert sum(len(batch[1]) for batch in data.val_dataloader()) == (len(data.splits.valid) - 1) // 5 == 31
 
 
 def test_parts_are_counted_in_windows(folder: Path, tmp_path: Path) -> None:
     data = _ready(_data(tmp_path, root=str(folder), train_samples=7, valid_samples=3))
     assert data.train_count == 7
-    assert len(data.text.valid) == 3 * 5 + 1
+    assert len(data.splits.valid) == 3 * 5 + 1
     with pytest.raises(DataError, match=r"data\.valid_samples=99 is out of range: 1 to 31"):
         _ready(_data(tmp_path, root=str(folder), valid_samples=99))
     with pytest.raises(DataError, match=r"train text has 340 tokens.*lower data\.sequence_length=1000"):
         _ready(_data(tmp_path, root=str(folder), sequence_length=1000))
     with pytest.raises(DataError, match="setup"):
-        _ = _data(tmp_path).text
+        _ = _data(tmp_path).splits
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
@@ -235,7 +234,7 @@ def test_folders_archives_and_usual_names_give_the_same_text(folder: Path, tmp_p
     with tarfile.open(tarred, "w:gz") as archive:
         archive.add(folder, "below/wikitext-2")
     roots = (folder, folder.parent / "texts", renamed, packed, tarred)
-    texts = [_ready(_data(tmp_path, root=str(root))).text for root in roots]
+    texts = [_ready(_data(tmp_path, root=str(root))).splits for root in roots]
     words = sorted(set(TRAIN.split()))
     assert texts[0].train.max() == len(words) + 1
     assert (texts[0].valid == 0).sum() == 20  # the zebra
@@ -249,8 +248,8 @@ def test_named_files_replace_the_folders_and_are_part_of_the_name(folder: Path, 
     mine = tmp_path / "mine.txt"
     mine.write_text("one two three \n" * 9)
     data = _ready(_data(tmp_path, root=str(folder), train_file=str(mine)))
-    assert data.data_name == data.text.name == "wikitext-2 (trained on mine.txt)"
-    assert len(data.text.train) == 36
+    assert data.data_name == data.splits.name == "wikitext-2 (trained on mine.txt)"
+    assert len(data.splits.train) == 36
     with pytest.raises(DataError, match=r"there is no valid text: add data\.valid_file=FILE or data\.root=PATH"):
         _data(tmp_path, train_file=str(mine)).prepare_data()
     with pytest.raises(DataError, match=r"data\.train_file=.*absent\.txt is no file"):
@@ -304,7 +303,7 @@ def test_encoding_happens_once_until_a_file_changes(
         return original(train, *rest)
 
     monkeypatch.setattr(corpus, "encode", counting)
-    first, second = (_ready(_data(tmp_path, root=str(folder))).text for _ in range(2))
+    first, second = (_ready(_data(tmp_path, root=str(folder))).splits for _ in range(2))
     assert len(encoded) == 1
     assert np.array_equal(first.train, second.train)
     _ready(_data(tmp_path, root=str(folder), vocabulary_size=5))
@@ -360,16 +359,18 @@ def test_download_is_verified_and_kept(
     wrong = _data(tmp_path, download=True)
     wrong.prepare_data()
     assert wrong.data_name == FALLBACK
-    assert f"has SHA-256 {sha256}, not {'0' * 64}" in capsys.readouterr().err
+    assert f'invalid hash value (expected "{"0" * 64}", got "{sha256}")' in capsys.readouterr().err
     assert not any(file.is_file() for file in tmp_path.glob("cache/*"))
     monkeypatch.setitem(wikitext.COLLECTIONS, "wikitext-2", (url, sha256))
     data = _ready(_data(tmp_path, download=True, fallback=False))
-    assert data.text.name == "wikitext-2"
-    assert len(data.text.train) == 340
+    assert data.splits.name == "wikitext-2"
+    assert len(data.splits.train) == 340
     _ready(_data(tmp_path, download=False, fallback=False))  # what an earlier run has downloaded
-    with pytest.raises(OSError, match="refused|URL|404"):
-        download("http://127.0.0.1:1/absent.zip", sha256, tmp_path / "absent.zip", timeout=5)
-    assert not list(tmp_path.glob("*absent*"))
+    monkeypatch.setattr(sources, "unreachable", lambda url, timeout: None)  # the network fails after that
+    monkeypatch.setitem(wikitext.COLLECTIONS, "wikitext-2", ("http://127.0.0.1:1/absent.zip", sha256))
+    with pytest.raises(DataError, match="download of .* failed .*(refused|URL|404)"):
+        _data(tmp_path, download=True, fallback=False).prepare_data()
+    assert not list(tmp_path.glob("cache/*absent*"))
 
 
 def test_without_text_the_fallback_says_so_or_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -378,9 +379,9 @@ def test_without_text_the_fallback_says_so_or_is_an_error(tmp_path: Path, capsys
     assert "WikiText is not here" in message
     assert FALLBACK in message
     assert "data.root=PATH" in message
-    assert data.data_name == data.text.name == FALLBACK
-    assert len(data.text.train) > 50_000
-    assert len(data.text.valid) > 5_000
+    assert data.data_name == data.splits.name == FALLBACK
+    assert len(data.splits.train) > 50_000
+    assert len(data.splits.valid) > 5_000
     other = _data(tmp_path, vocabulary_size=5000)
     other.setup()  # a process that did not prepare
     assert other.data_name == FALLBACK
@@ -425,8 +426,8 @@ def test_learns_more_than_how_frequent_words_are(composed: Callable[..., DictCon
     result = train(cfg, tmp_path / "run")
     first, last = _perplexities(tmp_path / "run")
     data = _ready(_data(tmp_path, vocabulary_size=500, sequence_length=16, valid_samples=64))
-    frequency = (np.bincount(data.text.train, minlength=500) + 1) / (len(data.text.train) + 500)
-    unigram = float(np.exp(-np.log(frequency[data.text.valid[1:]]).mean()))
+    frequency = (np.bincount(data.splits.train, minlength=500) + 1) / (len(data.splits.train) + 500)
+    unigram = float(np.exp(-np.log(frequency[data.splits.valid[1:]]).mean()))
     assert result == pytest.approx(last)
     assert last < first
     assert last < 0.75 * unigram < 500

@@ -17,6 +17,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
+from lightning_gqsgd.frameworks import distributed
 from recipes.measuring import names
 from recipes.measuring.communication import CommunicationCounter, ring_factor
 from recipes.measuring.metrics import ACCURACY
@@ -263,13 +264,13 @@ def test_process_group_is_destroyed_at_exit_on_every_backend(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registered: list[Any] = []
-    monkeypatch.setattr(baselines.atexit, "register", registered.append)
+    monkeypatch.setattr(distributed.atexit, "register", registered.append)
     train(tiny("trainer.max_epochs=1"), tmp_path)
-    assert baselines._destroy_process_group in registered
+    assert distributed._destroy in registered
     assert torch.distributed.is_initialized()
-    baselines._destroy_process_group()
+    distributed._destroy()
     assert not torch.distributed.is_initialized()
-    baselines._destroy_process_group()  # again does nothing
+    distributed._destroy()  # again does nothing
 
 
 @pytest.mark.parametrize(("hook", "bytes_per_coordinate"), [("none", 4), ("bf16", 2), ("fp16", 2)])

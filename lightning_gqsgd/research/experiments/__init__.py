@@ -20,9 +20,8 @@ EXPERIMENTS: dict[str, Callable[[], Rows]] = {
     },
     "gqsgd_sum": codecs.sums,
     "gqsgd_exponential": codecs.exact_exponential,
-    "gqsgd_exponential_tree": codecs.tree,
+    **{name: partial(codecs.tree, name) for name in ("gqsgd_exponential_tree", "global_qsgd_exponential")},
     "global_qsgd_linear": codecs.linear,
-    "global_qsgd_exponential": codecs.exponential,
     "qsgd": codecs.qsgd,
     "qsgd_elias": codecs.qsgd_elias,
     "terngrad": convex.terngrad,
@@ -62,7 +61,7 @@ EXPERIMENTS: dict[str, Callable[[], Rows]] = {
 
 def source_of(name: str) -> str:
     """Returns the paper of a system."""
-    papers: dict[str, str] = {known: preset.paper for known, preset in PRESETS.items()}
-    papers |= {known: preset.paper for known, preset in LOCAL_PRESETS.items()}
-    papers |= {known: system.paper for known, system in SYSTEMS.items()}
-    return papers[name]
+    for table in (PRESETS, LOCAL_PRESETS, SYSTEMS):
+        if name in table:
+            return table[name].paper
+    raise KeyError(name)

@@ -42,17 +42,9 @@ def exact_exponential() -> Rows:
     yield Row(f"ω ≤ {bound:.3g}", f"{omega:.3g}", omega < bound)
 
 
-def tree() -> Rows:
-    """Powers of two added in pairs: no bias, and noise that does not fall with the number of ranks."""
-    yield from _tree_of("gqsgd_exponential_tree")
-
-
-def exponential() -> Rows:
-    """Global-QSGD's exponential operator."""
-    yield from _tree_of("global_qsgd_exponential")
-
-
-def _tree_of(preset: str) -> Rows:
+def tree(preset: str) -> Rows:
+    """Powers of two added in pairs, as Global-QSGD's exponential operator adds them: no bias, and noise that does not
+    fall with the number of ranks."""
     yield bias(preset, ranks=4)
     x = normal(0, 1 << 14)
     for ranks in (4, 16):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_gqsgd.reducers.memory import StabilityWarning
+from lightning_gqsgd.research.experiments import codecs
 from lightning_gqsgd.research.experiments.rows import Row, Rows, normal, virtual
 from lightning_gqsgd.research.optim import ProximalSGD, soft_threshold
 from lightning_gqsgd.research.simulation import relative_error, simulate
@@ -205,8 +206,6 @@ def half_a_bit() -> Rows:
 
 def dq_psgd() -> Rows:
     """DQ-PSGD's codes, and the mean of its iterates."""
-    from lightning_gqsgd.research.experiments import codecs
-
     yield from codecs.dq_psgd()
     yield from half_a_bit()
     problem = LeastSquares(dimension=64, rows=4000, batch=8, noise=4.0)
@@ -231,7 +230,5 @@ def dq_psgd() -> Rows:
 
 def terngrad() -> Rows:
     """TernGrad on the digits."""
-    from lightning_gqsgd.research.experiments import codecs
-
     yield from codecs.terngrad()
     yield from trained("terngrad", 0.03)

@@ -20,15 +20,16 @@ one that counts, also in S.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
+
+from lightning_gqsgd.research.optim.closures import OwnOptimizer
 
 
-class _ProximalAdagrad(Optimizer):
+class _ProximalAdagrad(OwnOptimizer):
     """Base class with the parts that both methods share."""
 
     #: What is remembered of each parameter, beside the number of its steps: tensors like the parameter, zero at first.
@@ -52,27 +53,15 @@ class _ProximalAdagrad(Optimizer):
             raise ValueError(f"Invalid epsilon value: {eps}")
         super().__init__(params, {"lr": lr, "l1": l1, "eps": eps, "foreach": foreach, "maximize": maximize})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _update(self) -> None:
         """Update all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss and its gradients again, and returns the loss.
-
-        Returns:
-            What the closure returned; None without one.
 
         Raises:
             RuntimeError: a gradient is sparse, or a parameter complex.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameters in self._lists(group):
-                    self._step_list(parameters, group)
-        return loss
+        for group in self.param_groups:
+            for parameters in self._lists(group):
+                self._step_list(parameters, group)
 
     def _lists(self, group: dict[str, Any]) -> list[list[Tensor]]:
         """Returns the parameters with a gradient, in lists that one call of a foreach operation can take."""
@@ -171,17 +160,7 @@ class RDAAdagrad(_ProximalAdagrad):
     The result of a step does not depend on where the parameters were. The first step therefore replaces initial
     parameters: the method is for models that may start at zero, such as linear ones, and not for networks.
 
-    Args:
-        params: parameters, or dictionaries of parameter groups.
-        lr: learning rate η, at least 0.
-        l1: weight λ of the penalty λ |x|_1, at least 0.
-        eps: ε, above 0.
-        foreach: update all parameters of a device in a few calls, which takes as much memory as they have, three
-            times; None: where all are on a GPU.
-        maximize: maximise the objective less the penalty.
-
-    Raises:
-        ValueError: a number out of its range.
+    Arguments and errors are those of `CMDAdagrad`.
 
     State of each parameter: ``step``, and ``sum`` and ``gradient_sum`` like the parameter.
     """

@@ -22,7 +22,7 @@ Parameters that are no matrices have AdamW, on the mean of their gradients. Colu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from lightning_gqsgd.research.optim.closures import OwnOptimizer
+
 #: Key of a parameter group that says whether it has matrices.
 _KEY = "is_dion"
 
 
-class Dion(Optimizer):
+class Dion(OwnOptimizer):
     """Trains a model on several ranks without DistributedDataParallel's averages of gradients; see the module.
 
     Use it with the module itself, or inside of ``no_sync()`` of DistributedDataParallel. All ranks start from the same
@@ -109,24 +111,13 @@ class Dion(Optimizer):
         self._fields = {"bits": 32, **fields}
         self.averaged_numel = 0
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _update(self) -> None:
         """Average what all ranks need, and update all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss and its gradients again, and returns the loss.
-
-        Returns:
-            What the closure returned; None without one.
 
         Raises:
             ConfigError: the ranks do not agree, e.g. on which parameters have a gradient.
             CollectiveError: a collective failed.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         matrices = [(matrix, group) for group in self.param_groups if group[_KEY] for matrix in _trained(group)]
         others = [other for group in self.param_groups if not group[_KEY] for other in _trained(group)]
         momenta = [self._momentum(matrix, group) for matrix, group in matrices]
@@ -151,7 +142,6 @@ class Dion(Optimizer):
             self._adamw.param_groups = [group for group in self.param_groups if not group[_KEY]]
             self._adamw.state = self.state
             self._adamw.step()
-        return loss
 
     @torch.no_grad()
     def average_momenta(self) -> None:

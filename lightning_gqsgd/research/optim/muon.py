@@ -15,18 +15,19 @@ a matrix are about as large, so that the changes of ranks agree in more directio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from lightning_gqsgd.research.optim.closures import OwnOptimizer
+
 #: Key of a parameter group that says which of the two optimizers it belongs to.
 _KEY = "is_muon"
 
 
-class MuonAdamW(Optimizer):
+class MuonAdamW(OwnOptimizer):
     """Muon for matrices and AdamW for all other parameters; see the module.
 
     Use `matrices_of` to divide the parameters of a model::
@@ -77,25 +78,12 @@ class MuonAdamW(Optimizer):
         groups = [{**group, _KEY: is_muon} for is_muon, part in self._parts.items() for group in part.param_groups]
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss and its gradients again, and returns the loss.
-
-        Returns:
-            What the closure returned; None without one.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self) -> None:
         for is_muon, part in self._parts.items():
             # In each step anew, because loading a state replaces groups and state.
             part.param_groups = [group for group in self.param_groups if group[_KEY] == is_muon]
             part.state = self.state
             part.step()
-        return loss
 
 
 def matrices_of(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

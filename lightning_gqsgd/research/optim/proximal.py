@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
+
+from lightning_gqsgd.research.optim.closures import OwnOptimizer
 
 
 def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
@@ -25,7 +26,7 @@ def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
     return x - torch.clamp(x, -limit, limit)
 
 
-class ProximalSGD(Optimizer):
+class ProximalSGD(OwnOptimizer):
     """Minimises the loss plus the penalty λ |x|_1: x ← soft(x - η g, η λ), with soft of `soft_threshold`.
 
     DIANA (arXiv 1901.09269) makes this step with the gradients that it decodes.
@@ -45,24 +46,12 @@ class ProximalSGD(Optimizer):
                 raise ValueError(f"Invalid {name}: {value}")
         super().__init__(params, {"lr": lr, "l1": l1})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss and its gradients again, and returns the loss.
-
-        Returns:
-            What ``closure`` returns; None without one.
-        """
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+    def _update(self) -> None:
         for group in self.param_groups:
             lr, l1 = group["lr"], group["l1"]
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.copy_(soft_threshold(parameter - lr * parameter.grad, lr * l1))
-        return loss
 
 
 @torch.no_grad()

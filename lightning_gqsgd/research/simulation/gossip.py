@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, check_positive
 from lightning_gqsgd.research.optim.proximal import soft_threshold
 from lightning_gqsgd.research.simulation.graph import Graph
 from lightning_gqsgd.research.simulation.problems import Problem
@@ -96,13 +96,11 @@ class DPSVRG:
     most_rounds: int = 4
 
     def __post_init__(self) -> None:
-        limits = {"lr": 0.0, "first": 1, "growth": 1.0, "most_rounds": 1}
-        for name, least in limits.items():
+        check_positive(lr=self.lr)
+        for name, least in {"first": 1, "growth": 1.0, "most_rounds": 1}.items():
             value = getattr(self, name)
-            if not least <= value < math.inf or value == 0:
-                raise ConfigError(
-                    f"{name}={value!r} is out of range: {'above 0' if not least else f'at least {least}'}"
-                )
+            if not least <= value < math.inf:
+                raise ConfigError(f"{name}={value!r} is out of range: at least {least}")
 
     def run(self, problem: Penalised, graph: Graph, epochs: float) -> GossipRecord:
         """Train until the workers have seen ``epochs`` full gradients' worth of samples; the last stage is finished."""
@@ -147,9 +145,7 @@ class DSPG:
     tau: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("lr", "tau"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is out of range: above 0")
+        check_positive(lr=self.lr, tau=self.tau)
 
     def run(self, problem: Penalised, graph: Graph, epochs: float) -> GossipRecord:
         """Train until the workers have seen ``epochs`` full gradients' worth of samples."""

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, check_whole
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ class Graph:
     edges: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or self.ranks < 1:
-            raise ConfigError(f"ranks={self.ranks!r} must be an integer of at least 1")
+        check_whole(ranks=self.ranks)
         for edge in self.edges:
             if len(edge) != 2 or edge[0] == edge[1] or not all(0 <= rank < self.ranks for rank in edge):
                 raise ConfigError(f"edge {edge!r} is not between two different ranks of 0 to {self.ranks - 1}")

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import check_positive, check_whole
 from lightning_gqsgd.research.simulation.problems import Problem
 from lightning_gqsgd.research.simulation.record import Record, Rows
 from lightning_gqsgd.research.simulation.subspaces import SubspaceRanks
@@ -47,10 +47,8 @@ class DGDDEF:
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
-            raise ConfigError(f"workers={self.workers!r} must be an integer of at least 1")
-        if not 0 < self.lr < math.inf:
-            raise ConfigError(f"lr={self.lr!r} is out of range: above 0")
+        check_whole(workers=self.workers)
+        check_positive(lr=self.lr)
 
     def run(self, problem: Problem, steps: int, **fields: Any) -> Record:
         """Train, with the codec, memory and reducer objects of training on virtual workers.
@@ -66,8 +64,7 @@ class DGDDEF:
         Raises:
             ConfigError: a configuration without an error memory, or that cannot work.
         """
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ConfigError(f"steps={steps!r} must be an integer of at least 1")
+        check_whole(steps=steps)
         x = problem.start().clone()
         ranks = self._ranks(problem, x, fields)
         rows = Rows()

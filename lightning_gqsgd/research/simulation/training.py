@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, check_whole
 from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_of, pop_options
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, make_config
 from lightning_gqsgd.research.simulation.local import LocalWorkers, crowd_of, pop_virtual
@@ -167,8 +167,7 @@ def simulate(
 def _trainer(
     preset: str, problem: Problem, workers: int, fields: dict[str, Any], make_optimizer: MakeOptimizer
 ) -> Trainer:
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise ConfigError(f"workers={workers!r} must be an integer of at least 1")
+    check_whole(workers=workers)
     if preset not in (UNCOMPRESSED, *PRESETS, *LOCAL_PRESETS):
         names = ", ".join((UNCOMPRESSED, *PRESETS, *LOCAL_PRESETS))
         raise ConfigError(f"unknown preset {preset!r} (presets: {names})")
@@ -196,9 +195,7 @@ def _maker(make: MakeOptimizer | None, lr: float | None) -> MakeOptimizer:
 
 
 def _interval(steps: int, every: int | None) -> int:
-    for name, value in (("steps", steps), ("record_every", 1 if every is None else every)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+    check_whole(steps=steps, record_every=1 if every is None else every)
     return max(1, steps // 100) if every is None else every
 
 

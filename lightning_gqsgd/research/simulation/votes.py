@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, check_positive, check_whole
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.research.simulation.problems import Problem, generator_of
 from lightning_gqsgd.research.simulation.record import Record, Rows
@@ -66,9 +66,7 @@ class FedVote:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise ConfigError(f"{name}={value!r} must be an integer of {least} to {most}")
-        for name in ("slope", "lr"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is out of range: above 0")
+        check_positive(slope=self.slope, lr=self.lr)
 
     def run(self, problem: Problem, rounds: int, voted: Sequence[int] = (0,)) -> Record:
         """Train, with the codec and reducer objects of training on virtual workers.
@@ -86,8 +84,7 @@ class FedVote:
         Raises:
             ConfigError: a number out of its range, or a parameter that the problem does not have.
         """
-        if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-            raise ConfigError(f"rounds={rounds!r} must be an integer of at least 1")
+        check_whole(rounds=rounds)
         x = problem.start().clone()
         places = _places(problem.segments, voted)
         tally = _Weighed(self.workers, len(places)) if self.reputations else _Summed(self.workers, len(places))
