@@ -32,8 +32,8 @@ TASK = "GQSGD_REGISTERED_TASK"
 RATE = 1e-3
 #: The fewest and the most timed rounds, and rounds before them: DDP builds its buckets anew after the first.
 ROUNDS, FIRST_ROUNDS = (3, 15), 2
-#: Seconds of the timed rounds of a setting, about, in sets 1 to 3 and in later ones; and of those in which timelines are
-#: recorded.
+#: Seconds of the timed rounds of a setting, about, in sets 1 to 3 and in later ones; and of those in which timelines
+#: are recorded.
 SETTING_S, LATER_SETTING_S, TIMELINES_S = 5.0, 9.0, 25.0
 #: Rounds of the probe that warm up: steps of many ranks per core become shorter until then.
 WARMUP = 3

@@ -68,7 +68,7 @@ HASHES = 24
 #: Threads of a rank that are busy at once at most: backward pass, codec, and two of Gloo.
 MOST_THREADS = 4
 
-#: Fields of `Costs` that no probe has: what was measured has terms and latency in it, and the number of nodes may change.
+#: Fields of `Costs` that no probe has: what was measured has terms and latency in it, and nodes may be others.
 _NOT_MEASURED = ("terms", "latency_s", "shares_memory")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 
