@@ -371,8 +371,8 @@ NOTES = (
     "1, and at 0.82 and 1.25 times in sets 2 and 3: those of set 1 had been too narrow for this machine. Sets 1 and 2 "
     "have the same probe and the same model.",
     "Sets 3 and 4: predictions are tables over the speed of the machine. The median length of a step without "
-    "communication, which was measured in turns with the ways of the lab, says which place of a table counts; before it "
-    "was measured, the row shows the prediction at the probe's speed. Collectives inside of a host are no longer "
+    "communication, which was measured in turns with the ways of the lab, says which place of a table counts; before "
+    "it was measured, the row shows the prediction at the probe's speed. Collectives inside of a host are no longer "
     "charged for processors that several ranks share.",
     "Set 4: the model knows that a process group of Gloo runs two collectives at once, and that each segment of a ring "
     "takes one latency of the link. That was measured with messages alone, at 80 Mbit/s and 20 ms and at 140 Mbit/s "
