@@ -4,7 +4,6 @@
     python -m benchmarks.registered predict --save     # commit the file that this writes
     python -m benchmarks.registered measure --save     # refuses if the file is not committed as it is
     python -m benchmarks.registered table --save       # the page of all sets
-    python -m benchmarks.registered again --save       # what this model says of earlier sets, which predicts nothing
 
 The benchmark needs Linux, root and iproute2, see `netlab`. A prediction knows the model, the rate and the latency of
 the links, and the probe: the steps of all models without communication, the speed of kernels, and what Gloo's
@@ -33,6 +32,7 @@ import numpy as np
 
 from benchmarks import registered_rank, registered_speed
 from benchmarks.hosts import WorkerError, in_lab
+from benchmarks.registered_picture import Point, draw
 from benchmarks.registered_settings import SETS, Hosts, Setting, settings_of
 from benchmarks.report import RESULTS, Cell, Report, machine
 from benchmarks.shaped_links import on_link
@@ -124,13 +124,13 @@ def _predicted(number: int, setting: Setting, probed: dict[str, Any]) -> dict[st
     line = Timeline.from_dict(found["timelines"][lab.model])
     ends = ENDS[number]
     if number < FIRST_BY_SPEED:
-        return {**describe(setting), **_named(_three(setting, line, probed, ends, 1.0))}
-    table = [_three(setting, line, probed, ends, length) for length in registered_speed.LENGTHS]
+        return {**describe(setting), **_named(ends_of(setting, line, probed, ends, 1.0))}
+    table = [ends_of(setting, line, probed, ends, length) for length in registered_speed.LENGTHS]
     usual = _named(_at_speed(number, table, 1.0))
     return {**describe(setting), **usual, "alone_s": line.compute_s, "by_length": table}
 
 
-def _three(
+def ends_of(
     setting: Setting, line: Timeline, probed: dict[str, Any], ends: tuple[float, float], length: float
 ) -> list[float]:
     """Returns the seconds of a step and of its interval's ends on a machine that takes ``length`` times as long as the
@@ -304,19 +304,29 @@ def report_of(numbers: list[int]) -> Report:
         },
     )
     notes = []
+    pictured = {}
     for number in numbers:
         predictions = read(number, "predictions")
         measured = read(number, "measured")
         seconds = measured.get("seconds", {})
-        rows = [_row(number, _chosen(number, row, measured), seconds) for row in predictions["rows"]]
+        said = [chosen(number, row, measured) for row in predictions["rows"]]
+        rows = [_row(number, row, seconds) for row in said]
         report.rows += rows
         report.machine = measured.get("machine", predictions["machine"])
         notes.append(in_words(number, rows, measured.get("predictions", "")))
+        pictured[number] = [_point(row, seconds[str(row["number"])]) for row in said if str(row["number"]) in seconds]
     report.notes = [*notes, *NOTES]
+    report.draw = partial(draw, {number: points for number, points in pictured.items() if points})
     return report
 
 
-def _chosen(number: int, row: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+def _point(row: dict[str, Any], seconds: Sequence[float]) -> Point:
+    """Returns a measured setting's place in the picture."""
+    step_s = row["step_s"]
+    return Point(float(np.median(seconds)) / step_s, row["shortest_s"] / step_s, row["longest_s"] / step_s)
+
+
+def chosen(number: int, row: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     """Returns a set's prediction at the speed that the machine had, if the prediction is a table over speeds."""
     alone = measured.get("alone", {}).get(str(row["number"]))
     if alone is None or "by_length" not in row:
@@ -393,71 +403,6 @@ def table(options: argparse.Namespace) -> None:
         report.save(PROGRAM)
 
 
-def again(options: argparse.Namespace) -> None:
-    """Print what this version's model says of steps that were measured before it was made."""
-    report = Report(
-        "registered_again",
-        "Steps of earlier sets as this version's model has them, which predicts nothing",
-        {
-            "set": "d",
-            "steps": "d",
-            "inside, registered": "d",
-            "error, registered (%)": ".1f",
-            "inside, now": "d",
-            "error, now (%)": ".1f",
-            "width of the interval (%)": ".0f",
-        },
-    )
-    for number in [number for number in SETS if number < max(SETS) and read(number, "measured")]:
-        report.rows.append(_again(number))
-    report.machine = read(1, "measured")["machine"]
-    report.notes = AGAIN_NOTES
-    report.show()
-    if options.save:
-        report.save(PROGRAM)
-
-
-def _again(number: int) -> list[Cell]:
-    """Returns a set's row of the table of `again`."""
-    measured = read(number, "measured")
-    registered = read(number, "predictions")["rows"]
-    rows = [_row(number, _chosen(number, row, measured), measured["seconds"]) for row in registered]
-    probed = read(number, "probe")
-    for found in probed["hosts"].values():  # until set 2, 2 bits had companded codes
-        gammas = found["probe"]["costs"]["gammas"]
-        gammas.setdefault(codec_of_bits(2), gammas.get("companded/2"))
-    faster, slower = SPEEDS[max(SETS)]
-    inside = 0
-    errors, widths = [], []
-    for setting in settings_of(number):
-        step_s = float(np.median(measured["seconds"][str(setting.number)]))
-        line = Timeline.from_dict(probed["hosts"][setting.lab.of.name]["timelines"][setting.lab.model])
-        alone = measured.get("alone", {}).get(str(setting.number), [line.compute_s])
-        length = float(np.median(alone)) / line.compute_s
-        least, usual, most = (
-            _three(setting, line, probed, ENDS[max(SETS)], factor * length) for factor in (faster, 1.0, slower)
-        )
-        inside += least[1] <= step_s <= most[2]
-        errors.append(100 * abs(usual[0] / step_s - 1))
-        widths.append(100 * (most[2] - least[1]) / usual[0])
-    before = [abs(float(row[-2] or 0)) for row in rows]
-    kept = sum(row[-1] == "yes" for row in rows)
-    return [number, len(rows), kept, _median(before), inside, _median(errors), _median(widths)]
-
-
-def _median(values: Sequence[float]) -> float:
-    return float(np.median(values))
-
-
-#: Under the table of `again`.
-AGAIN_NOTES = (
-    "These steps were known when the model was changed: they are what it was made with, and no test of it. registered: "
-    "what had been committed before the steps were measured. now: the same probes, with this version's model and the "
-    "intervals of the last set.",
-    "error: median of the absolute errors. width: of the interval over the predicted step, the median.",
-)
-
-
 def numbers_of(text: str) -> range:
     """Returns the numbers of a text such as ``"5..12"`` or ``"7"``.
 
@@ -473,7 +418,7 @@ def numbers_of(text: str) -> range:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
-    actions = {"probe": probe, "predict": register, "measure": run, "table": table, "again": again}
+    actions = {"probe": probe, "predict": register, "measure": run, "table": table}
     parser.add_argument("action", choices=list(actions))
     parser.add_argument(
         "--set", type=int, choices=list(SETS), default=max(SETS), help="of settings (default: the last)"

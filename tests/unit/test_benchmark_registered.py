@@ -114,18 +114,18 @@ def test_a_prediction_counts_at_the_speed_that_the_machine_had() -> None:
         "alone_s": 0.2,
         "by_length": [table_of(length) for length in registered_speed.LENGTHS],
     }
-    unmeasured = registered._chosen(3, row, {})
+    unmeasured = registered.chosen(3, row, {})
     assert unmeasured["step_s"] == 1.0
     # A step without communication took 1.2 times as long as the probe's; the slow round does not count.
-    chosen = registered._chosen(3, row, {"alone": {"1": [0.24, 0.23, 0.9]}})
+    chosen = registered.chosen(3, row, {"alone": {"1": [0.24, 0.23, 0.9]}})
     assert chosen["step_s"] == pytest.approx(1.2)
     assert chosen["longest_s"] == pytest.approx(1.44)
-    wider = registered._chosen(4, row, {"alone": {"1": [0.24, 0.23, 0.9]}})
+    wider = registered.chosen(4, row, {"alone": {"1": [0.24, 0.23, 0.9]}})
     faster, slower = registered.SPEEDS[4]
     assert wider["step_s"] == chosen["step_s"]
     assert wider["shortest_s"] == pytest.approx(faster * chosen["shortest_s"])
     assert wider["longest_s"] == pytest.approx(slower * chosen["longest_s"])
-    beyond = registered._chosen(3, row, {"alone": {"1": [1e9]}})
+    beyond = registered.chosen(3, row, {"alone": {"1": [1e9]}})
     assert beyond["step_s"] == registered_speed.LENGTHS[-1]
 
 
