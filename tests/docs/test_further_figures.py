@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.registered import ENDS, SPEEDS
+from benchmarks.registered import ENDS, SPEEDS, read
+from benchmarks.registered_speed import at_length
 from tests.docs.checks import Sentences, compare_sentence, rounded
 from tests.docs.tables import RESULTS, cell, rows_of
 from tests.docs.test_figures import auto, convnet_seeds, local, local_to_4_bits, prediction
@@ -126,6 +127,18 @@ def width(row: dict[str, Any]) -> float:
     return (longest - shortest) / row["predicted (ms)"]
 
 
+def inside_with_ends_of(other: int, number: int) -> int:
+    """How many steps of a set would lie inside with another set's ends, at the speed that the machine had."""
+    measured = read(number, "measured")
+    shares = [there / here for there, here in zip(ENDS[other], ENDS[number], strict=True)]
+    count = 0
+    for row in read(number, "predictions")["rows"]:
+        key = str(row["number"])
+        _, shortest, longest = at_length(row["by_length"], median(measured["alone"][key]) / row["alone_s"])
+        count += shares[0] * shortest <= median(measured["seconds"][key]) <= shares[1] * longest
+    return count
+
+
 def longer(number: int, model: str, link: str, hosts: str = "2 × 1") -> list[float]:
     """Measured over predicted steps of the rows that lie outside."""
     where = {"model": model, "link": link, "hosts × ranks": hosts, "inside": "no"}
@@ -233,6 +246,9 @@ SENTENCES: Sentences = {
         lambda: sum(error < 10 for error in errors_of(4)),
         lambda: max(errors_of(4, has_latency=True)),
         lambda: 100 * median(map(width, registered(4))),
+    ],
+    ("docs/prediction.md", r"with the ends of set 3 and no other speeds, (\d+) steps would"): [
+        lambda: inside_with_ends_of(3, 4),
     ],
     ("docs/prediction.md", r"these two took ([\d.]+) and ([\d.]+) times as long as predicted"): [
         lambda: longer(4, "mlp", "800mbit", "2 × 2")[0],
