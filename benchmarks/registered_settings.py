@@ -209,6 +209,27 @@ SETS: dict[int, tuple[Lab, ...]] = {
         Lab(TWO_BY_TWO, "550mbit", "none", "mlp", (DDP, EIGHT_LEVELS, TWO_LEVELS), 59),
         Lab(FOUR_BY_TWO, "160mbit", "none", "transformer", (FOUR_LEVELS, TWO_LEVELS), 60),
     ),
+    4: (
+        Lab(PAIR, "70mbit", "none", "transformer", (HALF, EIGHT, FOUR, TWO), 61),
+        Lab(PAIR, "160mbit", "none", "transformer", (DDP, EIGHT, THREE), 62),
+        Lab(PAIR, "95mbit", "15ms", "transformer", (DDP, EIGHT, FOUR), 63),
+        Lab(PAIR, "250mbit", "8ms", "transformer", (HALF, FOUR, TWO), 64),
+        Lab(PAIR, "130mbit", "none", "transformer", (Way(4, every=8), Way(2, every=16)), 65),
+        Lab(PAIR, "350mbit", "none", "resnet18", (DDP, EIGHT, FOUR, THREE), 66),
+        Lab(PAIR, "600mbit", "none", "resnet18", (HALF, FOUR, TWO), 67),
+        Lab(PAIR, "850mbit", "none", "mlp", (DDP, EIGHT, THREE, Way(8, every=4)), 68),
+        Lab(PAIR, "2gbit", "none", "mlp", (HALF, FOUR, TWO), 69),
+        Lab(PAIR, "10gbit", "none", "mlp", (DDP, EIGHT, FOUR), 70),
+        Lab(QUAD, "60mbit", "none", "transformer", (EIGHT, FOUR, TWO), 71),
+        Lab(QUAD, "150mbit", "none", "transformer", (DDP, HALF, THREE), 72),
+        Lab(QUAD, "180mbit", "12ms", "transformer", (DDP, EIGHT, FOUR), 73),
+        Lab(QUAD, "300mbit", "none", "resnet18", (HALF, EIGHT, TWO), 74),
+        Lab(QUAD, "900mbit", "none", "mlp", (DDP, EIGHT, FOUR), 75),
+        Lab(QUAD, "10gbit", "none", "mlp", (HALF, THREE, TWO), 76),
+        Lab(TWO_BY_TWO, "110mbit", "none", "transformer", (DDP, EIGHT_LEVELS, FOUR_LEVELS, FOUR), 77),
+        Lab(TWO_BY_TWO, "800mbit", "none", "mlp", (HALF, EIGHT_LEVELS, TWO_LEVELS), 78),
+        Lab(FOUR_BY_TWO, "250mbit", "none", "transformer", (EIGHT_LEVELS, FOUR_LEVELS, TWO_LEVELS), 79),
+    ),
 }
 
 

@@ -1,12 +1,10 @@
 """Costs of Gloo's collectives on a link of a given rate and latency, from costs that no link has limited.
 
 What a rank takes to start a collective, and for each byte that it sends, is measured between hosts whose links have no
-limit. On a link of a given rate, a byte takes at least the time that the link needs for it. Four things come on top:
+limit. On a link of a given rate, a byte takes at least the time that the link needs for it. Three things come on top:
 
 * headers, and pauses between the messages of an all-to-all, whose ranks send to several others through one link;
 * a collective that sends and receives in turns, so that one alone leaves its link idle for a part of the time;
-* gathers whose latency is longer than their bytes take: Gloo runs two collectives of a process group at once, so that
-  the link is idle between them;
 * messages of many megabytes on a slow link, which lose packets in its queue. How many is not known before, so that
   this is only in the interval.
 
@@ -16,7 +14,6 @@ and the last one from its steps of plain DDP at 50 Mbit/s.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from lightning_gqsgd.predict.costs import Collective, Costs, Link
@@ -30,13 +27,11 @@ MANY_PAIRS = 1.19
 #: Seconds of a byte for which a collective that is alone on its link goes on, over those at the rate of the link.
 TURNS = {("all_to_all", 2): 0.47, ("all_gather", 2): 0.4}
 TURNS_OF_MANY_PAIRS = 0.15
-#: Collectives of one process group that Gloo runs at once.
-AT_ONCE = 2
 #: The ends of what the bytes of a link may take, over what is predicted: nothing for headers, and lost packets.
 TERMS = Terms(Factors(), Factors(1 / RING), Factors(1.1))
 
 
-def on_link(costs: Costs, hosts: int, ranks_per_host: int, link: Link, gathered_bytes: float = math.inf) -> Costs:
+def on_link(costs: Costs, hosts: int, ranks_per_host: int, link: Link) -> Costs:
     """Returns the costs on links of a given rate.
 
     Args:
@@ -44,7 +39,6 @@ def on_link(costs: Costs, hosts: int, ranks_per_host: int, link: Link, gathered_
         hosts: number of hosts.
         ranks_per_host: ranks of each host, which share its link.
         link: of each host, to the others.
-        gathered_bytes: that a rank sends when the codes of a piece are gathered.
     """
     made = {}
     for key, cost in costs.collectives.items():
@@ -53,20 +47,7 @@ def on_link(costs: Costs, hosts: int, ranks_per_host: int, link: Link, gathered_
         made[key] = (
             cost if scope == "node" else _limited(cost, kind, ranks, _through(scope, kind, hosts, ranks_per_host), link)
         )
-    for scope in {key.split()[0] for key in made if not key.startswith("node ")}:
-        gather = made[f"{scope} all_gather"]
-        made[f"{scope} all_gather"] = _with_pauses(gather, made[f"{scope} all_to_all"], gathered_bytes)
-    return replace(costs, collectives=made, terms=TERMS)
-
-
-def _with_pauses(gather: Collective, scatter: Collective, nbytes: float) -> Collective:
-    """Returns the cost of gathers of which two are under way at once, as a time for each byte.
-
-    A piece then takes half of a gather's latency and bytes at least. The all-to-all of another piece, which has as many
-    bytes and a process group of its own, fits into the pauses.
-    """
-    least_s = (gather.alpha_s / nbytes + gather.beta_s) / AT_ONCE - scatter.beta_s
-    return replace(gather, beta_s=max(gather.beta_s, least_s))
+    return replace(costs, collectives=made, terms=TERMS, latency_s=link.latency_s)
 
 
 def _through(scope: str, kind: str, hosts: int, ranks_per_host: int) -> float:
@@ -84,18 +65,6 @@ def _limited(cost: Collective, kind: str, ranks: int, through: float, link: Link
     turns = TURNS.get((kind, ranks), TURNS_OF_MANY_PAIRS if kind == "all_to_all" else 0.0)
     return replace(
         cost,
-        alpha_s=cost.alpha_s + _hops(kind, ranks) * link.latency_s,
         beta_s=max(cost.beta_s, factor * byte_s),
         alone_s=max(cost.alone_s, turns * byte_s),
     )
-
-
-def _hops(kind: str, ranks: int) -> int:
-    """Returns how many latencies the first byte of a result takes.
-
-    Gloo sends a message when the other end has said that it waits for one, so the first message takes two. A ring of n
-    ranks has n - 1 messages in a row, and one that adds has twice as many.
-    """
-    if kind == "all_to_all":
-        return 2
-    return ranks if kind == "all_gather" else 2 * (ranks - 1) + 1

@@ -163,7 +163,7 @@ def over_probe(costs: Costs, measured_ranks: int, per_node: int) -> Any:
             else replace(cost, beta_s=cost.beta_s / factor, alone_s=cost.alone_s / factor)
             for key, cost in scaled.collectives.items()
         }
-        return replace(scaled, collectives=faster)
+        return replace(scaled, collectives=faster).on(nodes)
 
     return costs_at
 

@@ -100,6 +100,8 @@ class Costs:
         source: where the numbers are from, in words.
         terms: times of collectives between nodes beyond their bytes at the rate of a link; None: times were measured,
             so that nothing is to be added.
+        latency_s: seconds of one way between nodes, besides what collectives take to begin (Gloo, see `tcp.ways`).
+        shares_memory: whether all ranks exchange through memory of one machine (Gloo), so that pieces are larger.
     """
 
     collectives: Mapping[str, Collective]
@@ -112,6 +114,12 @@ class Costs:
     stage_s: float = 0.0
     source: str = field(default="given", compare=False)
     terms: Terms | None = None
+    latency_s: float = 0.0
+    shares_memory: bool = False
+
+    def on(self, nodes: int) -> Costs:
+        """Returns the costs on so many nodes, of which a single one has memory that all its ranks share."""
+        return replace(self, shares_memory=nodes == 1 and not self.on_streams)
 
     def at(self, factors: Factors) -> Costs:
         """Returns the costs with given factors of collectives between nodes."""
@@ -399,7 +407,8 @@ def estimated_costs(device: str, nodes: int, per_node: int, link: Link) -> Costs
 
 
 def over_tcp(costs: Costs, nodes: int, ranks: int, link: Link) -> Costs:
-    """Returns the costs of NCCL over a link that carries TCP; those of Gloo, and of other links, stay as they are.
+    """Returns the costs on so many nodes: of NCCL over a link that carries TCP, with its terms; those of Gloo, and of
+    other links, have none.
 
     Args:
         costs: costs of a ring's bytes at the rate of the link.
@@ -407,4 +416,5 @@ def over_tcp(costs: Costs, nodes: int, ranks: int, link: Link) -> Costs:
         ranks: ranks of all nodes.
         link: of a node, to the other nodes.
     """
-    return replace(costs, terms=terms_of(nodes, ranks, link.bytes_per_s)) if costs.on_streams else costs
+    terms = terms_of(nodes, ranks, link.bytes_per_s) if costs.on_streams else None
+    return replace(costs.on(nodes), terms=terms)

@@ -24,6 +24,7 @@ from lightning_gqsgd.predict.runners import StreamsRunner, ThreadRunner
 from lightning_gqsgd.predict.timeline import Timeline
 from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_SIZE
+from lightning_gqsgd.wire.engine import SHARED_GROWTH
 
 #: Plain DDP's all-reduce, and torch's hook that sends bf16, by the names that `predict` knows them under.
 NATIVE = "native"
@@ -123,8 +124,7 @@ def _profiles(
     if isinstance(method, str) and method != NATIVE:
         raise ConfigError(f"method={method!r} is not 'native', 'bf16' or a GQSGDConfig")
     config = resolve(GQSGDConfig(reducer="native") if isinstance(method, str) else method, ranks)
-    size = NCCL_PIECE_SIZE if costs.on_streams else PieceSize.of_bits(config.num_bits)
-    setting = setting_of(config, ranks, timeline.dtype, size)
+    setting = setting_of(config, ranks, timeline.dtype, _piece_size(costs, config.num_bits))
     several = []
     sent = 0
     for bucket in timeline.buckets:
@@ -134,6 +134,15 @@ def _profiles(
     if setting.reducer.compresses:
         several[0] = (stamp_profile(ranks), *several[0])
     return several, sent
+
+
+def _piece_size(costs: Costs, bits: int) -> PieceSize:
+    """Returns the number of coordinates of a piece whose codes have ``bits`` bits, as `wire.engine` chooses it for
+    ranks that have one thread each."""
+    if costs.on_streams:
+        return NCCL_PIECE_SIZE
+    size = PieceSize.of_bits(bits)
+    return size.times(SHARED_GROWTH) if costs.shares_memory else size
 
 
 @lru_cache(maxsize=1 << 14)

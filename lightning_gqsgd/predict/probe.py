@@ -68,6 +68,8 @@ HASHES = 24
 #: Threads of a rank that are busy at once at most: backward pass, codec, and two of Gloo.
 MOST_THREADS = 4
 
+#: Fields of `Costs` that no probe has: what was measured has terms and latency in it, and nodes may be others.
+_NOT_MEASURED = ("terms", "latency_s", "shares_memory")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 
 
@@ -96,7 +98,8 @@ class Probe:
     def save(self, path: Path) -> None:
         """Write the probe as JSON."""
         values = {**asdict(replace(self, timelines=())), "timelines": [line.to_dict() for line in self.timelines]}
-        del values["costs"]["terms"]  # what was measured has everything in it
+        for name in _NOT_MEASURED:
+            del values["costs"][name]
         path.write_text(json.dumps({"version": VERSION, **values}, indent=1) + "\n")
 
     @classmethod
@@ -168,7 +171,7 @@ def _costs_of(values: object, source: str) -> Costs:
     Raises:
         ConfigError: the entry is not what a probe has; the message names the value.
     """
-    names = tuple(field.name for field in fields(Costs) if field.name != "terms")
+    names = tuple(field.name for field in fields(Costs) if field.name not in _NOT_MEASURED)
     given = files.entries(values, "costs", names)
     collectives, gammas = (files.entries(given[name], f"costs.{name}") for name in ("collectives", "gammas"))
     return Costs(
@@ -337,7 +340,7 @@ class _Stopwatch:
         for number in range(count):
             if len(under_way) == AT_ONCE:
                 under_way.popleft().wait()
-            under_way.append(self._communicator.start(exchanges[number % AT_ONCE], stage=1))
+            under_way.append(self._start(exchanges[number % AT_ONCE]))
         for work in under_way:
             work.wait()
         if exchanges[0].input.is_cuda:
@@ -345,6 +348,16 @@ class _Stopwatch:
         times = torch.tensor([time.perf_counter() - begun, time.process_time() - cpu], dtype=torch.float64)
         wall_s, cpu_s = slowest(times, self._communicator.device).tolist()
         return wall_s, cpu_s
+
+    def _start(self, exchange: Exchange) -> Any:
+        """Start a collective as training does.
+
+        Only plain DDP and its hooks add the gradients of all ranks. They know nothing of memory that ranks share.
+        """
+        is_plain_ddp = exchange.kind == "sum" and exchange.input.is_floating_point() and exchange.scope == ALL
+        if is_plain_ddp and self._communicator.shares_memory:
+            return dist.all_reduce(exchange.output, async_op=True)
+        return self._communicator.start(exchange, stage=1)
 
 
 def _between(limits: tuple[int, int], value: float) -> int:

@@ -7,8 +7,8 @@ here is time: when a thread, a stream and a link are busy, and when pieces wait 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
@@ -17,11 +17,38 @@ from lightning_gqsgd.kernels.meta import Work
 from lightning_gqsgd.predict.clock import Clock, Resource, Then
 from lightning_gqsgd.predict.costs import Costs
 from lightning_gqsgd.predict.profile import Message, Profile, Stage
+from lightning_gqsgd.predict.tcp import ways
 from lightning_gqsgd.wire.pipeline import STREAMS, by_stages, ready
+
+#: Collectives of one process group that Gloo runs at once: the threads that PyTorch gives to each (`ProcessGroupGloo`).
+GROUP_THREADS = 2
+
+
+class _Group:
+    """A process group, which runs `GROUP_THREADS` collectives at once, and the others afterwards, in their order."""
+
+    def __init__(self) -> None:
+        self._idle = GROUP_THREADS
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def enter(self, start: Callable[[], None]) -> None:
+        """Start a collective as soon as a thread is idle."""
+        if not self._idle:
+            self._waiting.append(start)
+            return
+        self._idle -= 1
+        start()
+
+    def leave(self) -> None:
+        """Give the thread of a collective that is through to the next one."""
+        if self._waiting:
+            self._waiting.popleft()()
+            return
+        self._idle += 1
 
 
 class Network:
-    """The links of one rank: one to other nodes, and one inside its node.
+    """The links of one rank, one to other nodes and one inside its node, and its process groups.
 
     Args:
         clock: the clock.
@@ -34,24 +61,44 @@ class Network:
         self._costs = costs
         self._has_backward = has_backward
         self._links = {"node": Resource(clock, "node"), "link": Resource(clock, "link")}
+        self._groups: defaultdict[tuple[int, str], _Group] = defaultdict(_Group)
 
-    def start(self, message: Message, bucket: int, piece: int, then: Then) -> None:
-        """Run a collective.
+    def start(self, message: Message, stage: int, bucket: int, piece: int, then: Then) -> None:
+        """Run a collective in the process group of a stage, as soon as the group has a thread for it.
 
-        Its latency comes first, and other collectives may be under way meanwhile. The link then carries its bytes, and
-        carries those of nothing else. If the collective cannot send and receive at the same time, its result is there
-        later, and meanwhile the link is free again.
+        The time that it takes to begin comes first, and other collectives may be under way meanwhile. The link then
+        carries its bytes, and carries those of nothing else. If the collective cannot send and receive at the same
+        time, its result is there later, and meanwhile link and group are free again.
+
+        Over a link with a latency, a rank first says that it is ready to receive, behind what it is sending. So the
+        latency of one collective is no time in which the bytes of the next one are on their way (`tcp.ways`).
         """
+        group = self._groups[stage, message.scope.kind]
         cost = self._costs.collective(message.scope.kind, message.kind)
-        sent = message.sent_bytes
-        scope, kind = message.scope.kind, message.kind
-        seconds = self._costs.wire_seconds(scope, kind, sent, is_beside_backward=self._has_backward)
         link = self._links["node" if message.scope.kind == "node" else "link"]
-        alone = partial(self._clock.start, cost.alone_s * sent, 0.0, then)
-        carry = partial(
-            link.add, seconds, self._demand(cost.cpu_beta_s, cost.beta_s), message.kind, bucket, piece, alone
-        )
-        self._clock.start(cost.alpha_s, self._demand(cost.cpu_s, cost.alpha_s), carry)
+        latency_s = 0.0 if message.scope.kind == "node" else self._costs.latency_s
+        before_s = latency_s * (ways(message.kind, message.members, message.sent_bytes) - 1) if latency_s else 0.0
+
+        def begin() -> None:
+            self._clock.start(cost.alpha_s, self._demand(cost.cpu_s, cost.alpha_s), say_ready)
+
+        def say_ready() -> None:
+            if latency_s:
+                link.add(0.0, 0.0, "ready", bucket, piece, partial(self._clock.start, before_s, 0.0, carry))
+            else:
+                carry()
+
+        def carry() -> None:
+            seconds = self._costs.wire_seconds(
+                message.scope.kind, message.kind, message.sent_bytes, is_beside_backward=self._has_backward
+            )
+            link.add(seconds, self._demand(cost.cpu_beta_s, cost.beta_s), message.kind, bucket, piece, arrive)
+
+        def arrive() -> None:
+            self._clock.start(latency_s, 0.0, group.leave)
+            self._clock.start(latency_s + cost.alone_s * message.sent_bytes, 0.0, then)
+
+        group.enter(begin)
 
     def _demand(self, cpu_s: float, seconds: float) -> float:
         """Returns the processors that a collective keeps busy for so many seconds.
@@ -124,10 +171,11 @@ class ThreadRunner:
         self._is_busy = False
         if piece.is_through:
             self._lane.remove(piece)
+        stage = piece.stage
         piece.stage += 1
         piece.waiting_for = len(messages)
         for message in messages:
-            self._network.start(message, piece.bucket, piece.number, partial(self._arrived, piece))
+            self._network.start(message, stage, piece.bucket, piece.number, partial(self._arrived, piece))
         self._advance()
 
     def _arrived(self, piece: _Piece) -> None:
@@ -198,7 +246,7 @@ class StreamsRunner:
         if self._collectives and not self._sends and self._collectives[0].has_input:
             self._sends = True
             first = self._collectives[0]
-            self._network.start(first.message, first.bucket, first.piece, self._sent)
+            self._network.start(first.message, 0, first.bucket, first.piece, self._sent)
 
     def _computed(self, stream: _Stream, operation: _Operation) -> None:
         stream.is_busy = False

@@ -1,4 +1,6 @@
-"""The time of collectives of NCCL over TCP between nodes, beyond a ring's bytes at the rate of the link.
+"""The time of collectives over TCP between nodes, beyond a ring's bytes at the rate of the link.
+
+Of NCCL, as factors of the bytes (`Terms`):
 
 * **Sockets.** NCCL spreads what a rank sends over several sockets: 32 on AWS (two channels, each with the 2 threads of
   8 sockets that its source has for this vendor), and two where it does not know the vendor. Sockets that share the
@@ -10,6 +12,14 @@
   (Sanders, Speck, Träff, Parallel Computing 35, 2009), which NCCL has as well, sends 2 S through the links of ranks
   inside of both. On four nodes, the buckets of plain DDP were found to take as long as trees, and one all-reduce after
   the step as long as a ring. NCCL's own tables would have both take rings, so why they do is not known.
+
+Of Gloo, as a number of latencies (`ways`):
+
+* **Readiness.** A rank sends a message when the other end has said that it is ready to receive it, so the first byte
+  comes after two latencies. Rings send segments, two of which are under way (``allreduce.cc`` and ``allgather.cc`` of
+  Gloo). On a link whose latency is no more than a segment takes, a rank says that it is ready for a segment behind its
+  own one in the same queue, so that each segment costs one latency. Means of 12 MiB between two hosts took 1,025 ms at
+  140 Mbit/s and 25 ms, and 1,505 ms at 80 Mbit/s and 20 ms: 12 segments of 1 MiB with a latency each.
 """
 
 from __future__ import annotations
@@ -83,3 +93,24 @@ def losses(queue_bytes: float) -> float:
             share = math.log(queue_bytes / fewer) / math.log(more / fewer)
             return longer + share * (shorter - longer)
     return 1.0
+
+
+#: Bytes of a segment of Gloo's all-reduce at most, and the fewest segments of the part of a rank.
+_SEGMENT_BYTES = 1 << 20
+_FEWEST_SEGMENTS = 2
+
+
+def ways(kind: str, members: int, sent_bytes: int) -> int:
+    """Returns how many latencies a collective of Gloo takes in a row, where no other one is under way.
+
+    Args:
+        kind: see `profile.Message.kind`.
+        members: number of ranks that take part.
+        sent_bytes: bytes that a rank sends; in a ring.
+    """
+    if kind == "all_to_all":  # all pairs at once
+        return 2
+    if kind == "all_gather":  # what a rank passes on goes in two halves
+        return 2 * (members - 1)
+    steps = 2 * (members - 1)
+    return steps * max(_FEWEST_SEGMENTS, math.ceil(sent_bytes / steps / _SEGMENT_BYTES))

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
@@ -25,8 +27,9 @@ from lightning_gqsgd.predict import probe as probe_module
 from lightning_gqsgd.predict.costs import BF16_HOOK, KINDS, Costs
 from lightning_gqsgd.predict.probe import Probe
 from lightning_gqsgd.predict.recording import Recorder
-from lightning_gqsgd.reducers.base import ALL, Scope
+from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire.communicator import Communicator
+from lightning_gqsgd.wire.shared_memory import SharedGroup
 from tests.distributed.ranks import run
 
 
@@ -343,3 +346,25 @@ def test_a_bench_of_one_process_is_refused() -> None:
     result = CliRunner().invoke(app, ["bench", "--procs", "1"])
     assert result.exit_code == 2
     assert "--procs 1 is out of range: 2 to 64" in result.output
+
+
+def _kinds_in_memory(rank: int) -> list[str]:
+    assert dist.group.WORLD is not None
+    communicator = Communicator(torch.device("cpu"), dist.group.WORLD, "probe of memory")
+    communicator.extend([(ALL,)])
+    clock = probe_module._Stopwatch(communicator, len(KINDS))
+    taken = []
+    start = SharedGroup.start
+
+    def count(group: SharedGroup, exchange: Exchange) -> Any:
+        taken.append(exchange.kind)
+        return start(group, exchange)
+
+    with mock.patch.object(SharedGroup, "start", count):
+        found = [kind for kind in KINDS if not taken.clear() and clock._row(kind, 4096, ALL, 3) and taken]
+    communicator.close()
+    return found
+
+
+def test_sums_of_gradients_are_timed_over_gloo_because_plain_ddp_shares_no_memory(tmp_path: Path) -> None:
+    assert run(_kinds_in_memory, 2, tmp_path) == [["all_to_all", "all_gather", "max", "sum/uint8"]] * 2

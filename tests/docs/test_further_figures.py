@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.registered import ENDS
+from benchmarks.registered import ENDS, SPEEDS, read
+from benchmarks.registered_speed import at_length
 from tests.docs.checks import Sentences, compare_sentence, rounded
 from tests.docs.tables import RESULTS, cell, rows_of
 from tests.docs.test_figures import auto, convnet_seeds, local, local_to_4_bits, prediction
@@ -114,6 +115,30 @@ def off(number: int) -> float:
     return median(abs(row["error (%)"]) for row in registered(number))
 
 
+def errors_of(number: int, *, has_latency: bool = False) -> list[float]:
+    """Absolute errors in percent; those of rows with a latency only, if asked for."""
+    rows = registered(number)
+    return [abs(row["error (%)"]) for row in rows if row["latency"] != "none" or not has_latency]
+
+
+def width(row: dict[str, Any]) -> float:
+    """An interval's width over its predicted step."""
+    shortest, longest = map(float, row["interval (ms)"].split(" to "))
+    return (longest - shortest) / row["predicted (ms)"]
+
+
+def inside_with_ends_of(other: int, number: int) -> int:
+    """How many steps of a set would lie inside with another set's ends, at the speed that the machine had."""
+    measured = read(number, "measured")
+    shares = [there / here for there, here in zip(ENDS[other], ENDS[number], strict=True)]
+    count = 0
+    for row in read(number, "predictions")["rows"]:
+        key = str(row["number"])
+        _, shortest, longest = at_length(row["by_length"], median(measured["alone"][key]) / row["alone_s"])
+        count += shares[0] * shortest <= median(measured["seconds"][key]) <= shares[1] * longest
+    return count
+
+
 def longer(number: int, model: str, link: str, hosts: str = "2 × 1") -> list[float]:
     """Measured over predicted steps of the rows that lie outside."""
     where = {"model": model, "link": link, "hosts × ranks": hosts, "inside": "no"}
@@ -212,6 +237,35 @@ SENTENCES: Sentences = {
         lambda: inside(3),
         lambda: len(registered(3)),
         lambda: off(3),
+    ],
+    (
+        "docs/prediction.md",
+        r"from ([\d.]+) to ([\d.]+) times the prediction, and a machine that takes ([\d.]+) to ([\d.]+) times as long "
+        r".*? (\d+) of (\d+) steps that were measured lie inside of their intervals, the median of the absolute errors "
+        r"is ([\d.]+) %, and (\d+) steps are within 10 %\. .*? off by ([\d.]+) % at most\. .*? is (\d+) % of its step",
+    ): [
+        *(partial(float, end) for end in (*ENDS[4], *SPEEDS[4])),
+        lambda: inside(4),
+        lambda: len(registered(4)),
+        lambda: off(4),
+        lambda: sum(error < 10 for error in errors_of(4)),
+        lambda: max(errors_of(4, has_latency=True)),
+        lambda: 100 * median(map(width, registered(4))),
+    ],
+    ("docs/prediction.md", r"with the ends of set 3 and no other speeds, (\d+) steps would"): [
+        lambda: inside_with_ends_of(3, 4),
+    ],
+    ("docs/prediction.md", r"these two took ([\d.]+) and ([\d.]+) times as long as predicted"): [
+        lambda: longer(4, "mlp", "800mbit", "2 × 2")[0],
+        lambda: longer(4, "mlp", "800mbit", "2 × 2")[-1],
+    ],
+    (
+        "docs/prediction.md",
+        r"as wide as those of set 4, (\d+), (\d+) and (\d+) of 60 .*? errors are ([\d.]+), ([\d.]+) and ([\d.]+) %",
+    ): [
+        partial(cell, "registered_again", column, set=number)
+        for column in ("inside, now", "error, now (%)")
+        for number in "123"
     ],
     (
         "docs/prediction.md",

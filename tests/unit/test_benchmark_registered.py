@@ -114,13 +114,18 @@ def test_a_prediction_counts_at_the_speed_that_the_machine_had() -> None:
         "alone_s": 0.2,
         "by_length": [table_of(length) for length in registered_speed.LENGTHS],
     }
-    unmeasured = registered._chosen(row, {})
+    unmeasured = registered.chosen(3, row, {})
     assert unmeasured["step_s"] == 1.0
     # A step without communication took 1.2 times as long as the probe's; the slow round does not count.
-    chosen = registered._chosen(row, {"alone": {"1": [0.24, 0.23, 0.9]}})
+    chosen = registered.chosen(3, row, {"alone": {"1": [0.24, 0.23, 0.9]}})
     assert chosen["step_s"] == pytest.approx(1.2)
     assert chosen["longest_s"] == pytest.approx(1.44)
-    beyond = registered._chosen(row, {"alone": {"1": [1e9]}})
+    wider = registered.chosen(4, row, {"alone": {"1": [0.24, 0.23, 0.9]}})
+    faster, slower = registered.SPEEDS[4]
+    assert wider["step_s"] == chosen["step_s"]
+    assert wider["shortest_s"] == pytest.approx(faster * chosen["shortest_s"])
+    assert wider["longest_s"] == pytest.approx(slower * chosen["longest_s"])
+    beyond = registered.chosen(3, row, {"alone": {"1": [1e9]}})
     assert beyond["step_s"] == registered_speed.LENGTHS[-1]
 
 
@@ -168,10 +173,10 @@ def test_ranks_of_a_host_share_its_link_and_need_none_among_themselves() -> None
     assert made["all all_to_all"].beta_s == pytest.approx(MANY_PAIRS * 4 / 3 / 1e8)
 
 
-def test_a_ring_that_adds_takes_twice_as_many_latencies_as_one_that_gathers() -> None:
-    made = on_link(costs(1e-9), 4, 1, Link(1e8, latency_s=1.0)).collectives
-    hops = {kind: round(made[f"all {kind}"].alpha_s) for kind in ("all_to_all", "all_gather", "sum/float32")}
-    assert hops == {"all_to_all": 2, "all_gather": 4, "sum/float32": 7}
+def test_a_link_has_its_latency_beside_what_collectives_take_to_begin() -> None:
+    made = on_link(costs(1e-9), 4, 1, Link(1e8, latency_s=1.0))
+    assert made.latency_s == 1.0
+    assert made.collectives["all sum/float32"].alpha_s == pytest.approx(1e-3)
 
 
 def test_the_interval_of_a_link_begins_without_headers() -> None:
@@ -179,3 +184,33 @@ def test_the_interval_of_a_link_begins_without_headers() -> None:
     assert made.terms is not None
     least = made.at(made.terms.least).wire_seconds("all", "sum/float32", 10**8, is_beside_backward=True)
     assert least == pytest.approx(1.0)
+
+
+def test_a_lab_of_a_late_set_times_several_steps_without_communication(folder: Path, monkeypatch: Any) -> None:
+    rows = [
+        {**registered.describe(setting), "step_s": 1.0, "shortest_s": 0.9, "longest_s": 1.2}
+        for setting in settings_of(4)
+    ]
+    write(folder / "set_4_predictions.json", {"machine": "one", "rows": rows})
+    commit(folder)
+    asked = []
+
+    class Lab:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> Lab:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    def run(_: Any, task: dict[str, Any], __: str) -> list[list[float]]:
+        asked.append(task)
+        return [[1.0]] * len(task["ways"]) + [[0.5]] * task["alone"]
+
+    monkeypatch.setattr(registered, "NetLab", Lab)
+    monkeypatch.setattr(registered, "_run", run)
+    registered.run(argparse.Namespace(set=4, only=range(1, 5), save=True))
+    found = json.loads((folder / "set_4_measured.json").read_text())
+    assert [task["alone"] for task in asked] == [registered.ALONE_CASES[4]]
+    assert found["seconds"]["1"] == [1.0]
+    assert found["alone"]["4"] == [0.5] * registered.ALONE_CASES[4]

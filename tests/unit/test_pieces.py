@@ -15,9 +15,10 @@ from rich.console import Console
 from lightning_gqsgd.cli import waiting
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
-from lightning_gqsgd.kernels.layout import PieceSize, Segment
-from lightning_gqsgd.predict import Bucket, Timeline, advice, profile
+from lightning_gqsgd.kernels.layout import PIECE_NUMEL, PieceSize, Segment
+from lightning_gqsgd.predict import Bucket, Costs, Timeline, advice, predict, profile
 from lightning_gqsgd.predict.costs import ESTIMATES, Link
+from lightning_gqsgd.wire.engine import SHARED_GROWTH
 
 NUMELS = (1, 7, 64, 128, 1000, 4096, 100_003, 1 << 17, 300_000, 1 << 20)
 RANKS = ((2, 0), (3, 0), (16, 0), (16, 8), (64, 32), (200, 0), (1000, 4))
@@ -99,3 +100,19 @@ def test_a_terminal_shows_what_is_predicted_once_it_takes_long(
         while "predicting 4 bit" not in written.getvalue() and time.monotonic() < deadline:
             time.sleep(0.02)
     assert ("predicting 4 bit" in written.getvalue()) == is_said
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "growth"), [(1, 2, SHARED_GROWTH), (2, 1, 1), (2, 2, 1)])
+def test_pieces_are_larger_where_all_ranks_are_on_one_machine(nodes: int, per_node: int, growth: int) -> None:
+    numel = 16 * PIECE_NUMEL
+    line = Timeline((Bucket((Segment(0, numel, False),), 0.1),), 0.1)
+    links = (Link(1e9), Link(2e9))
+    costs = advice.over_links(ESTIMATES["cpu"].costs, per_node, *links)(nodes, 1.0)
+    assert probed_at(costs, nodes, per_node).shares_memory == (growth > 1)
+    made = predict(line, costs, nodes * per_node, GQSGDConfig(bits=8, sample_every=0, reducer="two_shot"))
+    assert len({event.piece for event in made.events if event.bucket == 0 and event.piece >= 0}) == 1 + 16 / growth
+
+
+def probed_at(costs: Costs, nodes: int, per_node: int) -> Costs:
+    """Returns what a probe with these costs says of so many nodes."""
+    return advice.over_probe(costs, nodes * per_node, per_node)(nodes, 1.0)
