@@ -149,6 +149,7 @@ def test_members_may_start_before_their_lighthouse(tmp_path: Path) -> None:
             server.shutdown()
 
 
+@pytest.mark.slow
 def test_members_go_on_with_a_lighthouse_that_was_killed_and_started_again(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

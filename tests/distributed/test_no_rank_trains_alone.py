@@ -416,7 +416,7 @@ def _train_right(rank: int, hook: dict[str, Any]) -> dict[str, list[str]]:
     return results
 
 
-@pytest.mark.parametrize("hook", [{}, {"auto": True}], ids=str)
+@pytest.mark.parametrize("hook", [{}, pytest.param({"auto": True}, marks=pytest.mark.slow)], ids=str)
 def test_what_is_right_is_silent(tmp_path: Path, hook: dict[str, Any]) -> None:
     first, second = run(_train_right, 2, tmp_path, hook)
     assert first == second

@@ -107,7 +107,7 @@ def _equal_bits(rank: int, ranks: int) -> None:
         assert torch.equal(ours.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_exchange_has_the_bits_that_it_has_over_gloo(ranks: int, tmp_path: Path) -> None:
     run(_equal_bits, ranks, tmp_path, ranks)
 

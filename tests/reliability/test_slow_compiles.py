@@ -61,10 +61,6 @@ STARTS: dict[str, Callable[[], str]] = {
 }
 
 
-#: The starts as the tests have them: one always, the others as slow tests.
-SOME = [pytest.param(name, marks=[] if name == "register_gqsgd" else pytest.mark.slow) for name in STARTS]
-
-
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -159,7 +155,8 @@ def test_a_rank_that_stops_while_it_compiles_counts_as_dead(odd: int, tmp_path: 
         assert seconds < 3 * TIMEOUT_S  # while the rank was there
 
 
-@pytest.mark.parametrize("start", SOME)
+@pytest.mark.slow
+@pytest.mark.parametrize("start", STARTS)
 def test_ranks_wait_for_one_that_is_alive_and_compiles_for_longer_than_the_timeout(start: str, tmp_path: Path) -> None:
     first, second = run(_bits_after_a_slow_start, 2, tmp_path, start, 1, collective_timeout=TIMEOUT_S)
     assert first == second

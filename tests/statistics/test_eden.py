@@ -136,7 +136,7 @@ FEW_VALUES = ([3.0, -1.0], [3.0, 2.0, 1.0], [8.0, 1.0], [5.0, 1.0, 1.0, 1.0, 1.0
 
 #: Two lengths that are turned in other passes: the short one with all bits, the other with two of them.
 FEW_CASES = [
-    pytest.param(bits, 1 << n, marks=[] if n == 7 or (n == 9 and bits in (1, 3)) else pytest.mark.slow)
+    pytest.param(bits, 1 << n, marks=[] if n == 7 or (n == 9 and bits == 3) else pytest.mark.slow)
     for bits in (1, 2, 3, 4)
     for n in range(7, 17)
 ]
@@ -160,7 +160,7 @@ def check_few_values(decoded: Callable[[Tensor, int, int], Tensor], bits: int, l
         assert float(((bias - left) / y.std(0)).max()) * math.sqrt(repeats) <= 4.5, values
 
 
-@pytest.mark.parametrize("length", [129, 300])
+@pytest.mark.parametrize("length", [129, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_a_sparse_block_whose_length_is_no_power_of_two_has_no_bias(bits: int, length: int) -> None:
     check_sparse(decoded, bits, length)

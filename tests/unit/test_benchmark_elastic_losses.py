@@ -62,6 +62,7 @@ def test_without_kills_the_model_has_the_mean_steps_of_its_members() -> None:
     assert moved == pytest.approx(steps * mean / (3 * fast + slow), rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_seed_says_all_that_happens() -> None:
     first, second, other = (losses.elastic(CLOCK, 1e-3, seed, 1600) for seed in (0, 0, 1))
     assert first == second != other

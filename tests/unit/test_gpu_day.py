@@ -58,7 +58,12 @@ def test_a_part_may_keep_files_beside_its_log(monkeypatch: pytest.MonkeyPatch, t
     assert (folder / "dry" / "kept").read_text() == "kept"
 
 
-@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "background"])
+@pytest.fixture(
+    params=[
+        pytest.param(signal.default_int_handler, id="terminal", marks=pytest.mark.slow),
+        pytest.param(signal.SIG_IGN, id="background"),
+    ]
+)
 def started_from(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a shell does with SIGINT for commands in a terminal, and for those in the background."""
     before = signal.signal(signal.SIGINT, request.param)
