@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -113,7 +113,7 @@ class EndingStore(dist.Store):
         self._within_s = timeout.total_seconds() + _MARGIN_S
         self._requests = Requests()
 
-    def set(self, key: str, value: bytes | str) -> None:
+    def set(self, key: str, value: Any) -> None:
         """Put a value in the place of another one, or of none."""
         self._ask(lambda: self._store.set(key, value))
 
@@ -121,17 +121,18 @@ class EndingStore(dist.Store):
         """Returns a value, once it is there."""
         return self._ask(lambda: self._store.get(key))
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, value: int) -> int:
         """Add to a number, which is 0 at first, and return it."""
-        return self._ask(lambda: self._store.add(key, amount))
+        return self._ask(lambda: self._store.add(key, value))
 
-    def check(self, keys: Sequence[str]) -> bool:
+    def check(self, keys: list[str]) -> bool:
         """Returns whether all keys have values."""
-        return self._ask(lambda: self._store.check(list(keys)))
+        return self._ask(lambda: self._store.check(keys))
 
-    def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys have values."""
-        self._ask(lambda: self._store.wait(list(keys), *timeout))
+        given = () if timeout is None else (timeout,)
+        self._ask(lambda: self._store.wait(keys, *given))
 
     def _ask(self, request: Callable[[], T]) -> T:
         return self._requests.make(request, self._within_s)
