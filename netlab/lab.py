@@ -187,9 +187,39 @@ class NetLab:
         """Lose everything that a host sends and receives, as if somebody had pulled its cable, until `mend`."""
         _ip("-n", f"{self._name}-sw", "link", "set", f"p{host}", "down")
 
+    def lose(self, host: int) -> None:
+        """Lose everything that a host sends and receives, somewhere in the network, until `mend`.
+
+        The host's own link stays up, so its kernel does not notice. After `cut`, it tries again every half second;
+        after this, TCP tries again less and less often, at both ends.
+
+        Raises:
+            NetLabError: the lab has a latency.
+        """
+        if self.latency_s:
+            raise NetLabError(f"latency={self.latency_s:g} s: lose() needs a lab without latency; use cut()")
+        _ip("-n", f"{self._name}-sw", "link", "set", f"p{host}", "nomaster")
+
     def mend(self, host: int) -> None:
-        """Undo `cut`. Connections go on where both ends still wait; TCP tries again less and less often."""
-        _ip("-n", f"{self._name}-sw", "link", "set", f"p{host}", "up")
+        """Undo `cut` and `lose`. Connections go on where both ends still wait."""
+        bridge = () if self.latency_s else ("master", "br0")
+        _ip("-n", f"{self._name}-sw", "link", "set", f"p{host}", *bridge, "up")
+
+    def reshape(self, host: int, rate: str) -> None:
+        """Change the rate of a host's link, in both directions; the lab was made with a rate for it.
+
+        Args:
+            host: number of the host, from 0.
+            rate: see `parse_rate`.
+
+        Raises:
+            NetLabError: the host's link was made without a rate, or the new one is none.
+        """
+        bits = parse_rate(rate)
+        if self.rates[host] is None or bits is None:
+            raise NetLabError(f"host {host}: rate={rate!r} cannot replace {self.rates[host]}; give both as any number")
+        for namespace, device in self._ends(host):
+            _run("tc", "-n", namespace, "qdisc", "change", "dev", device, "root", "tbf", *_bucket(bits))
 
     def slow_down(self, host: int, cpus: str) -> None:
         """Change the processor time of a host that was made with a limit of it.
@@ -253,12 +283,16 @@ class NetLab:
             _ip("-n", name, "link", "set", INTERFACE, "up")
             _ip("-n", switch, "link", "set", port, *(() if self.latency_s else ("master", "br0")), "up")
             if rate is not None:
-                _shape(name, INTERFACE, rate)
-                _shape(switch, port, rate)
+                for namespace, device in self._ends(host):
+                    _shape(namespace, device, rate)
             if cpus is not None:
                 self._shares[host] = processors.Share(name, cpus)
         if self.latency_s:
             self._start_switch(switch)
+
+    def _ends(self, host: int) -> list[tuple[str, str]]:
+        """Namespace and device of both ends of a host's link."""
+        return [(self.namespace(host), INTERFACE), (f"{self._name}-sw", f"p{host}")]
 
     def _start_switch(self, namespace: str) -> None:
         """Start the process that holds packets, and let TCP have as many bytes under way as the links hold."""

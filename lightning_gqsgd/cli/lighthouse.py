@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from torchft.coordination import LighthouseServer
 
@@ -15,6 +16,9 @@ from lightning_gqsgd.membership.door import LIGHTHOUSE, members_at
 
 #: Seconds between two looks at the members.
 _LOOK_S = 1.0
+
+#: Where this machine reaches a lighthouse that listens at all of its addresses.
+_LOOPBACKS = {"[::]": "[::1]", "0.0.0.0": "127.0.0.1"}  # noqa: S104
 
 
 def serve(bind: str, min_replicas: int, join_timeout: str, heartbeat_timeout: str, say: Callable[[str], None]) -> None:
@@ -42,9 +46,12 @@ def serve(bind: str, min_replicas: int, join_timeout: str, heartbeat_timeout: st
     ended = threading.Event()
     before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        address = server.address()
-        say(f"lighthouse at {address}; start each process with {LIGHTHOUSE}={address.removeprefix('http://')}")
-        _watch(address, ended, say, heartbeat_ms / 1000)
+        host = bind.rpartition(":")[0]
+        of_machine, _, port = server.address().removeprefix("http://").rpartition(":")
+        # The machine's name may lead elsewhere than to the one address that the lighthouse listens at.
+        address = f"{of_machine if host in _LOOPBACKS else host}:{port}"
+        say(f"lighthouse at http://{address}; start each process with {LIGHTHOUSE}={address}")
+        _watch(f"http://{_LOOPBACKS.get(host, host)}:{port}", ended, say, heartbeat_ms / 1000)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -54,7 +61,10 @@ def serve(bind: str, min_replicas: int, join_timeout: str, heartbeat_timeout: st
 def _watch(address: str, ended: threading.Event, say: Callable[[str], None], alive_s: float) -> None:
     known: list[str] = []
     while not ended.wait(_LOOK_S):
-        members = members_at(address, 5.0, alive_s)
+        members = known
+        # On a busy machine, an answer may take too long. Members come and go all the same.
+        with suppress(ConfigError):
+            members = members_at(address, 5.0, alive_s)
         if members != known:
             come = len(set(members) - set(known))
             gone = len(set(known) - set(members))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.averages import Average, LocalAverages
@@ -61,7 +62,7 @@ def state_of(averages: LocalAverages) -> dict[str, Any]:
             kind.value: {number: averages.store.row(kind, number).clone() for number in averages.compressed_numbers}
             for kind in averages.store.kinds
         },
-        "rule": [{name: tensor.clone() for name, tensor in part.items()} for part in _states(averages)],
+        "rule": tree_map_only(Tensor, Tensor.clone, [averager.state() for averager in _averagers(averages)]),
     }
 
 
@@ -172,10 +173,6 @@ def _averagers(averages: LocalAverages) -> list[Averager]:
     return [averager for row in averages.averagers for averager in row]
 
 
-def _states(averages: LocalAverages) -> list[dict[str, Tensor]]:
-    return [averager.state() for averager in _averagers(averages)]
-
-
 def _saved(average: Average, fragment: Fragment) -> dict[str, Any]:
     """A waited-for average as plain values and tensors."""
     means: dict[str, Tensor] = {}
@@ -209,10 +206,4 @@ def digest_of_tensors(named: Mapping[str, Tensor]) -> int:
 
 def _on_cpu(value: Any) -> Any:
     """The same with all tensors on the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, Mapping):
-        return {key: _on_cpu(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_on_cpu(entry) for entry in value)
-    return value
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)

@@ -81,7 +81,7 @@ def name_for(facts: Mapping[str, Any]) -> str:
     return f"gqsgd-{__version__}-{digest_of_facts(facts) % 2**64:016x}"
 
 
-def check_others(lighthouse: str, name: str, timeout_s: float) -> None:
+def check_others(lighthouse: str, name: str, timeout_s: float) -> list[str]:
     """Check that the members that a lighthouse knows have the same name.
 
     A lighthouse that does not answer may be starting, as the members are. So this asks again for up to 30 seconds.
@@ -91,22 +91,28 @@ def check_others(lighthouse: str, name: str, timeout_s: float) -> None:
         name: of this member, see `name_for`.
         timeout_s: how long to wait for it.
 
+    Returns:
+        The addresses of the managers of those that have merged; those with the most merges first.
+
     Raises:
         ConfigError: no lighthouse answers there, or members train something else.
     """
     deadline = time.monotonic() + min(timeout_s, _PATIENCE_S)
     while True:
         try:
-            members = members_at(lighthouse, timeout_s)
+            page = _page_of(lighthouse, timeout_s)
             break
         except ConfigError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
-    for member in members:
+    alive = _alive_on(page, _ALIVE_S)
+    for member in alive:
         other = member.partition(":")[0]
         if other != name:
             raise ConfigError(f"the lighthouse {lighthouse} has members that do not fit: {_difference(other, name)}")
+    merged = [(int(merges), address) for member, merges, address in _MERGED.findall(page) if member in alive]
+    return [address for _, address in sorted(merged, key=lambda entry: -entry[0])]
 
 
 def members_at(lighthouse: str, timeout_s: float, alive_s: float = _ALIVE_S) -> list[str]:
@@ -121,23 +127,6 @@ def members_at(lighthouse: str, timeout_s: float, alive_s: float = _ALIVE_S) -> 
         ConfigError: no lighthouse answers there.
     """
     return _alive_on(_page_of(lighthouse, timeout_s), alive_s)
-
-
-def managers_at(lighthouse: str, name: str, timeout_s: float) -> list[str]:
-    """Returns the addresses of the managers that have merged with a name and live; those with the most merges first.
-
-    Args:
-        lighthouse: its address.
-        name: of the members, see `name_for`.
-        timeout_s: how long to wait for it.
-
-    Raises:
-        ConfigError: no lighthouse answers there.
-    """
-    page = _page_of(lighthouse, timeout_s)
-    alive = {member for member in _alive_on(page, _ALIVE_S) if member.partition(":")[0] == name}
-    merged = [(int(merges), address) for member, merges, address in _MERGED.findall(page) if member in alive]
-    return [address for _, address in sorted(merged, key=lambda entry: -entry[0])]
 
 
 def _page_of(lighthouse: str, timeout_s: float) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from datetime import timedelta
@@ -29,7 +29,6 @@ from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.membership.door import (
     check_others,
     lighthouse_address,
-    managers_at,
     members_at,
     name_for,
     own_host,
@@ -86,6 +85,9 @@ class TorchftMembers(Members):
         timeout: of connections, collectives and transfers of the state; None: 60 s.
         patience: how long to wait for all others to end their rounds.
 
+    Attributes:
+        timeout: see above.
+
     Raises:
         ConfigError: there is no lighthouse, or its members do not fit.
     """
@@ -103,45 +105,71 @@ class TorchftMembers(Members):
         timeout: timedelta | None = None,
         patience: timedelta,
     ) -> None:
-        timeout = timeout or _TIMEOUT
-        lighthouse = lighthouse_address(os.environ)
-        host = own_host(lighthouse)
-        name = name_for(facts)
-        check_others(lighthouse, name, timeout.total_seconds())
-        self._received: Mapping[str, Any] | None = None
-        self._group = QuantisedProcessGroup(ProcessGroupGloo(timeout=timeout), config, device)
-        # Before this member is known to the others, because they wait for it from then on. Kernels of a GPU are for one
-        # number of members each, and take long to compile.
-        self._group.compile_for(2 if device.type == "cuda" else _COMPILED_RANKS)
-        self._present = _fetch_present(lighthouse, name, min(timeout, _GLANCE))
-        self._has_met = False
-        self._lighthouse = lighthouse
+        self.timeout = timeout or _TIMEOUT
+        self._state = state
+        self._device = device
         self._min_replicas = min_replicas
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        self._manager = Manager(
+        self._patience = patience
+        self._lighthouse = lighthouse_address(os.environ)
+        self._host = own_host(self._lighthouse)
+        self._name = name_for(facts)
+        managers = check_others(self._lighthouse, self._name, self.timeout.total_seconds())
+        self._present = _fetch_present(managers, min(self.timeout, _GLANCE))
+        self._received: Mapping[str, Any] | None = None
+        self._group = QuantisedProcessGroup(ProcessGroupGloo(timeout=self.timeout), config, device)
+        self._merges = 0  # so many others have made before this member meets them
+        self._has_met = False
+        self._connecting = threading.Lock()
+        self._is_closed = False
+        self._manager: Manager | None = None
+
+    def _connected(self) -> Manager:
+        """Returns torchft's Manager, which is made for the first merge: beside the training of one that has a state.
+
+        Raises:
+            ConfigError: the compiled kernels are wrong.
+            MergeFailed: this was closed.
+        """
+        with self._connecting:
+            if self._manager is None:
+                # Before this member is known to the others, because they wait for it from then on. Kernels of a GPU are
+                # for one number of members each, and take long to compile.
+                self._group.compile_for(2 if self._device.type == "cuda" else _COMPILED_RANKS)
+                self._manager = self._made()
+            if self._is_closed:  # meanwhile
+                self.close()
+                raise MergeFailed("this member has left")
+            return self._manager
+
+    def _made(self) -> Manager:
+        """Returns a new Manager, from which on others wait for this member."""
+        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self.timeout)
+        manager = Manager(
             pg=self._group,
             load_state_dict=self._receive,
-            state_dict=state,
-            min_replica_size=min_replicas,
+            state_dict=self._state,
+            min_replica_size=self._min_replicas,
             use_async_quorum=False,
-            timeout=timeout,
-            quorum_timeout=patience,
-            connect_timeout=timeout,
+            timeout=self.timeout,
+            quorum_timeout=self._patience,
+            connect_timeout=self.timeout,
             rank=0,
             world_size=1,
-            store_addr=host,
+            store_addr=self._host,
             store_port=self._store.port,
-            lighthouse_addr=lighthouse,
-            replica_id=name,
-            hostname=host,
+            lighthouse_addr=self._lighthouse,
+            replica_id=self._name,
+            hostname=self._host,
             heartbeat_interval=_HEARTBEAT,
             # Without retries, torchft's Manager waits for all of the patience after a call that has failed, although
             # the lighthouse may have started again.
-            quorum_retries=max(1, round(patience / _CALL_AGAIN)),
-            checkpoint_transport=PlainTransport(timeout, host, state),
+            quorum_retries=max(1, round(self._patience / _CALL_AGAIN)),
+            checkpoint_transport=PlainTransport(self.timeout, self._host, self._state),
         )
-        self._manager._client = DistinctQuorums(self._manager._client)
-        self._manager._executor = _DaemonExecutor()
+        manager._client = DistinctQuorums(manager._client)
+        manager._executor = _DaemonExecutor()
+        manager.load_state_dict({"step": self._merges, "batches_committed": 0})
+        return manager
 
     @property
     def config(self) -> GQSGDConfig:
@@ -173,14 +201,15 @@ class TorchftMembers(Members):
             assert isinstance(request, Commit)
             if not request.is_good:
                 raise MergeFailed("members have different anchors")
-            is_merged = bool(self._manager.should_commit())
+            manager = self._connected()
+            is_merged = bool(manager.should_commit())
         except (MergeFailed, ConfigError) as error:
             self._fail(error)
             raise
         except Exception as error:
             self._fail(error)
             raise MergeFailed(f"{type(error).__name__}: {error}") from error
-        there = self._manager.num_participants()
+        there = manager.num_participants()
         if not is_merged and there < self._min_replicas:
             # The connections are good, so they stay.
             raise MergeFailed(f"{counted(there, 'member')} came, and a merge needs min_replicas={self._min_replicas}")
@@ -194,32 +223,37 @@ class TorchftMembers(Members):
 
     def start_after(self, merges: int) -> None:
         """Go on after a number of merges, which another member or a checkpoint says."""
-        self._manager.load_state_dict({"step": merges, "batches_committed": 0})
+        self._merges = merges
+        if self._manager is not None:
+            self._manager.load_state_dict({"step": merges, "batches_committed": 0})
 
     def close(self) -> None:
         """Leave. A merge under way fails, on the other members as well."""
+        self._is_closed = True
         with suppress(Exception):  # torchft's parts may have ended already
             self._group.shutdown()
         with suppress(Exception):
-            self._manager.shutdown(wait=False)
+            if self._manager is not None:
+                self._manager.shutdown(wait=False)
 
     def _meet(self, request: Meet) -> Quorum:
         self._received = None
+        manager = self._connected()
         look = threading.Timer(_LOOK_AFTER.total_seconds(), _say_if_gone, [self._lighthouse])
         look.daemon = True
         look.start()
         try:
-            self._manager.start_quorum()
+            manager.start_quorum()
         finally:
             look.cancel()
-        problem = self._manager.errored()
+        problem = manager.errored()
         if problem is not None:
             error = problem.original_exception
             # Those that are there already go on without the one that does not fit.
             if isinstance(error, ConfigError) and not self._has_met:
                 raise error
             raise MergeFailed(f"{type(error).__name__}: {error}") from error
-        own = self._manager.participating_rank()
+        own = manager.participating_rank()
         if own is None:
             raise MergeFailed("this member does not take part")
         self._has_met = True
@@ -234,6 +268,8 @@ class TorchftMembers(Members):
         Another member may wait for what this one had to send, and not for the one that has died. It finds out now, and
         not after the timeout.
         """
+        if self._manager is None:
+            return
         self._manager.report_error(error)
         self._group.abort()
         with suppress(Exception):  # it says the same as the error that is being raised
@@ -270,15 +306,14 @@ def _say_if_gone(lighthouse: str) -> None:
         logger.warning("gqsgd: %s; merges wait for it", error)
 
 
-def _fetch_present(lighthouse: str, name: str, timeout: timedelta) -> Mapping[str, Any] | None:
+def _fetch_present(managers: Sequence[str], timeout: timedelta) -> Mapping[str, Any] | None:
     """Returns what a member knows at this moment; None: nobody has merged, or nobody answers.
 
     Args:
-        lighthouse: its address.
-        name: of the members.
+        managers: addresses of the members' managers.
         timeout: of each answer.
     """
-    for manager in managers_at(lighthouse, name, timeout.total_seconds())[:_ASKED]:
+    for manager in managers[:_ASKED]:
         try:
             client = ManagerClient(manager, connect_timeout=timeout)
             address = client._checkpoint_metadata(0, timeout=timeout)

@@ -36,6 +36,7 @@ from lightning_gqsgd.wire.engine import Engine, Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import Peers, peers_of_unregistered
 from lightning_gqsgd.wire.pipeline import Job
+from lightning_gqsgd.wire.store import EndingStore
 from lightning_gqsgd.wire.telemetry import Telemetry
 
 _MESSAGES = Messages("torchft's process group", "let the Manager configure it for the next quorum")
@@ -91,6 +92,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
     def __init__(self, process_group: ProcessGroup, config: GQSGDConfig, device: torch.device) -> None:
         check_process_group(process_group)
         check_config(config)
+        _end_requests_of(process_group)
         super().__init__(pg=process_group)
         self.config = config
         self.telemetry = Telemetry()
@@ -515,6 +517,25 @@ def _peers_of(process_group: ProcessGroup, device: torch.device) -> Peers:
         group = group.parent
     # Under "cpu" as well, because torchft registers Gloo for both.
     return peers_of_unregistered(group, {"cpu": "gloo", device.type: "gloo"})
+
+
+def _end_requests_of(process_group: ProcessGroup) -> None:
+    """Let ranks of torchft's process group connect through a store whose requests come to an end.
+
+    The store is a part of one rank's process. Where the link to that rank is cut while ranks connect, the others would
+    wait for its store without a limit.
+    """
+    group: Any = process_group
+    while isinstance(group._pg, ProcessGroupWrapper):
+        group = group._pg
+    create = group._create_pg
+    kept: list[EndingStore] = []  # torch keeps what it has in C++ only, without the methods
+
+    def create_pg(store: dist.Store, rank: int, size: int) -> Any:
+        kept[:] = [EndingStore(store, group._timeout)]
+        return create(kept[0], rank, size)
+
+    group._create_pg = create_pg
 
 
 def _close(engines: list[Engine]) -> None:

@@ -6,6 +6,7 @@ what another one knows at that moment.
 
 from __future__ import annotations
 
+import time
 import urllib.request
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,6 +17,8 @@ import torch
 from torch.distributed._serialization import _streaming_load, _streaming_save
 from torch.utils._pytree import tree_map_only
 from torchft.checkpointing.http_transport import HTTPTransport
+
+from lightning_gqsgd.errors import ConfigError
 
 #: Where torchft's own states are, and where a member's present one is.
 _CHECKPOINTS, _PRESENT = "/checkpoint/", "/present"
@@ -50,6 +53,24 @@ class PlainTransport(HTTPTransport[Any]):
     def address(self) -> str:
         """Returns where others fetch the state from, without the step at the end."""
         return f"http://{self._host}:{self._server.socket.getsockname()[1]}{_CHECKPOINTS}"
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        """Fetch a member's state within a merge; see torchft's.
+
+        Raises:
+            ConfigError: it took longer than members wait for each other, so that no merge could ever succeed with this
+                one.
+        """
+        began = time.monotonic()
+        state = super().recv_checkpoint(src_rank, metadata, step, timeout)
+        seconds = time.monotonic() - began
+        if seconds > timeout.total_seconds():
+            raise ConfigError(
+                f"another member's state took {seconds:.0f} s to come here, and members wait for each other for "
+                f"timeout={timeout.total_seconds():g} s; give all of them a timeout of {2 * seconds:.0f} s, or this "
+                "one a faster link"
+            )
+        return state
 
     @classmethod
     def fetch_present(cls, address: str, timeout: timedelta) -> Mapping[str, Any]:

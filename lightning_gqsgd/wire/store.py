@@ -4,20 +4,64 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 T = TypeVar("T")
 
+#: Seconds beyond the timeout of a request for which its answer may be on its way.
+_MARGIN_S = 2.0
 
-class Store:
-    """A store whose requests come to an end.
 
-    The client of a TCPStore waits for its server without a limit, and the server is usually a part of rank 0's process.
+class Requests:
+    """Requests to one store, each of which comes to an end.
+
+    The client of a TCPStore waits for its server without a limit, and the server is usually a part of another process.
     Where that process stands still, or the link to it is cut, a request would wait for ever. So each one is made by a
     thread of its own, which is left behind where no answer comes. While one waits, other requests fail at once, because
     the client has one connection.
+    """
+
+    def __init__(self) -> None:
+        self._left_behind: list[threading.Event] = []  # the ends of those requests
+
+    def make(self, request: Callable[[], T], within_s: float) -> T:
+        """Make a request that may take so many seconds, and return its answer.
+
+        Raises:
+            DistStoreError, DistNetworkError: the store is gone, or does not answer.
+        """
+        answers: list[T] = []
+        errors: list[Exception] = []
+        ended = threading.Event()
+
+        def ask() -> None:
+            try:
+                answers.append(request())
+            except Exception as error:
+                errors.append(error)
+            finally:
+                ended.set()
+
+        self._left_behind[:] = [other for other in self._left_behind if not other.is_set()]
+        if not self._left_behind:
+            threading.Thread(target=ask, name="gqsgd-store", daemon=True).start()
+            try:
+                ended.wait(within_s)
+            finally:  # an interrupt, too, leaves it behind
+                if not ended.is_set():
+                    self._left_behind.append(ended)
+        if errors:
+            raise errors[0]
+        if not answers:
+            raise dist.DistStoreError(f"it has not answered for {within_s:.0f} s")
+        return answers[0]
+
+
+class Store:
+    """A store of text whose requests come to an end, see `Requests`.
 
     Args:
         store: the store that holds the values, all of them text.
@@ -27,12 +71,12 @@ class Store:
     def __init__(self, store: dist.Store, within_s: float) -> None:
         self._store = store
         self._within_s = within_s
-        self._left_behind: list[threading.Event] = []  # the ends of those requests
+        self._requests = Requests()
 
     def under(self, prefix: str) -> Store:
         """Returns the part of the store whose keys begin with a prefix."""
         part = Store(dist.PrefixStore(prefix, self._store), self._within_s)
-        part._left_behind = self._left_behind
+        part._requests = self._requests
         return part
 
     def get(self, key: str) -> str:
@@ -52,28 +96,43 @@ class Store:
         self._ask(lambda: self._store.add(key, 1))
 
     def _ask(self, request: Callable[[], T]) -> T:
-        answers: list[T] = []
-        errors: list[Exception] = []
-        ended = threading.Event()
+        return self._requests.make(request, self._within_s)
 
-        def ask() -> None:
-            try:
-                answers.append(request())
-            except Exception as error:
-                errors.append(error)
-            finally:
-                ended.set()
 
-        self._left_behind[:] = [other for other in self._left_behind if not other.is_set()]
-        if not self._left_behind:
-            threading.Thread(target=ask, name="gqsgd-store", daemon=True).start()
-            try:
-                ended.wait(self._within_s)
-            finally:  # an interrupt, too, leaves it behind
-                if not ended.is_set():
-                    self._left_behind.append(ended)
-        if errors:
-            raise errors[0]
-        if not answers:
-            raise dist.DistStoreError(f"it has not answered for {self._within_s:.0f} s")
-        return answers[0]
+class EndingStore(dist.Store):
+    """A store for process groups of torch whose requests come to an end, see `Requests`.
+
+    Args:
+        store: the store that holds the values. Its waits end after ``timeout`` where the store lives.
+        timeout: of one request.
+    """
+
+    def __init__(self, store: dist.Store, timeout: timedelta) -> None:
+        super().__init__()
+        self._store = store
+        self._within_s = timeout.total_seconds() + _MARGIN_S
+        self._requests = Requests()
+
+    def set(self, key: str, value: Any) -> None:
+        """Put a value in the place of another one, or of none."""
+        self._ask(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        """Returns a value, once it is there."""
+        return self._ask(lambda: self._store.get(key))
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a number, which is 0 at first, and return it."""
+        return self._ask(lambda: self._store.add(key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        """Returns whether all keys have values."""
+        return self._ask(lambda: self._store.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys have values."""
+        given = () if timeout is None else (timeout,)
+        self._ask(lambda: self._store.wait(keys, *given))
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        return self._requests.make(request, self._within_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import torch
 
 from lightning_gqsgd import ConfigError, LocalSteps
 from tests.distributed import elastic_members as members
+from tests.distributed.elastic_members import SECOND
 from tests.distributed.ranks import run
 from tests.distributed.test_merges import network
 
@@ -71,6 +74,12 @@ def test_a_newcomer_trains_from_the_others_state_before_their_next_merge(tmp_pat
     assert newcomer["merges"] == there["merges"] == 1
     assert newcomer["steps"] == 3
     assert "started from what another member had after merge 1" in newcomer["report"]
+
+
+def test_a_newcomer_trains_while_its_kernels_are_compiled(tmp_path: Path, lighthouse: str) -> None:
+    there, newcomer = run(members.compiling, 2, tmp_path, lighthouse, tmp_path, initialise=False, torchrun=False)
+    assert newcomer["bits"] == there["bits"]
+    assert newcomer["samples"] == there["samples"] == there["steps"] + newcomer["steps"]
 
 
 def test_a_machine_with_notice_merges_what_it_has_learnt_and_leaves(tmp_path: Path, lighthouse: str) -> None:
@@ -149,19 +158,18 @@ def test_members_may_start_before_their_lighthouse(tmp_path: Path) -> None:
             server.shutdown()
 
 
-@pytest.mark.slow
-def test_members_go_on_with_a_lighthouse_that_was_killed_and_started_again(tmp_path: Path) -> None:
+def _own_lighthouse() -> tuple[str, list[str]]:
+    """A free address, and the command of a lighthouse there, which can be killed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [
-        sys.executable,
-        "-c",
-        "from lightning_gqsgd.cli.app import main; main()",
-        "lighthouse",
-        "--bind",
-        address,
-    ]
+    program = "from lightning_gqsgd.cli.app import main; main()"
+    return address, [sys.executable, "-c", program, "lighthouse", "--bind", address]
+
+
+@pytest.mark.slow
+def test_members_go_on_with_a_lighthouse_that_was_killed_and_started_again(tmp_path: Path) -> None:
+    address, command = _own_lighthouse()
     lighthouses = [subprocess.Popen(command)]
 
     def kill_and_start_again() -> None:
@@ -194,7 +202,68 @@ def test_members_go_on_with_a_lighthouse_that_was_killed_and_started_again(tmp_p
     assert first["samples"] == second["samples"] == first["steps"] + second["steps"]
 
 
+def test_a_machine_with_notice_does_not_wait_for_a_lighthouse_that_is_gone(tmp_path: Path) -> None:
+    address, command = _own_lighthouse()
+    lighthouse = subprocess.Popen(command)
+
+    def kill() -> None:
+        members.wait_for((tmp_path / "merges").exists)
+        lighthouse.kill()
+        lighthouse.wait()
+        (tmp_path / "gone").touch()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    named = {"initialise": False, "torchrun": False}
+    (leaver,) = run(members.notice_without_a_lighthouse, 1, tmp_path, address, tmp_path, **named)
+    killer.join()
+    assert leaver["exits"] == 0
+    assert any("this member leaves, and what it has learnt since" in line for line in leaver["said"])
+
+
 def test_a_member_that_waits_for_others_in_vain_says_how_many_there_are(tmp_path: Path, lighthouse: str) -> None:
     (message,) = run(members.too_few, 1, tmp_path, lighthouse, initialise=False, torchrun=False)
     assert "1 member came, and a merge needs min_replicas=2" in message
     assert "\n" not in message
+
+
+def test_a_lighthouse_says_where_it_listens_and_stays_where_an_answer_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from lightning_gqsgd.cli import lighthouse as command
+
+    looks: list[str] = []
+
+    def look(address: str, *_: float) -> list[str]:
+        looks.append(address)
+        if len(looks) == 1:
+            raise ConfigError("no lighthouse answers")
+        os.kill(os.getpid(), signal.SIGTERM)
+        return ["a"]
+
+    said: list[str] = []
+    monkeypatch.setattr(command, "_LOOK_S", 0.01)
+    monkeypatch.setattr(command, "members_at", look)
+    command.serve("127.0.0.1:0", 1, "1s", "1s", said.append)
+    assert said[0].startswith("lighthouse at http://127.0.0.1:")
+    assert said[1].endswith(" 1 member: 1 came, 0 went")
+    assert looks[1].startswith("http://127.0.0.1:")
+
+
+def test_a_state_that_takes_longer_than_members_wait_is_an_error_of_who_fetches_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torchft.checkpointing.http_transport import HTTPTransport
+
+    from lightning_gqsgd.membership.transport import PlainTransport
+
+    def fetch(*_: object) -> dict[str, int]:
+        time.sleep(0.05)
+        return {"merges": 3}
+
+    monkeypatch.setattr(HTTPTransport, "recv_checkpoint", fetch)
+    transport = PlainTransport(SECOND, "127.0.0.1", dict)
+    assert transport.recv_checkpoint(0, "http://127.0.0.1:1/checkpoint/", 3, 20 * SECOND) == {"merges": 3}
+    with pytest.raises(ConfigError, match=r"members wait for each other for timeout=0.01 s; give all of them"):
+        transport.recv_checkpoint(0, "http://127.0.0.1:1/checkpoint/", 3, SECOND / 100)
+    transport.shutdown()

@@ -253,6 +253,24 @@ def test_links_are_shaped_in_both_directions() -> None:
         assert 0.5 * 20e6 < lab.measure(2_000_000) < 1.5 * 20e6
 
 
+@needs_root
+def test_a_links_rate_changes_and_its_packets_get_lost() -> None:
+    with NetLab(2, "20mbit") as lab:
+        lab.reshape(1, "2mbit")
+        assert 0.5 * 2e6 < lab.measure(500_000) < 1.5 * 2e6
+        lab.reshape(1, "20mbit")
+        lab.lose(1)
+        connect = f"import socket; socket.create_connection(('{lab.address(0)}', 9), 1)"
+        lost = lab.popen(1, [sys.executable, "-c", connect], stderr=subprocess.PIPE).communicate()[1]
+        assert "timed out" in lost or "No route to host" in lost  # and nobody has refused it
+        lab.mend(1)
+        assert 0.5 * 20e6 < lab.measure(2_000_000) < 1.5 * 20e6
+        with pytest.raises(NetLabError, match="host 1: rate='none' cannot replace 20000000"):
+            lab.reshape(1, "none")
+    with NetLab(1, "none", latency="1ms") as lab, pytest.raises(NetLabError, match="lose.. needs a lab without"):
+        lab.lose(0)
+
+
 _ROUND_TRIPS = """
 import socket, time
 s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.settimeout(5); s.connect(("10.213.7.1", 9999))

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gqsgd import quantised
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.errors import CollectiveError
 from lightning_gqsgd.wire.store import Store
@@ -112,6 +113,25 @@ def test_a_server_that_has_ended_is_torchs_own_error(server: tuple[Any, Store]) 
     process.join()
     with pytest.raises(dist.DistNetworkError):
         store.get("key")
+
+
+def test_ranks_whose_store_stands_still_while_they_connect_find_out(
+    server: tuple[Any, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchft = pytest.importorskip("torchft", reason="the extra torchft is not installed")
+    process, store = server
+    create = torchft.process_group.create_store_client
+
+    def create_and_stop(*arguments: Any, **named: Any) -> dist.Store:
+        client: dist.Store = create(*arguments, **named)
+        stop(process)
+        return client
+
+    monkeypatch.setattr(torchft.process_group, "create_store_client", create_and_stop)
+    group = quantised(torchft.ProcessGroupGloo(timeout=timedelta(seconds=1)), bits=4)
+    port = store._store.port  # type: ignore[attr-defined]
+    with pytest.raises(dist.DistStoreError, match="has not answered for 3 s"):
+        group.configure(f"127.0.0.1:{port}/quorum", "0", 0, 2, 1, 0, 1, [0, 1])
 
 
 def _save_while_rank_0_stands_still(rank: int, port: int) -> tuple[str, float]:

@@ -1,12 +1,13 @@
 """A member of the chaos of `test_elastic_chaos`: Lightning's Trainer, until a file says that it is over.
 
-python -m tests.reliability.elastic_member FOLDER NAME
+python -m tests.reliability.elastic_member FOLDER NAME WIDTH TIMEOUT_S
 """
 
 from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
 import time
 from datetime import timedelta
@@ -22,11 +23,22 @@ from lightning_gqsgd import GQSGDStrategy
 
 
 class Module(pl.LightningModule):
-    """A network with buffers of both kinds."""
+    """A network with buffers of both kinds.
 
-    def __init__(self) -> None:
+    Args:
+        width: of its hidden layers.
+    """
+
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
+        self.net = nn.Sequential(
+            nn.Linear(16, width),
+            nn.BatchNorm1d(width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, 4),
+        )
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         """A step that takes a while."""
@@ -49,7 +61,13 @@ class Journal(pl.Callback):
     def __init__(self, folder: Path, name: str) -> None:
         self._over = folder / "over"
         self._file = (folder / f"{name}.jsonl").open("a", buffering=1)
+        self._steps = (folder / f"{name}.steps").open("wb", buffering=0)
         self._merges = 0
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        """Count the step that begins, where a signal cannot make it forgotten."""
+        self._steps.seek(0)
+        self._steps.write(struct.pack("q", trainer.global_step + 1))
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Look for a new merge."""
@@ -72,11 +90,12 @@ def main() -> None:
     """Train."""
     folder = Path(sys.argv[1])
     name = sys.argv[2]
+    timeout = timedelta(seconds=float(sys.argv[4]))
     torch.set_num_threads(1)
     x = torch.randn(4096, 16)
     journal = Journal(folder, name)
     trainer = pl.Trainer(
-        strategy=GQSGDStrategy(local_steps="1s", delay=1, elastic=True, bits=4, timeout=timedelta(seconds=20)),
+        strategy=GQSGDStrategy(local_steps="1s", delay=1, elastic=True, bits=4, timeout=timeout),
         accelerator="cpu",
         devices=1,
         max_epochs=-1,
@@ -86,7 +105,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Module()
+    module = Module(int(sys.argv[3]))
     trainer.fit(module, DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=16))
     averages: Any = trainer.strategy.gqsgd_state  # type: ignore[attr-defined]
     bits = [tensor.double().sum().item() for tensor in (*module.parameters(), *module.buffers())]

@@ -1,8 +1,9 @@
-"""Members under Lightning that are killed, stopped, sent away and joined at random, on one machine.
+"""Members under Lightning that are killed, stopped, sent away, cut off, slowed down and joined at random.
 
 pytest -m reliability tests/reliability/test_elastic_chaos.py -n 0
 
-``GQSGD_EVENTS`` says how many events (default 30), ``GQSGD_SEED`` which.
+``GQSGD_EVENTS`` says how many events (default 30), ``GQSGD_SEED`` which. Links need root and iproute2, see
+`netlab.lab`; without them, members are on one machine, and no link is cut.
 """
 
 from __future__ import annotations
@@ -11,15 +12,20 @@ import json
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from netlab.lab import NetLab
 from tests.distributed.test_elastic import lighthouse  # noqa: F401
+from tests.reliability.test_cut_links import needs_root
 
 EVENTS = int(os.environ.get("GQSGD_EVENTS", "30"))
 SEED = int(os.environ.get("GQSGD_SEED", "0"))
@@ -33,29 +39,65 @@ GRACE_S = 40.0
 #: Seconds in which a process may import everything and join.
 START_S = 150.0
 
+#: Seconds that members wait for each other in a merge.
+TIMEOUT_S = 15.0
+
+#: Rate of a link, and of one that is slow.
+RATE, SLOW_RATE = "10mbit", "1mbit"
+
+#: Width of the model: its messages take a slow link a second, and its state ten.
+WIDTH = 350
+
+#: Variables that a lab sets for torchrun's ranks.
+TORCHRUNS = (
+    "TORCHELASTIC_RUN_ID",
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+#: Seconds for which a link may be cut: in a round, for several rounds, and longer than others wait for a member.
+CUTS_S = (0.5, 5.0, 20.0)
+
 
 class Members:
     """The processes of a chaos.
 
     Args:
         folder: of journals.
-        address: of the lighthouse.
+        lab: the hosts, of which the first one has the lighthouse; None: all are on one machine.
     """
 
-    def __init__(self, folder: Path, address: str) -> None:
+    def __init__(self, folder: Path, lab: NetLab | None = None) -> None:
         self._folder = folder
-        self._variables = {**os.environ, "TORCHFT_LIGHTHOUSE": address, "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
+        self._lab = lab
         self._count = 0
-        self.alive: dict[str, subprocess.Popen[bytes]] = {}
+        self._hosts: dict[str, int] = {}
+        self.alive: dict[str, subprocess.Popen[Any]] = {}
 
     def join(self) -> str:
         """Start a member."""
         name = f"member{self._count}"
         self._count += 1
-        command = [sys.executable, "-m", "tests.reliability.elastic_member", str(self._folder), name]
+        module = ["-m", "tests.reliability.elastic_member", str(self._folder), name, str(WIDTH), str(TIMEOUT_S)]
         with (self._folder / f"{name}.log").open("wb") as log:
-            self.alive[name] = subprocess.Popen(command, env=self._variables, stdout=log, stderr=log)
+            if self._lab is None:
+                self.alive[name] = subprocess.Popen([sys.executable, *module], stdout=log, stderr=log)
+            else:
+                taken = {self._hosts[other] for other in self.alive}
+                self._hosts[name] = min(set(range(1, self._lab.hosts)) - taken)
+                # Each member is a training of its own, and none of torchrun's ranks.
+                command = ["env", *(f"--unset={variable}" for variable in TORCHRUNS), sys.executable, *module]
+                self.alive[name] = self._lab.popen(self._hosts[name], command, stdout=log, stderr=log)
         return name
+
+    def host(self, name: str) -> int:
+        """The host of a member."""
+        return self._hosts[name]
 
     def send(self, name: str, number: signal.Signals) -> None:
         """Send a signal."""
@@ -67,9 +109,24 @@ class Members:
         lines = file.read_text().splitlines() if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
 
+    def steps(self) -> int:
+        """Steps that all that ever were have begun."""
+        files = [self._folder / f"{name}.steps" for name in self.everybody()]
+        return sum(struct.unpack("q", file.read_bytes())[0] for file in files if file.exists() and file.stat().st_size)
+
     def everybody(self) -> list[str]:
         """All that ever were."""
         return [f"member{number}" for number in range(self._count)]
+
+    def log(self, name: str) -> str:
+        """The end of what a member has said."""
+        return f"{name}:\n{(self._folder / f'{name}.log').read_text()[-3000:]}"
+
+    def end(self) -> None:
+        """Let all finish."""
+        (self._folder / "over").touch()
+        for name, process in self.alive.items():
+            assert process.wait(60) == 0, self.log(name)
 
     def wait_for_merges(self, names: list[str], after: float, within_s: float = GRACE_S) -> None:
         """Wait until members have made merges after a time."""
@@ -77,57 +134,170 @@ class Members:
         waits = set(names)
         while waits and time.monotonic() < deadline:
             waits = {name for name in waits if not any(line.get("time", 0) > after for line in self.lines(name))}
+            dead = {name for name in self.alive if self.alive[name].poll() is not None}
+            assert not dead, "\n".join(self.log(name) for name in dead)
             time.sleep(0.1)
-        logs = "\n".join((self._folder / f"{name}.log").read_text()[-3000:] for name in waits)
+        logs = "\n".join(self.log(name) for name in self.alive)
         assert not waits, f"{waits} have made no merge within {within_s} s\n{logs}"
 
 
-@pytest.mark.reliability
-@pytest.mark.timeout(3600)
-def test_members_go_on_whatever_happens_to_others(tmp_path: Path, lighthouse: str) -> None:  # noqa: F811
-    draw = random.Random(SEED)  # noqa: S311
-    members = Members(tmp_path, lighthouse)
-    left = []
-    happened: dict[str, int] = {}
+class Chaos:
+    """Events; each method but `run` is one.
+
+    Args:
+        members: to whom they happen.
+        draw: what is random.
+        lab: the hosts; None: all members are on one machine.
+    """
+
+    def __init__(self, members: Members, draw: random.Random, lab: NetLab | None) -> None:
+        self._members = members
+        self._draw = draw
+        self._lab = lab
+        self.happened: dict[str, int] = {}
+
+    def run(self, events: int) -> None:
+        """Make so many random events happen, one after the other, and wait after each until all have merged."""
+        kinds = ["kill", "stop", "notice", "join"]
+        if self._lab is not None:
+            kinds += ["cut", "cut_lighthouse", "slow"]
+        left: list[str] = []
+        for number in range(events):
+            left = left or self._draw.sample(kinds, len(kinds))  # all kinds come up, also where there are few events
+            event = left.pop()
+            if event in ("kill", "notice") and len(self._members.alive) <= LEAST:
+                event = "join"
+            if event == "join" and len(self._members.alive) >= MOST:
+                event = "kill"
+            self.happened[event] = self.happened.get(event, 0) + 1
+            began = time.monotonic()
+            said = getattr(self, event)(self._draw.choice(sorted(self._members.alive)))
+            print(f"{number}: {event} {said}, {time.monotonic() - began:.1f} s", flush=True)
+
+    def kill(self, name: str) -> str:
+        """A process dies."""
+        self._members.send(name, signal.SIGKILL)
+        self._members.alive.pop(name).wait()
+        self._all_go_on()
+        return name
+
+    def stop(self, name: str) -> str:
+        """A process stands still for a while."""
+        seconds = self._draw.uniform(0.5, 6)
+        self._members.send(name, signal.SIGSTOP)
+        time.sleep(seconds)
+        self._members.send(name, signal.SIGCONT)
+        self._all_go_on()
+        return f"{name} for {seconds:.1f} s"
+
+    def notice(self, name: str) -> str:
+        """A machine is about to be taken away."""
+        self._members.send(name, signal.SIGTERM)
+        assert self._members.alive.pop(name).wait(GRACE_S) == 0, self._members.log(name)
+        self._all_go_on()
+        return name
+
+    def join(self, _: str) -> str:
+        """A process comes."""
+        now = time.time()
+        name = self._members.join()
+        self._members.wait_for_merges([name], now, START_S)
+        return name
+
+    def cut(self, name: str) -> str:
+        """A member's packets get lost: the others go on, and so does the member once its link is mended."""
+        with self._lost(self._members.host(name)) as lost_since:
+            time.sleep(self._draw.choice(CUTS_S))
+            self._members.wait_for_merges(sorted(set(self._members.alive) - {name}), time.time())
+        seconds = time.monotonic() - lost_since
+        self._all_go_on(seconds)
+        return f"{name} for {seconds:.1f} s"
+
+    def cut_lighthouse(self, _: str) -> str:
+        """The lighthouse's packets get lost: members go on once its link is mended."""
+        seconds = self._draw.choice(CUTS_S)
+        with self._lost(0):
+            time.sleep(seconds)
+        self._all_go_on(seconds)
+        return f"for {seconds} s"
+
+    def slow(self, name: str) -> str:
+        """A member's link is ten times slower for a while, in which all go on."""
+        assert self._lab is not None
+        self._lab.reshape(self._members.host(name), SLOW_RATE)
+        self._all_go_on()
+        self._all_go_on()
+        self._lab.reshape(self._members.host(name), RATE)
+        return name
+
+    @contextmanager
+    def _lost(self, host: int) -> Iterator[float]:
+        assert self._lab is not None
+        self._lab.lose(host)
+        try:
+            yield time.monotonic()
+        finally:
+            self._lab.mend(host)
+
+    def _all_go_on(self, cut_s: float = 0.0) -> None:
+        """Wait until all members have merged again. TCP may need as long as a link was cut to try again."""
+        self._members.wait_for_merges(sorted(self._members.alive), time.time(), GRACE_S + cut_s)
+
+
+@contextmanager
+def lighthouse_on(lab: NetLab) -> Iterator[str]:
+    """A lighthouse on the first host; its address."""
+    address = f"{lab.address(0)}:29510"
+    program = "from lightning_gqsgd.cli.app import main; main()"
+    options = ["--bind", address, "--join-timeout", "10s", "--heartbeat-timeout", "2s"]
+    process = lab.popen(0, [sys.executable, "-c", program, "lighthouse", *options])
+    yield address
+    process.kill()
+    process.wait()
+
+
+def go_through(members: Members, chaos: Chaos) -> None:
+    """Start members, make things happen, and check how all of it ends."""
     try:
         members.wait_for_merges([members.join() for _ in range(3)], 0.0, START_S)
-        for _ in range(EVENTS):
-            event = draw.choice(("kill", "stop", "notice", "join"))
-            if event in ("kill", "notice") and len(members.alive) <= LEAST:
-                event = "join"
-            if event == "join" and len(members.alive) >= MOST:
-                event = "kill"
-            happened[event] = happened.get(event, 0) + 1
-            now = time.time()
-            if event == "join":
-                members.wait_for_merges([members.join()], now, START_S)
-                continue
-            name = draw.choice(sorted(members.alive))
-            if event == "stop":
-                members.send(name, signal.SIGSTOP)
-                time.sleep(draw.uniform(0.5, 6))
-                members.send(name, signal.SIGCONT)
-            elif event == "kill":
-                members.send(name, signal.SIGKILL)
-                members.alive.pop(name).wait()
-            else:
-                members.send(name, signal.SIGTERM)
-                assert members.alive.pop(name).wait(GRACE_S) == 0, (tmp_path / f"{name}.log").read_text()[-3000:]
-                left.append(name)
-            members.wait_for_merges(sorted(members.alive), time.time())
-        (tmp_path / "over").touch()
-        for name, process in members.alive.items():
-            assert process.wait(60) == 0, (tmp_path / f"{name}.log").read_text()[-3000:]
+        chaos.run(EVENTS)
+        members.end()
     finally:
         for process in members.alive.values():
             process.kill()
-    print(f"{EVENTS} events: {happened}")
+    print(f"{EVENTS} events: {chaos.happened}")
     finished = [members.lines(name)[-1] for name in members.alive]
     assert len({json.dumps([line["finished"], line["samples"]]) for line in finished}) == 1
+    assert finished[0]["samples"] <= members.steps()
     sums: dict[int, set[int]] = {}
     for name in members.everybody():
         for line in members.lines(name):
             if "merge" in line:
                 sums.setdefault(line["merge"], set()).add(line["checksum"])
     # A merge that one member made before it was cut off, and that the others then made without it, is two merges.
-    assert sum(len(found) > 1 for found in sums.values()) <= happened.get("stop", 0)
+    cuts = sum(chaos.happened.get(event, 0) for event in ("stop", "cut", "cut_lighthouse"))
+    assert sum(len(found) > 1 for found in sums.values()) <= cuts
+
+
+@pytest.mark.reliability
+@pytest.mark.timeout(3600)
+def test_members_go_on_whatever_happens_to_others(
+    tmp_path: Path,
+    lighthouse: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", lighthouse)
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    members = Members(tmp_path)
+    go_through(members, Chaos(members, random.Random(SEED), None))  # noqa: S311
+
+
+@needs_root
+@pytest.mark.reliability
+@pytest.mark.timeout(3600)
+def test_members_go_on_whatever_happens_to_others_and_to_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with NetLab(1 + MOST, RATE) as lab, lighthouse_on(lab) as address:
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
+        members = Members(tmp_path, lab)
+        go_through(members, Chaos(members, random.Random(SEED), lab))  # noqa: S311

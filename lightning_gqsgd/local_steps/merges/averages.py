@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,6 @@ from lightning_gqsgd.local_steps.starting import (
 )
 from lightning_gqsgd.local_steps.watching import WatchedModel
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
-from lightning_gqsgd.membership.members import Members
 from lightning_gqsgd.membership.requirement import torchft_for
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state
@@ -67,6 +66,9 @@ from lightning_gqsgd.wire.communicator import parent_group
 from lightning_gqsgd.wire.engine import Messages, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.membership.manager import TorchftMembers
 
 logger = logging.getLogger(__name__)
 
@@ -122,9 +124,13 @@ class MergedAverages:
         self._rounds = rounds_of(options)
         member = Member(secrets.randbits(62), f"{socket.gethostname()}:{os.getpid()}")
         self._note = ""
+        self._leaves_after_s: float | None = None
+        members: FixedMembers | TorchftMembers
         if options.elastic:
             trained = self._train(model)
             members = self._meet_elastic(trained, timeout)
+            if self._rounds.round_s is not None:
+                self._leaves_after_s = self._rounds.round_s + members.timeout.total_seconds()
         else:
             members, trained = self._meet_fixed(model, parent_group(group), timeout, meeting)
         self._facts = trained.facts
@@ -171,7 +177,7 @@ class MergedAverages:
 
     def _meet_fixed(
         self, model: nn.Module, group: dist.ProcessGroup, timeout: timedelta | None, meeting: Meeting | None
-    ) -> tuple[Members, Trained]:
+    ) -> tuple[FixedMembers, Trained]:
         """Returns the ranks of a process group, with the first rank's parameters and buffers. A collective."""
         with meeting or open_meeting(model, group, timeout) as start:
             trained = self._train(model)
@@ -191,11 +197,9 @@ class MergedAverages:
                 take_from_first_rank(model, group)
                 self._shared.start_anew()
                 self._shared.integers = self._integers.read()
-        self._telemetry: Callable[[], Telemetry] = lambda: engine.telemetry
-        self._configs: Callable[[], GQSGDConfig] = lambda: config
         return FixedMembers(engine, config), trained
 
-    def _meet_elastic(self, trained: Trained, timeout: timedelta | None) -> Members:
+    def _meet_elastic(self, trained: Trained, timeout: timedelta | None) -> TorchftMembers:
         """Returns those that the lighthouse knows."""
         with torchft_for("elastic=True"):
             from lightning_gqsgd.membership.manager import TorchftMembers
@@ -207,7 +211,7 @@ class MergedAverages:
             )
         refuse_memory(resolve(self.requested, 2))
         facts = facts_of(self.requested, own_facts(self.options, trained.outer, trained.parameters, trained.buffers))
-        members = TorchftMembers(
+        return TorchftMembers(
             self.requested,
             facts,
             self._shared.state_dict,
@@ -216,9 +220,6 @@ class MergedAverages:
             timeout=timeout,
             patience=timedelta(seconds=self._rounds.patience_s),
         )
-        self._telemetry = lambda: members.telemetry
-        self._configs = lambda: members.config
-        return members
 
     # --- what is known -----------------------------------------------------------------------------------------------
 
@@ -256,7 +257,7 @@ class MergedAverages:
     @property
     def telemetry(self) -> Telemetry:
         """Counters of this process."""
-        return self._telemetry()
+        return self._members.telemetry
 
     def counts(self) -> dict[str, float]:
         """Returns what a logger wants to know of the merges so far, with ``gqsgd/`` in front."""
@@ -342,14 +343,20 @@ class MergedAverages:
     @untraced
     @torch.no_grad()
     def leave(self) -> None:
-        """Merge what was learnt since with those that are there, and close: what a machine does that has to go."""
-        if self._pending is not None:
-            self._thread.wait_settled()
-            self._catch_up()
-        if self._steps_since:
+        """Merge what was learnt since with those that are there, and close: what a machine does that has to go.
+
+        With ``elastic``, this gives up a timeout after the end of the round, and says so: the lighthouse may be gone.
+        """
+        is_merged = self._pending is None or self._has_merged_within(self._leaves_after_s)
+        if is_merged and self._steps_since:
             self._hand_over()
-            self._thread.wait_settled()
-            self._catch_up()
+            is_merged = self._has_merged_within(self._leaves_after_s)
+        if not is_merged:
+            logger.warning(
+                "gqsgd: no merge has succeeded for %.0f s: this member leaves, and what it has learnt since the last "
+                "one is lost",
+                self._leaves_after_s,
+            )
         self.close()
 
     @torch.no_grad()
@@ -404,7 +411,7 @@ class MergedAverages:
         elif self.options.elastic and self.world_size == 1:
             text = "gqsgd: one member so far, nothing to reduce yet"
         else:
-            text = report(self.requested, [self._configs()], self._facts, self.world_size, self.averages, "value")
+            text = report(self.requested, [self._members.config], self._facts, self.world_size, self.averages, "value")
         text += f"; changes are merged every {self.options.every_in_words()}, weighted by samples"
         if self.options.elastic:
             text += ", by the members that are there"
@@ -489,6 +496,13 @@ class MergedAverages:
         self._samples_since = 0
         self._steps_since = 0
         self._thread.hand_over(self._pending)
+
+    def _has_merged_within(self, seconds: float | None) -> bool:
+        """Wait for what was handed over, and use the merge; returns whether there was one in time."""
+        if self._thread.wait_settled(seconds) is None:
+            return False
+        self._catch_up()
+        return True
 
     def _catch_up(self) -> None:
         """Go on from the present anchors, if they have moved, with what was learnt since."""

@@ -12,6 +12,7 @@ from lightning_gqsgd.errors import CollectiveError
 from lightning_gqsgd.membership.members import Commit, Gather, Meet, Members, Quorum, Request, Sum
 from lightning_gqsgd.wire.engine import Engine
 from lightning_gqsgd.wire.engine import Request as EngineRequest
+from lightning_gqsgd.wire.telemetry import Telemetry
 
 
 class FixedMembers(Members):
@@ -20,13 +21,21 @@ class FixedMembers(Members):
     Args:
         engine: of the ranks, with compiled kernels.
         config: the compression, with its reducer chosen.
+
+    Attributes:
+        config: see above.
     """
 
     waits_for_all = True
 
     def __init__(self, engine: Engine, config: GQSGDConfig) -> None:
         self._engine = engine
-        self._config = config
+        self.config = config
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """Counters of this process."""
+        return self._engine.telemetry
 
     @torch.no_grad()
     def answer(self, request: Request) -> Any:
@@ -57,7 +66,7 @@ class FixedMembers(Members):
     def _sum(self, request: Sum) -> Tensor:
         asked = EngineRequest(
             name=f"sum {request.number} of a merge",
-            configs=(self._config,),
+            configs=(self.config,),
             segments=request.segments,
             step=request.number,
         )

@@ -52,7 +52,6 @@ class Merge:
         shares: of their changes.
         own: this member's number among them.
         is_used: whether the anchors moved.
-        is_settled: whether this member's contribution needs not be sent again.
         is_left_out: whether this member's contribution was not used.
         gathered_at: time.monotonic() when the rows of all members were there.
     """
@@ -61,7 +60,6 @@ class Merge:
     shares: Shares
     own: int
     is_used: bool
-    is_settled: bool
     is_left_out: bool
     gathered_at: float
 
@@ -128,15 +126,7 @@ def merge(
         return None
     is_used = shared.apply(means, rows, shares, integers)
     is_left_out = sent is not None and (quorum.own in shares.left_out or (bool(means) and not is_used))
-    return Merge(
-        rows,
-        shares,
-        quorum.own,
-        is_used,
-        is_settled=contribution is not None,
-        is_left_out=is_left_out,
-        gathered_at=gathered_at,
-    )
+    return Merge(rows, shares, quorum.own, is_used, is_left_out, gathered_at)
 
 
 def _take(shared: SharedState, member: Member, state: Mapping[str, Any]) -> None:

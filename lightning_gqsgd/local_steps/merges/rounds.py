@@ -29,9 +29,11 @@ class MergeRounds(ABC):
     Attributes:
         step_s: seconds of the longest of the latest steps; 0 before the first one.
         patience_s: seconds without a merge that succeeds, after which members give up.
+        round_s: seconds of a round; None where nobody knows.
     """
 
     patience_s: float
+    round_s: float | None
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=_STEPS)
@@ -93,7 +95,7 @@ class ByClock(MergeRounds):
     def __init__(self, every_s: float) -> None:
         super().__init__()
         self.patience_s = max(_PATIENCE_S, 3 * every_s)
-        self._every_s = every_s
+        self.round_s: float = every_s
         self._ends = time.monotonic() + every_s
         self._grace_s = 0.0
 
@@ -107,8 +109,8 @@ class ByClock(MergeRounds):
 
     def _plan(self, began: float, rows: Sequence[Row]) -> None:
         """Plan the next round, with the grace of the fastest member."""
-        self._ends = began + self._every_s
-        self._grace_s = min(fastest_step_s(rows), self._every_s / 2)
+        self._ends = began + self.round_s
+        self._grace_s = min(fastest_step_s(rows), self.round_s / 2)
 
 
 class BySteps(MergeRounds):
@@ -118,7 +120,8 @@ class BySteps(MergeRounds):
         steps_of_round: the number of steps of a round, by the number of rounds so far.
     """
 
-    patience_s = 3600.0  # how long others need for their steps, nobody knows
+    patience_s = 3600.0
+    round_s = None  # how long others need for their steps
 
     def __init__(self, steps_of_round: Callable[[int], int]) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.checking import check_tensors
@@ -164,7 +165,7 @@ class SharedState:
                 "left_out": self.left_out,
                 "counted": {who: list(entry) for who, entry in self._settled.items()},
                 "anchors": {entry.name: anchor.clone() for entry, anchor in self.fragment.entries()},
-                "outer": _copied(self.outer.state_dict()),
+                "outer": tree_map_only(Tensor, Tensor.clone, self.outer.state_dict()),
                 "integers": self.integers.clone(),
             }
 
@@ -200,14 +201,3 @@ def _check_entries(state: Mapping[str, Any]) -> None:
                 f"the state of merges has {name}={state.get(name)!r:.50}, not {kind.__name__}; load what "
                 "state_dict() has given"
             )
-
-
-def _copied(value: Any) -> Any:
-    """Returns the same with copies of all tensors."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, Mapping):
-        return {key: _copied(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_copied(entry) for entry in value]
-    return value

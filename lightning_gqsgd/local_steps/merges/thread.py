@@ -119,12 +119,17 @@ class MergeThread:
             self._check()
             return self._settled_by
 
-    def wait_settled(self) -> Merge:
-        """Wait until what was handed over last is settled; see `settled`."""
+    def wait_settled(self, within_s: float | None = None) -> Merge | None:
+        """Wait until what was handed over last is settled; see `settled`.
+
+        Args:
+            within_s: how long; None: until it is.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._settled_by is not None or self._error is not None or self._is_closing)
+            self._changed.wait_for(
+                lambda: self._settled_by is not None or self._error is not None or self._is_closing, within_s
+            )
             self._check()
-            assert self._settled_by is not None
             return self._settled_by
 
     def wait_finished(self) -> None:
