@@ -84,7 +84,8 @@ def _ancestry(module: str, definition: ast.ClassDef) -> Iterator[tuple[str, ast.
     """A class and the classes that it inherits from, each with the module that defines it, in the order of calls."""
     yield module, definition
     for base in definition.bases:
-        found = _definition(module, base.id) if isinstance(base, ast.Name) else None
+        generic = base.value if isinstance(base, ast.Subscript) else base  # ``Base[Item]`` is of the class ``Base``
+        found = _definition(module, generic.id) if isinstance(generic, ast.Name) else None
         if found is not None and isinstance(found[1], ast.ClassDef):
             yield from _ancestry(found[0], found[1])
 

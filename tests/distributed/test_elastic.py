@@ -167,6 +167,11 @@ def _own_lighthouse() -> tuple[str, list[str]]:
     return address, [sys.executable, "-c", program, "lighthouse", "--bind", address]
 
 
+def _listens(host: str, port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex((host, port)) == 0
+
+
 @pytest.mark.slow
 def test_members_go_on_with_a_lighthouse_that_was_killed_and_started_again(tmp_path: Path) -> None:
     address, command = _own_lighthouse()
@@ -205,6 +210,8 @@ def test_members_go_on_with_a_lighthouse_that_was_killed_and_started_again(tmp_p
 def test_a_machine_with_notice_does_not_wait_for_a_lighthouse_that_is_gone(tmp_path: Path) -> None:
     address, command = _own_lighthouse()
     lighthouse = subprocess.Popen(command)
+    host, _, port = address.partition(":")
+    members.wait_for(lambda: _listens(host, int(port)))  # the member would wait for its timeout only
 
     def kill() -> None:
         members.wait_for((tmp_path / "merges").exists)
