@@ -28,10 +28,11 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from benchmarks.report import Report
+from benchmarks.report import Report, command_line, present
 from lightning_gqsgd import kernels
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
+from lightning_gqsgd.errors import check_integer
 from lightning_gqsgd.kernels import cuda
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import FIXED
@@ -205,16 +206,12 @@ def facts(steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--save", action="store_true", help="write the table")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def measure(options: argparse.Namespace) -> Report:
+    """Returns the table of all cases."""
+    check_integer("--steps", options.steps, 10, 1_000_000)
     stand_in()
     rows = facts(options.steps)
-    report = Report(
+    return Report(
         "host_time",
         "Processor time of the host for a bucket on a GPU",
         {
@@ -234,9 +231,13 @@ def main() -> None:
         rows=[[one["preset"], one["bucket"], one["first_us"], one["us"], one["calls"]] for one in rows],
         raw={"facts": rows},
     )
-    report.show()
-    if options.save:
-        report.save("python -m benchmarks.host_time")
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = command_line(__doc__)
+    parser.add_argument("--steps", type=int, default=300, help="how many are timed (default 300)")
+    present(parser, measure, threads=1)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ import numpy as np
 
 from benchmarks.registered import ENDS, SPEEDS, chosen, ends_of, read
 from benchmarks.registered_settings import SETS, settings_of
-from benchmarks.report import Cell, Report, present
+from benchmarks.report import Cell, Report, command_line, present
 from lightning_gqsgd.predict.device_times import codec_of_bits
 from lightning_gqsgd.predict.timeline import Timeline
 
-PROGRAM = "python -m benchmarks.registered_again"
 #: The set whose intervals the others are given: the first one that this model has predicted.
 LIKE = 4
 
@@ -90,8 +89,7 @@ def _judged(rows: list[tuple[float, float, float]], medians: list[float]) -> lis
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
-    present(parser, measure)
+    present(command_line(__doc__), measure)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,6 +30,11 @@ def member(rank: int, lighthouse: str, **fields: Any) -> tuple[nn.Module, LocalS
     model = network(rank)
     given = {"every": "400ms", "bits": 4, "elastic": True, **fields}
     return model, LocalSteps(model, torch.optim.AdamW(model.parameters(), 1e-2), **given)
+
+
+def lighthouse_command(address: str, *options: str) -> list[str]:
+    """The command of a lighthouse at an address, in a process of its own."""
+    return [sys.executable, "-m", "lightning_gqsgd.cli", "lighthouse", "--bind", address, *options]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 100) -> None:

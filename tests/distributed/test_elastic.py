@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -163,8 +162,7 @@ def _own_lighthouse() -> tuple[str, list[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    program = "from lightning_gqsgd.cli.app import main; main()"
-    return address, [sys.executable, "-c", program, "lighthouse", "--bind", address]
+    return address, members.lighthouse_command(address)
 
 
 def _listens(host: str, port: int) -> bool:
@@ -222,8 +220,12 @@ def test_a_machine_with_notice_does_not_wait_for_a_lighthouse_that_is_gone(tmp_p
     killer = threading.Thread(target=kill)
     killer.start()
     named = {"initialise": False, "torchrun": False}
-    (leaver,) = run(members.notice_without_a_lighthouse, 1, tmp_path, address, tmp_path, **named)
-    killer.join()
+    try:
+        (leaver,) = run(members.notice_without_a_lighthouse, 1, tmp_path, address, tmp_path, **named)
+    finally:
+        killer.join()
+        lighthouse.kill()
+        lighthouse.wait()
     assert leaver["exits"] == 0
     assert any("this member leaves, and what it has learnt since" in line for line in leaver["said"])
 

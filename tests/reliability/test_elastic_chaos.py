@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from netlab.lab import NetLab
+from tests.distributed.elastic_members import lighthouse_command
 from tests.distributed.test_elastic import lighthouse  # noqa: F401
 from tests.reliability.test_cut_links import needs_root
 
@@ -248,12 +249,12 @@ class Chaos:
 def lighthouse_on(lab: NetLab) -> Iterator[str]:
     """A lighthouse on the first host; its address."""
     address = f"{lab.address(0)}:29510"
-    program = "from lightning_gqsgd.cli.app import main; main()"
-    options = ["--bind", address, "--join-timeout", "10s", "--heartbeat-timeout", "2s"]
-    process = lab.popen(0, [sys.executable, "-c", program, "lighthouse", *options])
-    yield address
-    process.kill()
-    process.wait()
+    process = lab.popen(0, lighthouse_command(address, "--join-timeout", "10s", "--heartbeat-timeout", "2s"))
+    try:
+        yield address
+    finally:
+        process.kill()
+        process.wait()
 
 
 def go_through(members: Members, chaos: Chaos) -> None:

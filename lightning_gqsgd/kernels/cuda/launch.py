@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -63,6 +64,21 @@ class _Launch(NamedTuple):
     constants: tuple[Any, ...]
 
 
+@dataclass(eq=False)
+class _Kept:
+    """What is kept of a block table.
+
+    Attributes:
+        tables: the blocks by kind of tile, for each way to divide them (see `_divide`).
+        launches: for each kernel and what it is compiled for, a launch on each table.
+        streams: tables by identity, each with the number of a stream that is known to use it.
+    """
+
+    tables: dict[tuple[int, ...], tuple[_Table, ...]] = field(default_factory=dict)
+    launches: dict[tuple[Any, ...], list[_Launch]] = field(default_factory=dict)
+    streams: set[tuple[int, int]] = field(default_factory=set)
+
+
 def run(
     kernel: Any,
     c: Constants,
@@ -102,14 +118,17 @@ def run(
             form |= 2
     key = (id(kernel), id(c), dtype, before, form)
     kept = _kept_for(blocks)
-    launches = kept.get(key)
+    launches = kept.launches.get(key)
     if launches is None:
         per_access = 1 if x is None else _WIDE // x.element_size()
         full_length = c.shape.block if splits and c.shape.may_be_full else 0
-        tables = _tables(blocks, full_length, c.number.sent.primitive_bitwidth, before, per_access)
-        launches = [_started(kernel, c, table, arguments, constants, splits=splits) for table in tables]
-        if None not in launches:  # Triton's interpreter compiles nothing
-            kept[key] = launches
+        how = (full_length, c.number.sent.primitive_bitwidth, before, per_access)
+        if how not in kept.tables:
+            kept.tables[how] = _divide(blocks, *how)
+        started = [_started(kernel, c, table, arguments, constants, splits=splits) for table in kept.tables[how]]
+        launches = [launch for launch in started if launch is not None]
+        if launches:  # Triton's interpreter compiles nothing
+            kept.launches[key] = launches
     else:
         for call, table, values in launches:
             call(table.columns, table.number, *arguments, *values)
@@ -117,24 +136,16 @@ def run(
         _keep_for_this_stream(launches, kept)
 
 
-#: What is kept of each block table, by its identity: tables of tiles, and launches. It goes when the block table goes.
-_kept: dict[int, dict[Any, Any]] = {}
+#: What is kept of each block table, by its identity. It goes when the block table goes.
+_kept: dict[int, _Kept] = {}
 
 
-def _kept_for(blocks: Tensor) -> dict[Any, Any]:
+def _kept_for(blocks: Tensor) -> _Kept:
     kept = _kept.get(id(blocks))
     if kept is None:
-        kept = _kept[id(blocks)] = {}
+        kept = _kept[id(blocks)] = _Kept()
         weakref.finalize(blocks, _kept.pop, id(blocks)).atexit = False
     return kept
-
-
-def _tables(blocks: Tensor, *how: int) -> tuple[_Table, ...]:
-    kept = _kept_for(blocks)
-    if how not in kept:
-        kept[how] = _divide(blocks, *how)
-    tables: tuple[_Table, ...] = kept[how]
-    return tables
 
 
 def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_access: int) -> tuple[_Table, ...]:
@@ -164,14 +175,14 @@ def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_a
     return tuple(made)
 
 
-def _keep_for_this_stream(launches: Sequence[_Launch], kept: dict[Any, Any]) -> None:
+def _keep_for_this_stream(launches: Sequence[_Launch], kept: _Kept) -> None:
     """Tell PyTorch once that the current stream uses tables: it gives memory back to the stream that it was allocated
     on, and a table may go while other streams are not done with it."""
     for launch in launches:
         columns = launch.table.columns
         name = id(columns), raw_stream(columns.device)
-        if name not in kept:
-            kept[name] = True
+        if name not in kept.streams:
+            kept.streams.add(name)
             columns.record_stream(torch.cuda.current_stream(columns.device))
 
 
