@@ -187,14 +187,10 @@ def _best_windows(x, n, c: tl.constexpr):
     w6 = w1
     w7 = w1
     bits = w0
-    kept0 = tl.zeros((ROWS, SEGMENTS, _LANES), tl.int32)
-    kept1 = kept0
-    kept2 = kept0
-    kept3 = kept0
-    kept4 = kept0
-    kept5 = kept0
-    kept6 = kept0
-    kept7 = kept0
+    kept01 = tl.zeros((ROWS, SEGMENTS, _LANES), tl.int32)
+    kept23 = kept01
+    kept45 = kept01
+    kept67 = kept01
     for segment in range(SEGMENTS):
         here = place == segment
         steps = tl.sum(tl.where(here[:, :, None, :], x, 0), axis=1)
@@ -202,24 +198,19 @@ def _best_windows(x, n, c: tl.constexpr):
         least = tl.minimum(tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3)),
                            tl.minimum(tl.minimum(w4, w5), tl.minimum(w6, w7)))  # fmt: skip
         bits = tl.where(last == segment, least & _BITS, bits)
-        kept0 = _put(kept0, here, w0)
-        kept1 = _put(kept1, here, w1)
-        kept2 = _put(kept2, here, w2)
-        kept3 = _put(kept3, here, w3)
-        kept4 = _put(kept4, here, w4)
-        kept5 = _put(kept5, here, w5)
-        kept6 = _put(kept6, here, w6)
-        kept7 = _put(kept7, here, w7)
+        kept01 = _put(kept01, here, w0, w1)
+        kept23 = _put(kept23, here, w2, w3)
+        kept45 = _put(kept45, here, w4, w5)
+        kept67 = _put(kept67, here, w6, w7)
     final = bits
     found = tl.zeros((ROWS, SEGMENTS, _LANES), tl.int32)
     for back in range(SEGMENTS):
         segment = SEGMENTS - 1 - back
         here = place == segment
         state = (bits & (_STATES - 1))[:, None, :]
-        even = _either(state & 2, _either(state & 4, kept6, kept2), _either(state & 4, kept4, kept0))
-        odd = _either(state & 2, _either(state & 4, kept7, kept3), _either(state & 4, kept5, kept1))
-        before = tl.sum(tl.where(here, _either(state & 1, odd, even), 0), axis=1)
-        bits = tl.where(last == segment, final, before)
+        pair = _either(state & 2, _either(state & 4, kept67, kept23), _either(state & 4, kept45, kept01))
+        before = tl.sum(tl.where(here, pair >> ((state & 1) * 16), 0), axis=1)
+        bits = tl.where(last == segment, final, before & _BITS)
         found = tl.where(here, bits[:, None, :], found)
     step = tl.arange(0, _SEGMENT)[None, None, :, None]
     return (found[:, :, None, :] >> step) & (_WINDOWS - 1)
@@ -232,9 +223,9 @@ def _either(bit, yes, no):
 
 
 @triton.jit
-def _put(kept, here, word):
-    """Returns kept bits with those of a word at one segment."""
-    return tl.where(here, (word & _BITS)[:, None, :], kept)
+def _put(kept, here, even, odd):
+    """Returns kept bits with those of the words of two states at one segment. Both fit a register, which are scarce."""
+    return tl.where(here, ((even & _BITS) | (odd & _BITS) << 16)[:, None, :], kept)
 
 
 @triton.jit

@@ -238,8 +238,11 @@ def options(c: Constants, kind: int | None = None) -> dict[str, int]:
     is_even = kind in (tiles.FULL.value, tiles.ALIGNED.value) and c.number.compute == tl.float32
     is_short = c.codes is not None and not c.codes.padded and not c.codes.in_words and not c.rotated
     is_single = c.mean is None or c.mean.ranks == 1
-    # Twice as many threads fit at once as with 128 registers, which tiles with the ends of parameters would take.
-    most = 64 if is_even and is_short and is_single else 128
+    most = 128
+    if is_even and is_short and is_single:
+        most = 64  # twice as many threads fit at once as with 128, which tiles with the ends of parameters would take
+    elif c.codes is not None and c.codes.padded and not is_single:
+        most = 168  # a search for codes of a mean needs them, and would keep some in memory otherwise
     return {"num_warps": warps, "maxnreg": min(most, 2048 // warps), "enable_fp_fusion": False}
 
 
