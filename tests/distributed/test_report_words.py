@@ -30,6 +30,7 @@ WORDS = {
     "exponential": "(exponential",
     "sign": "(sign,",
     "top_k": "(top_k",
+    "trellis": "(trellis",
     "powers": "signs and powers of two",
     "sketch": "sums of sketches",
     "rows": "as they are, in the compute dtype",
