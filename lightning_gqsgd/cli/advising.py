@@ -152,15 +152,14 @@ class Question:
             latency_s = seconds(self.latency, "--latency") if self.latency else LATENCY_S
             link = Link(bytes_per_second(self.link, "--link"), latency_s)
             inside = self._inside(codec, probe, link)
-            return over_links(lambda given: _costs(codec, probe, given), per_node, link, inside), link.bytes_per_s
+            return over_links(_costs(codec, probe), per_node, link, inside), link.bytes_per_s
         assert probe is not None
         if per_node != probe.per_node:
             raise ConfigError(
                 f"{self.probe} was measured with {probe.per_node} ranks per node, not {per_node}; leave out "
                 "--gpus-per-node, or give --link"
             )
-        costs = probe.costs if codec == MEASURED else _costs(codec, probe, dict(probe.costs.collectives))
-        return over_probe(costs, probe.ranks, per_node), None
+        return over_probe(_costs(codec, probe), probe.ranks, per_node), None
 
     def _measured(self, probe: Probe | None) -> Timeline:
         """Returns the timeline of the model that the probe has measured.
@@ -217,12 +216,12 @@ def _device(codec: str, probe: Probe | None) -> str:
     return probe.device.lower() if codec == MEASURED and probe is not None else codec
 
 
-def _costs(codec: str, probe: Probe | None, collectives: dict[str, Any]) -> Costs:
-    """Returns the costs of a codec, with given costs of collectives."""
+def _costs(codec: str, probe: Probe | None) -> Costs:
+    """Returns the costs of a codec, with the collectives that the probe has measured, if there is one."""
     if codec == MEASURED:
         assert probe is not None
-        return replace(probe.costs, collectives=collectives)
-    return ESTIMATES[codec].costs(collectives)
+        return probe.costs
+    return ESTIMATES[codec].costs({} if probe is None else probe.costs.collectives)
 
 
 def _note(codec: str, probe: Probe | None, *, is_assumed: bool) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.predict.costs import Costs, Link, at_ranks, collectives_between, over_tcp
+from lightning_gqsgd.predict.costs import Costs, Link, at_ranks, on_links
 from lightning_gqsgd.predict.device_times import codec_of_bits, codec_of_config
 from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, Interval, interval
 from lightning_gqsgd.predict.model import BF16, NATIVE, Prediction, predict
@@ -141,13 +141,12 @@ class Candidate:
         return f"bits={self.method.bits}{codec}{reducer}"
 
 
-def over_links(device_costs: Callable[[dict[str, Any]], Costs], per_node: int, link: Link, inside: Link) -> Any:
-    """Returns the function `Cluster.costs_at` of links with given rates."""
+def over_links(costs: Costs, per_node: int, link: Link, inside: Link) -> Any:
+    """Returns the function `Cluster.costs_at` of links with given rates; ``costs``: see `costs.on_links`."""
 
     def costs_at(nodes: int, factor: float) -> Costs:
         faster = replace(link, bytes_per_s=link.bytes_per_s * factor)
-        costs = device_costs(collectives_between(nodes, per_node, faster, inside))
-        return over_tcp(costs, nodes, nodes * per_node, faster)
+        return on_links(costs, nodes, per_node, faster, inside)
 
     return costs_at
 

@@ -402,19 +402,25 @@ def estimated_costs(device: str, nodes: int, per_node: int, link: Link) -> Costs
         per_node: ranks on each node.
         link: of a node, to the other nodes.
     """
-    costs = ESTIMATES[device].costs(collectives_between(nodes, per_node, link, inside_of(device, link)))
-    return over_tcp(costs, nodes, nodes * per_node, link)
+    return on_links(ESTIMATES[device].costs({}), nodes, per_node, link, inside_of(device, link))
 
 
-def over_tcp(costs: Costs, nodes: int, ranks: int, link: Link) -> Costs:
-    """Returns the costs on so many nodes: of NCCL over a link that carries TCP, with its terms; those of Gloo, and of
-    other links, have none.
+def on_links(costs: Costs, nodes: int, per_node: int, link: Link, inside: Link) -> Costs:
+    """Returns the costs of a device with collectives over links with given rates.
+
+    The latency between nodes is that of trees over NCCL. Gloo has none: the clock counts its latencies (`tcp.ways`).
+    A link that carries TCP has terms of its own over NCCL only.
 
     Args:
-        costs: costs of a ring's bytes at the rate of the link.
+        costs: of the codec, and of the rest that a rank computes.
         nodes: number of nodes.
-        ranks: ranks of all nodes.
+        per_node: ranks on each node.
         link: of a node, to the other nodes.
+        inside: of a rank, to the ranks of its node.
     """
-    terms = terms_of(nodes, ranks, link.bytes_per_s) if costs.on_streams else None
-    return replace(costs.on(nodes), terms=terms)
+    placed = costs.on(nodes)
+    if costs.on_streams:
+        made = collectives_between(nodes, per_node, link, inside)
+        return replace(placed, collectives=made, terms=terms_of(nodes, nodes * per_node, link.bytes_per_s))
+    made = collectives_between(nodes, per_node, replace(link, latency_s=0.0), inside)
+    return replace(placed, collectives=made, terms=None, latency_s=link.latency_s)
