@@ -8,9 +8,13 @@ these.
 DDP reduces what the backward pass after each of its forward passes computes, once. Gradients of any other backward pass
 are left as they are on each rank, and DDP says nothing: of a second one through the same graph, of the second of two
 after two forward passes, and of one whose forward pass went around DDP. An optimizer that steps within the backward
-pass uses gradients that are not averaged yet. `BackwardWatch` finds these. None of them is an error by itself, because
-gradients may be thrown away, or averaged with those of a later backward pass. So what is said is said once weights are
-trained with them, or added to a mean that still waits for the optimizer.
+pass uses gradients that are not averaged yet, and ``torch.autograd.grad`` gives gradients that DDP never sees.
+`BackwardWatch` finds these. None of them is an error by itself, because gradients may be thrown away, or averaged with
+those of a later backward pass, or by hand. So what is said is said once weights are trained with them, or added to a
+mean that still waits for the optimizer.
+
+A parameter may be in several DDP models, as an encoder with several heads is. Then each model reduces it in its own
+backward passes, and in those of the others, there is nothing to say.
 """
 
 from __future__ import annotations
@@ -55,6 +59,11 @@ _UNREDUCED = (
 
 #: Parameters whose gradients are watched: each costs a call of Python in every backward pass.
 WATCHED = 4
+
+#: Forward passes in a row, each with other weights and none with a backward pass that DDP has seen, after which it is
+#: said that somebody trains around DDP. Weights may change between two of them for other reasons, for example when an
+#: average of weights is put in for a validation.
+UNSEEN = 3
 
 _CALL_THE_MODEL = (
     "Call the DistributedDataParallel model itself, not model.module or single layers, and call backward() once for "
@@ -367,9 +376,13 @@ class BackwardWatch:
         self._expects = False  # a forward pass has announced a backward pass that DDP reduces
         self._is_local = False  # the latest forward pass was one of no_sync
         self._has_begun = False  # the announced backward pass has accumulated a gradient
-        self._is_asking = False  # the backward pass under way is looked at again when it ends
+        # Ids of parameters whose gradients are looked at when a backward pass ends, and the number of that pass.
+        self._strays: set[int] = set()
+        self._stray_pass: int | None = None
         self._has_said = False
         self._reductions = 0
+        self._unseen = 0  # how often the weights were other ones in a forward pass, without any backward pass
+        self._forward_version: int | None = None  # of the weights in the latest forward pass
         # Versions of the weights, which every change in place counts: when a gradient was left unaveraged, and when the
         # latest mean was computed, while no optimizer has used it.
         self._stray_version: int | None = None
@@ -399,6 +412,10 @@ class BackwardWatch:
             return
         if self._expects and self._has_begun and self._has_hook:
             self._check_reached(model)
+        version = self._version()
+        if self._expects and not self._has_begun and self._has_hook and version != self._forward_version:
+            self._count_unseen()
+        self._forward_version = version
         self._has_hook = has_hook
         self._expects = True
         self._has_begun = False
@@ -406,12 +423,13 @@ class BackwardWatch:
     def end_reduction(self) -> None:
         """Note that DDP has handed over the last gradients of a backward pass."""
         self._reductions += 1
+        self._unseen = 0
         self._expects = False
         self._has_begun = False
         self._stray_version = None  # what was left unaveraged before is part of this mean
         self._mean_version = self._version()
 
-    def count_gradient(self) -> None:
+    def count_gradient(self, parameter: Tensor) -> None:
         """Note that a watched parameter has accumulated a gradient."""
         if torch.compiler.is_compiling():
             return
@@ -421,13 +439,18 @@ class BackwardWatch:
             is_reduced = self._expects and (model is None or model.require_backward_grad_sync)
             self._has_begun = self._has_begun or is_reduced
             return
-        if self._has_said or self._is_asking:
+        if self._has_said:
             return
         self._say_if_trained_astray()
-        # Lightning's manual optimization prepares DDP right before the backward pass. So only its end tells.
-        self._is_asking = True
-        before = self._reductions
-        Variable._execution_engine.queue_callback(lambda: self._end_stray(before))
+        number = torch._C._current_graph_task_id()
+        if number != self._stray_pass:  # a pass that was broken off by an exception has not come to its end
+            self._stray_pass = number
+            self._strays = set()
+            # Lightning's manual optimization prepares DDP right before the backward pass, and another DDP model that
+            # has the parameter, too, may reduce it. So only the end of the backward pass tells.
+            before = {watch: watch._reductions for watch in _WATCHES}
+            Variable._execution_engine.queue_callback(lambda: self._end_stray(before))
+        self._strays.add(id(parameter))
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer is about to step.
@@ -454,15 +477,33 @@ class BackwardWatch:
 
     # --- findings ----------------------------------------------------------------------------------------------------
 
-    def _end_stray(self, reductions: int) -> None:
-        """Note the end of a backward pass that no forward pass of DDP has announced."""
-        self._is_asking = False
-        if self._reductions != reductions:
+    def _end_stray(self, before: Mapping[BackwardWatch, int]) -> None:
+        """Note the end of a backward pass that no forward pass of DDP has announced.
+
+        Args:
+            before: the number of reductions of each model when the backward pass began.
+        """
+        for watch, reductions in before.items():
+            if watch._reductions != reductions:
+                self._strays -= watch._reduced
+        if not self._strays:
             return
         version = self._version()
         if self._mean_version is not None and self._mean_version == version:
             self._say_stray()  # a mean that no optimizer has used is a mean no longer
         self._stray_version = version
+
+    def _count_unseen(self) -> None:
+        """Count a forward pass whose weights are not those of the one before, between which DDP has seen no backward
+        pass."""
+        self._unseen += 1
+        if self._unseen == UNSEEN:
+            self._say(
+                f"weights have changed {UNSEEN} times without a gradient that DistributedDataParallel has averaged, so "
+                "that ranks may train different models. DistributedDataParallel averages gradients in backward() only, "
+                "and not those that torch.autograd.grad returns: call loss.backward(), or give the gradients of each "
+                "rank to lightning_gqsgd.all_reduce before weights are trained with them"
+            )
 
     def _say_if_trained_astray(self) -> None:
         """Say that weights were changed by hand since a gradient was left unaveraged."""
@@ -513,11 +554,11 @@ class BackwardWatch:
         self._stray_version = None
 
 
-def _count_gradient(watch: weakref.ref[BackwardWatch], _: Tensor) -> None:
+def _count_gradient(watch: weakref.ref[BackwardWatch], parameter: Tensor) -> None:
     """Hook on a watched parameter, for as long as the watch is there."""
     here = watch()
     if here is not None:
-        here.count_gradient()
+        here.count_gradient(parameter)
 
 
 #: The watches of this process, which the steps of all optimizers are shown to.

@@ -20,7 +20,7 @@ from lightning_gqsgd import CollectiveError, register_gqsgd
 from lightning_gqsgd.config import ConfigError
 from tests.distributed.changed_models import CHANGES
 from tests.distributed.models import batch, fingerprint, mlp, train, wrapped
-from tests.distributed.ranks import run
+from tests.distributed.ranks import logged, run
 
 #: Configurations by what is special about them.
 HOOKS: dict[str, dict[str, Any]] = {
@@ -230,6 +230,11 @@ def _warned(rank: int, misuse: str) -> list[str]:
             first.backward()
             second.backward()
             optimizer.step()
+        elif misuse == "autograd.grad gives the gradients":
+            parameters = list(model.parameters())
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss(step), parameters), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
         else:
             hooks = [p.register_post_accumulate_grad_hook(lambda _: optimizer.step()) for p in model.parameters()]
             loss(step).backward()
@@ -246,6 +251,7 @@ MISUSES = {
     "layers are called": "does not average",
     "two backward passes through one graph": "does not average",
     "two forward passes, then two backward passes": "does not average",
+    "autograd.grad gives the gradients": "not those that torch.autograd.grad returns",
     "the optimizer steps in a gradient's hook": "an optimizer steps while the backward pass is under way",
 }
 
@@ -414,6 +420,45 @@ def _train_right(rank: int, hook: dict[str, Any]) -> dict[str, list[str]]:
         said.truncate(0)
         said.seek(0)
     return results
+
+
+def _shares_an_encoder(rank: int) -> list[str]:
+    """Two models take turns, or learn together; at the end, one of them is called past DDP."""
+    texts = logged()
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(32, 64), nn.ReLU())
+    models = [DistributedDataParallel(nn.Sequential(encoder, nn.Linear(64, 10))) for _ in range(2)]
+    states = [register_gqsgd(model) for model in models]
+    optimizer = torch.optim.SGD([p for model in models for p in model.module.parameters()], lr=0.1)
+
+    def loss(step: int, forward: Callable[..., Any]) -> torch.Tensor:
+        x, y = batch(rank, step)
+        return nn.functional.cross_entropy(forward(x), y)
+
+    for step in range(4):
+        loss(step, models[step % 2]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for step in range(4, 6):
+        for model in models:
+            loss(step, model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    silent = list(texts)
+    bits = [fingerprint(model) for model in models]
+    loss(6, models[0].module).backward()
+    optimizer.step()
+    for state in states:
+        state.close()
+    return [*bits, *silent, str(len(texts))]
+
+
+def test_a_parameter_of_two_models_is_averaged_by_either_and_nothing_is_logged(tmp_path: Path) -> None:
+    first, second = run(_shares_an_encoder, 2, tmp_path)
+    assert first == second
+    bits, logs = first[:2], first[2:]
+    assert bits[0] != bits[1]
+    assert logs == ["2"]  # at the end, each model says that it has not averaged
 
 
 @pytest.mark.parametrize("hook", [{}, pytest.param({"auto": True}, marks=pytest.mark.slow)], ids=str)
