@@ -23,9 +23,9 @@ from lightning_gqsgd.frameworks.distributed import (
 )
 from lightning_gqsgd.frameworks.local import LocalTraining, StrategyMixin, Trained
 from lightning_gqsgd.local_steps.averages import LocalAverages
-from lightning_gqsgd.local_steps.checkpoint import digest_of_tensors
 from lightning_gqsgd.local_steps.choosing import pop_options
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
+from lightning_gqsgd.local_steps.watching import digest_of_tensors
 from lightning_gqsgd.wire.agreement import digest_of
 
 if TYPE_CHECKING:

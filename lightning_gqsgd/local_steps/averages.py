@@ -149,6 +149,7 @@ class LocalAverages(AveragingLoop[Average]):
         store: what this rank remembers of the compressed parameters.
         averagers: this rank's averagers, by fragment and bundle.
         compressed_numbers: numbers of the compressed parameters.
+        watched: what of the model must not change.
 
     Raises:
         ConfigError: a model, an optimizer or a value that cannot work, or ranks that do not agree; on every rank.
@@ -194,7 +195,7 @@ class LocalAverages(AveragingLoop[Average]):
         self._dtype, self.compressed_numbers = dtype, tuple(self._sizes)
         self._inner = InnerState(optimizers)
         self._weights_in_state = WeightsInState(optimizers)
-        self._watched = WatchedModel(model, optimizers, parameters)
+        self.watched = WatchedModel(model, optimizers, parameters)
         self._buffers, self._integers = OwnBuffers(model), IntegerBuffers(model, self.group)
         self._has_started = False
         self._begin_at_anchors()
@@ -253,6 +254,7 @@ class LocalAverages(AveragingLoop[Average]):
             ConfigError, CollectiveError, RuntimeError: see `advance`.
         """
         self.check_open()
+        self._look_at_loaded_weights()
         self._check_changes()
         self._notice_changes()
         super().finish()
@@ -271,10 +273,11 @@ class LocalAverages(AveragingLoop[Average]):
             ConfigError: a rank's parameters are not those that this was made with; on every rank.
         """
         self.check_open()
+        self._look_at_loaded_weights()
         if self._has_started or self.step:
             return
         self._has_started = True
-        self._watched.check()
+        self.watched.check()
         self._buffers.take_back()
         numbers = list(range(len(self.fragments)))
         if any(self._leaves_anchor(numbers, buffers=False, tolerance=ROUNDING)):
@@ -392,12 +395,19 @@ class LocalAverages(AveragingLoop[Average]):
         for fragment in self.fragments:
             fragment.set_tensors()
 
+    def _look_at_loaded_weights(self) -> None:
+        """After a state was loaded, say if the weights are others than those that were saved beside it."""
+        if self.watched.expects is not None:
+            bundles = [bundle for fragment in self.fragments for bundle in fragment.bundles]
+            is_at_anchor = not any(bundle.has_changed(buffers=False, tolerance=0.0) for bundle in bundles)
+            self.watched.say_if_others_were_loaded(is_at_anchor=is_at_anchor)
+
     def _check_changes(self) -> None:
         """Raise ConfigError if this rank has changed something since, so that an average would not make ranks equal.
 
         The other ranks get the same error if they have done the same, and otherwise an error that names this rank.
         """
-        self._watched.check()
+        self.watched.check()
         self._check_state()
 
     def _check_state(self) -> None:

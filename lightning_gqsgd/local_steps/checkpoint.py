@@ -7,7 +7,6 @@ each rank saves a file of its own, or the first rank gathers them (`gathered_sta
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,8 +23,8 @@ from lightning_gqsgd.local_steps.fragments import Fragment
 from lightning_gqsgd.local_steps.gathering import gathered
 from lightning_gqsgd.local_steps.outer import load_outer
 from lightning_gqsgd.local_steps.rules import Averager
+from lightning_gqsgd.local_steps.watching import digest_of_tensors
 from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state
-from lightning_gqsgd.wire.agreement import digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +32,8 @@ logger = logging.getLogger(__name__)
 _ENTRIES: dict[str, type] = {"rank": int, "world_size": int, "anchors": Mapping, "outer": Mapping, "under_way": list}
 _ENTRIES |= {"averages": int, "skipped": int, "fragments": int, "rounds": Mapping, "settled_after": list}
 _ENTRIES |= {"memory": Mapping, "rule": list}
+#: The digest of this rank's parameters, which are saved beside the state. States of earlier versions have none.
+_WEIGHTS = "weights"
 #: Entries of each rank in what `gathered_state` gives.
 _OWN_ENTRIES = ("memory", "rule", "model", "optimizers")
 
@@ -56,6 +57,7 @@ def state_of(averages: LocalAverages) -> dict[str, Any]:
         "rounds": averages.rounds.state_dict(),
         "settled_after": [fragment.settled_after for fragment in averages.fragments],
         "anchors": {entry.name: anchor.clone() for part in averages.fragments for entry, anchor in part.entries()},
+        _WEIGHTS: averages.watched.digest(),
         "outer": averages.outer.state_dict(),
         "under_way": saved,
         "memory": {
@@ -96,6 +98,7 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
     averages.under_way[:] = [_loaded(saved, averages.fragments[saved["fragment"]]) for saved in state["under_way"]]
     # Ranks that load different states would keep different anchors for ever, so the ranks compare this, too.
     averages.mix_into_digest(digest_of_tensors(state["anchors"]))
+    averages.watched.expects = state.get(_WEIGHTS) if own else None
     if own:
         averages.store.take(rows_of(state["memory"]), 0)
         for averager, saved in zip(_averagers(averages), state["rule"], strict=True):
@@ -121,6 +124,7 @@ def gathered_state(averages: LocalAverages, model: nn.Module, optimizers: Sequen
     and memory.
     """
     state = state_of(averages)
+    del state[_WEIGHTS]  # the state itself has the parameters
     own = {
         "memory": state.pop("memory"),
         "rule": state.pop("rule"),
@@ -193,15 +197,6 @@ def _loaded(saved: Mapping[str, Any], fragment: Fragment) -> Average:
 def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers by name, also those that a state_dict leaves out."""
     return [*model.named_parameters(), *model.named_buffers()]
-
-
-def digest_of_tensors(named: Mapping[str, Tensor]) -> int:
-    """A number that stands for the bits of some tensors. Waits for a GPU."""
-    digests = [
-        hashlib.blake2b(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-        for _, tensor in sorted(named.items())
-    ]
-    return digest_of(" ".join(digests))
 
 
 def _on_cpu(value: Any) -> Any:

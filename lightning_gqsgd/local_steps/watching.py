@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.local_steps.fragments import Entry
 from lightning_gqsgd.local_steps.starting import in_words, parameters_of, place_of
+from lightning_gqsgd.wire.agreement import digest_of
+
+logger = logging.getLogger(__name__)
 
 #: What to do where parameters are other ones.
 _REMEDY = (
@@ -26,6 +32,10 @@ class WatchedModel:
         model: the model.
         optimizers: the inner optimizers.
         averaged: the parameters that are averaged.
+
+    Attributes:
+        expects: the digest of this rank's parameters that were saved beside a state that was loaded, until the next
+            step; None: there is none.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], averaged: Iterable[Entry]) -> None:
@@ -33,6 +43,29 @@ class WatchedModel:
         self._optimizers = list(optimizers)
         self._averaged = [(entry, place_of(entry.tensor)) for entry in averaged]
         self._known = list(model.parameters())  # kept, so that no other parameter gets the id of one that has gone
+        self.expects: int | None = None
+
+    def digest(self) -> int:
+        """Returns a number that stands for the values of the parameters that are averaged. Waits for a GPU."""
+        return digest_of_tensors({entry.name: entry.tensor for entry, _ in self._averaged})
+
+    def say_if_others_were_loaded(self, *, is_at_anchor: bool) -> None:
+        """Log, once after a state was loaded, that the parameters are not those that were saved beside it.
+
+        Whoever loads weights before local steps begin, as a plain optimizer has it, has the first rank's on all ranks.
+
+        Args:
+            is_at_anchor: whether the parameters are the anchor, which all ranks have in common.
+        """
+        expected = self.expects
+        self.expects = None
+        if expected is None or is_at_anchor or expected == self.digest():
+            return
+        logger.warning(
+            "gqsgd: a state of local steps was loaded, and this rank's weights are not those that it was saved beside, "
+            "so what the rank had learnt since the last average is lost. Making LocalSteps gives all ranks the first "
+            "rank's weights: load each rank's own weights after that, and then the state"
+        )
 
     def check(self) -> None:
         """Compare the model and the optimizers with what they were.
@@ -82,3 +115,12 @@ class WatchedModel:
                 f"parameters were added to the model after LocalSteps was made: {listed(added)}. They are not "
                 f"averaged, so each rank would have its own; {_REMEDY}"
             )
+
+
+def digest_of_tensors(named: Mapping[str, Tensor]) -> int:
+    """A number that stands for the bits of some tensors. Waits for a GPU."""
+    digests = [
+        hashlib.blake2b(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for _, tensor in sorted(named.items())
+    ]
+    return digest_of(" ".join(digests))

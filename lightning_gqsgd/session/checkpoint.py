@@ -29,7 +29,7 @@ MEMORY_OF = "memory_of"
 #: Entries of every state.
 _ENTRIES = {"seed": int, "step": int, "config": Mapping}
 #: Entries that some states have.
-_OPTIONAL_ENTRIES = {"post_local_iter": int}
+_OPTIONAL_ENTRIES = {"post_local_iter": int, "weights": int}
 #: The largest integer of a state: the dither and the comparison of steps take 63 bits.
 _LARGEST = 2**63 - 1
 

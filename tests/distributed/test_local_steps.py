@@ -217,6 +217,41 @@ def test_a_state_saved_after_any_step_gives_the_bits_of_an_undisturbed_run(tmp_p
         assert results == [True] * STEPS
 
 
+def _weights_first(rank: int) -> list[list[str]]:
+    """What is logged if weights are loaded before local steps begin, if they are loaded after that, and if they are the
+    anchor's."""
+    model = WithBuffers(rank)
+    optimizer = local_steps(model, INTERRUPTED)
+    train(model, optimizer, rank, range(2))
+    weights, state = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    with optimizer.averages.at_anchor():
+        anchors = copy.deepcopy(model.state_dict())
+    optimizer.close()
+    said = []
+    texts = logged()
+    for first, then in ((weights, None), (None, weights), (None, anchors)):
+        model = WithBuffers(7)
+        if first is not None:
+            model.load_state_dict(first)
+        optimizer = local_steps(model, INTERRUPTED)
+        if then is not None:
+            model.load_state_dict(then)
+        optimizer.load_state_dict(state)
+        train(model, optimizer, rank, range(2, 4))
+        optimizer.close()
+        said.append([text for text in texts if "saved beside" in text])
+        texts.clear()
+    return said
+
+
+def test_weights_that_the_start_of_local_steps_has_replaced_are_named(tmp_path: Path) -> None:
+    """A plain optimizer takes its state after the model has its weights. Then all ranks have the first rank's."""
+    first, second = run(_weights_first, 2, tmp_path)
+    assert first == [[], [], []]
+    assert [len(texts) for texts in second] == [1, 0, 0]
+    assert "load each rank's own weights after that, and then the state" in second[0][0]
+
+
 def _saved_for_more(rank: int, folder: Path) -> str:
     model = WithBuffers(rank)
     optimizer = local_steps(model, WAYS[3])
