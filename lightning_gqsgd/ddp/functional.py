@@ -133,7 +133,8 @@ def all_reduce(
     """Returns the mean of a tensor over the ranks of a group, quantised on the wire, with the same bits on every rank.
 
     A collective: every rank calls it with a tensor of the same shape and dtype and the same configuration. Tensors of
-    fewer than ``min_numel`` elements (1024 by default) travel uncompressed.
+    fewer than ``min_numel`` elements (1024 by default) travel uncompressed. Autograd does not follow it: the mean
+    requires no gradient, whatever the tensor does.
 
     Args:
         tensor: floating-point tensor of any shape, fp32, fp16, bf16 or fp64; not changed unless it is ``out``.
@@ -247,6 +248,8 @@ def _checked(
 
 def _check_plain(tensor: Tensor, what: str) -> None:
     """Raise ConfigError for a tensor whose numbers are not in memory as its shape says, such as a DTensor."""
+    if tensor.is_nested:
+        raise ConfigError(f"{what} is a nested tensor; give one of its tensors at a time, or its values()")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise ConfigError(
             f"{what} is one that torch.func (vmap, grad or jvp) has wrapped; call all_reduce outside of that function"

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_gqsgd.errors import ConfigError
+
 
 @dataclass(frozen=True, eq=False)
 class Peers:
@@ -44,11 +46,21 @@ class Peers:
 
 def peers_of(group: dist.ProcessGroup | Peers) -> Peers:
     """Returns the ranks of a group that torch.distributed knows; they meet in its store. Peers are returned as they
-    are."""
+    are.
+
+    Raises:
+        ConfigError: the other ranks of the group do not exist.
+    """
     if isinstance(group, Peers):
         return group
+    backends = backends_of(group)
+    if group.size() > 1 and "fake" in backends.values():
+        raise ConfigError(
+            f"the process group has the backend 'fake': its {group.size()} ranks are this process alone, and nobody "
+            "would answer it. Leave gqsgd out of a dry run, or use the backend 'gloo' with processes"
+        )
     store = dist.distributed_c10d._get_default_store()
-    return Peers(dist.get_rank(group), tuple(dist.get_process_group_ranks(group)), store, backends_of(group))
+    return Peers(dist.get_rank(group), tuple(dist.get_process_group_ranks(group)), store, backends)
 
 
 def peers_of_unregistered(group: dist.ProcessGroup, backends: Mapping[str, str]) -> Peers:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp import functional
@@ -245,6 +246,9 @@ def _not_plain(rank: int) -> float:
     wrapped = torch.Tensor._make_wrapper_subclass(_Wrapped, (2000,))
     with pytest.raises(ConfigError, match="the tensor is a _Wrapped; give a plain tensor"):
         all_reduce(wrapped if rank else torch.ones(2000))
+    nested = torch.nested.nested_tensor([torch.ones(1000), torch.ones(1000)])
+    with pytest.raises(ConfigError, match="the tensor is a nested tensor; give one of its tensors at a time"):
+        all_reduce(nested if rank else torch.ones(2000))
     with pytest.raises(ConfigError, match=r"torch.func \(vmap, grad or jvp\) has wrapped"):
         torch.vmap(all_reduce)(torch.ones(2, 2000))
     mean = float(all_reduce(torch.ones(2000)).mean())
@@ -268,6 +272,17 @@ def _destroyed(rank: int) -> None:
 
 def test_a_process_group_that_was_destroyed_is_refused(tmp_path: Path) -> None:
     run(_destroyed, 2, tmp_path)
+
+
+def _fake(_: int) -> None:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    for call in (all_reduce, lambda x: register_gqsgd(DistributedDataParallel(nn.Linear(40, 40)))):
+        with pytest.raises(ConfigError, match="backend 'fake': its 4 ranks are this process alone"):
+            call(torch.ones(2000))
+
+
+def test_a_process_group_without_other_processes_is_refused_at_once(tmp_path: Path) -> None:
+    run(_fake, 1, tmp_path, initialise=False, timeout=30)
 
 
 def _on_nodes(rank: int) -> list[list[float]]:
