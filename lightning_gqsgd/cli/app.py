@@ -431,7 +431,9 @@ def lighthouse(
 
 def main() -> None:
     """The console script. One line says that it was interrupted, or that standard output cannot be written, e.g. to a
-    full disk."""
+    full disk. Where standard output is closed (``>&-``), nothing is printed."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
     try:
         app(prog_name="gqsgd")
     except SystemExit as end:

@@ -302,3 +302,11 @@ def test_a_standard_output_that_is_full_is_one_line() -> None:
     assert done.stderr == (
         "gqsgd: standard output cannot be written (No space left on device); print to another place\n"
     )
+
+
+def test_a_standard_output_that_is_closed_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it after `>&-`
+    monkeypatch.setattr(sys, "argv", ["gqsgd", "presets"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
