@@ -26,7 +26,7 @@ from triton import JITFunction
 
 from lightning_gqsgd.kernels import layout
 from lightning_gqsgd.kernels.cuda import tiles
-from lightning_gqsgd.kernels.cuda.constants import Constants
+from lightning_gqsgd.kernels.cuda.constants import SHARE, Constants
 from lightning_gqsgd.kernels.wire import Key
 
 #: Bytes that a GPU loads at once.
@@ -152,7 +152,8 @@ def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_a
     table = blocks.cpu().numpy()
     start = table[:, layout.START] + shift
     is_full = (table[:, layout.LENGTH] == full_length) & (table[:, layout.RAW] == 0)
-    is_aligned = is_full & (start % per_access == 0)
+    units = start // per_access  # of aligned blocks, in one column
+    is_aligned = is_full & (start % per_access == 0) & (units < 1 << 32)
     scale = table[:, layout.SCALE]
     columns = np.empty((len(table), tiles.COLUMNS), dtype=np.int64)
     columns[:, tiles.START_LOW.value] = start & 0xFFFFFFFF
@@ -170,7 +171,10 @@ def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_a
         (tiles.RAGGED, ~is_full),
     ):
         if rows.any():
-            words = columns[rows].astype(np.uint32).view(np.int32)
+            words = columns[rows]
+            if kind is tiles.ALIGNED:
+                words[:, tiles.START_LOW.value] = units[rows]
+            words = words.astype(np.uint32).view(np.int32)
             made.append(_Table(kind.value, torch.from_numpy(words).to(blocks.device), len(words)))
     return tuple(made)
 
@@ -234,13 +238,16 @@ def start(kernel: Any, c: Constants, programs: int, *arguments: Any, **constants
 
 def options(c: Constants, kind: int | None = None) -> dict[str, int]:
     """Returns the options with which a kernel is compiled for tiles of this shape and kind."""
-    warps = min(max(c.shape.rows * c.shape.half >> 8, 1), 32)  # 16 coordinates per thread
+    share = c.share if kind == tiles.ALIGNED.value else SHARE
+    warps = min(max(2 * c.shape.rows * c.shape.half // (32 * share), 1), 32)
     is_even = kind in (tiles.FULL.value, tiles.ALIGNED.value) and c.number.compute == tl.float32
     is_short = c.codes is not None and not c.codes.padded and not c.codes.in_words and not c.rotated
     is_single = c.mean is None or c.mean.ranks == 1
     most = 128
     if is_even and is_short and is_single:
         most = 64  # twice as many threads fit at once as with 128, which tiles with the ends of parameters would take
+    elif share > SHARE:
+        most = 96  # for twice as many coordinates as in a thread with 64
     elif c.codes is not None and c.codes.padded and not is_single:
         most = 168  # a search for codes of a mean needs them, and would keep some in memory otherwise
     return {"num_warps": warps, "maxnreg": min(most, 2048 // warps), "enable_fp_fusion": False}
