@@ -54,7 +54,8 @@ class _Launch(NamedTuple):
     """A compiled kernel on one table.
 
     Attributes:
-        call: launches it: takes a table, the number of its blocks, the arguments, and the constants in order.
+        call: launches it: takes a table, the number of its blocks, the arguments, the constants in order, and by name
+            the stream, which Triton would ask its driver for.
         table: the table.
         constants: the constants, which are kept here, so that no other object gets their identity.
     """
@@ -118,6 +119,7 @@ def run(
             form |= 2
     key = (id(kernel), id(c), dtype, before, form)
     kept = _kept_for(blocks)
+    stream = raw_stream(blocks.device)
     launches = kept.launches.get(key)
     if launches is None:
         per_access = 1 if x is None else _WIDE // x.element_size()
@@ -131,9 +133,9 @@ def run(
             kept.launches[key] = launches
     else:
         for call, table, values in launches:
-            call(table.columns, table.number, *arguments, *values)
+            call(table.columns, table.number, *arguments, *values, stream=stream)
     if blocks.is_cuda:
-        _keep_for_this_stream(launches, kept)
+        _keep_for_this_stream(launches, kept, stream)
 
 
 #: What is kept of each block table, by its identity. It goes when the block table goes.
@@ -179,12 +181,12 @@ def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_a
     return tuple(made)
 
 
-def _keep_for_this_stream(launches: Sequence[_Launch], kept: _Kept) -> None:
-    """Tell PyTorch once that the current stream uses tables: it gives memory back to the stream that it was allocated
-    on, and a table may go while other streams are not done with it."""
+def _keep_for_this_stream(launches: Sequence[_Launch], kept: _Kept, stream: int) -> None:
+    """Tell PyTorch once that the current stream, which has this number, uses tables: it gives memory back to the stream
+    that it was allocated on, and a table may go while other streams are not done with it."""
     for launch in launches:
         columns = launch.table.columns
-        name = id(columns), raw_stream(columns.device)
+        name = id(columns), stream
         if name not in kept.streams:
             kept.streams.add(name)
             columns.record_stream(torch.cuda.current_stream(columns.device))
