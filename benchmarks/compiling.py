@@ -226,9 +226,15 @@ class Compiler:
             # Not ``rsqrt``, which `floats.positive_root` begins with.
             inexact=len(re.findall(r"div\.full|div\.approx|(?<!r)sqrt\.approx", ptx)),
             # Some contracted products are meant, and exact: those of the dither, in decoding and in companded encoding,
-            # where `floats.positive_root` has two more after each reciprocal root.
-            contracted=ptx.count("fma.rn") - 3 * ptx.count("rsqrt.approx") if name == "encode_kernel" else 0,
+            # where `floats.positive_root` has two more after each reciprocal root, and `floats.divided_by_scale` has
+            # four after a reciprocal.
+            contracted=_contracted(ptx) if name == "encode_kernel" else 0,
         )
+
+
+def _contracted(ptx: str) -> int:
+    """Returns how many products and sums of an encoding became one without being meant to."""
+    return ptx.count("fma.rn") - 3 * ptx.count("rsqrt.approx") - 4 * ptx.count("rcp.approx.ftz")
 
 
 class MachineCode(NamedTuple):

@@ -37,13 +37,22 @@ def _fma_rm(x: Words, y: Words, z: Words) -> Words:
     return np.where(is_above, np.nextafter(rounded, np.float32(-np.inf)), rounded).astype(np.float32).view(np.uint32)
 
 
+def _reciprocal(x: Words) -> Words:
+    """1/x in fp32, rounded correctly: what a GPU computes may differ from it in the last bit."""
+    with np.errstate(divide="ignore"):
+        return (np.float32(1) / x.view(np.float32)).view(np.uint32)
+
+
 _INSTRUCTIONS: dict[str, Callable[..., Words]] = {
     "mov.b32": lambda x: x,
     "and.b32": lambda x, y: x & y,
     "xor.b32": lambda x, y: x ^ y,
+    "add.u32": lambda x, y: x + y,
+    "min.u32": np.minimum,
     "shr.u32": lambda x, y: x >> y,
     "prmt.b32": _prmt,
     "fma.rm.f32": _fma_rm,
+    "rcp.approx.ftz.f32": _reciprocal,
 }
 
 

@@ -29,13 +29,15 @@ class Kernel:
     def __init__(self) -> None:
         self.compiled: list[tuple[Any, ...]] = []
         self.launched: list[tuple[Any, ...]] = []
+        self.streams: list[int] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def first(*arguments: Any, **constants: Any) -> Any:
             self.compiled.append((*grid, *arguments))
             return self
 
-        def again(*arguments: Any) -> None:
+        def again(*arguments: Any, stream: int) -> None:
+            self.streams.append(stream)
             self.launched.append((grid[0], *arguments))
 
         return again if len(grid) == 3 else first
@@ -135,6 +137,8 @@ def test_streams_that_use_tables_are_named_once(
             _run(kernel, table)
     for _, columns, *_ in kernel.compiled:
         assert columns.streams == ["own 0", "own 1"]
+    again = [id(stream) for stream in (there, here, there) for _ in kernel.compiled]
+    assert kernel.streams == again, "each launch is on the stream of its time"
 
 
 def test_counters_are_at_zero_and_used_once() -> None:

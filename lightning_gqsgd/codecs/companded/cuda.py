@@ -84,7 +84,7 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
     upper = tl.where(stochastic, UPPER_UNSIGNED, UPPER_SIGNED)[:, None]
     middle = middle_of(stochastic, c).to(c.number.compute)
     inverse = levels_per_unit(scales.value, middle, c)
-    zero = tl.where(stochastic, c.family.odd_levels // 2, c.family.levels // 2)
+    zero = tl.where(stochastic, c.family.odd_levels // 2 * 1.0, c.family.levels // 2 * 1.0)
     code_a = _codes(a, half_above(draw_a ^ flip, lower), inverse, middle, stochastic, c)
     code_b = _codes(b, half_above(draw_b ^ flip, upper), inverse, middle, stochastic, c)
     return floor_plus(code_a, scales.used, zero, c), floor_plus(code_b, scales.used, zero, c)

@@ -16,7 +16,7 @@ from lightning_gqsgd.kernels import wire
 from lightning_gqsgd.kernels.cuda.floats import clamped, divided, root
 from lightning_gqsgd.kernels.cuda.hashing import block_keys, draws, words
 from lightning_gqsgd.kernels.cuda.rotation import transformed
-from lightning_gqsgd.kernels.cuda.scales import Scales, send_scales
+from lightning_gqsgd.kernels.cuda.scales import Scales, code_of, send_scales
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
 from lightning_gqsgd.kernels.cuda.tiles import RAGGED
 from lightning_gqsgd.kernels.rotation import FEW
@@ -106,7 +106,7 @@ def send_scales_of(turned, level_a, level_b, t, key, scales, c: tl.constexpr):
     random = tl.sum(words(tl.full((1, 1), _SCALE_PLACE, tl.uint32), word_a, word_b), axis=1)
     bits = tl.where(is_coded, _rounded_at_random(scale, random, c), scales.bits)
     used = scales.used & (bits > 0).to(tl.int32)
-    send_scales(Scales(scale, used, bits, scales.places, scales.sent), t.n < 0, c)
+    send_scales(Scales(scale, used, bits, code_of(bits, c), bits == 0, scales.places, scales.sent), t.n < 0, c)
     return used
 
 

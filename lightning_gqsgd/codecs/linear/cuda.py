@@ -9,7 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_gqsgd.kernels.cuda.floats import byte_as_float, clamped, divided, one_and, quotient
+from lightning_gqsgd.kernels.cuda.floats import (
+    byte_as_float,
+    clamped,
+    divided,
+    divided_by_scale,
+    not_zero,
+    one_and,
+    quotient,
+)
 from lightning_gqsgd.kernels.cuda.hashing import draws
 from lightning_gqsgd.kernels.cuda.scales import send_scales
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
@@ -102,9 +110,7 @@ def _sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND: tl.constexpr, c
 def is_stochastic(a, b, n, c: tl.constexpr):
     """Returns which blocks are rounded stochastically."""
     if c.family.adaptive:
-        # Counted in fp32: of integers, Triton makes masks whose bits are counted, in twice as many instructions.
-        others = tl.where(a != 0, 1.0, 0.0) + tl.where(b != 0, 1.0, 0.0)
-        zeros = n - tl.sum(others, axis=1).to(tl.int32)
+        zeros = n - tl.sum(not_zero(a, c) + not_zero(b, c), axis=1)
         stochastic = zeros.to(tl.float64) > n.to(tl.float64) * tl.full((), c.family.stochastic_from, tl.float64)
     else:
         stochastic = (n >= 0) & c.family.always_stochastic
@@ -120,7 +126,7 @@ def middle_of(stochastic, c: tl.constexpr):
 @triton.jit
 def levels_per_unit(scale, middle, c: tl.constexpr):
     """1/Δ of each block, so large that a coordinate at the scale reaches the last level, [rows]."""
-    inverse = divided(middle, scale, c)
+    inverse = divided_by_scale(middle, scale, c)
     return tl.where(scale * inverse < middle, inverse * tl.full((), c.number.up, c.number.compute), inverse)
 
 

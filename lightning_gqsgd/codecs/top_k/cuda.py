@@ -35,7 +35,7 @@ class Share(NamedTuple):
 @triton.jit(do_not_specialize=["count"])
 def encode_kernel(table, count, x, wire, c: tl.constexpr):
     """Encode blocks into a message; see `protocol.Kernels.encode`."""
-    t = tile_of(table, count, RAGGED, c)
+    t = tile_of(table, count, None, RAGGED, c)
     j = tl.arange(0, 2 * c.shape.half)[None, :]
     v = tl.load(x + t.start[:, None] + j, mask=j < t.n[:, None], other=0).to(c.number.compute)
     _write_largest(v, t, wire, c)
@@ -45,7 +45,7 @@ def encode_kernel(table, count, x, wire, c: tl.constexpr):
 def reduce_kernel(table, count, x, wires, stride: tl.int64, messages, own, out, c: tl.constexpr):
     """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. ``x`` has the coordinates
     of source ``own``."""
-    t = tile_of(table, count, RAGGED, c)
+    t = tile_of(table, count, None, RAGGED, c)
     mean, _ = _mean_of_largest(wires, stride, messages, own, x, t, c)
     _write_largest(mean, t, out, c)
 
@@ -54,13 +54,13 @@ def reduce_kernel(table, count, x, wires, stride: tl.int64, messages, own, out, 
 def decode_kernel(table, count, x, wires, stride: tl.int64, messages, own, counter, c: tl.constexpr):
     """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. The number of blocks that are
     not finite is added to ``counter``."""
-    t = tile_of(table, count, RAGGED, c)
+    t = tile_of(table, count, None, RAGGED, c)
     mean, bad = _mean_of_largest(wires, stride, messages, own, x, t, c)
     # A coded block has no infinite coordinate: it is NaN instead.
     mean = tl.where(t.raw[:, None], mean, in_finite_range(mean, x.dtype.element_ty, False, c))
     j = tl.arange(0, 2 * c.shape.half)[None, :]
     tl.store(x + t.start[:, None] + j, mean.to(x.dtype.element_ty), mask=j < t.n[:, None])
-    count_rows(bad, counter)
+    count_rows(bad, counter, RAGGED, c)
 
 
 @triton.jit

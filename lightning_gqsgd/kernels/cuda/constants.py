@@ -16,8 +16,14 @@ import triton.language as tl
 from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Share, scale_format
 
-#: Coordinates of a tile, where blocks are not larger: 32 for each of 128 threads.
+#: Coordinates of a tile, where blocks are not larger.
 _TILE = 4096
+
+#: Coordinates of a thread.
+SHARE = 16
+#: The same where messages are decoded in fp32: what is done once for a block is then done by half as many threads.
+#: Encoding, or tiles whose coordinates are not aligned, would take more than 64 registers.
+LARGE_SHARE = 32
 
 
 class Number(NamedTuple):
@@ -112,6 +118,7 @@ class Constants(NamedTuple):
         family: the numbers of a family of codes, a named tuple of that family's file.
         mean: how messages are averaged.
         rotated: whether blocks are turned before they are encoded, or after they are decoded.
+        share: coordinates of a thread of an aligned tile; of other tiles, threads have `SHARE`.
     """
 
     number: Number
@@ -120,6 +127,7 @@ class Constants(NamedTuple):
     family: Any = None
     mean: Mean | None = None
     rotated: bool = False
+    share: int = SHARE
 
 
 @lru_cache(maxsize=16)
@@ -156,6 +164,12 @@ def shape_of(block_size: int, codes: Codes | None = None) -> Shape:
         block=block_size,
         may_be_full=block_size == 2 * half and not (codes and codes.in_words),
     )
+
+
+def share_of(number: Number, codes: Codes, mean: Mean | None, *, rotated: bool) -> int:
+    """Returns how many coordinates a thread of an aligned tile has."""
+    is_by_itself = not (codes.padded or codes.in_words or rotated)  # each coordinate's code
+    return LARGE_SHARE if mean is not None and is_by_itself and number.compute == tl.float32 else SHARE
 
 
 @lru_cache(maxsize=256)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_gqsgd.kernels.cuda.ptx import sum_rounded_down
+from lightning_gqsgd.kernels.cuda.ptx import approximate_reciprocal, one_unless_zero, sum_rounded_down
 
 _FP16_LARGEST = tl.constexpr(torch.finfo(torch.float16).max)
 _BF16_LARGEST = tl.constexpr(torch.finfo(torch.bfloat16).max)
@@ -65,6 +65,23 @@ def quotient(x, y, inverse):
 
 
 @triton.jit
+def divided_by_scale(x, scale, c: tl.constexpr):
+    """Returns the quotient of numbers from 1/2 to 2^8 by scales, rounded correctly.
+
+    It is what NVIDIA's compiler makes of a quotient, but for a branch to numbers near the ends of the range. With both
+    numbers 2^-8 of what they are, none is there: scales are 2^-118 or more.
+    """
+    if c.number.compute == tl.float64:
+        q = x / scale
+    else:
+        y = scale * 0.00390625
+        inverse = approximate_reciprocal(y)
+        inverse = tl.fma(tl.fma(-y, inverse, 1.0), inverse, inverse)
+        q = quotient(x * 0.00390625, y, inverse)
+    return q
+
+
+@triton.jit
 def rounded(v, rounder):
     """Returns the nearest integer to numbers that are not halfway between two. ``rounder``: 1.5 times the power of two
     from which on numbers are integers; a larger power gives zero."""
@@ -78,14 +95,15 @@ def floor_plus(v, used, offset, c: tl.constexpr):
     Args:
         v: numbers of the compute type below 2^22, [rows, half].
         used: 0 or 1, int32 [rows].
-        offset: int32 [rows].
+        offset: whole numbers below 2^8, fp32 [rows].
     """
     if c.number.compute == tl.float64:
-        code = tl.floor(v).to(tl.int32) * used[:, None] + (offset * used)[:, None]
+        code = tl.floor(v).to(tl.int32) * used[:, None] + (offset.to(tl.int32) * used)[:, None]
     else:
         # The sum with 1.5 2^23 has an integer in its lowest bits. A GPU converts at a quarter of the speed of this.
-        rounder = (offset * used).to(tl.float32) + 12582912.0
-        code = sum_rounded_down(v, used.to(tl.float32)[:, None], rounder[:, None]).to(tl.int32, bitcast=True)
+        factor = tl.where(used == 1, 1.0, 0.0)
+        rounder = tl.where(used == 1, offset + 12582912.0, 12582912.0)
+        code = sum_rounded_down(v, factor[:, None], rounder[:, None]).to(tl.int32, bitcast=True)
     return code
 
 
@@ -114,6 +132,13 @@ def is_finite(v):
     """Returns which numbers are neither infinite nor NaN."""
     # In fp64, a magnitude takes more instructions than a difference.
     return (v - v) == 0 if v.dtype == tl.float64 else tl.abs(v) < float("inf")
+
+
+@triton.jit
+def not_zero(v, c: tl.constexpr):
+    """Returns 1 for numbers that are not zero, also for NaN, and 0 for zero, int32."""
+    # Of a comparison in Triton's words, the compiler makes a choice, or masks whose bits are counted.
+    return tl.where(v != 0, 1, 0) if c.number.compute == tl.float64 else one_unless_zero(v)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from triton import JITFunction
 
 from lightning_gqsgd.kernels import layout
 from lightning_gqsgd.kernels.cuda import tiles
-from lightning_gqsgd.kernels.cuda.constants import Constants
+from lightning_gqsgd.kernels.cuda.constants import SHARE, Constants
 from lightning_gqsgd.kernels.wire import Key
 
 #: Bytes that a GPU loads at once.
@@ -54,7 +54,8 @@ class _Launch(NamedTuple):
     """A compiled kernel on one table.
 
     Attributes:
-        call: launches it: takes a table, the number of its blocks, the arguments, and the constants in order.
+        call: launches it: takes a table, the number of its blocks, the arguments, the constants in order, and by name
+            the stream, which Triton would ask its driver for.
         table: the table.
         constants: the constants, which are kept here, so that no other object gets their identity.
     """
@@ -118,6 +119,7 @@ def run(
             form |= 2
     key = (id(kernel), id(c), dtype, before, form)
     kept = _kept_for(blocks)
+    stream = raw_stream(blocks.device)
     launches = kept.launches.get(key)
     if launches is None:
         per_access = 1 if x is None else _WIDE // x.element_size()
@@ -131,9 +133,9 @@ def run(
             kept.launches[key] = launches
     else:
         for call, table, values in launches:
-            call(table.columns, table.number, *arguments, *values)
+            call(table.columns, table.number, *arguments, *values, stream=stream)
     if blocks.is_cuda:
-        _keep_for_this_stream(launches, kept)
+        _keep_for_this_stream(launches, kept, stream)
 
 
 #: What is kept of each block table, by its identity. It goes when the block table goes.
@@ -152,7 +154,8 @@ def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_a
     table = blocks.cpu().numpy()
     start = table[:, layout.START] + shift
     is_full = (table[:, layout.LENGTH] == full_length) & (table[:, layout.RAW] == 0)
-    is_aligned = is_full & (start % per_access == 0)
+    units = start // per_access  # of aligned blocks, in one column
+    is_aligned = is_full & (start % per_access == 0) & (units < 1 << 32)
     scale = table[:, layout.SCALE]
     columns = np.empty((len(table), tiles.COLUMNS), dtype=np.int64)
     columns[:, tiles.START_LOW.value] = start & 0xFFFFFFFF
@@ -170,17 +173,20 @@ def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_a
         (tiles.RAGGED, ~is_full),
     ):
         if rows.any():
-            words = columns[rows].astype(np.uint32).view(np.int32)
+            words = columns[rows]
+            if kind is tiles.ALIGNED:
+                words[:, tiles.START_LOW.value] = units[rows]
+            words = words.astype(np.uint32).view(np.int32)
             made.append(_Table(kind.value, torch.from_numpy(words).to(blocks.device), len(words)))
     return tuple(made)
 
 
-def _keep_for_this_stream(launches: Sequence[_Launch], kept: _Kept) -> None:
-    """Tell PyTorch once that the current stream uses tables: it gives memory back to the stream that it was allocated
-    on, and a table may go while other streams are not done with it."""
+def _keep_for_this_stream(launches: Sequence[_Launch], kept: _Kept, stream: int) -> None:
+    """Tell PyTorch once that the current stream, which has this number, uses tables: it gives memory back to the stream
+    that it was allocated on, and a table may go while other streams are not done with it."""
     for launch in launches:
         columns = launch.table.columns
-        name = id(columns), raw_stream(columns.device)
+        name = id(columns), stream
         if name not in kept.streams:
             kept.streams.add(name)
             columns.record_stream(torch.cuda.current_stream(columns.device))
@@ -234,13 +240,16 @@ def start(kernel: Any, c: Constants, programs: int, *arguments: Any, **constants
 
 def options(c: Constants, kind: int | None = None) -> dict[str, int]:
     """Returns the options with which a kernel is compiled for tiles of this shape and kind."""
-    warps = min(max(c.shape.rows * c.shape.half >> 8, 1), 32)  # 16 coordinates per thread
+    share = c.share if kind == tiles.ALIGNED.value else SHARE
+    warps = min(max(2 * c.shape.rows * c.shape.half // (32 * share), 1), 32)
     is_even = kind in (tiles.FULL.value, tiles.ALIGNED.value) and c.number.compute == tl.float32
     is_short = c.codes is not None and not c.codes.padded and not c.codes.in_words and not c.rotated
     is_single = c.mean is None or c.mean.ranks == 1
     most = 128
     if is_even and is_short and is_single:
         most = 64  # twice as many threads fit at once as with 128, which tiles with the ends of parameters would take
+    elif share > SHARE:
+        most = 96  # for twice as many coordinates as in a thread with 64
     elif c.codes is not None and c.codes.padded and not is_single:
         most = 168  # a search for codes of a mean needs them, and would keep some in memory otherwise
     return {"num_warps": warps, "maxnreg": min(most, 2048 // warps), "enable_fp_fusion": False}

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from lightning_gqsgd.kernels.cuda.floats import magnitudes
-from lightning_gqsgd.kernels.cuda.tiles import ALIGNED, RAGGED, ROW, are_aligned, column, load_tile, tile_of
+from lightning_gqsgd.kernels.cuda.tiles import ALIGNED, RAGGED, ROW, column, elements_per_access, load_tile, tile_of
 from lightning_gqsgd.kernels.reference import LANES
 
 _LANES = tl.constexpr(LANES)
@@ -16,12 +16,16 @@ _LANES = tl.constexpr(LANES)
 def maxima_kernel(table, count, x, out, c: tl.constexpr):
     """Find the largest magnitude of each block; see `protocol.Kernels.block_maxima`. Blocks may be longer than
     ``c.shape.block``."""
-    t = tile_of(table, count, RAGGED, c)
+    t = tile_of(table, count, None, RAGGED, c)
     longest = tl.max(t.n, axis=0)
     largest = (t.n * 0).to(c.number.integer)
-    if (tl.min(t.n, axis=0) == longest) & (longest % c.shape.block == 0) & are_aligned(t.start, x):
+    each = elements_per_access(x)
+    is_aligned = tl.max(t.start % each, axis=0) == 0
+    if (tl.min(t.n, axis=0) == longest) & (longest % c.shape.block == 0) & is_aligned:
         for first in range(0, longest, c.shape.block):
-            a, b = load_tile(x, t.start + first, t.n, ALIGNED, c)
+            # Divided and multiplied by what it is a multiple of, so that Triton sees it: a hint (`tl.multiple_of`) on
+            # an argument of a function is lost when the function is inlined.
+            a, b = load_tile(x, (t.start + first) // each * each, t.n, ALIGNED, c)
             largest = _larger(largest, a, b, c)
     else:
         for first in range(0, longest, c.shape.block):
@@ -40,7 +44,7 @@ def moments_kernel(table, count, x, out, c: tl.constexpr):
     """Sum x, |x| and x² of each block; see `protocol.Kernels.block_moments`."""
     ROWS: tl.constexpr = c.shape.rows
     LANES: tl.constexpr = _LANES
-    t = tile_of(table, count, RAGGED, c)
+    t = tile_of(table, count, None, RAGGED, c)
     lane = tl.arange(0, _LANES)[None, :]
     plain = tl.zeros((ROWS, LANES), tl.float64)
     absolute = tl.zeros((ROWS, LANES), tl.float64)

@@ -40,7 +40,7 @@ def _rounded(v, random, LIMIT: tl.constexpr):
 def narrow_kernel(table, count, out, x, key: tl.int64, KIND: tl.constexpr, c: tl.constexpr):
     """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`. ``out`` has the bits of bf16 numbers, int16
     [numel]."""
-    t = tile_of(table, count, KIND, c)
+    t = tile_of(table, count, out, KIND, c)
     a, b = load_tile(x, t.start, t.n, KIND, c)
     random_a, random_b = draws(t, key, KIND, c)
     factor = tl.full((), c.family.factor, tl.float32)

@@ -83,6 +83,20 @@ def sum_rounded_down(x, y, z):
 
 
 @triton.jit
+def one_unless_zero(x):
+    """Returns 1 for fp32 numbers that are not zero, also for NaN, and 0 for zero, int32."""
+    return tl.inline_asm_elementwise(
+        "add.u32 $0, $1, $1; min.u32 $0, $0, 1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def approximate_reciprocal(x):
+    """Returns 1/x in fp32, the last bit of which may be wrong, for normal numbers whose reciprocal is normal."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def unknown(x):
     """Returns an int32 of which the compiler knows nothing, so that it makes no choice of a logical operation."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)

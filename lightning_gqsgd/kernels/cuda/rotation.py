@@ -96,7 +96,7 @@ def _butterflies(v, n, STAGE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr)
 @triton.jit(do_not_specialize=["count", "key"])
 def rotate_kernel(table, count, x, key: tl.int64, KIND: tl.constexpr, c: tl.constexpr):
     """Turn blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
-    t = tile_of(table, count, KIND, c)
+    t = tile_of(table, count, x, KIND, c)
     a, b = load_tile(x, t.start, t.n, KIND, c)
     a, b = rotated(a, b, t, key, c.family.inverse, KIND, c)
     store_tile(a, b, x, t, t.inside & (t.raw == 0), KIND, c)

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from lightning_gqsgd.kernels.cuda.constants import SHARE
 from lightning_gqsgd.kernels.cuda.floats import magnitudes
-from lightning_gqsgd.kernels.cuda.tiles import ROW, column, scale_places
+from lightning_gqsgd.kernels.cuda.tiles import ROW, column, once, scale_places
+
+_SHARE = tl.constexpr(SHARE)
 
 
 class Scales(NamedTuple):
@@ -21,6 +24,8 @@ class Scales(NamedTuple):
         value: the scales in the compute type, [rows]; any number where a scale is zero or not finite.
         used: 0 where a scale is zero or not finite, so that codes have to be 0, and else 1: int32 [rows].
         bits: the bits of the scales, [rows].
+        code: what travels of scales that are neither zero nor infinite, without the blocks' flags, [rows].
+        is_zero: which scales are zero, bool [rows].
         places: where scales are written, pointers [rows].
         sent: which scales are written, bool [rows].
     """
@@ -28,6 +33,8 @@ class Scales(NamedTuple):
     value: Any
     used: Any
     bits: Any
+    code: Any
+    is_zero: Any
     places: Any
     sent: Any
 
@@ -43,13 +50,24 @@ def scales_of(a, b, t, wire, given, c: tl.constexpr):
     """
     if given is None:
         largest = tl.max(_larger(a, b, c), axis=1)
-        bits = _rounded_up(largest, c)
+        up = _rounded_up(largest, c)
+        # What was rounded up to infinity is the largest finite number, and travels as if it were infinity.
+        usable = tl.minimum(up << c.number.shift, c.number.infinity - 1).to(c.number.integer)
+        value = usable.to(c.number.compute, bitcast=True)
+        bits = tl.where(largest > 0, tl.where(largest < c.number.infinity, usable, c.number.infinity), 0)
+        code = up << 1
+        is_zero = largest <= 0
+        is_finite = largest < c.number.infinity
     else:
         bits = tl.load(given + column(t, ROW))
-    used = tl.minimum(tl.where(bits < c.number.infinity, bits, 0), 1).to(tl.int32)
+        value = value_of(bits, c)
+        code = code_of(bits, c)
+        is_zero = bits <= 0
+        is_finite = bits < c.number.infinity
+    used = tl.where(is_zero, 0, is_finite.to(tl.int32))
     place = scale_places(t, c)
     places = (wire + place).to(tl.pointer_type(c.number.sent), bitcast=True)
-    return Scales(value_of(bits, c), used, bits, places, t.inside & (t.raw == 0) & (place >= 0))
+    return Scales(value, used, bits, code, is_zero, places, t.inside & (t.raw == 0) & (place >= 0))
 
 
 @triton.jit
@@ -63,10 +81,19 @@ def _larger(a, b, c: tl.constexpr):
 
 
 @triton.jit
+def code_of(bits, c: tl.constexpr):
+    """Returns what travels of finite scales with these bits, without the blocks' flags; see `Scales.code`."""
+    return (bits + 1) >> c.number.shift << 1
+
+
+@triton.jit
 def send_scales(s, flag, c: tl.constexpr):
     """Write scales and the blocks' flags, bool [rows]."""
-    sent = ((s.bits + 1) >> c.number.shift << 1) | flag.to(c.number.integer)
-    tl.store(s.places, tl.where(s.bits < c.number.infinity, sent, -1).to(c.number.sent), mask=s.sent)
+    flag = flag.to(c.number.integer)
+    sent = tl.where(s.is_zero, flag, s.code | flag)
+    sent = tl.where(s.bits < c.number.infinity, sent, -1).to(c.number.sent)
+    mask = once(s.sent, _SHARE, c)
+    tl.store(s.places[:, None] + mask.to(tl.int32) * 0, sent[:, None], mask=mask)
 
 
 @triton.jit
@@ -96,8 +123,7 @@ def received_value(bits, c: tl.constexpr):
 
 @triton.jit
 def _rounded_up(bits, c: tl.constexpr):
-    """Returns scales rounded up to the wire's format; see `wire.ScaleFormat.rounded_up`."""
+    """Returns the bits of scales without those that do not travel, rounded up to the wire's format: of the smallest
+    scale where a scale is zero, and of infinity where it is not finite. See `wire.ScaleFormat.rounded_up`."""
     up = tl.minimum(tl.maximum(bits, c.number.tiny), c.number.infinity) + ((1 << c.number.shift) - 1)
-    # What was rounded up to infinity is the largest finite number.
-    up = tl.minimum((up >> c.number.shift) << c.number.shift, c.number.infinity - 1)
-    return tl.where(bits >= c.number.infinity, c.number.infinity, tl.where(bits > 0, up, 0)).to(c.number.integer)
+    return up >> c.number.shift

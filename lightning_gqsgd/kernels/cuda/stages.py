@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_gqsgd.kernels.cuda import launch
-from lightning_gqsgd.kernels.cuda.constants import Constants, Mean, codes_of, mean_of, number_of, shape_of
+from lightning_gqsgd.kernels.cuda.constants import Constants, Mean, codes_of, mean_of, number_of, shape_of, share_of
 from lightning_gqsgd.kernels.cuda.floats import in_finite_range
 from lightning_gqsgd.kernels.cuda.hashing import block_keys, words
 from lightning_gqsgd.kernels.cuda.packing import pack, unpack
@@ -56,7 +56,7 @@ def encode_kernel(
 ):  # fmt: skip
     """Encode blocks into a message; see `protocol.Kernels.encode`. ``scales`` may be None, and ``rotation`` counts if
     ``c.rotated`` is true."""
-    t = tile_of(table, count, KIND, c)
+    t = tile_of(table, count, x, KIND, c)
     a, b = load_tile(x, t.start, t.n, KIND, c)
     if c.rotated:
         a, b = rotated(a, b, t, rotation, False, KIND, c)
@@ -74,7 +74,7 @@ def reduce_kernel(
     """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. ``messages`` is their
     number, ``x`` has the coordinates of source ``own``, and ``keys`` are those of the messages, then that of the mean,
     and, if ``c.rotated`` is true, that of the rotation."""
-    t = tile_of(table, count, KIND, c)
+    t = tile_of(table, count, x, KIND, c)
     a, b = sum_of_messages(Messages(wires, stride, messages, keys, own, to_values), t, KIND, c)
     a, b, _ = with_own(a, b, x, t, tl.load(keys + messages + 1) if c.rotated else None, KIND, c)
     a, b = divided_by_rest(a, b, c)
@@ -92,7 +92,7 @@ def decode_kernel(
     """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. ``messages`` is their number,
     and ``keys`` are those of the messages and then, if ``c.rotated`` is true, that of the rotation. The number of
     blocks that are not finite is added to ``counter``."""
-    t = tile_of(table, count, KIND, c)
+    t = tile_of(table, count, x, KIND, c)
     a, b = sum_of_messages(Messages(wires, stride, messages, keys, own, to_values), t, KIND, c)
     bad = rows_not_finite(Messages(wires, stride, messages, keys, own, to_values), t, c)
     if not c.mean.has_own:
@@ -110,7 +110,7 @@ def decode_kernel(
     elif KIND == RAGGED:
         bad |= t.raw & any_not_finite(a, b, t.n, KIND, c)
     store_tile(a, b, x, t, t.inside, KIND, c)
-    count_rows(bad & t.inside, counter)
+    count_rows(bad & t.inside, counter, KIND, c)
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def decode_sum_kernel(
 
     The number of blocks that are not finite is added to ``counter``.
     """
-    t = tile_of(table, count, KIND, c)
+    t = tile_of(table, count, x, KIND, c)
     bits = tl.load(scales + column(t, ROW))
     bad = bits >= c.number.infinity
     used = (bits > 0) & (bits < c.number.infinity)
@@ -151,13 +151,13 @@ def decode_sum_kernel(
     a = tl.where(bad[:, None], float("nan"), a)
     b = tl.where(bad[:, None], float("nan"), b)
     store_tile(a, b, x, t, t.inside, KIND, c)
-    count_rows(bad & t.inside, counter)
+    count_rows(bad & t.inside, counter, KIND, c)
 
 
 @triton.jit(do_not_specialize=["count", "key"])
 def combine_kernel(table, count, mine, theirs, key: tl.int64, pairs_to_codes: tl.constexpr, c: tl.constexpr):
     """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
-    t = tile_of(table, count, RAGGED, c)
+    t = tile_of(table, count, None, RAGGED, c)
     at = record_places(t)
     word_a, word_b = block_keys(t, key)
     p = tl.arange(0, c.shape.half)[None, :]
@@ -273,5 +273,7 @@ class ScaledFamily:
 def _constants(
     numbers: Callable[[Any, torch.dtype], Any], q: Quantiser, dtype: torch.dtype, mean: Mean | None, rotated: bool
 ) -> Constants:
+    number = number_of(dtype)
     codes = codes_of(q)
-    return Constants(number_of(dtype), shape_of(q.block_size, codes), codes, numbers(q, dtype), mean, rotated)
+    share = share_of(number, codes, mean, rotated=rotated)
+    return Constants(number, shape_of(q.block_size, codes), codes, numbers(q, dtype), mean, rotated, share)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from lightning_gqsgd.kernels import layout
+from lightning_gqsgd.kernels.cuda.constants import SHARE
 from lightning_gqsgd.kernels.cuda.floats import is_finite
 from lightning_gqsgd.kernels.rotation import SHORTEST
 
@@ -27,7 +28,7 @@ ALIGNED = tl.constexpr(2)
 
 #: Columns of a table of tiles, int32. The 32 bytes of a block lie next to each other: what GPUs read at once, and at
 #: fixed distances from one address.
-START_LOW = tl.constexpr(0)  # first coordinate: the lower and the upper 32 bits
+START_LOW = tl.constexpr(0)  # first coordinate: the lower and the upper 32 bits; of an aligned tile, in 16 bytes
 START_HIGH = tl.constexpr(1)
 PARAMETER = tl.constexpr(2)  # as in the block table
 INDEX = tl.constexpr(3)
@@ -38,6 +39,7 @@ ROW = tl.constexpr(7)  # number of the block in the block table
 COLUMNS = 8
 
 _COLUMNS = tl.constexpr(COLUMNS)
+_SHARE = tl.constexpr(SHARE)
 _SHORTEST = tl.constexpr(SHORTEST)
 _ALIGNMENT = tl.constexpr(layout.ALIGNMENT)
 
@@ -70,9 +72,16 @@ def column(t, COLUMN: tl.constexpr):
 
 
 @triton.jit
+def _two_columns(entries, FIRST: tl.constexpr):
+    """Returns two columns that are next to each other in 8 bytes, int32 [rows], of one load."""
+    both = tl.load((entries + FIRST).to(tl.pointer_type(tl.int64), bitcast=True))
+    return both.to(tl.int32), (both >> 32).to(tl.int32)
+
+
+@triton.jit
 def record_places(t):
     """Returns where blocks' records begin, in bytes from the start of a message, int64 [rows]."""
-    return column(t, CODES).to(tl.int64) * _ALIGNMENT
+    return column(t, CODES).to(tl.uint32, bitcast=True).to(tl.int64) * _ALIGNMENT
 
 
 @triton.jit
@@ -84,19 +93,23 @@ def scale_places(t, c: tl.constexpr):
 
 
 @triton.jit
-def tile_of(table, count, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the tile of this program, in a table of ``count`` blocks."""
+def tile_of(table, count, x, KIND: tl.constexpr, c: tl.constexpr):
+    """Returns the tile of this program, in a table of ``count`` blocks, which count coordinates of ``x``."""
     ROWS: tl.constexpr = c.shape.rows
     FULL_LENGTH: tl.constexpr = c.shape.block
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     # Rows beyond the end read what the last block has, so that no load needs a mask.
     entries = table + tl.minimum(row, count - 1).to(tl.int64) * _COLUMNS
-    low = tl.load(entries + START_LOW).to(tl.uint32, bitcast=True).to(tl.int64)
-    start = low | (tl.load(entries + START_HIGH).to(tl.int64) << 32)
+    start = tl.load(entries + START_LOW).to(tl.uint32, bitcast=True).to(tl.int64)
+    if KIND == ALIGNED:
+        start *= elements_per_access(x)
+    else:
+        start |= tl.load(entries + START_HIGH).to(tl.int64) << 32
     # Loaded here, and not where a loop over messages needs them.
-    parameter = tl.load(entries + PARAMETER).to(tl.uint32, bitcast=True)
-    index = tl.load(entries + INDEX).to(tl.uint32, bitcast=True)
+    parameter, index = _two_columns(entries, PARAMETER)
+    parameter = parameter.to(tl.uint32, bitcast=True)
+    index = index.to(tl.uint32, bitcast=True)
     if KIND == RAGGED:
         length = tl.load(entries + LENGTH)
         n = tl.where(inside, length >> 1, 0)
@@ -119,15 +132,11 @@ def coded_tile(t, KIND: tl.constexpr, c: tl.constexpr):
     return t
 
 
-# Places are shifted down and up by what they are multiples of, so that Triton sees it: a hint (`tl.multiple_of`) on an
-# argument of a function is lost when the function is inlined.
-
-
 @triton.jit
-def are_aligned(start, x):
-    """Returns whether all blocks that begin at ``start`` begin at multiples of 16 bytes, if ``x`` does."""
+def elements_per_access(x):
+    """Returns how many elements of ``x`` 16 bytes have."""
     ELEMENTS: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
-    return tl.max(start % ELEMENTS, axis=0) == 0
+    return ELEMENTS
 
 
 @triton.jit
@@ -140,7 +149,7 @@ def within(n, c: tl.constexpr):
 @triton.jit
 def load_tile(x, start, n, KIND: tl.constexpr, c: tl.constexpr):
     """Both halves in the compute type, zero beyond the ends of blocks of length ``n``."""
-    places = _coordinates(x, start, KIND, c)
+    places = _coordinates(x, start, c)
     if KIND == RAGGED:
         inside_a, inside_b = within(n, c)
         a = tl.load(places, mask=inside_a, other=0)
@@ -154,7 +163,7 @@ def load_tile(x, start, n, KIND: tl.constexpr, c: tl.constexpr):
 @triton.jit
 def store_tile(a, b, x, t, rows, KIND: tl.constexpr, c: tl.constexpr):
     """Write both halves of the rows for which ``rows`` is true, rounded to the type of ``x``."""
-    places = _coordinates(x, t.start, KIND, c)
+    places = _coordinates(x, t.start, c)
     mask_a = rows[:, None]
     mask_b = rows[:, None]
     if KIND == RAGGED:
@@ -166,13 +175,9 @@ def store_tile(a, b, x, t, rows, KIND: tl.constexpr, c: tl.constexpr):
 
 
 @triton.jit
-def _coordinates(x, start, KIND: tl.constexpr, c: tl.constexpr):
+def _coordinates(x, start, c: tl.constexpr):
     """Pointers to the first half."""
-    if KIND == ALIGNED:
-        WIDTH: tl.constexpr = x.dtype.element_ty.primitive_bitwidth
-        SHIFT: tl.constexpr = 3 if WIDTH == 16 else 2 if WIDTH == 32 else 1
-        start = (start >> SHIFT) << SHIFT
-    return x + start[:, None] + tl.arange(0, c.shape.half)[None, :]
+    return (x + tl.arange(0, c.shape.half))[None, :] + start[:, None]
 
 
 @triton.jit
@@ -219,8 +224,20 @@ def any_not_finite(a, b, n, KIND: tl.constexpr, c: tl.constexpr):
 
 
 @triton.jit
-def count_rows(rows, counter):
-    """Add the number of rows for which ``rows`` is true to a counter in memory."""
-    count = tl.sum(rows.to(tl.int32), axis=0)
-    if count > 0:
-        tl.atomic_add(counter, count, sem="relaxed")
+def once(rows, EACH: tl.constexpr, c: tl.constexpr):
+    """Returns [rows, threads] flags that are true in one place of each row for which ``rows``, bool [rows], is true.
+
+    What belongs to a row is written in this shape, by one of the threads that have the row's coordinates, ``EACH`` in a
+    thread. For numbers of the shape [rows], Triton would first give each row to another thread, by way of shared
+    memory: as many instructions as two coordinates take.
+    """
+    THREADS: tl.constexpr = 2 * c.shape.half // EACH if 2 * c.shape.half > EACH else 1
+    return rows[:, None] & (tl.arange(0, THREADS)[None, :] == 0)
+
+
+@triton.jit
+def count_rows(rows, counter, KIND: tl.constexpr, c: tl.constexpr):
+    """Add the number of rows for which ``rows`` is true to a counter in memory. There are hardly ever any."""
+    # Compared once more, because Triton's interpreter keeps some conditions as integers, which it takes for no mask.
+    counted = once(rows.to(tl.int32) != 0, c.share if KIND == ALIGNED else _SHARE, c)
+    tl.atomic_add(counter + counted.to(tl.int32) * 0, counted.to(tl.int32), mask=counted, sem="relaxed")
