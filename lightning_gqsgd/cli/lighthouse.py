@@ -12,10 +12,13 @@ from torchft.coordination import LighthouseServer
 
 from lightning_gqsgd.errors import ConfigError, check_integer, counted
 from lightning_gqsgd.local_steps.options import parse_time
-from lightning_gqsgd.membership.door import LIGHTHOUSE, members_at
+from lightning_gqsgd.membership.door import LIGHTHOUSE, host_and_port, members_at
 
 #: Seconds between two looks at the members.
 _LOOK_S = 1.0
+
+#: The least milliseconds without a sign of life after which a member counts as gone: two of those signs.
+_LEAST_HEARTBEAT_MS = 500
 
 #: Where this machine reaches a lighthouse that listens at all of its addresses.
 _LOOPBACKS = {"[::]": "[::1]", "0.0.0.0": "127.0.0.1"}  # noqa: S104
@@ -35,27 +38,53 @@ def serve(bind: str, min_replicas: int, join_timeout: str, heartbeat_timeout: st
         ConfigError: a value that cannot work, or the address is taken.
     """
     check_integer("--min-replicas", min_replicas, 1, 2**31 - 1)
-    join_ms = round(parse_time("--join-timeout", join_timeout).total_seconds() * 1000)
-    heartbeat_ms = round(parse_time("--heartbeat-timeout", heartbeat_timeout).total_seconds() * 1000)
+    join_ms = _milliseconds("--join-timeout", join_timeout, 1, "it counts in milliseconds")
+    heartbeat_ms = _milliseconds(
+        "--heartbeat-timeout", heartbeat_timeout, _LEAST_HEARTBEAT_MS, "members give a sign of life every 250 ms"
+    )
+    found = host_and_port(bind)
+    if found is None:
+        raise ConfigError(
+            f"--bind={bind!r:.100} is no address; write host:port, e.g. 0.0.0.0:29510 or [::]:29510, with port 0 for a "
+            "free one"
+        )
+    host, port = found
     try:
         server = LighthouseServer(
-            bind=bind, min_replicas=min_replicas, join_timeout_ms=join_ms, heartbeat_timeout_ms=heartbeat_ms
+            bind=f"{host}:{port}",
+            min_replicas=min_replicas,
+            join_timeout_ms=join_ms,
+            heartbeat_timeout_ms=heartbeat_ms,
         )
     except Exception as error:  # torchft's Rust raises several kinds
-        raise ConfigError(f"--bind={bind!r}: a lighthouse cannot listen there ({error}); give host:port") from error
+        raise ConfigError(
+            f"--bind={bind!r:.100}: a lighthouse cannot listen there ({error}); give an address of this machine, and a "
+            "port that is free (0 takes one)"
+        ) from error
     ended = threading.Event()
     before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        host = bind.rpartition(":")[0]
-        of_machine, _, port = server.address().removeprefix("http://").rpartition(":")
+        of_machine, _, given = server.address().removeprefix("http://").rpartition(":")
         # The machine's name may lead elsewhere than to the one address that the lighthouse listens at.
-        address = f"{of_machine if host in _LOOPBACKS else host}:{port}"
+        address = f"{of_machine if host in _LOOPBACKS else host}:{given}"
         say(f"lighthouse at http://{address}; start each process with {LIGHTHOUSE}={address}")
-        _watch(f"http://{_LOOPBACKS.get(host, host)}:{port}", ended, say, heartbeat_ms / 1000)
+        _watch(f"http://{_LOOPBACKS.get(host, host)}:{given}", ended, say, heartbeat_ms / 1000)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         server.shutdown()
+
+
+def _milliseconds(option: str, value: str, least: int, reason: str) -> int:
+    """Returns a time in milliseconds.
+
+    Raises:
+        ConfigError: it is none, or too short.
+    """
+    found = round(parse_time(option, value).total_seconds() * 1000)
+    if found < least:
+        raise ConfigError(f"{option}={value} is too short: {least} ms is the least, because {reason}")
+    return found
 
 
 def _watch(address: str, ended: threading.Event, say: Callable[[str], None], alive_s: float) -> None:

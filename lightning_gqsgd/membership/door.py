@@ -6,15 +6,15 @@ others, and a newcomer reads their names first. Otherwise it would break the mer
 
 from __future__ import annotations
 
+import http.client
 import re
 import socket
 import time
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.session.opening import digest_of_facts
 from lightning_gqsgd.spec.quantities import TIMES
 from lightning_gqsgd.version import __version__
@@ -28,12 +28,39 @@ _ALIVE_S = 5.0
 #: Seconds for which a member waits for a lighthouse that is started at the same time.
 _PATIENCE_S = 30.0
 
+_MOST_PORT = 2**16 - 1
+
+#: Host and port; an IPv6 address stands in brackets. torchft's clients take no zone, as in ``[fe80::1%eth0]``.
+_ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:.]+\]|[^\s\[\]:/@?#%]+):(\d{1,5})/?")
+
+#: The heading of the list of members on the lighthouse's page, by which it is known.
+_HEADING = "Heartbeats"
+
+#: How the page says that too few members are there.
+_TOO_FEW = re.compile(r"only have (\d+) participants, need min_replicas (\d+)")
+
 #: How the lighthouse's page lists members.
 _SEEN = re.compile(r"^\s*(\S.*?): seen ([\d.]+)(ns|µs|us|ms|s) ago\s*$", re.MULTILINE)
 _UNITS = {"ns": 1e-9, **TIMES}
 
 #: How it lists those that took part in the latest merge: name, number of merges before it, address.
 _MERGED = re.compile(r"<b>([^<]+)</b> <br/>\s*Step: (\d+) <br/>\s*Manager: (\S+) <br/>")
+
+
+def host_and_port(text: str) -> tuple[str, int] | None:
+    """Returns the host and the port of an address, ``host:port`` or ``[IPv6 address]:port``; None: it is none.
+
+    The host of an IPv6 address has its brackets.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match[2]) > _MOST_PORT:
+        return None
+    return match[1], int(match[2])
+
+
+def in_brackets(host: str) -> str:
+    """Returns a host as it stands in front of a colon and a port: an IPv6 address gets brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def lighthouse_address(environment: Mapping[str, str]) -> str:
@@ -48,32 +75,54 @@ def lighthouse_address(environment: Mapping[str, str]) -> str:
             f"elastic=True needs a lighthouse: start one with `gqsgd lighthouse`, and set {LIGHTHOUSE}=host:port for "
             "each process"
         )
-    address = value if "//" in value else f"http://{value}"
-    parts = urlsplit(address)
-    try:
-        is_address = bool(parts.hostname) and parts.port is not None
-    except ValueError:
-        is_address = False
-    if not is_address:
-        raise ConfigError(f"{LIGHTHOUSE}={value!r} is no address; write host:port, e.g. 10.0.0.1:29510")
-    return address
+    found = host_and_port(value)
+    if found is None or found[1] == 0:
+        raise ConfigError(
+            f"{LIGHTHOUSE}={value!r:.100} is no address; write host:port, e.g. 10.0.0.1:29510 or [fd00::1]:29510"
+        )
+    return f"http://{found[0]}:{found[1]}"
 
 
-def own_host(lighthouse: str) -> str:
-    """Returns the address of this machine on the way to the lighthouse, where other members reach it too.
+def check_resolves(lighthouse: str) -> None:
+    """Check that the lighthouse's host has an address.
 
     Raises:
-        ConfigError: there is no such host.
+        ConfigError: it has none.
     """
-    parts = urlsplit(lighthouse)
+    host, port = _socket_address(lighthouse)
     try:
-        found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, target = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # sends nothing
-            return str(probe.getsockname()[0])
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # UnicodeError of what can be no name, such as a label of 64 letters
+        raise _not_reached(lighthouse, error) from error
+
+
+def own_host(lighthouse: str, timeout_s: float) -> str:
+    """Returns the address of this machine on the way to the lighthouse, where other members reach it too.
+
+    A name may stand for several addresses, of which the lighthouse listens at one.
+
+    Args:
+        lighthouse: its address; it answers.
+        timeout_s: how long to wait for it.
+
+    Raises:
+        ConfigError: it cannot be reached.
+    """
+    try:
+        with socket.create_connection(_socket_address(lighthouse), timeout_s) as connection:
+            return str(connection.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"the lighthouse {lighthouse} cannot be reached ({error}); see `gqsgd lighthouse`") from error
+        raise _not_reached(lighthouse, error) from error
+
+
+def _socket_address(lighthouse: str) -> tuple[str, int]:
+    found = host_and_port(lighthouse)
+    assert found is not None  # `lighthouse_address` has made it
+    return found[0].strip("[]"), found[1]
+
+
+def _not_reached(lighthouse: str, error: Exception) -> ConfigError:
+    return ConfigError(f"the lighthouse {lighthouse:.100} cannot be reached ({error}); see `gqsgd lighthouse`")
 
 
 def name_for(facts: Mapping[str, Any]) -> str:
@@ -95,14 +144,14 @@ def check_others(lighthouse: str, name: str, timeout_s: float) -> list[str]:
         The addresses of the managers of those that have merged; those with the most merges first.
 
     Raises:
-        ConfigError: no lighthouse answers there, or members train something else.
+        ConfigError: no lighthouse answers there, something else does, or members train something else.
     """
     deadline = time.monotonic() + min(timeout_s, _PATIENCE_S)
     while True:
         try:
-            page = _page_of(lighthouse, timeout_s)
+            page = _page_of(lighthouse, max(1.0, deadline - time.monotonic()))
             break
-        except ConfigError:
+        except _NotThere:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
@@ -111,8 +160,21 @@ def check_others(lighthouse: str, name: str, timeout_s: float) -> list[str]:
         other = member.partition(":")[0]
         if other != name:
             raise ConfigError(f"the lighthouse {lighthouse} has members that do not fit: {_difference(other, name)}")
-    merged = [(int(merges), address) for member, merges, address in _MERGED.findall(page) if member in alive]
-    return [address for _, address in sorted(merged, key=lambda entry: -entry[0])]
+    return [address for _, address in sorted(_merged_on(page, alive), key=lambda entry: -entry[0])]
+
+
+def merges_at(lighthouse: str, timeout_s: float) -> int:
+    """Returns how many merges there were before the latest one of those that a lighthouse knows; 0 if nobody merged.
+
+    Args:
+        lighthouse: its address.
+        timeout_s: how long to wait for it.
+
+    Raises:
+        ConfigError: no lighthouse answers there.
+    """
+    page = _page_of(lighthouse, timeout_s)
+    return max((merges for merges, _ in _merged_on(page, _alive_on(page, _ALIVE_S))), default=0)
 
 
 def members_at(lighthouse: str, timeout_s: float, alive_s: float = _ALIVE_S) -> list[str]:
@@ -129,22 +191,61 @@ def members_at(lighthouse: str, timeout_s: float, alive_s: float = _ALIVE_S) -> 
     return _alive_on(_page_of(lighthouse, timeout_s), alive_s)
 
 
+def shortage_at(lighthouse: str, timeout_s: float) -> str | None:
+    """Returns a line about a lighthouse that waits for more members than there are; None: it does not.
+
+    Args:
+        lighthouse: its address.
+        timeout_s: how long to wait for it.
+
+    Raises:
+        ConfigError: no lighthouse answers there.
+    """
+    match = _TOO_FEW.search(_page_of(lighthouse, timeout_s))
+    if match is None:
+        return None
+    return (
+        f"{counted(int(match[1]), 'member')} came to the lighthouse {lighthouse}, and it was started with "
+        f"--min-replicas {match[2]}; start more members, or a lighthouse that needs fewer"
+    )
+
+
+class _NotThere(ConfigError):
+    """Nothing answers, or not yet."""
+
+
 def _page_of(lighthouse: str, timeout_s: float) -> str:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{lighthouse}/status", timeout=timeout_s) as answer:
             page: str = answer.read().decode(errors="replace")
     except OSError as error:
-        raise ConfigError(
+        raise _NotThere(
             f"no lighthouse answers at {lighthouse} ({error}); start one with `gqsgd lighthouse`, and see that "
             f"{LIGHTHOUSE} has its address"
         ) from error
+    except http.client.HTTPException as error:
+        raise _is_none(lighthouse) from error
+    if _HEADING not in page:
+        raise _is_none(lighthouse)
     return page
+
+
+def _is_none(lighthouse: str) -> ConfigError:
+    return ConfigError(
+        f"what answers at {lighthouse} is no lighthouse; start one with `gqsgd lighthouse` at a port that is free, and "
+        f"see that {LIGHTHOUSE} has its address"
+    )
 
 
 def _alive_on(page: str, alive_s: float) -> list[str]:
     seen = _SEEN.findall(page)
     return sorted(member for member, number, unit in seen if float(number) * _UNITS[unit] <= alive_s)
+
+
+def _merged_on(page: str, alive: list[str]) -> list[tuple[int, str]]:
+    """Returns number of merges before the latest one, and address of the manager, of each member that took part."""
+    return [(int(merges), address) for member, merges, address in _MERGED.findall(page) if member in alive]
 
 
 def _difference(other: str, own: str) -> str:

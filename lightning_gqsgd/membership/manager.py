@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
@@ -28,10 +29,13 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.membership.door import (
     check_others,
+    check_resolves,
+    in_brackets,
     lighthouse_address,
-    members_at,
+    merges_at,
     name_for,
     own_host,
+    shortage_at,
 )
 from lightning_gqsgd.membership.members import (
     Commit,
@@ -46,7 +50,7 @@ from lightning_gqsgd.membership.members import (
 )
 from lightning_gqsgd.membership.process_group import QuantisedProcessGroup
 from lightning_gqsgd.membership.quorums import DistinctQuorums
-from lightning_gqsgd.membership.transport import PlainTransport
+from lightning_gqsgd.membership.transport import PlainTransport, check_time
 from lightning_gqsgd.wire.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -89,7 +93,7 @@ class TorchftMembers(Members):
         timeout: see above.
 
     Raises:
-        ConfigError: there is no lighthouse, or its members do not fit.
+        ConfigError: there is no lighthouse, its members do not fit, or their state takes too long to come here.
     """
 
     waits_for_all = False
@@ -111,10 +115,11 @@ class TorchftMembers(Members):
         self._min_replicas = min_replicas
         self._patience = patience
         self._lighthouse = lighthouse_address(os.environ)
-        self._host = own_host(self._lighthouse)
+        check_resolves(self._lighthouse)
         self._name = name_for(facts)
         managers = check_others(self._lighthouse, self._name, self.timeout.total_seconds())
-        self._present = _fetch_present(managers, min(self.timeout, _GLANCE))
+        self._host = own_host(self._lighthouse, self.timeout.total_seconds())
+        self._present = self._fetched_present(managers)
         self._received: Mapping[str, Any] | None = None
         self._group = QuantisedProcessGroup(ProcessGroupGloo(timeout=self.timeout), config, device)
         self._merges = 0  # so many others have made before this member meets them
@@ -122,6 +127,22 @@ class TorchftMembers(Members):
         self._connecting = threading.Lock()
         self._is_closed = False
         self._manager: Manager | None = None
+
+    def _fetched_present(self, managers: Sequence[str]) -> Mapping[str, Any] | None:
+        """Returns what one of the members knows, from which this one may start; see `_fetch_present`.
+
+        Raises:
+            ConfigError: the state comes too slowly, and is old by now. It would be sent again in a merge, in which all
+                others would wait in vain.
+        """
+        began = time.monotonic()
+        state = _fetch_present(managers, min(self.timeout, _GLANCE))
+        seconds = time.monotonic() - began
+        if state is not None and seconds > self.timeout.total_seconds():
+            known = state.get("merges")
+            if not isinstance(known, int) or merges_at(self._lighthouse, self.timeout.total_seconds()) > known:
+                check_time(seconds, self.timeout)
+        return state
 
     def _connected(self) -> Manager:
         """Returns torchft's Manager, which is made for the first merge: beside the training of one that has a state.
@@ -144,6 +165,14 @@ class TorchftMembers(Members):
     def _made(self) -> Manager:
         """Returns a new Manager, from which on others wait for this member."""
         self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self.timeout)
+        transport = PlainTransport(self.timeout, self._host, self._state)
+        try:
+            return self._made_with(transport)
+        except BaseException:
+            transport.shutdown()  # or each further try would leave a server
+            raise
+
+    def _made_with(self, transport: PlainTransport) -> Manager:
         manager = Manager(
             pg=self._group,
             load_state_dict=self._receive,
@@ -159,12 +188,12 @@ class TorchftMembers(Members):
             store_port=self._store.port,
             lighthouse_addr=self._lighthouse,
             replica_id=self._name,
-            hostname=self._host,
+            hostname=in_brackets(self._host),  # which becomes a part of an address
             heartbeat_interval=_HEARTBEAT,
             # Without retries, torchft's Manager waits for all of the patience after a call that has failed, although
             # the lighthouse may have started again.
             quorum_retries=max(1, round(self._patience / _CALL_AGAIN)),
-            checkpoint_transport=PlainTransport(self.timeout, self._host, self._state),
+            checkpoint_transport=transport,
         )
         manager._client = DistinctQuorums(manager._client)
         manager._executor = _DaemonExecutor()
@@ -239,11 +268,13 @@ class TorchftMembers(Members):
     def _meet(self, request: Meet) -> Quorum:
         self._received = None
         manager = self._connected()
-        look = threading.Timer(_LOOK_AFTER.total_seconds(), _say_if_gone, [self._lighthouse])
+        look = threading.Timer(_LOOK_AFTER.total_seconds(), _say_why_it_waits, [self._lighthouse])
         look.daemon = True
         look.start()
         try:
             manager.start_quorum()
+        except TimeoutError as late:
+            raise MergeFailed(_shortage(self._lighthouse) or f"TimeoutError: {late}") from late
         finally:
             look.cancel()
         problem = manager.errored()
@@ -298,12 +329,22 @@ class _DaemonExecutor(Executor):
         return future
 
 
-def _say_if_gone(lighthouse: str) -> None:
-    """Log that a lighthouse does not answer, if it does not."""
+def _say_why_it_waits(lighthouse: str) -> None:
+    """Log that a lighthouse does not answer, or waits for more members than there are."""
     try:
-        members_at(lighthouse, _GLANCE.total_seconds())
+        shortage = shortage_at(lighthouse, _GLANCE.total_seconds())
     except ConfigError as error:
         logger.warning("gqsgd: %s; merges wait for it", error)
+        return
+    if shortage is not None:
+        logger.warning("gqsgd: %s; merges wait for them", shortage)
+
+
+def _shortage(lighthouse: str) -> str | None:
+    """Returns a line about a lighthouse that waits for more members than there are; None: it does not, or is gone."""
+    with suppress(ConfigError):
+        return shortage_at(lighthouse, _GLANCE.total_seconds())
+    return None
 
 
 def _fetch_present(managers: Sequence[str], timeout: timedelta) -> Mapping[str, Any] | None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torchft.checkpointing.http_transport import HTTPTransport
 
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.membership.door import in_brackets
 
 #: Where torchft's own states are, and where a member's present one is.
 _CHECKPOINTS, _PRESENT = "/checkpoint/", "/present"
@@ -34,7 +35,7 @@ class PlainTransport(HTTPTransport[Any]):
     """
 
     def __init__(self, timeout: timedelta, host: str, state: Callable[[], Mapping[str, Any]]) -> None:
-        self._host = f"[{host}]" if ":" in host else host  # before the line below, which asks for the address
+        self._host = in_brackets(host)  # before the line below, which asks for the address
         super().__init__(timeout=timeout, num_chunks=0)
         torchfts: Any = self._server.RequestHandlerClass
 
@@ -63,13 +64,7 @@ class PlainTransport(HTTPTransport[Any]):
         """
         began = time.monotonic()
         state = super().recv_checkpoint(src_rank, metadata, step, timeout)
-        seconds = time.monotonic() - began
-        if seconds > timeout.total_seconds():
-            raise ConfigError(
-                f"another member's state took {seconds:.0f} s to come here, and members wait for each other for "
-                f"timeout={timeout.total_seconds():g} s; give all of them a timeout of {2 * seconds:.0f} s, or this "
-                "one a faster link"
-            )
+        check_time(time.monotonic() - began, timeout)
         return state
 
     @classmethod
@@ -97,6 +92,20 @@ class PlainTransport(HTTPTransport[Any]):
             # Of memory that is read only, which nobody writes to: what is loaded is copied to where it belongs.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             return _streaming_load(file, weights_only=True)
+
+
+def check_time(seconds: float, timeout: timedelta) -> None:
+    """Check how long a state was on its way.
+
+    Raises:
+        ConfigError: longer than members wait for each other.
+    """
+    if seconds > timeout.total_seconds():
+        raise ConfigError(
+            f"another member's state took {seconds:.0f} s to come here, and members wait for each other for "
+            f"timeout={timeout.total_seconds():g} s; give all of them a timeout of {2 * seconds:.0f} s, or this one a "
+            "faster link"
+        )
 
 
 def _answer(handler: Any, state: Callable[[], Mapping[str, Any]]) -> None:

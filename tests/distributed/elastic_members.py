@@ -254,3 +254,14 @@ def too_few(rank: int, lighthouse: str) -> str:
     with pytest.raises(CollectiveError) as caught:
         member(rank, lighthouse, min_replicas=2)
     return str(caught.value)
+
+
+def too_few_for_a_lighthouse(rank: int, lighthouse: str) -> dict[str, Any]:
+    """What a member says and hears that is alone at a lighthouse for two."""
+    said = logged()
+    patch = pytest.MonkeyPatch()
+    patch.setattr("lightning_gqsgd.local_steps.merges.rounds._PATIENCE_S", 2.0)
+    patch.setattr("lightning_gqsgd.membership.manager._LOOK_AFTER", SECOND / 2)
+    with pytest.raises(CollectiveError) as caught:
+        member(rank, lighthouse)
+    return {"error": str(caught.value), "said": said}

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,13 +27,36 @@ pytest.importorskip("torchft", reason="the extra torchft is not installed")
 @pytest.fixture
 def lighthouse() -> Iterator[str]:
     """The address of a lighthouse."""
+    with serving("127.0.0.1") as address:
+        yield address
+
+
+@pytest.fixture
+def lighthouse6() -> Iterator[str]:
+    """The address of a lighthouse, by IPv6 where this machine has it."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        host = "[::1]"
+    except OSError:
+        host = "127.0.0.1"
+    with serving(host) as address:
+        yield address
+
+
+@contextmanager
+def serving(host: str, min_replicas: int = 1) -> Iterator[str]:
+    """The address of a lighthouse at an address of this machine."""
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000, quorum_tick_ms=50, heartbeat_timeout_ms=2000
+        bind=f"{host}:0",
+        min_replicas=min_replicas,
+        join_timeout_ms=10_000,
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=2000,
     )
     # By number: the machine's name need not be known.
-    yield f"127.0.0.1:{server.address().rpartition(':')[2]}"
+    yield f"{host}:{server.address().rpartition(':')[2]}"
     server.shutdown()
 
 
@@ -67,8 +91,8 @@ def test_who_waits_for_a_survivor_finds_out_when_that_one_does(tmp_path: Path, l
     assert all(survivor["failed"] for survivor in survivors)
 
 
-def test_a_newcomer_trains_from_the_others_state_before_their_next_merge(tmp_path: Path, lighthouse: str) -> None:
-    there, newcomer = run(members.between_merges, 2, tmp_path, lighthouse, tmp_path, initialise=False, torchrun=False)
+def test_a_newcomer_trains_from_the_others_state_before_their_next_merge(tmp_path: Path, lighthouse6: str) -> None:
+    there, newcomer = run(members.between_merges, 2, tmp_path, lighthouse6, tmp_path, initialise=False, torchrun=False)
     assert newcomer["start"] == there["start"]
     assert newcomer["merges"] == there["merges"] == 1
     assert newcomer["steps"] == 3
@@ -99,7 +123,6 @@ def test_who_does_not_fit_is_refused_at_the_door_and_nobody_else_notices(tmp_pat
     ("address", "words"),
     [
         (None, "gqsgd lighthouse"),
-        ("no port", "is no address"),
         ("127.0.0.1:9", "no lighthouse answers at http://127.0.0.1:9"),
         ("no-such-host.invalid:29510", "cannot be reached"),
     ],
@@ -234,6 +257,77 @@ def test_a_member_that_waits_for_others_in_vain_says_how_many_there_are(tmp_path
     (message,) = run(members.too_few, 1, tmp_path, lighthouse, initialise=False, torchrun=False)
     assert "1 member came, and a merge needs min_replicas=2" in message
     assert "\n" not in message
+
+
+def test_a_lighthouse_that_waits_for_more_members_is_named(tmp_path: Path) -> None:
+    with serving("127.0.0.1", min_replicas=2) as lighthouse:
+        (found,) = run(members.too_few_for_a_lighthouse, 1, tmp_path, lighthouse, initialise=False, torchrun=False)
+    words = f"1 member came to the lighthouse http://{lighthouse}, and it was started with --min-replicas 2; start more"
+    assert words in found["error"]
+    assert any(words in line for line in found["said"])
+
+
+@pytest.mark.parametrize("bind", ["nonsense", "127.0.0.1", "::1:29510", "[::1]", "127.0.0.1:65536", ""])
+def test_what_is_no_address_to_listen_at_is_refused(bind: str) -> None:
+    from lightning_gqsgd.cli.lighthouse import serve
+
+    with pytest.raises(ConfigError, match=r"is no address; write host:port, e\.g\. 0\.0\.0\.0:29510 or \[::\]:29510"):
+        serve(bind, 1, "1s", "1s", print)
+
+
+@pytest.mark.parametrize("host", ["203.0.113.1", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_none_to_listen_at(host: str) -> None:
+    from lightning_gqsgd.cli.lighthouse import serve
+
+    with pytest.raises(ConfigError, match="a lighthouse cannot listen there .*; give an address of this machine"):
+        serve(f"{host}:29510", 1, "1s", "1s", print)
+
+
+def test_a_second_lighthouse_at_a_port_is_refused(lighthouse: str) -> None:
+    from lightning_gqsgd.cli.lighthouse import serve
+
+    with pytest.raises(ConfigError, match=r"Address already in use .* a port that is free \(0 takes one\)"):
+        serve(lighthouse, 1, "1s", "1s", print)
+
+
+@pytest.mark.parametrize(
+    ("join", "heartbeat", "words"),
+    [
+        ("5", "1s", "--join-timeout='5' is no time"),
+        ("100us", "1s", "--join-timeout=100us is too short: 1 ms is the least"),
+        ("1s", "200ms", "--heartbeat-timeout=200ms is too short: 500 ms is the least, because members give a sign"),
+    ],
+)
+def test_a_time_that_no_lighthouse_can_keep_is_refused(join: str, heartbeat: str, words: str) -> None:
+    from lightning_gqsgd.cli.lighthouse import serve
+
+    with pytest.raises(ConfigError, match=words):
+        serve("127.0.0.1:0", 1, join, heartbeat, print)
+
+
+def test_a_state_that_comes_too_slowly_and_is_old_is_refused_before_anybody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from lightning_gqsgd.membership import manager
+
+    merges = 3
+
+    def fetch(*_: object) -> dict[str, int]:
+        time.sleep(0.05)
+        return {"merges": 3}
+
+    monkeypatch.setattr(manager, "_fetch_present", fetch)
+    monkeypatch.setattr(manager, "merges_at", lambda *_: merges)
+    newcomer = manager.TorchftMembers.__new__(manager.TorchftMembers)
+    newcomer.timeout = SECOND / 100
+    newcomer._lighthouse = "http://127.0.0.1:9"
+    # Nobody has merged meanwhile, so that it takes part in their next merge with this state.
+    assert newcomer._fetched_present([]) == {"merges": 3}
+    merges = 4
+    with pytest.raises(ConfigError, match=r"members wait for each other for timeout=0.01 s; give all of them"):
+        newcomer._fetched_present([])
+    newcomer.timeout = 20 * SECOND
+    assert newcomer._fetched_present([]) == {"merges": 3}
 
 
 def test_a_lighthouse_says_where_it_listens_and_stays_where_an_answer_takes_too_long(
