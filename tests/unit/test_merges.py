@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_gqsgd import ConfigError
+from lightning_gqsgd import CollectiveError, ConfigError
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.local_steps.fragments import fragments_of
 from lightning_gqsgd.local_steps.merges.contribution import difference, norm_of
@@ -235,6 +235,19 @@ def test_what_was_merged_apart_from_others_and_is_lost_is_said(
     assert own.checksum() == there.checksum()
     said = [record.getMessage() for record in caplog.records]
     assert [("after 9" in line and "of 1 member, not all" in line) for line in said] == [True] * is_apart
+
+
+def test_two_members_with_one_identity_are_an_error_of_both() -> None:
+    merges = [merge(state_of(1.0), Member(1, name), None) for name in ("one", "fork of one")]
+    rows = []
+    for own, requests in enumerate(merges):
+        assert isinstance(next(requests), Meet)
+        gather = requests.send(Quorum(own))
+        assert isinstance(gather, Gather)
+        rows.append(gather.row)
+    for requests in merges:
+        with pytest.raises(CollectiveError, match="two members have one identity, as after a fork; make LocalSteps"):
+            requests.send(torch.stack(rows))
 
 
 def test_infinities_that_stay_are_no_difference() -> None:
