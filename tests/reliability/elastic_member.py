@@ -63,11 +63,16 @@ class Journal(pl.Callback):
         self._file = (folder / f"{name}.jsonl").open("a", buffering=1)
         self._steps = (folder / f"{name}.steps").open("wb", buffering=0)
         self._merges = 0
+        self._began: float | None = None
+        self._longest = 0.0
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         """Count the step that begins, where a signal cannot make it forgotten."""
         self._steps.seek(0)
         self._steps.write(struct.pack("q", trainer.global_step + 1))
+        now = time.monotonic()
+        self._longest = max(self._longest, now - (self._began or now))
+        self._began = now
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Look for a new merge."""
@@ -77,7 +82,11 @@ class Journal(pl.Callback):
             line = {"merge": shared.merges, "checksum": shared.checksum(), "samples": shared.samples}
         if shared.merges != self._merges:
             self._merges = line["merge"]
-            self._file.write(json.dumps({**line, "time": time.time(), "members": averages.world_size}) + "\n")
+            if averages._thread.latest is not None:  # or it has what another member had when this one came
+                line |= {"time": time.time(), "members": averages.world_size, "failed": averages.failed}
+                line |= {"step": trainer.global_step, "longest": self._longest}
+                self._longest = 0.0
+            self._file.write(json.dumps(line) + "\n")
         if self._over.exists():
             trainer.should_stop = True
 

@@ -46,6 +46,12 @@ TIMEOUT_S = 15.0
 #: Rate of a link, and of one that is slow.
 RATE, SLOW_RATE = "10mbit", "1mbit"
 
+#: Seconds that a newcomer waits whose link is too slow: a state takes longer over it.
+SHORT_TIMEOUT_S = 4.0
+
+#: The longest step of a member beside which another one comes. A state takes twice as long over a slow link.
+STEP_S = 5.0
+
 #: Width of the model: its messages take a slow link a second, and its state ten.
 WIDTH = 350
 
@@ -80,17 +86,21 @@ class Members:
         self._hosts: dict[str, int] = {}
         self.alive: dict[str, subprocess.Popen[Any]] = {}
 
-    def join(self) -> str:
-        """Start a member."""
+    def free_host(self) -> int:
+        """The number of the host of the next member."""
+        assert self._lab is not None
+        return min(set(range(1, self._lab.hosts)) - {self._hosts[other] for other in self.alive})
+
+    def join(self, timeout_s: float = TIMEOUT_S) -> str:
+        """Start a member; ``timeout_s``: how long it waits for others."""
         name = f"member{self._count}"
         self._count += 1
-        module = ["-m", "tests.reliability.elastic_member", str(self._folder), name, str(WIDTH), str(TIMEOUT_S)]
+        module = ["-m", "tests.reliability.elastic_member", str(self._folder), name, str(WIDTH), str(timeout_s)]
         with (self._folder / f"{name}.log").open("wb") as log:
             if self._lab is None:
                 self.alive[name] = subprocess.Popen([sys.executable, *module], stdout=log, stderr=log)
             else:
-                taken = {self._hosts[other] for other in self.alive}
-                self._hosts[name] = min(set(range(1, self._lab.hosts)) - taken)
+                self._hosts[name] = self.free_host()
                 # Each member is a training of its own, and none of torchrun's ranks.
                 command = ["env", *(f"--unset={variable}" for variable in TORCHRUNS), sys.executable, *module]
                 self.alive[name] = self._lab.popen(self._hosts[name], command, stdout=log, stderr=log)
@@ -109,6 +119,11 @@ class Members:
         file = self._folder / f"{name}.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def failed(self, name: str) -> int:
+        """Merges that had come to nothing on a member by its latest one."""
+        failed: int = next(line["failed"] for line in reversed(self.lines(name)) if "failed" in line)
+        return failed
 
     def steps(self) -> int:
         """Steps that all that ever were have begun."""
@@ -130,7 +145,7 @@ class Members:
             assert process.wait(60) == 0, self.log(name)
 
     def wait_for_merges(self, names: list[str], after: float, within_s: float = GRACE_S) -> None:
-        """Wait until members have made merges after a time."""
+        """Wait until members have taken part in merges after a time."""
         deadline = time.monotonic() + within_s
         waits = set(names)
         while waits and time.monotonic() < deadline:
@@ -161,14 +176,14 @@ class Chaos:
         """Make so many random events happen, one after the other, and wait after each until all have merged."""
         kinds = ["kill", "stop", "notice", "join"]
         if self._lab is not None:
-            kinds += ["cut", "cut_lighthouse", "slow"]
+            kinds += ["cut", "cut_lighthouse", "slow", "join_slowly", "join_too_slowly"]
         left: list[str] = []
         for number in range(events):
             left = left or self._draw.sample(kinds, len(kinds))  # all kinds come up, also where there are few events
             event = left.pop()
             if event in ("kill", "notice") and len(self._members.alive) <= LEAST:
                 event = "join"
-            if event == "join" and len(self._members.alive) >= MOST:
+            if event.startswith("join") and len(self._members.alive) >= MOST:
                 event = "kill"
             self.happened[event] = self.happened.get(event, 0) + 1
             began = time.monotonic()
@@ -230,6 +245,48 @@ class Chaos:
         self._all_go_on()
         self._lab.reshape(self._members.host(name), RATE)
         return name
+
+    def join_slowly(self, _: str) -> str:
+        """A process comes over a slow link: it trains while the state is on its way, and so do the others."""
+        assert self._lab is not None
+        host = self._members.free_host()
+        now = time.time()
+        others = sorted(self._members.alive)
+        self._lab.reshape(host, SLOW_RATE)
+        name = self._members.join()
+        self._members.wait_for_merges([name], now, START_S)
+        first = next(line for line in self._members.lines(name) if "step" in line)
+        assert first["step"] > 1, f"{name} has not trained before its first merge, {first}"
+        self._all_go_on()
+        self._check_steps(others, now)
+        self._lab.reshape(host, RATE)
+        return f"{name}, {first['step']} steps before its first merge"
+
+    def join_too_slowly(self, _: str) -> str:
+        """A process comes whose state takes longer than it may: it says so and ends, and nobody else notices."""
+        assert self._lab is not None
+        host = self._members.free_host()
+        now = time.time()
+        others = sorted(self._members.alive)
+        failed = {other: self._members.failed(other) for other in others}
+        self._lab.reshape(host, SLOW_RATE)
+        name = self._members.join(SHORT_TIMEOUT_S)
+        assert self._members.alive.pop(name).wait(START_S) == 1, self._members.log(name)
+        end = self._members.lines(name)[-1]
+        assert end["end"] == "ConfigError", self._members.log(name)
+        assert "give all of them a timeout of" in end["words"], end
+        assert "\n" not in end["words"]
+        self._lab.reshape(host, RATE)
+        self._all_go_on()
+        self._check_steps(others, now)
+        assert {other: self._members.failed(other) for other in others} == failed
+        return f"{name}: {end['words']}"
+
+    def _check_steps(self, names: list[str], after: float) -> None:
+        """Check that members have not waited for anybody between two of their steps."""
+        for name in names:
+            longest = max(line["longest"] for line in self._members.lines(name) if line.get("time", 0) > after)
+            assert longest < STEP_S, f"{name} has waited {longest:.1f} s between two steps"
 
     @contextmanager
     def _lost(self, host: int) -> Iterator[float]:
