@@ -35,6 +35,8 @@ _TARGETS = {
     "lightning_fabric.strategies": _Target("STRATEGY_REGISTRY", "fabric_lightning_fabric", "GQSGDFabricStrategy"),
 }
 
+_FRAMEWORKS = "lightning_gqsgd.frameworks"
+
 #: What Lightning appends to the name of its own DDP strategy.
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _UNUSED_PARAMETERS = {
@@ -121,7 +123,7 @@ def _register(name: str, module: ModuleType) -> None:
 
     def strategy(**arguments: Any) -> Any:
         """Make a strategy; its class is imported here, and not before."""
-        home = importlib.import_module(f"lightning_gqsgd.frameworks.{target.home}")
+        home = importlib.import_module(f"{_FRAMEWORKS}.{target.home}")
         return getattr(home, target.strategy)(**arguments)
 
     for strategy_name, arguments in strategy_names().items():
@@ -130,21 +132,30 @@ def _register(name: str, module: ModuleType) -> None:
             registry.register(strategy_name, strategy, description=f"Quantised DDP: {shown}", **arguments)
     if "available_strategies" not in vars(registry):
         available = registry.available_strategies
-        registry.available_strategies = lambda: _Names(available())
+        registry.available_strategies = lambda: _Names(available(), target)
 
 
 class _Names(list[str]):
     """The strategy names that a registry offers.
 
-    Lightning shows an unknown name to ``in`` only, and its error then lists its own strategies. So ``in`` raises
-    `_unknown` for a name that was meant to be ours.
+    Lightning shows an unknown name, or an object, to ``in`` only, and its error then speaks of its own strategies. So
+    ``in`` raises an error of ours for a name that was meant to be ours, and for an object of ours that was made for
+    another registry.
     """
 
-    def __contains__(self, name: object) -> bool:
-        if super().__contains__(name):
+    def __init__(self, names: Sequence[str], target: _Target) -> None:
+        super().__init__(names)
+        self._target = target
+
+    def __contains__(self, given: object) -> bool:
+        if super().__contains__(given):
             return True
-        if isinstance(name, str) and name.startswith("gqsgd"):
-            raise _unknown(name, self)
+        if isinstance(given, str) and given.startswith("gqsgd"):
+            raise _unknown(given, self)
+        homes = {kind.__module__ for kind in type(given).__mro__}
+        others = [other for other in _TARGETS.values() if f"{_FRAMEWORKS}.{other.home}" in homes]
+        if others and self._target not in others:
+            raise _made_for_another(given, self._target)
         return False
 
 
@@ -155,13 +166,26 @@ def _unknown(name: str, names: Sequence[str]) -> ValueError:
     from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, bits_of_name
 
     bits = bits_of_name(name)
+    an_object = f"strategy=lightning_gqsgd.GQSGDStrategy(bits={bits or 5})"
     near = ["gqsgd"] if bits == 8 else difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    meant = repr(near[0]) if near else ""
+    if bits not in (None, 8):  # the name is spelled well, and no strategy has so many bits
+        meant = an_object
+    hint = f"did you mean {meant}? " if meant else ""
     return ValueError(
-        f"unknown strategy {name!r}; {hint}The presets are {', '.join((*LOCAL_PRESETS, *PRESETS))}, each also with "
-        f"{', '.join(suffix for suffix in _START_METHODS if suffix)}, and all but {', '.join(LOCAL_PRESETS)} with "
-        f"_find_unused_parameters_true; any other configuration is an object, e.g. "
-        f"strategy=lightning_gqsgd.GQSGDStrategy(bits={bits or 5})"
+        f"unknown strategy {name!r}; {hint}The names are {', '.join(PRESETS)}; for local steps "
+        f"{', '.join(LOCAL_PRESETS)}. A name may end with "
+        f"{', '.join(suffix for suffix in _START_METHODS if suffix)}, and those of the first list "
+        f"with _find_unused_parameters_true. Any other configuration is an object, e.g. {an_object}"
+    )
+
+
+def _made_for_another(strategy: object, target: _Target) -> TypeError:
+    """Returns the error for a strategy of ours that was made for another front end or another Lightning package."""
+    front_end = next(name for name, one in _TARGETS.items() if one == target).removesuffix(".strategies")
+    return TypeError(
+        f"strategy={type(strategy).__name__}(...) of {type(strategy).__module__} is not for {front_end}; take "
+        f"`from {_FRAMEWORKS}.{target.home} import {target.strategy}`"
     )
 
 

@@ -324,7 +324,10 @@ def make_config(preset: str | GQSGDConfig | Preset | None = None, **fields: Any)
     if isinstance(preset, GQSGDConfig):
         return preset.replaced(**fields)
     if isinstance(preset, Preset):
-        return GQSGDConfig(**{**preset.fields, **fields})
+        usual = dict(preset.fields)
+        if fields.get("auto") or fields.get("max_slowdown") is not None:
+            usual.pop("bits", None)  # the user has not given them, so no error may speak of them
+        return GQSGDConfig(**{**usual, **fields})
     name = "gqsgd" if preset is None else preset
     if not isinstance(name, str):
         raise ConfigError(

@@ -65,7 +65,10 @@ def _gqsgd(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end.")
     ] = False,
 ) -> None:
-    """Quantised gradient allreduce."""
+    """Quantised gradient allreduce.
+
+    `gqsgd doctor` looks at this machine, and `gqsgd advise --help` says how to ask what compression gains on a cluster.
+    """
 
 
 @contextmanager
@@ -105,7 +108,10 @@ def presets(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what each preset sends, remembers and guarantees; also local steps, optimizers and topologies."""
+    """Show what each preset sends, remembers and guarantees.
+
+    Local steps, optimizers and topologies have tables of their own below.
+    """
     from lightning_gqsgd.cli import asking
     from lightning_gqsgd.errors import check_integer
     from lightning_gqsgd.presets import PRESETS
@@ -159,9 +165,10 @@ def check(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Run each system's smallest experiment in this process: what is claimed, what is measured, and the source.
+    """Run the smallest experiment of each system.
 
-    Ends with exit code 1 if a claim does not hold.
+    It runs in this process, and prints what is claimed, what is measured, and the source. Ends with exit code 1 if a
+    claim does not hold.
     """
     from lightning_gqsgd.cli import asking
 
@@ -190,7 +197,10 @@ def warmup(
         list[int] | None, typer.Option(min=2, help="Number of ranks, repeatable.  [default: 2 and 8]")
     ] = None,
 ) -> None:
-    """Compile the kernels for the CPU into the cache, so that no training has to: for images of containers."""
+    """Compile the kernels for the CPU ahead of time.
+
+    They go into the cache, where every training finds them, e.g. while an image of a container is built.
+    """
     from lightning_gqsgd.cli import warming
     from lightning_gqsgd.presets import PRESETS
 
@@ -216,7 +226,10 @@ def probe(
         int | None, typer.Option(min=1, help="Samples of each process in the model's step.  [default: 32]")
     ] = None,
 ) -> None:
-    """Measure the network between processes and the kernels of this device: under torchrun, or alone with --procs."""
+    """Measure the network and the kernels on these machines.
+
+    Run it under torchrun on all nodes, or alone on one machine. `gqsgd advise` reads the file that it writes.
+    """
     from lightning_gqsgd.cli import probing, tables
 
     with _refusals_in_one_line():
@@ -269,7 +282,10 @@ def advise(
     gantt: Annotated[Path | None, typer.Option(help="Draw what happens in a step: fp32, bf16, 8 and 4 bits.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Predict what compression would gain on a cluster, and recommend one. Needs no GPU and no network."""
+    """Predict what compression gains on a cluster.
+
+    Recommends a number of bits. Needs no GPU and no network: give --model, --backward and --link, or --probe.
+    """
     if local_steps is None:
         from lightning_gqsgd.cli import asking
 
@@ -336,7 +352,10 @@ def bench(
     rounds: Annotated[int, typer.Option(min=3, max=1000, help="Rounds in which all cases take turns.")] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Time kernels against a copy, and all-reduces or training steps at fp32, bf16, 8 and 4 bits."""
+    """Time kernels, all-reduces or training steps here.
+
+    Kernels are timed against a copy; all-reduces and steps at fp32, bf16, 8 and 4 bits.
+    """
     from lightning_gqsgd.cli import benching, tables
 
     with _refusals_in_one_line():
@@ -366,7 +385,10 @@ def simulate(
     lr: Annotated[float, typer.Option(help="Learning rate of SGD.")] = 0.1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Train a small problem under several presets, with virtual workers in this process: losses and bytes."""
+    """Train a small problem under several presets.
+
+    Its workers are virtual, in this process. Prints losses and bytes.
+    """
     from lightning_gqsgd.cli import simulating, tables, waiting
 
     with _refusals_in_one_line(), waiting.status("making the problem") as say:
@@ -383,7 +405,10 @@ def doctor(
         bool, typer.Option("--nodes", help="Look at the network between the ranks of a launcher instead.")
     ] = False,
 ) -> None:
-    """Say whether this machine has what the package needs; exit code 1 if something is missing."""
+    """Say whether this machine has what is needed.
+
+    Ends with exit code 1 if something that the package needs is missing.
+    """
     if nodes:
         _doctor_of_nodes()
         return
@@ -420,7 +445,10 @@ def lighthouse(
         str, typer.Option(help="After how long without a sign of life a member counts as gone.")
     ] = "5s",
 ) -> None:
-    """Run the place where the members of an elastic training meet, until an interrupt (docs/elastic.md)."""
+    """Run the meeting place of elastic trainings.
+
+    Runs until an interrupt. Members find it by TORCHFT_LIGHTHOUSE=HOST:PORT (docs/elastic.md).
+    """
     with _refusals_in_one_line():
         from lightning_gqsgd.membership.requirement import torchft_for
 

@@ -44,7 +44,7 @@ def unknown(name: str) -> ConfigError:
     if bits_of_name(name) is not None:
         return ConfigError(f"unknown preset {name!r}{did_you_mean_preset(name, ())} (presets: {', '.join(PRESETS)})")
     near = difflib.get_close_matches(name, (*PRESETS, *LOCAL_PRESETS, *SYSTEMS), n=3, cutoff=0.4)
-    hint = f"; did you mean one of {', '.join(map(repr, near))}?" if near else ""
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
     return ConfigError(f"unknown preset {name!r}{hint} (presets: {', '.join(PRESETS)})")
 
 

@@ -65,11 +65,14 @@ def outcomes(
         say: called with the name of each step, for a progress line.
 
     Raises:
-        ConfigError: an unknown preset or problem, or numbers that cannot work.
+        ConfigError: an unknown preset or problem, a problem whose package is missing, or numbers that cannot work.
     """
     if problem not in PROBLEMS:
         raise ConfigError(f"unknown problem {problem!r} (problems: {', '.join(PROBLEMS)})")
-    made = PROBLEMS[problem]()
+    try:
+        made = PROBLEMS[problem]()
+    except ImportError as error:
+        raise ConfigError(f"--problem {problem}: {error}, or take --problem least_squares") from error
     return [_outcome(name, made, workers, steps, lr, say) for name in presets]
 
 

@@ -33,6 +33,8 @@ from lightning_gqsgd.spec.fields import ALLOW, Chosen, Fields
 CODERS = ("fixed", "elias")
 #: The numbers of bits of codes; each codec has some of them.
 CODE_BITS = tuple(range(1, 9))
+_WIDTHS = (*CODE_BITS, *sorted(REDUCER_OF_BITS))
+_WIDTHS_IN_WORDS = f"{CODE_BITS[0]} to {CODE_BITS[-1]}, {', '.join(map(str, sorted(REDUCER_OF_BITS)))}"
 #: The share of further steps that rounding may cost with ``bits="auto"`` if it is not told.
 MAX_SLOWDOWN = 0.05
 #: The codecs whose error is a bias and no variance.
@@ -42,6 +44,16 @@ ADDING_REDUCERS = ("sum", "tree")
 _LARGEST = 2**63 - 1
 #: Fields that all candidates of ``auto`` have in common, also those of 16 and 32 bits.
 _ALIKE = ("min_numel", "warmup_steps", "seed", "sample_every", "exclude", "sparse", "sparse_limit", "connections")
+#: What to do instead, by names that are no fields and that users try, because other calls have them.
+_REMEDIES = {
+    **dict.fromkeys(("config", "cfg"), "a GQSGDConfig takes the preset's place: preset=GQSGDConfig(...)"),
+    **dict.fromkeys(
+        ("local_steps", "every", "elastic"),
+        "local steps do without DistributedDataParallel: take LocalSteps(model, optimizer, every=32), or in Lightning "
+        "GQSGDStrategy(local_steps=32)",
+    ),
+    "op": "the result is the mean over ranks; multiply it by their number for the sum",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,9 +247,8 @@ class GQSGDConfig(Fields):
         """Raise ConfigError for a name that is no field, with the nearest one that is."""
         for name in names:
             if name not in cls.field_names():
-                hint = did_you_mean(name, cls.field_names())
-                if name in ("config", "cfg"):
-                    hint = "; a GQSGDConfig takes the preset's place: preset=GQSGDConfig(...)"
+                remedy = _REMEDIES.get(name)
+                hint = did_you_mean(name, cls.field_names()) if remedy is None else f"; {remedy}"
                 raise ConfigError(f"unknown field {name!r}{hint} (fields: {', '.join(cls.field_names())})")
 
     def to_dict(self) -> dict[str, Any]:
@@ -284,6 +295,9 @@ class GQSGDConfig(Fields):
         The codec is that of each number of bits, so ``codec`` may stay "auto".
         """
         object.__setattr__(self, "bits", bits)
+        for pattern, width in bits.items():
+            if width not in _WIDTHS:
+                raise ConfigError(f"bits={{{pattern!r}: {width}}} is out of range: {_WIDTHS_IN_WORDS}")
         if self.auto or self.max_slowdown is not None:
             name = "auto" if self.auto else "max_slowdown"
             raise ConfigError(
@@ -336,11 +350,8 @@ class GQSGDConfig(Fields):
             object.__setattr__(self, "bits", 16 if self.reducer == "bf16" else CODECS[self.codec].default_bits)
         elif isinstance(self.bits, bool) or not isinstance(self.bits, int):
             raise ConfigError(f"bits={self.bits!r} must be an integer, or 'auto'")
-        elif self.bits not in (*CODE_BITS, *REDUCER_OF_BITS):
-            widths = ", ".join(map(str, sorted(REDUCER_OF_BITS)))
-            raise ConfigError(
-                f"bits={self.bits} is out of range: {CODE_BITS[0]} to {CODE_BITS[-1]}, {widths}, or 'auto'"
-            )
+        elif self.bits not in _WIDTHS:
+            raise ConfigError(f"bits={self.bits} is out of range: {_WIDTHS_IN_WORDS}, or 'auto'")
         if self.codec == "float" and self.reducer == "auto":
             object.__setattr__(self, "reducer", REDUCER_OF_BITS.get(self.num_bits, "auto"))
 

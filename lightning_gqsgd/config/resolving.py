@@ -23,17 +23,11 @@ from lightning_gqsgd.spec.fields import AnyFields, Fields
 from lightning_gqsgd.spec.memories import Memory, described
 
 
-def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
-    """Returns the configuration with the reducer chosen and all numbers of its memories given.
-
-    A field ``scale`` that only repeats what the reducer always has becomes "auto".
+def check_has_one_width(config: GQSGDConfig) -> None:
+    """Check that a configuration has one number of bits, for all parameters and for the whole training.
 
     Raises:
-        ConfigError: bits are to be chosen while training, or given by name (see `resolve_each`); see also
-            `choosing.choose_reducer`, `choosing.level_or_levels` and `resolve_memory`.
-
-    Warns:
-        StabilityWarning: see `resolve_memory`.
+        ConfigError: bits are to be chosen while training, or given by name.
     """
     if config.chooses_bits:
         allowed = ", ".join(map(str, config.allow))
@@ -48,6 +42,21 @@ def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
             f"bits={config.bits!r} are for the parameters of DistributedDataParallel and FSDP2, which have names; "
             "here, give bits as a number"
         )
+
+
+def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
+    """Returns the configuration with the reducer chosen and all numbers of its memories given.
+
+    A field ``scale`` that only repeats what the reducer always has becomes "auto".
+
+    Raises:
+        ConfigError: see `check_has_one_width`, which `resolve_each` does without, `choosing.choose_reducer`,
+            `choosing.level_or_levels` and `resolve_memory`.
+
+    Warns:
+        StabilityWarning: see `resolve_memory`.
+    """
+    check_has_one_width(config)
     config = level_or_levels(config, ranks)
     if config.reducer == "hierarchical":
         return config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from itertools import count
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,11 @@ from lightning_gqsgd.wire.engine import MAX_STEP, Engine, Messages, Request, unt
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.pipeline import Job
 from lightning_gqsgd.wire.plan import check_gradient
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from lightning_gqsgd.spec.fields import FieldArguments
 
 _PURPOSE = "all_reduce"
 #: What the number of a call is called in messages. A call that a rank has left early, by an interrupt, pairs wrongly.
@@ -102,7 +107,7 @@ def all_reduce(
     async_op: Literal[False] = False,
     step: int | None = None,
     preset: str | GQSGDConfig | None = None,
-    **fields: Any,
+    **fields: Unpack[FieldArguments],
 ) -> Tensor: ...
 
 
@@ -115,7 +120,7 @@ def all_reduce(
     async_op: Literal[True],
     step: int | None = None,
     preset: str | GQSGDConfig | None = None,
-    **fields: Any,
+    **fields: Unpack[FieldArguments],
 ) -> Reduction: ...
 
 
@@ -128,7 +133,7 @@ def all_reduce(
     async_op: bool = False,
     step: int | None = None,
     preset: str | GQSGDConfig | None = None,
-    **fields: Any,
+    **fields: Unpack[FieldArguments],
 ) -> Tensor | Reduction:
     """Returns the mean of a tensor over the ranks of a group, quantised on the wire, with the same bits on every rank.
 

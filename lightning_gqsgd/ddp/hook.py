@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,11 @@ from lightning_gqsgd.wire.engine import MAX_STEP, Engine, Messages, Request, unt
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import PLANS_KEPT, check_parameters
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from lightning_gqsgd.spec.fields import FieldArguments
 
 #: Bytes of all gradients from which on a sum through shared memory is taken to save more than the hook's calls cost.
 LEAST_IN_MEMORY = 1 << 22
@@ -597,7 +602,7 @@ def register_gqsgd(
     *,
     timeout: timedelta | None = None,
     post_local_sgd: PostLocalSGDState | None = None,
-    **fields: Any,
+    **fields: Unpack[FieldArguments],
 ) -> GQSGDState:
     """Compress the gradient allreduce of a DDP model.
 

@@ -12,6 +12,7 @@ from torch import optim
 from torch.nn import Module
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import check_has_one_width
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.frameworks.distributed import (
@@ -72,6 +73,8 @@ class FabricMixin(StrategyMixin):
         self._local, compression = LocalTraining.asked_for(preset, pop_options(kwargs), kwargs)
         self._modules: list[Module] = []
         self.gqsgd_config, rest = split_arguments(type(self), compression, kwargs)
+        if self._local is not None:
+            check_has_one_width(self.gqsgd_config)
         super().__init__(**rest)
         if self._local is not None:
             self._backward_sync_control = _NothingToBlock()

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,11 @@ from lightning_gqsgd.wire.engine import Engine, Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import ScatterPlan
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from lightning_gqsgd.spec.fields import FieldArguments
 
 logger = logging.getLogger(__name__)
 
@@ -413,7 +418,7 @@ def register_gqsgd_fsdp(
     reduce_scatter: bool = False,
     preset: str | GQSGDConfig | None = None,
     timeout: timedelta | None = None,
-    **fields: Any,
+    **fields: Unpack[FieldArguments],
 ) -> GQSGDFSDPState:
     """Compress the gradient communication of a model on which `fully_shard` has been called.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import check_has_one_width
 from lightning_gqsgd.ddp.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, check_one_of
 from lightning_gqsgd.frameworks.distributed import (
@@ -102,6 +103,8 @@ class TrainerMixin(StrategyMixin):
         self._local, compression = LocalTraining.asked_for(preset, pop_options(kwargs), kwargs)
         self._validates_at_anchor = self._check_validation(validate_at)
         self.gqsgd_config, rest = split_arguments(type(self), compression, kwargs)
+        if self._local is not None:
+            check_has_one_width(self.gqsgd_config)
         super().__init__(**rest)
         self._adds_telemetry = telemetry
         self._gqsgd_state: GQSGDState | None = None

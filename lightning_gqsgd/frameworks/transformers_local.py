@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import check_has_one_width
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.accelerate import WITHOUT_DDP, is_seen, say_that_there_is_one_process
 from lightning_gqsgd.frameworks.distributed import destroy_at_exit
@@ -116,8 +117,9 @@ def enable_local_steps(trainer: Trainer, local: LocalTraining, config: GQSGDConf
     """Train with local steps; see `enable.enable`.
 
     Raises:
-        ConfigError: the Trainer has prepared its model already.
+        ConfigError: the Trainer has prepared its model already, or the configuration has several numbers of bits.
     """
+    check_has_one_width(config)
     accelerator = trainer.accelerator
     kind = DistributedType(accelerator.distributed_type).value
     if kind in WITHOUT_DDP:

@@ -208,7 +208,8 @@ def parse_time(name: str, value: str | timedelta) -> timedelta:
     seconds = value.total_seconds() if isinstance(value, timedelta) else quantity(value, TIMES)
     if seconds is None:
         raise ConfigError(
-            f"{name}={value!r} is no time: write a number and a unit of {', '.join(TIMES)}, e.g. {name}='20s'"
+            f"{name}={value!r} is no time: write a number and a unit of {', '.join(TIMES)}, e.g. {name}='20s'; a "
+            f"number of steps is an integer, e.g. {name}=32"
         )
     if not 1e-6 <= seconds <= _LONGEST.total_seconds():
         raise ConfigError(f"{name}={value!r} is out of range: 1us to {_LONGEST.days} days")

@@ -163,8 +163,10 @@ def estimated(
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     dtypes = {p.dtype for p in named.values()}
+    if not dtypes:
+        raise ConfigError("the model has no parameter that is trained; give one that has, or set requires_grad")
     if len(dtypes) != 1:
-        words = ", ".join(sorted(map(str, dtypes))) or "none that is trained"
+        words = ", ".join(sorted(map(str, dtypes)))
         raise ConfigError(f"parameters have the dtypes {words}; give a model whose parameters have one dtype")
     entries = number_parameters(named, GQSGDConfig())[::-1]
     weights = [float(entry.numel) for entry in entries] if weights is None else [float(w) for w in weights][::-1]

@@ -24,6 +24,9 @@ def test_the_picture_shows_what_the_command_prints(tmp_path: Path) -> None:
     drawn = tmp_path / "advise.svg"
     draw([line for _, line in shortened(result.output.splitlines(), ROOT)], COMMAND, drawn)
     assert drawn.read_text() == PICTURE.read_text()
+    page = (ROOT / "docs" / "performance.md").read_text()
+    _, _, table = result.output.partition("\n\n")  # below the title
+    assert table[: table.index("\nTake bits")] in page
 
 
 @pytest.mark.parametrize("name", ["advise.svg", "quickstart.svg"])

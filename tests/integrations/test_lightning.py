@@ -177,13 +177,49 @@ def test_unused_parameters_hint_names_this_strategy(arguments: dict[str, Any], n
 
 
 @pytest.mark.parametrize("make", ["lightning.pytorch.Trainer", "lightning.fabric.Fabric"])
-@pytest.mark.parametrize(("name", "near"), [("gqsgd_5bit", "gqsgd_4bit"), ("gqsgd4bit", "gqsgd_4bit")])
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("gqsgd_5bit", "strategy=lightning_gqsgd.GQSGDStrategy(bits=5)"), ("gqsgd4bit", "'gqsgd_4bit'")],
+)
 def test_a_name_that_is_nearly_ours_names_ours(make: str, name: str, near: str) -> None:
     package, _, kind = make.rpartition(".")
-    with pytest.raises(ValueError, match=f"unknown strategy '{name}'; did you mean '{near}'.*GQSGDStrategy\\(bits=5"):
+    words = f"unknown strategy '{name}'; did you mean {re.escape(near)}.*GQSGDStrategy\\(bits=5"
+    with pytest.raises(ValueError, match=words):
         getattr(importlib.import_module(package), kind)(strategy=name, accelerator="cpu", devices=2)
     with pytest.raises(ValueError, match="invalid strategy name"):
         getattr(importlib.import_module(package), kind)(strategy="dpp", accelerator="cpu", devices=2)
+
+
+_FLAVOURS = {
+    "lightning.pytorch.Trainer": "trainer_lightning.GQSGDStrategy",
+    "pytorch_lightning.Trainer": "trainer_pytorch_lightning.GQSGDStrategy",
+    "lightning.fabric.Fabric": "fabric_lightning.GQSGDFabricStrategy",
+    "lightning_fabric.Fabric": "fabric_lightning_fabric.GQSGDFabricStrategy",
+}
+
+
+def _named(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("make", _FLAVOURS)
+def test_a_strategy_of_another_front_end_is_refused_with_the_one_to_import(make: str) -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 2}
+    for other, home in _FLAVOURS.items():
+        strategy = _named(f"lightning_gqsgd.frameworks.{home}")(bits=4)
+        if other == make:
+            _named(make)(strategy=strategy, **options)
+        else:
+            module, _, name = _FLAVOURS[make].rpartition(".")
+            words = f"take `from lightning_gqsgd.frameworks.{module} import {name}`"
+            with pytest.raises(TypeError, match=re.escape(words)):
+                _named(make)(strategy=strategy, **options)
+
+
+def test_local_steps_that_are_to_choose_bits_are_refused_without_a_word_of_bits_that_nobody_gave() -> None:
+    with pytest.raises(ConfigError, match="auto=True chooses bits by the length of the steps of a DDP training"):
+        lightning_gqsgd.GQSGDStrategy(local_steps=4, auto=True)
 
 
 class _Counted:

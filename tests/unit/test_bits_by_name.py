@@ -34,7 +34,7 @@ def test_the_last_pattern_that_matches_decides() -> None:
         ({"*": 4, "haed.*": 8}, {}, ["'haed.*'", "match no parameter", "head.weight"]),
         ({"head.*": 8, "*": 4}, {}, ["'head.*'", "decides for no parameter", "general patterns first"]),
         ({"head.*": 8}, {}, ["no pattern matches parameter 'body.0.weight'", '"*"']),
-        ({"*": 4, "head.*": 9}, {}, ["bits=9", "1 to 8"]),
+        ({"*": 4, "head.*": 9}, {}, ["bits={'head.*': 9}", "1 to 8"]),
         ({"*": 4.5}, {}, ["'*': 4.5", "number of bits"]),
         ({}, {}, ["bits={}", "number of bits"]),
         ([4], {}, ["bits=[4]", "number of bits"]),

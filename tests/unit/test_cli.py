@@ -225,7 +225,7 @@ def test_warnings_are_facts_of_the_preset(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["gqsgd4bit"], "unknown preset 'gqsgd4bit'; did you mean one of 'gqsgd_4bit'"),
+        (["gqsgd4bit"], "unknown preset 'gqsgd4bit'; did you mean 'gqsgd_4bit'"),
         (["?"], "unknown preset '?' (presets: gqsgd, "),
         (["--block-size", "100"], "block_size=100 is not a multiple of 8"),
         (["--ranks", "1"], "--ranks=1 is out of range: 2 to 4096"),
@@ -249,6 +249,14 @@ def test_missing_options_and_unknown_names_need_no_torch(arguments: list[str]) -
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "2 False\n"
+
+
+@pytest.mark.parametrize("group", [[], ["systems"]], ids=["all", "systems"])
+def test_the_list_of_commands_cuts_no_sentence_off(group: list[str]) -> None:
+    result = CliRunner().invoke(app, [*group, "--help"], terminal_width=80)
+    _, _, commands = result.stdout.partition("Commands:")
+    assert commands
+    assert all(line.endswith(".") and not line.endswith("...") for line in commands.splitlines() if line)
 
 
 def _interrupt(*_: object) -> None:

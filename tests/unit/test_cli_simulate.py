@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -58,4 +59,12 @@ def test_what_cannot_work_is_refused_in_one_line(arguments: list[str], words: st
     result = _run(*arguments)
     assert result.exit_code == 2
     assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_problem_whose_package_is_missing_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    result = _run("gqsgd", "--problem", "digits")
+    assert result.exit_code == 2
+    assert "pip install scikit-learn, or take --problem least_squares" in result.stderr
     assert len(result.stderr.splitlines()) == 1

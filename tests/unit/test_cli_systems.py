@@ -85,7 +85,7 @@ def test_a_claim_that_does_not_hold_is_exit_code_1(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("qsdg", "did you mean one of 'qsgd'"), ("gqsgd_auto", "chooses bits by the length of steps")],
+    [("qsdg", "did you mean 'qsgd'"), ("gqsgd_auto", "chooses bits by the length of steps")],
 )
 def test_a_name_without_an_experiment_is_refused_in_one_line(name: str, message: str) -> None:
     result = CliRunner().invoke(app, ["systems", "check", name])

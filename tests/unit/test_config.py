@@ -1,6 +1,7 @@
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -172,3 +173,12 @@ def test_numba_that_must_not_compile_is_one_error_that_names_the_variable() -> N
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert "ConfigError: the environment variable NUMBA_DISABLE_JIT=1 keeps Numba from compiling" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("local_steps", "LocalSteps(model, optimizer, every=32)"), ("op", "multiply it by their number for the sum")],
+)
+def test_names_that_other_calls_have_are_refused_with_what_to_do_instead(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        GQSGDConfig.check_names([name])

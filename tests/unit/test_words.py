@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gqsgd._autoload import _Names, strategy_names
+from lightning_gqsgd._autoload import _TARGETS, _Names, strategy_names
 from lightning_gqsgd.cli.asking import unknown
 from lightning_gqsgd.codecs import CODECS
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
@@ -86,7 +86,7 @@ def test_a_name_with_a_number_of_bits_that_is_no_preset_is_led_to_the_one_that_h
     assert said in str(unknown(name))
     if name.startswith("gqsgd_"):
         with pytest.raises(ValueError, match=r"did you mean 'gqsgd'\?|GQSGDStrategy\(bits=(5|16)\)"):
-            name in _Names(strategy_names())  # noqa: B015
+            name in _Names(strategy_names(), _TARGETS["lightning.pytorch.strategies"])  # noqa: B015
 
 
 def test_names_of_presets_ask_for_no_other_bits() -> None:
