@@ -138,8 +138,8 @@ class GQSGDConfig(Fields):
         allow: with ``auto`` or ``bits="auto"``, the numbers of bits that may be taken, at least two.
         max_slowdown: with ``bits="auto"``, the share by which rounding may lengthen a training, counted in steps: the
             variance of the rounding of the mean is at most ``max_slowdown`` times the sampling variance of the mean
-            (see `adaptive.noise`); above 0. None: no limit, or 0.05 with ``bits="auto"``. With ``auto`` as well, the
-            time decides among the bits that this leaves.
+            (see `adaptive.noise`); above 0. None: no limit, or 0.05 with ``bits="auto"``. Given alone, it means
+            ``bits="auto"``. With ``auto`` as well, the time decides among the bits that this leaves.
         sparse: what is done with the sparse gradients of ``nn.Embedding(sparse=True)`` and ``nn.EmbeddingBag``:
             ``"refuse"``; ``"gather"``, ranks gather the rows that they touch, in codes of this configuration;
             ``"logarithmic"``, the same in powers of a base (FastSGD, arXiv 2112.04291), which is biased;
