@@ -265,15 +265,6 @@ class PlanKey(NamedTuple):
     dtype: torch.dtype
     compressed: bool
 
-    @property
-    def identity(self) -> tuple[int, int, torch.dtype, bool]:
-        """What tells the key from others while its configurations and segments exist.
-
-        Keys of the same objects are equal, and equal keys may have other objects. The key itself takes long to hash: it
-        has all fields of all configurations and segments.
-        """
-        return id(self.configs), id(self.segments), self.dtype, self.compressed
-
 
 @dataclass
 class _Cached:
@@ -281,13 +272,11 @@ class _Cached:
 
     Attributes:
         plan: the plan.
-        key: the key of its latest use, whose objects are kept, so that no other object gets their ids.
         step: the latest step that used it.
         use: the number of its latest use, among those of all plans.
     """
 
     plan: Plan
-    key: PlanKey
     step: int = 0
     use: int = 0
 
@@ -300,8 +289,6 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._plans: dict[PlanKey, _Cached] = {}
-        # Each plan by the identity of its latest key: most buckets come with the objects of the step before.
-        self._latest: dict[tuple[int, int, torch.dtype, bool], _Cached] = {}
         self._uses = 0
 
     def __len__(self) -> int:
@@ -309,9 +296,9 @@ class PlanCache:
 
     def get(self, key: PlanKey, step: int, make: Callable[[], Plan]) -> Plan:
         """Returns the plan of a key, which is made if there is none; ``step``: the step that uses the plan."""
-        cached = self._latest.get(key.identity)
+        cached = self._plans.get(key)  # the only time that a bucket's key is hashed
         if cached is None:
-            cached = self._by_value(key, make)
+            cached = self._plans[key] = _Cached(make())
         self._uses += 1
         cached.use = self._uses
         cached.step = step
@@ -319,37 +306,20 @@ class PlanCache:
 
     def drop_unused(self, since_step: int) -> None:
         """Forget the plans that no step has used from ``since_step`` on."""
-        for cached in [cached for cached in self._latest.values() if cached.step < since_step]:
-            self._drop(cached)
+        for key in [key for key, cached in self._plans.items() if cached.step < since_step]:
+            del self._plans[key]
 
     def trim(self) -> None:
         """Forget the plans that were not used for longest, until the others take `MAX_PLAN_BYTES` bytes, or one is
         left."""
         total = sum(cached.plan.nbytes for cached in self._plans.values())
         while total > MAX_PLAN_BYTES and len(self._plans) > 1:
-            oldest = min(self._plans.values(), key=lambda cached: cached.use)
-            self._drop(oldest)
-            total -= oldest.plan.nbytes
+            oldest = min(self._plans, key=lambda key: self._plans[key].use)
+            total -= self._plans.pop(oldest).plan.nbytes
 
     def clear(self) -> None:
         """Forget all plans."""
         self._plans.clear()
-        self._latest.clear()
-
-    def _by_value(self, key: PlanKey, make: Callable[[], Plan]) -> _Cached:
-        """Returns the plan of an equal key, or a new one, and knows it by this key from now on."""
-        cached = self._plans.get(key)
-        if cached is None:
-            cached = self._plans[key] = _Cached(make(), key)
-        else:
-            del self._latest[cached.key.identity]
-            cached.key = key
-        self._latest[key.identity] = cached
-        return cached
-
-    def _drop(self, cached: _Cached) -> None:
-        del self._plans[cached.key]
-        del self._latest[cached.key.identity]
 
 
 def _runs(segments: Sequence[Segment], settings: Sequence[Setting]) -> list[_Run]:
