@@ -17,11 +17,21 @@ from tests.integrations import elastic_trainings as trainings
 pytest.importorskip("torchft", reason="the extra torchft is not installed")
 
 
+#: The most steps of a round: one takes 10 ms at least, and a round 300 ms.
+STEPS_OF_A_ROUND = 30
+
+
 def check(results: list[dict[str, Any]]) -> None:
-    """Members have the same model, with every step in it."""
+    """Members have the same model, with the steps of both in it.
+
+    On a busy machine, the first member may merge before the second one has come. That one then goes on from the
+    first one's state, without the steps of its first round.
+    """
     first, second = results
     assert first["bits"] == second["bits"]
-    assert first["samples"] == second["samples"] == first["steps"] + second["steps"]
+    assert first["samples"] == second["samples"]
+    missing = first["steps"] + second["steps"] - first["samples"]
+    assert 0 <= missing <= STEPS_OF_A_ROUND
     assert first["learns"]
     assert second["learns"]
 
