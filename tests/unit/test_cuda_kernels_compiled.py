@@ -74,8 +74,14 @@ def _step(setting: Setting, segments: list[Segment], before: int, step: int) -> 
 
 
 def _cases() -> list[Any]:
+    """Presets of our own and one with memories both ways; the others as slow tests."""
     names = [name for name, preset in FIXED.items() if preset.config.coder == "fixed"]
-    return [(name, torch.float32 if number % 2 else torch.bfloat16) for number, name in enumerate(names)]
+    cases = [(name, torch.float32 if number % 2 else torch.bfloat16) for number, name in enumerate(names)]
+    usual = [name.startswith("gqsgd") or name == "dore" for name in names]
+    return [
+        case if is_usual else pytest.param(*case, marks=pytest.mark.slow)
+        for case, is_usual in zip(cases, usual, strict=True)
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::lightning_gqsgd.reducers.memory.StabilityWarning")
