@@ -152,7 +152,11 @@ class Question:
             latency_s = seconds(self.latency, "--latency") if self.latency else LATENCY_S
             link = Link(bytes_per_second(self.link, "--link"), latency_s)
             inside = self._inside(codec, probe, link)
-            return over_links(_costs(codec, probe), per_node, link, inside), link.bytes_per_s
+            costs = _costs(codec, probe)
+            # One that is only assumed counts as in the start of a training, which compares ways to reduce by it.
+            if self.latency and not costs.on_streams:
+                costs = replace(costs, latency_s=latency_s)
+            return over_links(costs, per_node, link, inside), link.bytes_per_s
         assert probe is not None
         if per_node != probe.per_node:
             raise ConfigError(

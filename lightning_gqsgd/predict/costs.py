@@ -408,19 +408,17 @@ def estimated_costs(device: str, nodes: int, per_node: int, link: Link) -> Costs
 def on_links(costs: Costs, nodes: int, per_node: int, link: Link, inside: Link) -> Costs:
     """Returns the costs of a device with collectives over links with given rates.
 
-    The latency between nodes is that of trees over NCCL. Gloo has none: the clock counts its latencies (`tcp.ways`).
-    A link that carries TCP has terms of its own over NCCL only.
+    A link that carries TCP has terms of its own over NCCL.
 
     Args:
-        costs: of the codec, and of the rest that a rank computes.
+        costs: of the codec, and of the rest that a rank computes. If they have a latency, the clock counts it as the
+            collectives of Gloo take it (`tcp.ways`), and that of the link counts no more.
         nodes: number of nodes.
         per_node: ranks on each node.
         link: of a node, to the other nodes.
         inside: of a rank, to the ranks of its node.
     """
-    placed = costs.on(nodes)
-    if costs.on_streams:
-        made = collectives_between(nodes, per_node, link, inside)
-        return replace(placed, collectives=made, terms=terms_of(nodes, nodes * per_node, link.bytes_per_s))
-    made = collectives_between(nodes, per_node, replace(link, latency_s=0.0), inside)
-    return replace(placed, collectives=made, terms=None, latency_s=link.latency_s)
+    counted = replace(link, latency_s=0.0) if costs.latency_s else link
+    made = collectives_between(nodes, per_node, counted, inside)
+    terms = terms_of(nodes, nodes * per_node, link.bytes_per_s) if costs.on_streams else None
+    return replace(costs.on(nodes), collectives=made, terms=terms)

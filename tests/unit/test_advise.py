@@ -17,7 +17,7 @@ from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict import Bucket, Collective, Costs, Gamma, Timeline, advice, models
-from lightning_gqsgd.predict.costs import KINDS, bytes_per_second, rate_in_words, seconds
+from lightning_gqsgd.predict.costs import ESTIMATES, KINDS, bytes_per_second, rate_in_words, seconds
 from lightning_gqsgd.predict.probe import Probe
 from lightning_gqsgd.presets import LOCAL_PRESETS
 
@@ -157,6 +157,15 @@ def test_sweeps_and_steps_are_drawn(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     for picture in (sweep, gantt):
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_given_latency_counts_for_each_segment_over_gloo_and_for_each_level_of_a_tree_over_nccl() -> None:
+    question = {"model": f"{HERE}:network", "batch": 8, "probe": None, "link": "1gbit", "latency": "40ms"}
+    rest = {"intra": None, "nodes": 4, "gpus_per_node": 1, "backward": "50ms", "forward": None}
+    costs = {codec: Question(**{**question, **rest, "codec": codec}).cluster().costs_at(4, 1.0) for codec in ESTIMATES}
+    assert {codec: one.latency_s for codec, one in costs.items()} == {"h100": 0.0, "a100": 0.0, "cpu": 0.04}
+    alphas = {codec: one.collective("all", "all_gather").alpha_s for codec, one in costs.items()}
+    assert alphas == pytest.approx({"h100": 0.08, "a100": 0.08, "cpu": 0.0})
 
 
 def test_the_break_even_is_where_plain_ddp_begins_to_be_the_best() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_gqsgd.predict.clock import Clock
-from lightning_gqsgd.predict.costs import Collective, Costs, Link, estimated_costs
+from lightning_gqsgd.predict.costs import ESTIMATES, Collective, Costs, Link, estimated_costs, on_links
 from lightning_gqsgd.predict.profile import Message
 from lightning_gqsgd.predict.runners import Network
 from lightning_gqsgd.predict.tcp import ways
@@ -74,11 +76,10 @@ def test_the_latency_of_a_link_is_none_inside_of_a_node() -> None:
     assert clock.now_s == 1.0
 
 
-def test_advice_for_processors_has_gloos_latencies_and_advice_for_gpus_those_of_trees() -> None:
+def test_a_latency_counts_on_the_clock_or_in_the_collectives() -> None:
     link = Link(1.25e8, latency_s=0.04)
-    gloo = estimated_costs("cpu", 4, 2, link)
-    assert gloo.latency_s == 0.04
-    assert gloo.collective("peers", "all_gather").alpha_s == 0.0
-    nccl = estimated_costs("h100", 4, 2, link)
-    assert nccl.latency_s == 0.0
-    assert nccl.collective("peers", "all_gather").alpha_s == pytest.approx(2 * 0.04)
+    in_collectives = estimated_costs("cpu", 4, 2, link)
+    assert in_collectives.collective("peers", "all_gather").alpha_s == pytest.approx(2 * 0.04)
+    on_clock = on_links(replace(ESTIMATES["cpu"].costs({}), latency_s=0.04), 4, 2, link, link)
+    assert on_clock.latency_s == 0.04
+    assert on_clock.collective("peers", "all_gather").alpha_s == 0.0
