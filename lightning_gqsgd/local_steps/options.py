@@ -92,7 +92,8 @@ class LocalOptions:
         for name in ("every", "outer_after", "fragments", "delay"):
             object.__setattr__(self, name, plain_integer(getattr(self, name)))
         if isinstance(self.every, str | timedelta):
-            object.__setattr__(self, "every", parse_time("every", self.every))
+            otherwise = "; a number of steps is an integer, e.g. every=32"
+            object.__setattr__(self, "every", parse_time("every", self.every, otherwise))
         elif not callable(self.every):
             check_integer("every", self.every, 1, MOST_STEPS)
         check_outer(self.outer)
@@ -199,8 +200,13 @@ class LocalOptions:
         return tuple(field.name for field in fields(cls))
 
 
-def parse_time(name: str, value: str | timedelta) -> timedelta:
+def parse_time(name: str, value: str | timedelta, otherwise: str = "") -> timedelta:
     """Returns a time that a user has written, such as ``"20s"``.
+
+    Args:
+        name: of the option, for messages.
+        value: what was written.
+        otherwise: what the option may be besides a time, which ends the message.
 
     Raises:
         ConfigError: it is none, or below a microsecond, or above seven days.
@@ -208,8 +214,8 @@ def parse_time(name: str, value: str | timedelta) -> timedelta:
     seconds = value.total_seconds() if isinstance(value, timedelta) else quantity(value, TIMES)
     if seconds is None:
         raise ConfigError(
-            f"{name}={value!r} is no time: write a number and a unit of {', '.join(TIMES)}, e.g. {name}='20s'; a "
-            f"number of steps is an integer, e.g. {name}=32"
+            f"{name}={value!r} is no time: write a number and a unit of {', '.join(TIMES)}, e.g. {name}='20s'"
+            f"{otherwise}"
         )
     if not 1e-6 <= seconds <= _LONGEST.total_seconds():
         raise ConfigError(f"{name}={value!r} is out of range: 1us to {_LONGEST.days} days")
