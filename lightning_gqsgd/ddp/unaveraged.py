@@ -41,7 +41,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.session.copies import on_gradients, remove_all
 from lightning_gqsgd.session.parameters import Parameter
-from lightning_gqsgd.wire.agreement import WEIGHTS_COMPARED, Weights
+from lightning_gqsgd.wire.agreement import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class TrainedParameters:
         if not self.reduced or getattr(config, "enable", False):
             return None
         name = self._names[step % len(self._names)]
-        return weights_of(name, self.reduced[name], step)
+        return Weights.of(name, self.reduced[name], step)
 
     def forget(self) -> None:
         """Let go of the parameters, so that whoever keeps the counters does not keep the model."""
@@ -196,18 +196,6 @@ class TrainedParameters:
         new = [name for name, p in self._new.items() if p.requires_grad]
         moved = [name for name in self._accumulators.lost() if name not in self._removed]
         return unfrozen, new, moved
-
-
-def weights_of(name: str, parameter: Tensor, step: int) -> Weights | None:
-    """Returns some weights of a parameter, others in each step; None if it is empty, not contiguous, complex, or of a
-    subclass."""
-    is_plain = type(parameter) in (nn.Parameter, Tensor) and parameter.is_floating_point()
-    if not is_plain or not parameter.is_contiguous() or not parameter.numel():
-        return None
-    # A slice needs no list of positions, which a GPU would have to be sent.
-    distance = -(-parameter.numel() // WEIGHTS_COMPARED)
-    some = parameter.detach().view(-1)[step % distance :: distance].double()
-    return Weights(name, nn.functional.pad(some, (0, WEIGHTS_COMPARED - len(some))))
 
 
 class _Registrations:

@@ -48,7 +48,7 @@ from lightning_gqsgd.session.nodes import Layout, layouts
 from lightning_gqsgd.session.opening import Side, compile_together, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import digest
 from lightning_gqsgd.sparse.options import refuse_for
-from lightning_gqsgd.wire.agreement import Stamp, digest_of
+from lightning_gqsgd.wire.agreement import Stamp, Weights, digest_of
 from lightning_gqsgd.wire.communicator import patience_of
 from lightning_gqsgd.wire.engine import Engine, Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
@@ -269,7 +269,15 @@ class GQSGDFSDPState:
         if not any(REDUCERS[config.reducer].compresses for config in collective.configs):
             return None
         counts = json.dumps(self._reductions, sort_keys=True)
-        return Stamp(collective.configs[0].seed, step, digest_of(f"{self._digest} {counts} {self._trained}"))
+        stamp = Stamp(collective.configs[0].seed, step, digest_of(f"{self._digest} {counts} {self._trained}"))
+        # Ranks of one replica have other shards, and nothing to compare.
+        return stamp._replace(weights=self._weights()) if collective is self._average else stamp
+
+    def _weights(self) -> Weights | None:
+        """Returns some weights of a parameter, another one in each step, which training keeps equal on all replicas."""
+        every = [(group, number) for group in self._groups for number in range(len(group.parameters))]
+        group, number = every[self.step % len(every)]
+        return group.weights(number, self.step)
 
     def _count(self, group: ShardedGroup) -> bool:
         """End telemetry's step with the backward pass; where FSDP reduces outside of one, with the next round of

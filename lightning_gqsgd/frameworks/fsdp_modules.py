@@ -23,6 +23,7 @@ from lightning_gqsgd.ddp.checks import wrapped_otherwise
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.session.parameters import number_parameters
+from lightning_gqsgd.wire.agreement import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,12 @@ class ShardedGroup:
         # torch 2.15 puts parameters whose gradients have one dtype together.
         order = getattr(inner, "_reduce_scatter_param_indices", None) or range(len(self.parameters))
         return [self.parameters[i] for i in order if inner.fsdp_params[i].sharded_param.requires_grad]
+
+    def weights(self, number: int, step: int) -> Weights | None:
+        """Returns some weights of this rank's shard of a parameter, others in each step, for replicas to compare."""
+        shard = dist.get_rank(self.shards)
+        name = f"{self.parameters[number].name} (shard {shard}, and ranks are numbers of its replicas)"
+        return Weights.of(name, self.inner.fsdp_params[number].sharded_param.to_local(), step)
 
     def bit_sums(self) -> list[int]:
         """Returns the sum of the bits of this rank's shard of each parameter. Waits for the device."""

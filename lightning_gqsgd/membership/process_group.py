@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,11 @@ from lightning_gqsgd.wire.pipeline import Job
 from lightning_gqsgd.wire.store import EndingStore
 from lightning_gqsgd.wire.telemetry import Telemetry
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from lightning_gqsgd.spec.fields import FieldArguments
+
 _MESSAGES = Messages("torchft's process group", "let the Manager configure it for the next quorum")
 
 #: The longest that `shutdown` waits for old connections to end.
@@ -50,7 +55,7 @@ def quantised(
     *,
     device: torch.device | str = "cpu",
     preset: str | GQSGDConfig | None = None,
-    **fields: Any,
+    **fields: Unpack[FieldArguments],
 ) -> QuantisedProcessGroup:
     """Returns a process group for torchft's Manager whose all-reduces of floating-point tensors are quantised.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gqsgd.errors import ConfigError, describe_difference
 from lightning_gqsgd.reducers.base import Exchange
@@ -151,6 +151,18 @@ class Weights(NamedTuple):
 
     name: str
     values: Tensor
+
+    @classmethod
+    def of(cls, name: str, parameter: Tensor, step: int) -> Weights | None:
+        """Returns some weights of a parameter, others in each step; None if it is empty, not contiguous, complex, or of
+        a subclass."""
+        is_plain = type(parameter) in (nn.Parameter, Tensor) and parameter.is_floating_point()
+        if not is_plain or not parameter.is_contiguous() or not parameter.numel():
+            return None
+        # A slice needs no list of positions, which a GPU would have to be sent.
+        distance = -(-parameter.numel() // WEIGHTS_COMPARED)
+        some = parameter.detach().view(-1)[step % distance :: distance].double()
+        return cls(name, nn.functional.pad(some, (0, WEIGHTS_COMPARED - len(some))))
 
 
 class Stamp(NamedTuple):

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from lightning_gqsgd.ddp.unaveraged import weights_of
-from lightning_gqsgd.wire.agreement import WEIGHTS_COMPARED, difference_of_weights
+from lightning_gqsgd.wire.agreement import WEIGHTS_COMPARED, Weights, difference_of_weights
 from tests.distributed.models import batch, mlp, train, wrapped
 from tests.distributed.ranks import run
 
@@ -126,7 +125,7 @@ def test_all_weights_are_compared_in_time(shape: tuple[int, ...]) -> None:
     parameter = nn.Parameter(torch.randn(shape))
     seen = set()
     for step in range(-(-parameter.numel() // WEIGHTS_COMPARED)):
-        found = weights_of("name", parameter, step)
+        found = Weights.of("name", parameter, step)
         assert found is not None
         assert found.values.shape == (WEIGHTS_COMPARED,)
         assert found.values.dtype == torch.float64
@@ -135,8 +134,8 @@ def test_all_weights_are_compared_in_time(shape: tuple[int, ...]) -> None:
 
 
 def test_weights_in_another_order_or_of_other_kinds_are_left_out() -> None:
-    assert weights_of("name", torch.empty(0, 3), 0) is None
-    assert weights_of("name", torch.randn(3, dtype=torch.complex64), 0) is None
-    assert weights_of("name", torch.randn(4, 8)[:, ::2], 0) is None
-    assert weights_of("name", torch.randn(1).expand(4), 0) is None
-    assert weights_of("name", torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), 0) is None
+    assert Weights.of("name", torch.empty(0, 3), 0) is None
+    assert Weights.of("name", torch.randn(3, dtype=torch.complex64), 0) is None
+    assert Weights.of("name", torch.randn(4, 8)[:, ::2], 0) is None
+    assert Weights.of("name", torch.randn(1).expand(4), 0) is None
+    assert Weights.of("name", torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), 0) is None

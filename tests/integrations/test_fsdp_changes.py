@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.frameworks.fsdp import register_gqsgd_fsdp
 from tests.distributed.models import mlp
-from tests.distributed.ranks import run
+from tests.distributed.ranks import logged, run
 from tests.integrations.fsdp_models import bits, loss_of, mesh, quantised, sharded
 
 Change = Callable[[nn.Module], Any]
@@ -215,3 +216,29 @@ def _others(rank: int) -> int:
 
 def test_other_hooks_after_close_and_beside_reduce_scatters_are_no_error(tmp_path: Path) -> None:
     assert run(_others, 2, tmp_path) == [3, 3]
+
+
+def _one_replica_differs(rank: int) -> list[str]:
+    """What is logged after nothing, a rounding, and a change of the weights of the first replica alone."""
+    texts = []
+    for change in (None, lambda weight: weight.mul_(1 + 1e-3), lambda weight: weight.mul_(2)):
+        model, state = quantised(mesh(2), {"bits": 4, "reduce_scatter": True})
+        said = logged(level=logging.WARNING)
+        _steps(model, rank, range(2))
+        if change is not None and rank < 2:
+            with torch.no_grad():
+                change(model[2].weight)
+        _steps(model, rank, range(2, 10))  # more steps than parameters
+        state.close()
+        texts.append(" ".join(said))
+    return texts
+
+
+def test_weights_that_one_replica_has_changed_are_logged_once(tmp_path: Path) -> None:
+    ranks = run(_one_replica_differs, 4, tmp_path)
+    assert [texts[:2] for texts in ranks] == [["", ""]] * 4
+    for shard, (*_, text) in enumerate(ranks[:2]):
+        name = f"'2.weight (shard {shard}, and ranks are numbers of its replicas)'"
+        assert text.count("ranks have different weights") == 1
+        assert f"parameter {name} has " in text
+    assert [texts[2] for texts in ranks[2:]] == ["", ""]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +17,11 @@ from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.memory import Keeps
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.plan import Plan, check_gradient
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from lightning_gqsgd.spec.fields import FieldArguments
 
 
 class VirtualRanks:
@@ -46,7 +51,7 @@ class VirtualRanks:
         preset: str | GQSGDConfig | None = None,
         *,
         device: torch.device | None = None,
-        **fields: Any,
+        **fields: Unpack[FieldArguments],
     ) -> None:
         self.config = resolve(make_config(preset, **fields), ranks)
         refuse_for(self.config, "simulations, which have dense gradients only")
@@ -118,7 +123,7 @@ def average(
     step: int = 0,
     segments: Sequence[Segment] | None = None,
     preset: str | None = None,
-    **fields: Any,
+    **fields: Unpack[FieldArguments],
 ) -> list[Tensor]:
     """Returns what each rank would hold after reducing its gradient, with empty memory; see `VirtualRanks`.
 
