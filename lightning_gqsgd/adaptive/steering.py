@@ -24,7 +24,7 @@ from lightning_gqsgd.adaptive.noise import NoiseGauge, NoiseSums, Way
 from lightning_gqsgd.adaptive.prediction import StepPredictor
 from lightning_gqsgd.adaptive.sampling import GradientSampler, Taken
 from lightning_gqsgd.adaptive.trials import UNKNOWN, Trials
-from lightning_gqsgd.adaptive.words import describe, say
+from lightning_gqsgd.adaptive.words import describe
 from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
@@ -32,6 +32,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.spec.decisions import Decision, count
 from lightning_gqsgd.wire.agreement import Agreed, Stamp, digest_of
+from lightning_gqsgd.wire.announcing import say
 
 
 class Steering:

@@ -1,32 +1,8 @@
-"""Decisions of `auto` in words, and the default way to announce them."""
+"""Decisions of `auto` in words."""
 
 from __future__ import annotations
 
-import logging
-import sys
-from contextlib import suppress
-
 from lightning_gqsgd.spec.decisions import Decision
-
-logger = logging.getLogger(__name__)
-
-
-def say(text: str) -> None:
-    """Log a line at level INFO, or print it to stderr where no logging was set up.
-
-    Decisions change the results of a training, so that they should be seen by default. Python itself drops what is
-    logged at level INFO where nothing was set up.
-    """
-    if logger.hasHandlers():
-        logger.info("%s", text)
-    else:
-        print_to_stderr(text)
-
-
-def print_to_stderr(text: str) -> None:
-    """Print a line to stderr. Nothing is raised if stderr is closed, because that should not end a training."""
-    with suppress(OSError, ValueError):  # closed at its other end, or at this one
-        print(text, file=sys.stderr, flush=True)
 
 
 def describe(decision: Decision, *, is_plain: bool = False, is_earlier: bool = False, is_open: bool = False) -> str:

@@ -20,13 +20,13 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, gather
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.adaptive.words import print_to_stderr
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, counted, did_you_mean
 from lightning_gqsgd.frameworks.distributed import destroy_at_exit
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.presets import LOCAL_PRESETS, make_config
+from lightning_gqsgd.wire.announcing import print_to_stderr
 
 _BASE_FIELDS = tuple(field.name for field in dataclasses.fields(DistributedDataParallelKwargs))
 _HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")

@@ -10,7 +10,6 @@ import torch
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from lightning_gqsgd.adaptive.words import print_to_stderr
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs, enable_accelerator, is_seen
@@ -18,6 +17,7 @@ from lightning_gqsgd.frameworks.local import LocalTraining
 from lightning_gqsgd.frameworks.transformers_local import LocalStepsCallback, MeteredCallback, enable_local_steps
 from lightning_gqsgd.local_steps.choosing import pop_options
 from lightning_gqsgd.presets import make_config
+from lightning_gqsgd.wire.announcing import print_to_stderr
 from lightning_gqsgd.wire.telemetry import Meter
 
 #: File of the hook's state in a checkpoint's folder.

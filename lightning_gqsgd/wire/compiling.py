@@ -1,14 +1,11 @@
-"""Kernels are compiled before the first step needs them, and compared with the readable ones; users are told when that
-takes time."""
+"""Kernels are compiled before the first step needs them, and compared with the readable ones."""
 
 from __future__ import annotations
 
-import logging
 import platform
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,12 +16,8 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import readable_kernels
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import REDUCERS, Setting, new_store, setting_for
+from lightning_gqsgd.wire.announcing import compilation_is_announced
 from lightning_gqsgd.wire.plan import Plan
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.kernels.cpu.cache import Compilation
-
-logger = logging.getLogger(__name__)
 
 #: Parameters that a first run on a CPU is made on: one that is compressed, one that is not.
 _SEGMENTS = (Segment(0, 64, raw=False), Segment(1, 8, raw=True))
@@ -42,8 +35,8 @@ def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.devic
 
     Where the number of ranks is part of what is compiled, on a GPU, there are as many virtual ranks, and otherwise two.
 
-    On a CPU, one line is logged if kernels have to be compiled: at level INFO, or as a warning if the compiled kernels
-    cannot be kept for the next process. Nothing is logged if all kernels are in the cache.
+    One line says that kernels are compiled, see `announcing.compilation_is_announced`. Nothing is said if all kernels
+    are in the cache.
 
     The kernels are compared with the readable ones in every start, whether they were compiled or found in the cache. A
     compiler that makes a mistake for one processor would otherwise train a model on wrong gradients. On a CPU, this
@@ -60,7 +53,8 @@ def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.devic
     """
     if not REDUCERS[config.reducer].compresses or device.type not in ("cpu", "cuda"):
         return
-    with torch.cuda.device(device) if device.type == "cuda" else _announced(dtype):
+    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with on_device, compilation_is_announced(dtype, device):
         for setting in settings_of(config, dtype, device, ranks):
             check(setting, device, run_once(setting, device))
 
@@ -145,44 +139,3 @@ def every_tile(block_size: int, ranks: int) -> tuple[Segment, ...]:
     short = block_size // 2 + 1
     ends = tuple(Segment(3 + number, short, raw=False) for number in range(2 * ranks))
     return (Segment(0, full, raw=False), Segment(1, 3, raw=True), Segment(2, full, raw=False), *ends)
-
-
-def _announced(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Returns a context in which the first kernel that has to be compiled for the CPU is logged."""
-    from lightning_gqsgd.kernels.cpu.cache import watching  # Numba takes a second to import
-
-    return watching(_Announcement(dtype))
-
-
-class _Announcement:
-    """Logs the first compilation, and the first failure to keep compiled kernels.
-
-    Args:
-        dtype: dtype of the gradients.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._has_told = self._has_warned = False
-
-    def __call__(self, compilation: Compilation) -> None:
-        """Log a compilation if nothing like it has been logged."""
-        from lightning_gqsgd.kernels.cpu.cache import REMEDY
-
-        if compilation.folder is None and not self._has_warned:
-            self._has_told = self._has_warned = True
-            logger.warning(
-                "gqsgd: CPU kernels for %s are compiled, which takes some seconds, and every process will have to "
-                "compile them again: %s. Remedy: %s.",
-                self._dtype,
-                compilation.reason,
-                REMEDY,
-            )
-        elif not self._has_told:
-            self._has_told = True
-            logger.info(
-                "gqsgd: compiling CPU kernels for %s, which takes some seconds once: %s. They will be kept in %s.",
-                self._dtype,
-                compilation.reason,
-                compilation.folder,
-            )

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_gqsgd.adaptive import words
 from lightning_gqsgd.adaptive.clock import StepClock
 from lightning_gqsgd.adaptive.states import Stay
 from lightning_gqsgd.adaptive.steering import Steering
@@ -20,6 +19,7 @@ from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.presets import FIXED, PRESETS, make_config
 from lightning_gqsgd.research.simulation import average
 from lightning_gqsgd.spec.decisions import LAG, Decision
+from lightning_gqsgd.wire import announcing
 from lightning_gqsgd.wire.agreement import Agreed
 
 
@@ -299,7 +299,7 @@ def test_a_decision_is_printed_where_no_logging_was_set_up_and_logged_elsewhere(
         steering._say_from(0)
     assert "gqsgd: auto takes 4 bits" in caplog.text
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(words.logger, "propagate", False)  # so that pytest's handlers are not there
+    monkeypatch.setattr(announcing.logger, "propagate", False)  # so that pytest's handlers are not there
     steered(decided(4))._say_from(0)
     assert capsys.readouterr().err == ""
     steering._say_from(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.cpu import cache, jit, stages
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import Setting
-from lightning_gqsgd.wire import compiling
+from lightning_gqsgd.wire import announcing, compiling
 from lightning_gqsgd.wire.compiling import check, compile_kernels, run_once, settings_of
 
 CPU = torch.device("cpu")
@@ -228,3 +229,23 @@ def test_vectors_are_long_where_the_processor_gains_by_them(monkeypatch: pytest.
     twice.compile((numba.float32,))
     (made,) = twice.inspect_llvm().values()
     assert ('"prefer-vector-width"="512"' in made) == gains
+
+
+def _said_of_a_gpu(local_rank: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said while kernels of a GPU are compiled for so long."""
+    said: list[str] = []
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(announcing, "say", said.append)
+    with announcing.compilation_is_announced(torch.bfloat16, torch.device("cuda")):
+        end = time.monotonic() + seconds
+        while not said and time.monotonic() < end:
+            time.sleep(0.01)
+    return said
+
+
+def test_compilers_of_a_gpu_are_announced_on_each_machine_once_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _said_of_a_gpu("0", 0, monkeypatch) == []
+    monkeypatch.setattr(announcing, "_SILENT_S", 0.01)
+    assert _said_of_a_gpu("1", 0.1, monkeypatch) == []
+    (line,) = _said_of_a_gpu("0", 30, monkeypatch)
+    assert line == "gqsgd: compiling GPU kernels for torch.bfloat16, which takes up to a minute once"

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gqsgd.adaptive import words
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.choosing import choose_reducer
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers.base import step_key
+from lightning_gqsgd.wire import announcing
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_closed_stderr_ends_no_training(error: type[Exception], monkeypatch: p
         raise error("closed")
 
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=closed, flush=lambda: None))
-    words.print_to_stderr("a line")
+    announcing.print_to_stderr("a line")
 
 
 def test_numba_that_must_not_compile_is_one_error_that_names_the_variable() -> None:

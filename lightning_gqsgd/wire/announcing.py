@@ -1,0 +1,100 @@
+"""What users are told while a training starts and runs: at level INFO, or on stderr where no logging was set up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.kernels.cpu.cache import Compilation
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that compilers of a GPU's kernels may take before a line says so: kernels in Triton's cache take less.
+_SILENT_S = 3.0
+
+
+def say(text: str) -> None:
+    """Log a line at level INFO, or print it to stderr where no logging was set up.
+
+    It is for what should be seen by default, such as decisions that change the results of a training. Python itself
+    drops what is logged at level INFO where nothing was set up.
+    """
+    if logger.hasHandlers():
+        logger.info("%s", text)
+    else:
+        print_to_stderr(text)
+
+
+def print_to_stderr(text: str) -> None:
+    """Print a line to stderr. Nothing is raised if stderr is closed, because that should not end a training."""
+    with suppress(OSError, ValueError):  # closed at its other end, or at this one
+        print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def compilation_is_announced(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Say once that kernels are compiled, in the first process of each machine, while this context lasts.
+
+    On a CPU, the first kernel that is not in the cache is announced, as a warning if it cannot be kept for the next
+    process. Triton does not tell what it has in its cache, so that time decides for a GPU.
+    """
+    if device.type == "cpu":
+        from lightning_gqsgd.kernels.cpu.cache import watching  # Numba takes a second to import
+
+        with watching(_Announcement(dtype)):
+            yield
+        return
+    text = f"gqsgd: compiling GPU kernels for {dtype}, which takes up to a minute once"
+    timer = threading.Timer(_SILENT_S, _say_on_each_machine, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say_on_each_machine(text: str) -> None:
+    # Launchers number the processes of a machine; without one, each process speaks for itself.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        say(text)
+
+
+class _Announcement:
+    """Announces the first compilation for a CPU, and the first failure to keep compiled kernels.
+
+    Args:
+        dtype: dtype of the gradients.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._has_told = self._has_warned = False
+
+    def __call__(self, compilation: Compilation) -> None:
+        """Announce a compilation if nothing like it has been announced."""
+        from lightning_gqsgd.kernels.cpu.cache import REMEDY
+
+        if compilation.folder is None and not self._has_warned:
+            self._has_told = self._has_warned = True
+            logger.warning(
+                "gqsgd: CPU kernels for %s are compiled, which takes some seconds, and every process will have to "
+                "compile them again: %s. Remedy: %s.",
+                self._dtype,
+                compilation.reason,
+                REMEDY,
+            )
+        elif not self._has_told:
+            self._has_told = True
+            _say_on_each_machine(
+                f"gqsgd: compiling CPU kernels for {self._dtype}, which takes some seconds once: {compilation.reason}. "
+                f"They will be kept in {compilation.folder}."
+            )
