@@ -7,11 +7,12 @@ these.
 
 DDP reduces what the backward pass after each of its forward passes computes, once. Gradients of any other backward pass
 are left as they are on each rank, and DDP says nothing: of a second one through the same graph, of the second of two
-after two forward passes, and of one whose forward pass went around DDP. An optimizer that steps within the backward
-pass uses gradients that are not averaged yet, and ``torch.autograd.grad`` gives gradients that DDP never sees.
-`BackwardWatch` finds these. None of them is an error by itself, because gradients may be thrown away, or averaged with
-those of a later backward pass, or by hand. So what is said is said once weights are trained with them, or added to a
-mean that still waits for the optimizer.
+after two forward passes, and of one whose forward pass went around DDP. Those of ``no_sync`` wait for a later backward
+pass, and an optimizer may step before it comes. An optimizer that steps within the backward pass uses gradients that
+are not averaged yet, and ``torch.autograd.grad`` gives gradients that DDP never sees. `BackwardWatch` finds these. None
+of them is an error by itself, because gradients may be thrown away, or averaged with those of a later backward pass, or
+by hand. So what is said is said once weights are trained with them, or added to a mean that still waits for the
+optimizer.
 
 A parameter may be in several DDP models, as an encoder with several heads is. Then each model reduces it in its own
 backward passes, and in those of the others, there is nothing to say.
@@ -367,6 +368,7 @@ class BackwardWatch:
         # Ids of parameters whose gradients are looked at when a backward pass ends, and the number of that pass.
         self._strays: set[int] = set()
         self._stray_pass: int | None = None
+        self._local: set[int] = set()  # ids of watched parameters with gradients of no_sync that wait for a reduction
         self._has_said = False
         self._reductions = 0
         self._unseen = 0  # how often the weights were other ones in a forward pass, without any backward pass
@@ -415,6 +417,8 @@ class BackwardWatch:
         self._expects = False
         self._has_begun = False
         self._stray_version = None  # what was left unaveraged before is part of this mean
+        for watch in _WATCHES:
+            watch._local -= self._reduced  # another DDP model may have accumulated gradients of the same parameters
         self._mean_version = self._version()
 
     def count_gradient(self, parameter: Tensor) -> None:
@@ -426,6 +430,8 @@ class BackwardWatch:
             model = self._model()
             is_reduced = self._expects and (model is None or model.require_backward_grad_sync)
             self._has_begun = self._has_begun or is_reduced
+            if not is_reduced:
+                self._local.add(id(parameter))
             return
         if self._has_said:
             return
@@ -448,7 +454,8 @@ class BackwardWatch:
         """
         self._mean_version = None
         model = self._model()
-        has_news = self._stray_version is not None or (self._expects and self._has_begun)
+        is_unreached = self._expects and self._has_begun
+        has_news = self._stray_version is not None or is_unreached or bool(self._local)
         if model is None or not has_news or not self._trains(optimizer):
             return
         if torch._C._current_graph_task_id() != -1:
@@ -458,6 +465,8 @@ class BackwardWatch:
             )
         elif self._stray_version is not None:
             self._say_stray()
+        elif not is_unreached:
+            self._say_if_local(optimizer)
         elif self._has_hook:
             self._check_reached(model)
         else:
@@ -509,6 +518,17 @@ class BackwardWatch:
             "called model.module or single layers, or backward() was called again through the same graph, or after "
             f"two forward passes. {_CALL_THE_MODEL}"
         )
+
+    def _say_if_local(self, optimizer: Optimizer) -> None:
+        """Say that an optimizer trains with gradients of no_sync. It may step while others' gradients accumulate."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._local]
+        self._local.difference_update(map(id, parameters))
+        if any(parameter.grad is not None for parameter in parameters):
+            self._say(
+                "an optimizer steps with gradients that were computed under no_sync(), which DistributedDataParallel "
+                "has not averaged, so that ranks train different models. Leave no_sync() before the last forward pass "
+                "ahead of optimizer.step(): it counts where the forward pass is called"
+            )
 
     def _check_reached(self, model: DistributedDataParallel) -> None:
         """Raise ConfigError if the backward pass under way since the latest forward pass is over and not reduced."""

@@ -230,6 +230,10 @@ def _warned(rank: int, misuse: str) -> list[str]:
             first.backward()
             second.backward()
             optimizer.step()
+        elif misuse == "the optimizer steps before no_sync is over":
+            with model.no_sync():
+                loss(step).backward()
+            optimizer.step()
         elif misuse == "autograd.grad gives the gradients":
             parameters = list(model.parameters())
             for parameter, gradient in zip(parameters, torch.autograd.grad(loss(step), parameters), strict=True):
@@ -251,6 +255,7 @@ MISUSES = {
     "layers are called": "does not average",
     "two backward passes through one graph": "does not average",
     "two forward passes, then two backward passes": "does not average",
+    "the optimizer steps before no_sync is over": "steps with gradients that were computed under no_sync()",
     "autograd.grad gives the gradients": "not those that torch.autograd.grad returns",
     "the optimizer steps in a gradient's hook": "an optimizer steps while the backward pass is under way",
 }
