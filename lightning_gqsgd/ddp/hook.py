@@ -166,6 +166,17 @@ class GQSGDState:
         return self._configs[0]
 
     @property
+    def is_plain(self) -> bool:
+        """True while `auto` lets plain DDP carry the gradients. Such a step is counted when the next one begins."""
+        return self._steering is not None and self._steering.is_plain
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if DDP waits for gradients of the latest backward pass; then the optimizer's next step is an error."""
+        watch = self._attachment.watch
+        return watch is not None and watch.is_waiting
+
+    @property
     def _store(self) -> MemoryStore:
         """The memory of this rank."""
         return self._parameters.store

@@ -381,6 +381,11 @@ class BackwardWatch:
         _WATCHES.add(self)
         _watch_optimizers()
 
+    @property
+    def is_waiting(self) -> bool:
+        """True if a backward pass that DDP reduces has begun, and DDP has not handed over all of its gradients."""
+        return self._expects and self._has_begun
+
     def remove(self) -> None:
         """Watch no longer: another DDP model is wrapped around the module, or the hook was closed."""
         remove_all(self._handles)
@@ -454,8 +459,7 @@ class BackwardWatch:
         """
         self._mean_version = None
         model = self._model()
-        is_unreached = self._expects and self._has_begun
-        has_news = self._stray_version is not None or is_unreached or bool(self._local)
+        has_news = self._stray_version is not None or self.is_waiting or bool(self._local)
         if model is None or not has_news or not self._trains(optimizer):
             return
         if torch._C._current_graph_task_id() != -1:
@@ -465,7 +469,7 @@ class BackwardWatch:
             )
         elif self._stray_version is not None:
             self._say_stray()
-        elif not is_unreached:
+        elif not self.is_waiting:
             self._say_if_local(optimizer)
         elif self._has_hook:
             self._check_reached(model)

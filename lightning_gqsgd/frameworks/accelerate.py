@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, gather
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.hook import GQSGDState, gqsgd_hook, register_gqsgd
@@ -90,6 +93,8 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         _say_that_nothing_is_reduced_by_one_process()
         self._hooks: list[tuple[weakref.ref[DistributedDataParallel], GQSGDState]] = []
         self._loaded: list[dict[str, Any]] = []
+        _WITHOUT_MODEL.add(self)
+        _watch_optimizers()
 
     # Accelerate looks `handler.__class__` up in a dictionary of exact classes, which has no subclasses. `type(handler)`
     # and isinstance are not affected; the other methods that read `__class__` are overridden below.
@@ -115,6 +120,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         self._refuse_hooks()
         destroy_at_exit()
         _watch_local_sgd()
+        _WITHOUT_MODEL.discard(self)
         state = register_gqsgd(model, self.config)
         if self._loaded:
             state.load_state_dict(self._loaded.pop(0))
@@ -122,6 +128,15 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         # Accelerate's loggers show warnings only, and that compression is on should be seen.
         state.announce(print_to_stderr)
         return state
+
+    def keep_only(self, model: DistributedDataParallel) -> GQSGDState | None:
+        """Forget the hooks of all models but one, which may live on somewhere, and would be saved with it.
+
+        Returns:
+            The state of the hook on ``model``; None: it has none of this handler.
+        """
+        self._hooks = [(ref, state) for ref, state in self._hooks if ref() is model]
+        return self._hooks[0][1] if self._hooks else None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state that a resumed run needs for the same bits; see `GQSGDState.state_dict`.
@@ -283,28 +298,90 @@ def _say_that_nothing_is_reduced_by_one_process() -> None:
         )
 
 
+#: The handlers that no Accelerator has asked for a hook, until an optimizer steps.
+_WITHOUT_MODEL: weakref.WeakSet[GQSGDKwargs] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """From now on, warn once where an optimizer steps before any model has the hook."""
+    register_optimizer_step_pre_hook(_warn_of_handlers_without_model)
+
+
+def _warn_of_handlers_without_model(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or not _WITHOUT_MODEL:
+        return
+    _WITHOUT_MODEL.clear()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            f"gqsgd: {type(optimizer).__name__} steps, and no model has the hook of GQSGDKwargs, so nothing is "
+            "compressed, and each process may train a model of its own: pass the model to accelerator.prepare, and "
+            "call what it returns. (Without DistributedDataParallel, as with evaluation_mode=True, FSDP or local "
+            "steps, leave GQSGDKwargs out)",
+            stacklevel=4,
+        )
+
+
 @functools.lru_cache
 def _say_once(text: str) -> None:
     print_to_stderr(text)
 
 
-def is_seen(file: Path, accelerator: Any) -> bool:
-    """Returns whether all processes see a file; False if none does. A collective.
+def ddp_in(model: nn.Module) -> DistributedDataParallel | None:
+    """Returns the DDP model that is called where ``model`` is, which may be a compiled one; None: there is none."""
+    called = getattr(model, "_orig_mod", model)
+    return called if isinstance(called, DistributedDataParallel) else None
 
-    With dither that differs among ranks, no rank could decode the messages of the others.
+
+def read_by_all(file: Path | None, accelerator: Any) -> Any:
+    """Returns what `write_whole` has written; None if no process sees the file, or none resumes. A collective.
+
+    With dither that differs among ranks, no rank could decode the messages of the others. So what one process cannot
+    read, none takes.
 
     Args:
-        file: the path, the same in all processes.
+        file: the path in this process; None: it does not resume.
         accelerator: the `accelerate.Accelerator` of the training.
 
     Raises:
-        ConfigError: some processes see the file, and others do not.
+        ConfigError: some processes resume, or see the file, and others do not; or a process cannot read it.
     """
-    seen = gather(torch.tensor([int(file.is_file())], device=accelerator.device)).tolist()
-    if len(set(seen)) > 1:
-        seeing = [rank for rank, sees in enumerate(seen) if sees]
+    content, problem = None, ""
+    is_there = False
+    if file is not None and file.is_file():
+        is_there = True
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch.load raises what it comes across; all of it is told to the others
+            problem = f": {type(error).__name__}: {error!s:.200}"
+    own = [int(file is not None), int(is_there), int(bool(problem))]
+    found = gather(torch.tensor([own], device=accelerator.device))
+    resumes, sees, fails = found.bool().T.tolist()
+    if file is None or not all(resumes):
+        if any(resumes):
+            resuming = [rank for rank, one in enumerate(resumes) if one]
+            raise ConfigError(
+                f"of {len(resumes)} ranks only {resuming} resume from a checkpoint; give every rank the same "
+                "resume_from_checkpoint, from a folder that all see"
+            )
+        return None
+    if not all(sees) and any(sees):
+        seeing = [rank for rank, one in enumerate(sees) if one]
         raise ConfigError(
-            f"of {len(seen)} ranks only {seeing} see {file}, and all have to continue from it; "
+            f"of {len(sees)} ranks only {seeing} see {file}, and all have to continue from it; "
             "resume from a folder that all see, or that was copied to every machine"
         )
-    return bool(seen[0])
+    if any(fails):
+        failing = [rank for rank, one in enumerate(fails) if one]
+        raise ConfigError(
+            f"of {len(fails)} ranks {failing} cannot read {file}{problem}. It is damaged, or was not written to its "
+            f"end. Resume from another checkpoint, or delete {file.name} on every machine: what it holds starts anew"
+        )
+    return content
+
+
+def write_whole(content: Any, file: Path) -> None:
+    """Write plain values and tensors into a file, which is there once all of it is written, and not before."""
+    partial = file.with_name(f"{file.name}.part")
+    torch.save(content, partial)
+    partial.replace(file)

@@ -6,13 +6,13 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.ddp.hook import GQSGDState
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs, enable_accelerator, is_seen
+from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs, ddp_in, enable_accelerator, write_whole
 from lightning_gqsgd.frameworks.local import LocalTraining
 from lightning_gqsgd.frameworks.transformers_local import LocalStepsCallback, MeteredCallback, enable_local_steps
 from lightning_gqsgd.local_steps.choosing import pop_options
@@ -30,6 +30,8 @@ class GQSGDCallback(MeteredCallback):
     def __init__(self, trainer: Trainer, handler: GQSGDKwargs) -> None:
         super().__init__(trainer)
         self._handler = handler
+        self._hook: GQSGDState | None = None  # that of the model in training; None: there is one process
+        self._reduced = 0  # the hook's step when the optimizer made its latest one
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore, and count from here: the model has just been wrapped.
@@ -37,17 +39,37 @@ class GQSGDCallback(MeteredCallback):
         Raises:
             ConfigError: the Trainer does not use the hook, or ranks see different checkpoints.
         """
-        self._check_that_the_hook_is_used()
+        self._hook = self._hook_in_use()
+        saved = self.read(STATE_FILE)
         if self.resumes_from is not None:
-            self._restore(self.resumes_from / STATE_FILE)
-        states = self._handler.states
-        self._meter = Meter(states[-1].telemetry) if states else None
+            self._handler.load_state_dict({"states": []} if saved is None else saved)
+        if self._hook is not None:
+            self._reduced = self._hook.step
+            self._meter = Meter(self._hook.telemetry)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check that the gradients have come to the hook.
+
+        Raises:
+            ConfigError: gradients were computed around DistributedDataParallel since the optimizer's step before.
+        """
+        hook = self._hook
+        if hook is None:
+            return
+        before, self._reduced = self._reduced, hook.step
+        # Steps of plain DDP are counted later, and the hook itself raises where DDP waits.
+        has_come = hook.step != before or hook.is_plain or hook.is_waiting
+        if not has_come and any(p.grad is not None for p in kwargs["model"].parameters()):
+            raise ConfigError(
+                f"the gradients of step {state.global_step} have not come to DistributedDataParallel, so each rank "
+                "would train its own. Let compute_loss and training_step call the model that they are given, not "
+                "self.model, and call backward() once for each of its forward passes"
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report bytes, bits and waiting on rank 0."""
-        for hook in self._handler.states[-1:]:
-            if state.is_world_process_zero and hook.telemetry.steps:
-                print_to_stderr(hook.summary_line())
+        if self._hook is not None and state.is_world_process_zero and self._hook.telemetry.steps:
+            print_to_stderr(self._hook.summary_line())
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the hook's state to a checkpoint that training can resume from."""
@@ -55,27 +77,34 @@ class GQSGDCallback(MeteredCallback):
             return
         saved = self._handler.state_dict()  # perhaps a collective
         if args.should_save:
-            torch.save(saved, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / STATE_FILE)
+            write_whole(saved, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / STATE_FILE)
 
-    def _check_that_the_hook_is_used(self) -> None:
+    def _hook_in_use(self) -> GQSGDState | None:
+        """Returns the state of the hook on the model that the Trainer trains; None: there is one process."""
         accelerator = self._trainer.accelerator
         if accelerator.ddp_handler is not self._handler:
             raise ConfigError(
                 "the Trainer has made a new Accelerator since gqsgd was enabled (hyperparameter_search does in every "
                 "trial), so gradients are not compressed; train each trial with a Trainer of its own"
             )
-        if accelerator.num_processes > 1 and not self._handler.states:
+        if accelerator.num_processes == 1:
+            return None
+        # Hooks may live on models that the Trainer trains no more. torch.compile puts a module around DDP.
+        model = ddp_in(self._trainer.model_wrapped)
+        if model is None:
             raise ConfigError(
                 "the Trainer has not wrapped its model in DistributedDataParallel, so each process would train on its "
                 "own; it leaves that out after `evaluate` or `predict`: call them after `train`, or set "
-                "TrainingArguments(eval_on_start=True)"
+                "TrainingArguments(eval_on_start=True). It also does where trainer.model was replaced, as by an "
+                "adapter's model: give the Trainer that model, or set trainer.model_wrapped to it, too"
             )
-
-    def _restore(self, file: Path) -> None:
-        if is_seen(file, self._trainer.accelerator):
-            self._handler.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-        else:
-            self._handler.load_state_dict({"states": []})
+        hook = self._handler.keep_only(model)
+        if hook is None:
+            raise ConfigError(
+                "the Trainer trains a DistributedDataParallel model that it has not wrapped itself, so its gradients "
+                "are not compressed; give the Trainer the module itself"
+            )
+        return hook
 
 
 def enable_trainer(

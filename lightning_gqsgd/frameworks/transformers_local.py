@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -16,7 +15,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import check_has_one_width
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.frameworks.accelerate import WITHOUT_DDP, is_seen, say_that_there_is_one_process
+from lightning_gqsgd.frameworks.accelerate import (
+    WITHOUT_DDP,
+    ddp_in,
+    read_by_all,
+    say_that_there_is_one_process,
+    write_whole,
+)
 from lightning_gqsgd.frameworks.distributed import destroy_at_exit
 from lightning_gqsgd.frameworks.local import LocalTraining
 from lightning_gqsgd.local_steps.averages import LocalAverages
@@ -40,6 +45,10 @@ class MeteredCallback(TrainerCallback):
         self._trainer = trainer
         self._meter: Meter | None = None
         self.resumes_from: Path | None = None
+
+    def read(self, name: str) -> Any:
+        """Returns what the checkpoint's file of this name holds; None: there is none. See `read_by_all`."""
+        return read_by_all(self.resumes_from and self.resumes_from / name, self._trainer.accelerator)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Put the counters beside what is logged."""
@@ -66,21 +75,29 @@ class LocalStepsCallback(MeteredCallback):
         """Begin, with what the Trainer has loaded, and restore this process's own state.
 
         Raises:
-            ConfigError: a model that cannot work, or processes that see different checkpoints.
+            ConfigError: a model that cannot work, or that DDP averages in every step, or processes that see different
+                checkpoints.
         """
         accelerator = self._trainer.accelerator
         self._local.close()
         self._local.trained.clear()
+        if ddp_in(self._trainer.model_wrapped) is not None:
+            raise ConfigError(
+                "the Trainer has wrapped its model in DistributedDataParallel, which averages gradients in every step, "
+                "and local steps do without it. A Trainer does so where its model came wrapped, or where it has made a "
+                "new Accelerator since gqsgd was enabled (hyperparameter_search does in every trial); give it the "
+                "module itself, and train each trial with a Trainer of its own"
+            )
         if accelerator.num_processes == 1 and not self._local.options.elastic:
             return
         destroy_at_exit()
         module = accelerator.unwrap_model(self._trainer.model)
         inner: Any = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)  # AcceleratedOptimizer's
         trained = self._local.begin(module, [inner], self._config, None)
+        saved = self.read(STATE_FILE)
         if self.resumes_from is not None:
-            file = self.resumes_from / STATE_FILE
-            if is_seen(file, accelerator):
-                trained.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+            if saved is not None:
+                trained.load_state_dict(saved)
             elif accelerator.is_main_process:
                 logger.warning(
                     "gqsgd: %s has no %s, because it was saved without local steps: all ranks start from its weights, "
@@ -110,7 +127,7 @@ class LocalStepsCallback(MeteredCallback):
             return
         saved = self._local.trained[0].state_dict()
         if args.should_save:
-            torch.save(saved, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / STATE_FILE)
+            write_whole(saved, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / STATE_FILE)
 
 
 def enable_local_steps(trainer: Trainer, local: LocalTraining, config: GQSGDConfig) -> LocalStepsCallback:

@@ -427,6 +427,34 @@ def test_local_steps_are_refused_with_the_way_that_works(arguments: dict[str, An
         GQSGDKwargs(**arguments)
 
 
+def _forgets_the_model(rank: int) -> list[list[str]]:
+    """Warnings where the optimizer alone is prepared, and where the model is as well."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    results = []
+    for forgets in (True, False):
+        accelerator, _ = accelerator_of("kwargs_handlers", {"bits": 4})
+        model = mlp(16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        prepared, optimizer = (
+            (model, accelerator.prepare(optimizer)) if forgets else accelerator.prepare(model, optimizer)
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(2):
+                x, y = batch(rank, step)
+                accelerator.backward(nn.functional.cross_entropy(prepared(x), y))
+                optimizer.step()
+        results.append([str(warning.message) for warning in caught if "gqsgd" in str(warning.message)])
+    return results
+
+
+def test_an_optimizer_without_a_prepared_model_is_warned_of_once_on_each_rank(tmp_path: Path) -> None:
+    for forgotten, prepared in run(_forgets_the_model, 2, tmp_path, initialise=False):
+        assert len(forgotten) == 1
+        assert "no model has the hook of GQSGDKwargs" in forgotten[0]
+        assert prepared == []
+
+
 def _local_sgd(rank: int) -> list[Any]:
     """Warnings of LocalSGD around a model with the hook, where it is off, and around a model without the hook."""
     results = []

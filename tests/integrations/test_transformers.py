@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lightning_gqsgd import GQSGDKwargs, enable
 from lightning_gqsgd.config import ConfigError
@@ -34,7 +35,7 @@ class Classifier(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def trainer_of(folder: Path, **arguments: Any) -> Trainer:
+def trainer_of(folder: Path, model_init: Any = None, **arguments: Any) -> Trainer:
     rows = torch.randn(128, 32, generator=torch.Generator().manual_seed(1))
     data = [{"x": row, "labels": int(row.sum() > 0)} for row in rows]
     usual = {
@@ -48,7 +49,8 @@ def trainer_of(folder: Path, **arguments: Any) -> Trainer:
         "disable_tqdm": True,
     }
     settings = TrainingArguments(str(folder), **{**usual, **arguments})
-    return Trainer(Classifier(), settings, train_dataset=data, eval_dataset=data[:32])
+    model = None if model_init else Classifier()
+    return Trainer(model, settings, train_dataset=data, eval_dataset=data[:32], model_init=model_init)
 
 
 def seen(trainer: Trainer, handler: GQSGDKwargs | None) -> dict[str, Any]:
@@ -220,6 +222,12 @@ def mistakes(rank: int, folder: Path) -> None:
         (other / "gqsgd.pt").unlink()
     with pytest.raises(ConfigError, match=r"of 2 ranks only \[0\] see .*gqsgd.pt, and all have to continue from it"):
         trainer.train(resume_from_checkpoint=other)
+    with pytest.raises(ConfigError, match=r"of 2 ranks only \[1\] resume from a checkpoint"):
+        trainer.train(resume_from_checkpoint=folder / "checkpoint-4" if rank else None)
+    if rank == 1:
+        (other / "gqsgd.pt").write_bytes((folder / "checkpoint-4" / "gqsgd.pt").read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"of 2 ranks \[1\] cannot read .*gqsgd.pt.* Resume from another checkpoint"):
+        trainer.train(resume_from_checkpoint=other)
     with pytest.raises(ConfigError, match="enabled already"):
         enable(trainer, bits=5)
 
@@ -239,6 +247,80 @@ def mistakes(rank: int, folder: Path) -> None:
     trainer.create_accelerator_and_postprocess()  # what hyperparameter_search does
     with pytest.raises(ConfigError, match="has made a new Accelerator since gqsgd was enabled"):
         trainer.train()
+
+    trainer = trainer_of(folder)
+    enable(trainer, local_steps=3)
+    trainer.create_accelerator_and_postprocess()
+    with pytest.raises(ConfigError, match="averages gradients in every step, and local steps do without it"):
+        trainer.train()
+
+    trainer = trainer_of(folder)
+    handler = enable(trainer)
+    trainer.train()
+    before = trainer.model_wrapped  # has a hook as long as it lives
+    trainer.model = trainer.model_wrapped = Classifier()
+    trainer.accelerator.free_memory()
+    trainer.evaluate()
+    assert len(handler.states) == 1
+    with pytest.raises(ConfigError, match="not wrapped its model .* call them after `train`, or set"):
+        trainer.train()
+    del before
+
+
+class _CallsItsOwnModel(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.model(**inputs)["loss"]
+
+
+class _Freezes(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["model"].net[0].requires_grad_(state.global_step < 2)
+
+
+def _around(rank: int, folder: Path) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    usual = trainer_of(folder)
+    around = _CallsItsOwnModel(usual.model, usual.args, train_dataset=usual.train_dataset)
+    enable(around, bits=4)
+    before = fingerprint(around.model)
+    with pytest.raises(ConfigError, match="gradients of step 0 have not come .* not self.model"):
+        around.train()
+    assert fingerprint(around.model) == before
+
+    freezes = trainer_of(folder, ddp_find_unused_parameters=False)
+    enable(freezes, bits=4)
+    freezes.add_callback(_Freezes())
+    with pytest.raises(ConfigError, match="still waits for gradients .* need find_unused_parameters=True"):
+        freezes.train()
+    dist.barrier()  # rank 0 has the store, which rank 1 may still need
+
+
+@pytest.mark.slow
+def test_gradients_that_are_not_averaged_are_an_error_before_weights_change(tmp_path: Path) -> None:
+    run(_around, 2, tmp_path, tmp_path / "run", initialise=False)
+
+
+def _keeps_an_earlier_model(rank: int, folder: Path) -> list[Any]:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    saves = {"save_strategy": "steps", "save_steps": 6, "model_init": Classifier}
+    trainer = trainer_of(folder, **saves)
+    handler = enable(trainer, "signsgd_ef")
+    trainer.train()
+    before = [trainer.model_wrapped] if rank == 0 else []
+    trainer.train()
+    resumed = trainer_of(folder, **saves)
+    enable(resumed, "signsgd_ef")
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+    return [len(handler.states), len(before), fingerprint(trainer.model), fingerprint(resumed.model)]
+
+
+@pytest.mark.slow
+def test_only_the_model_in_training_is_saved(tmp_path: Path) -> None:
+    """Each training of a Trainer with ``model_init`` has a model of its own, and one rank may keep an earlier one."""
+    first, second = run(_keeps_an_earlier_model, 2, tmp_path, tmp_path / "run", initialise=False)
+    assert first[0] == second[0] == 1
+    assert (first[1], second[1]) == (1, 0)
+    assert first[2] == first[3] == second[2] == second[3]
 
 
 @pytest.mark.slow
