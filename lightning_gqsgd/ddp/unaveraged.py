@@ -422,8 +422,9 @@ class BackwardWatch:
         self._expects = False
         self._has_begun = False
         self._stray_version = None  # what was left unaveraged before is part of this mean
-        for watch in _WATCHES:
-            watch._local -= self._reduced  # another DDP model may have accumulated gradients of the same parameters
+        for watch in _WATCHES:  # another DDP model may have accumulated gradients of the same parameters
+            if watch._local:  # Python would look at all parameters of the mean to take them from an empty set
+                watch._local -= self._reduced
         self._mean_version = self._version()
 
     def count_gradient(self, parameter: Tensor) -> None:
