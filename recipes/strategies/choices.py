@@ -64,8 +64,9 @@ def strategies() -> list[str]:
 def register_presets() -> None:
     """Make every preset a choice of ``strategy=``; to be called before Hydra composes a configuration."""
     store = ConfigStore.instance()
-    # A command composes several configurations, and this is a tenth of the time of each.
-    if f"{ELASTIC}.yaml" in store.repo.get(GROUP, {}):
+    # A command composes several configurations, and storing all presets is a tenth of the time of each.
+    stored = store.repo.get(GROUP, {})
+    if all(f"{name}.yaml" in stored for name in (*PRESETS, *LOCAL_PRESETS, ELASTIC)):
         return
     for name in PRESETS:
         store.store(group=GROUP, name=name, node=_node(name), provider="lightning_gqsgd.presets")
