@@ -288,6 +288,7 @@ def _all_ways(rank: int) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.slow
 def test_ranks_stay_equal_under_every_option_of_ddp_with_no_sync_and_warm_up(tmp_path: Path) -> None:
     first, second = run(_all_ways, 2, tmp_path)
     assert first == second

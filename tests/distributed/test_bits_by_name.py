@@ -124,6 +124,7 @@ def _with_three_ranks(rank: int, path: Path) -> None:
     _trained(rank, path)
 
 
+@pytest.mark.slow
 def test_each_parameter_is_reduced_as_if_all_had_its_bits_and_runs_resume(tmp_path: Path) -> None:
     run(_with_three_ranks, 3, tmp_path, tmp_path / "checkpoint.pt")
 

@@ -70,6 +70,7 @@ def test_all_reduce_in_a_compiled_function(tmp_path: Path) -> None:
     assert first == second
 
 
+@pytest.mark.slow
 def test_importing_what_is_not_traced_does_not_import_dynamo() -> None:
     code = "import torch, sys; before = set(sys.modules); "
     code += "import lightning_gqsgd.ddp.functional, lightning_gqsgd.ddp.hook; "

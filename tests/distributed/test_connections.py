@@ -82,6 +82,7 @@ def _trained(rank: int) -> list[str]:
     return made
 
 
+@pytest.mark.slow
 def test_a_model_trained_over_several_connections_is_that_of_one(tmp_path: Path) -> None:
     first, second = run(_trained, 2, tmp_path, timeout=240)
     assert first == second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from lightning_gqsgd.research.systems import SYSTEMS
@@ -27,6 +28,7 @@ def _trained(rank: int) -> tuple[str, float, float]:
     return finish(state, model)["bits"], losses[-1] - losses[0], sent
 
 
+@pytest.mark.slow
 def test_ranks_keep_the_same_bits_learn_and_send_little(tmp_path: Path) -> None:
     first, *others = run(_trained, 3, tmp_path)
     bits, change, sent = first

@@ -70,6 +70,7 @@ def _resumed(rank: int, folder: Path) -> list[list[str]]:
     return pairs
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     first, second = run(_resumed, 2, tmp_path, tmp_path / "checkpoints")
     assert first == second

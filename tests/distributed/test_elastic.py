@@ -228,6 +228,7 @@ def test_members_go_on_with_a_lighthouse_that_was_killed_and_started_again(tmp_p
     assert first["samples"] == second["samples"] == first["steps"] + second["steps"]
 
 
+@pytest.mark.slow
 def test_a_machine_with_notice_does_not_wait_for_a_lighthouse_that_is_gone(tmp_path: Path) -> None:
     address, command = _own_lighthouse()
     lighthouse = subprocess.Popen(command)

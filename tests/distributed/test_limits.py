@@ -98,6 +98,7 @@ def _inference(rank: int) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_tensors_that_were_made_in_inference_mode(tmp_path: Path) -> None:
     first, second = run(_inference, 2, tmp_path, timeout=240)
     assert first == second

@@ -184,6 +184,7 @@ def _compiled(rank: int) -> str:
     return bits_of_model(model)
 
 
+@pytest.mark.slow
 def test_a_step_may_be_compiled(tmp_path: Path) -> None:
     first, second = run(_compiled, 2, tmp_path)
     assert first == second

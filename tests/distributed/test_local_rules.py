@@ -97,6 +97,7 @@ def _resumed(rank: int) -> dict[str, bool]:
     return results
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
     for results in run(_resumed, 2, tmp_path):
         assert all(results.values()), results

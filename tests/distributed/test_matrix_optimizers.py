@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -84,6 +85,7 @@ def _muloco(rank: int) -> tuple[bytes, list[float], float]:
     return _flat(model).numpy().tobytes(), losses, sent
 
 
+@pytest.mark.slow
 def test_muloco_keeps_ranks_alike_learns_and_sends_two_bits(tmp_path: Path) -> None:
     first, *others = run(_muloco, RANKS, tmp_path)
     bits, losses, sent = first

@@ -564,6 +564,7 @@ def _skipped(rank: int) -> list[Any]:
     return results
 
 
+@pytest.mark.slow
 def test_steps_are_counted_where_ddp_skips_the_last_bucket(tmp_path: Path) -> None:
     """With the same bits as without skipping, so that warm-up, dither and memory go on in the same way."""
     first, second = run(_skipped, 2, tmp_path)

@@ -50,6 +50,7 @@ def _reduced(rank: int) -> list[bytes]:
     ]
 
 
+@pytest.mark.slow
 def test_processes_and_virtual_ranks_have_the_same_bits_under_every_norm(tmp_path: Path) -> None:
     results = run(_reduced, 3, tmp_path)
     for number, (fields, dtype) in enumerate(CASES):

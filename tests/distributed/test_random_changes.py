@@ -29,6 +29,7 @@ def test_ranks_agree_whatever_is_changed(tmp_path: Path, framework: str) -> None
     assert any(": ConfigError: " in seen for sequence in first for seen in sequence)
 
 
+@pytest.mark.slow
 def test_lightning_wraps_anew_whatever_is_changed(tmp_path: Path) -> None:
     first, second = run(fits, 2, tmp_path, range(4), initialise=False)
     assert first == second

@@ -386,6 +386,7 @@ def _kinds(rank: int) -> list[str]:
     return bits
 
 
+@pytest.mark.slow
 def test_a_configuration_is_accepted_wherever_fields_are_and_other_kinds_are_refused(tmp_path: Path) -> None:
     first, second = run(_kinds, 2, tmp_path)
     assert first == second

@@ -63,6 +63,7 @@ def _both_ways(rank: int, cases: list[dict[str, Any]], hooks: list[dict[str, Any
     return found == expected
 
 
+@pytest.mark.slow
 def test_flat_reducers(tmp_path: Path) -> None:
     cases = [{"reducer": name} for name in ("two_shot", "gather", "sum", "native")]
     hooks = [{"bits": 4}, {"reducer": "sum"}, {"memory": "ef", "codec": "sign", "bits": 1}, {"memory": "diana"}]

@@ -53,6 +53,7 @@ def gradients(numel: int = 3000) -> list[torch.Tensor]:
     return [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(RANKS)]
 
 
+@pytest.mark.slow
 def test_the_codec_is_unbiased_and_the_same_on_all_ranks() -> None:
     add("A codec")
     config = GQSGDConfig(codec="ternary")

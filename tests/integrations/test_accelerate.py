@@ -351,6 +351,7 @@ def test_processes_that_do_not_find_each_other_are_told(tmp_path: Path) -> None:
     run(unnoticed, 2, tmp_path, initialise=False)
 
 
+@pytest.mark.slow
 def test_the_names_load_nothing_until_they_are_used() -> None:
     code = (
         "import sys, lightning_gqsgd; assert 'torch' not in sys.modules; lightning_gqsgd.enable; "

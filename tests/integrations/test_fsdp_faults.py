@@ -55,6 +55,7 @@ def _errors(rank: int) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_agree_all_raise(tmp_path: Path) -> None:
     ranks = run(_errors, 4, tmp_path)
     assert all("do not agree" in text for texts in ranks for text in texts)

@@ -338,6 +338,7 @@ def test_a_platform_without_fork_can_import_what_looks_after_forks(name: str, mo
     spec.loader.exec_module(sys.modules["on_windows"])
 
 
+@pytest.mark.slow
 def test_autoload_warns_and_never_raises(tmp_path: Path) -> None:
     """A package that stands for Lightning takes less time to import."""
     (tmp_path / "lightning" / "pytorch" / "strategies").mkdir(parents=True)

@@ -110,6 +110,7 @@ def fit(_: int, *arguments: str) -> tuple[str, int, int]:
     return hooks[0], strategy.gqsgd_state.step, strategy.gqsgd_config.bits
 
 
+@pytest.mark.slow
 def test_fit(tmp_path: Path) -> None:
     by_name = ["--trainer.strategy=gqsgd_4bit", "--trainer.max_steps=2", "--trainer.enable_checkpointing=false"]
     assert run(fit, 2, tmp_path, *by_name, initialise=False) == [("gqsgd_hook", 2, 4)] * 2

@@ -129,6 +129,7 @@ def _after_a_search(_: int) -> list[list[Any]]:
     return results
 
 
+@pytest.mark.slow
 def test_a_search_for_a_learning_rate_changes_neither_memory_nor_dither(tmp_path: Path) -> None:
     """LearningRateFinder trains with rates that diverge, and takes the training back to a checkpoint."""
     for without, after_search in run(_after_a_search, 2, tmp_path, initialise=False):

@@ -112,6 +112,7 @@ def test_one_kind_of_hardware_has_no_overview_and_baselines_come_first(runs: Pat
     assert side_by_side({hardware.name: compare(variants, 0.8)}, 0.8) == []
 
 
+@pytest.mark.slow
 def test_settings_that_differ_make_variants_and_places_do_not(runs: Path) -> None:
     _made_up(runs, "gqsgd", "nvlink", 2, 0.1, "strategy.bits=4")
     assert find([runs]).keys == ("strategy.name",)  # no two runs of one seed differ
@@ -125,6 +126,7 @@ def test_settings_that_differ_make_variants_and_places_do_not(runs: Path) -> Non
     assert len(finished.left_out) == 1  # the same training, in another place
 
 
+@pytest.mark.slow
 def test_of_equal_trainings_the_last_one_is_taken_and_this_is_said(runs: Path) -> None:
     later = _made_up(runs, "gqsgd", "nvlink", 0, 0.05, time="later", ended=100)
     earlier = runs / "gqsgd-seed0" / "nvlink-time"

@@ -34,6 +34,7 @@ def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clean_process", "no_key")
 def test_wandb_without_a_key_is_offline_and_plots_against_training_time(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -25,6 +25,7 @@ def measured(tmp_path: Path) -> dict[str, list[Run]]:
     return {name: [made_up_run(tmp_path / name, [0.5, 0.9], step_s=step)] for name, step in steps.items()}
 
 
+@pytest.mark.slow
 def test_steps_on_shaped_links_stand_beside_their_predictions(measured: dict[str, list[Run]], tmp_path: Path) -> None:
     configs = [cell.config for cell in make_plan([*NETLAB, "links=100mbit,1gbit"]).cells]
     slow, fast = (beside_measured(configs, link, measured) for link in ("100mbit", "1gbit"))

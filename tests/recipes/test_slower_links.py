@@ -22,6 +22,7 @@ def on_one_machine(tmp_path: Path) -> dict[str, list[Run]]:
     }
 
 
+@pytest.mark.slow
 def test_slower_links_are_predicted_where_the_links_are_those_of_one_machine(
     on_one_machine: dict[str, list[Run]], tmp_path: Path
 ) -> None:

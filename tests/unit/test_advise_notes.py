@@ -67,6 +67,7 @@ def test_a_device_and_a_file_too_large_are_no_probes(tmp_path: Path) -> None:
         assert words in line
 
 
+@pytest.mark.slow
 def test_ranks_of_a_node_have_the_wires_of_their_device(tmp_path: Path) -> None:
     words = [*USUAL, "--link", "10gbit", "--gpus-per-node", "8"]
     rates = {"h100": "3.6tbit", "a100": "2.4tbit", "cpu": "16gbit"}

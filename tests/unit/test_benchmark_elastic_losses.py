@@ -68,6 +68,7 @@ def test_a_seed_says_all_that_happens() -> None:
     assert first == second != other
 
 
+@pytest.mark.slow
 def test_both_ways_learn_and_what_is_over_is_kept(tmp_path: Path) -> None:
     trainings = losses.Trainings(tmp_path, 1280, 60.0)
     found = {way: trainings.result(way, 4e-3, 0) for way in ("ddp", ELASTIC)}

@@ -277,6 +277,7 @@ def test_an_interrupt_is_one_line(
     assert capsys.readouterr().err == "gqsgd: interrupted\n"
 
 
+@pytest.mark.slow
 def test_the_module_is_the_command() -> None:
     command = [sys.executable, "-m", "lightning_gqsgd.cli", "presets", "gqsgd_sum", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -168,6 +168,7 @@ def test_a_closed_stderr_ends_no_training(error: type[Exception], monkeypatch: p
     announcing.print_to_stderr("a line")
 
 
+@pytest.mark.slow
 def test_numba_that_must_not_compile_is_one_error_that_names_the_variable() -> None:
     code = "import torch; from lightning_gqsgd.kernels import kernels_for; kernels_for(torch.device('cpu'))"
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}

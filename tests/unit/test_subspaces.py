@@ -32,6 +32,7 @@ def test_the_memory_sends_everything_in_the_long_run() -> None:
     assert float((total + GRADIENT).norm()) < 0.15 * float(GRADIENT.norm())
 
 
+@pytest.mark.slow
 def test_without_a_memory_the_mean_is_right_and_the_error_is_that_of_the_formula() -> None:
     ranks = SubspaceRanks(2, 1000, 0.5, torch.float64, False, codec="eden", bits=1, block_size=512)
     errors = torch.stack([ranks.mean([GRADIENT, GRADIENT], step) - GRADIENT for step in range(300)])
