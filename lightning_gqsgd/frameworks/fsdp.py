@@ -110,6 +110,7 @@ class GQSGDFSDPState:
         self.config = config
         self._model = weakref.ref(model)
         self._groups = sharded_groups(model, config)
+        self._places = [(group, number) for group in self._groups for number in range(len(group.parameters))]
         device = self._groups[0].device
         shards = self._groups[0].shards
         replicas = replicate or self._groups[0].replicas
@@ -275,8 +276,7 @@ class GQSGDFSDPState:
 
     def _weights(self) -> Weights | None:
         """Returns some weights of a parameter, another one in each step, which training keeps equal on all replicas."""
-        every = [(group, number) for group in self._groups for number in range(len(group.parameters))]
-        group, number = every[self.step % len(every)]
+        group, number = self._places[self.step % len(self._places)]
         return group.weights(number, self.step)
 
     def _count(self, group: ShardedGroup) -> bool:
