@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,10 +42,12 @@ def print_to_stderr(text: str) -> None:
 
 @contextmanager
 def compilation_is_announced(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Say once that kernels are compiled, in the first process of each machine, while this context lasts.
+    """Say that kernels are compiled while this context lasts, and the same only once.
 
     On a CPU, the first kernel that is not in the cache is announced, as a warning if it cannot be kept for the next
-    process. Triton does not tell what it has in its cache, so that time decides for a GPU.
+    process. Whichever process compiles it speaks: the others of the machine wait, and the first one may be among them.
+    Triton does not tell what it has in its cache, so that time decides for a GPU. There, all processes of a machine
+    compile, and the first one speaks.
     """
     if device.type == "cpu":
         from lightning_gqsgd.kernels.cpu.cache import watching  # Numba takes a second to import
@@ -52,8 +55,7 @@ def compilation_is_announced(dtype: torch.dtype, device: torch.device) -> Iterat
         with watching(_Announcement(dtype)):
             yield
         return
-    text = f"gqsgd: compiling GPU kernels for {dtype}, which takes up to a minute once"
-    timer = threading.Timer(_SILENT_S, _say_on_each_machine, [text])
+    timer = threading.Timer(_SILENT_S, _say_of_a_gpu, [dtype])
     timer.daemon = True
     timer.start()
     try:
@@ -62,10 +64,16 @@ def compilation_is_announced(dtype: torch.dtype, device: torch.device) -> Iterat
         timer.cancel()
 
 
-def _say_on_each_machine(text: str) -> None:
+def _say_of_a_gpu(dtype: torch.dtype) -> None:
     # Launchers number the processes of a machine; without one, each process speaks for itself.
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        say(text)
+        _say_once(f"gqsgd: compiling GPU kernels for {dtype}, which takes up to a minute once")
+
+
+@cache
+def _say_once(text: str) -> None:
+    """Say what each of several configurations would say at a start."""
+    say(text)
 
 
 class _Announcement:
@@ -94,7 +102,7 @@ class _Announcement:
             )
         elif not self._has_told:
             self._has_told = True
-            _say_on_each_machine(
+            _say_once(
                 f"gqsgd: compiling CPU kernels for {self._dtype}, which takes some seconds once: {compilation.reason}. "
                 f"They will be kept in {compilation.folder}."
             )

@@ -234,6 +234,7 @@ def test_vectors_are_long_where_the_processor_gains_by_them(monkeypatch: pytest.
 def _said_of_a_gpu(local_rank: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is said while kernels of a GPU are compiled for so long."""
     said: list[str] = []
+    announcing._say_once.cache_clear()
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setattr(announcing, "say", said.append)
     with announcing.compilation_is_announced(torch.bfloat16, torch.device("cuda")):
@@ -249,3 +250,17 @@ def test_compilers_of_a_gpu_are_announced_on_each_machine_once_they_take_long(mo
     assert _said_of_a_gpu("1", 0.1, monkeypatch) == []
     (line,) = _said_of_a_gpu("0", 30, monkeypatch)
     assert line == "gqsgd: compiling GPU kernels for torch.bfloat16, which takes up to a minute once"
+
+
+def test_whichever_process_of_a_machine_compiles_for_a_cpu_says_so_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with caplog.at_level(logging.INFO, "lightning_gqsgd"):
+        for kernel in ("companded", "narrow"):  # of two configurations
+            with announcing.compilation_is_announced(torch.float32, CPU):
+                for watcher in cache._watchers:
+                    watcher(cache.Compilation(kernel, "why", tmp_path))
+    (record,) = caplog.records
+    assert "compiling CPU kernels for torch.float32" in record.message
+    assert str(tmp_path) in record.message
