@@ -346,35 +346,33 @@ def read_by_all(file: Path | None, accelerator: Any) -> Any:
     Raises:
         ConfigError: some processes resume, or see the file, and others do not; or a process cannot read it.
     """
-    content, problem = None, ""
-    is_there = False
-    if file is not None and file.is_file():
-        is_there = True
+    found = file if file is not None and file.is_file() else None
+    content = None
+    problem = ""
+    if found is not None:
         try:
-            content = torch.load(file, map_location="cpu", weights_only=True)
+            content = torch.load(found, map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises what it comes across; all of it is told to the others
             problem = f": {type(error).__name__}: {error!s:.200}"
-    own = [int(file is not None), int(is_there), int(bool(problem))]
-    found = gather(torch.tensor([own], device=accelerator.device))
-    resumes, sees, fails = found.bool().T.tolist()
-    if file is None or not all(resumes):
-        if any(resumes):
-            resuming = [rank for rank, one in enumerate(resumes) if one]
-            raise ConfigError(
-                f"of {len(resumes)} ranks only {resuming} resume from a checkpoint; give every rank the same "
-                "resume_from_checkpoint, from a folder that all see"
-            )
-        return None
-    if not all(sees) and any(sees):
-        seeing = [rank for rank, one in enumerate(sees) if one]
+    own = [file is not None, found is not None, bool(problem)]
+    rows = gather(torch.tensor([own], dtype=torch.int64, device=accelerator.device)).tolist()
+    ranks = range(len(rows))
+    resuming, seeing, failing = ([rank for rank in ranks if rows[rank][column]] for column in range(len(own)))
+    if resuming and len(resuming) < len(ranks):
         raise ConfigError(
-            f"of {len(sees)} ranks only {seeing} see {file}, and all have to continue from it; "
+            f"of {len(ranks)} ranks only {resuming} resume from a checkpoint; give every rank the same "
+            "resume_from_checkpoint, from a folder that all see"
+        )
+    if file is None:
+        return None
+    if seeing and len(seeing) < len(ranks):
+        raise ConfigError(
+            f"of {len(ranks)} ranks only {seeing} see {file}, and all have to continue from it; "
             "resume from a folder that all see, or that was copied to every machine"
         )
-    if any(fails):
-        failing = [rank for rank, one in enumerate(fails) if one]
+    if failing:
         raise ConfigError(
-            f"of {len(fails)} ranks {failing} cannot read {file}{problem}. It is damaged, or was not written to its "
+            f"of {len(ranks)} ranks {failing} cannot read {file}{problem}. It is damaged, or was not written to its "
             f"end. Resume from another checkpoint, or delete {file.name} on every machine: what it holds starts anew"
         )
     return content

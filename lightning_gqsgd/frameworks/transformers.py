@@ -56,9 +56,9 @@ class GQSGDCallback(MeteredCallback):
         hook = self._hook
         if hook is None:
             return
-        before, self._reduced = self._reduced, hook.step
         # Steps of plain DDP are counted later, and the hook itself raises where DDP waits.
-        has_come = hook.step != before or hook.is_plain or hook.is_waiting
+        has_come = hook.step != self._reduced or hook.is_plain or hook.is_waiting
+        self._reduced = hook.step
         if not has_come and any(p.grad is not None for p in kwargs["model"].parameters()):
             raise ConfigError(
                 f"the gradients of step {state.global_step} have not come to DistributedDataParallel, so each rank "

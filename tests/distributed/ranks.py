@@ -84,6 +84,7 @@ def run(
                 raise RankFailed(f"rank {rank} of {ranks} raised:\n{error}")
             results[rank] = result
         for process in processes:
+            # An answer may come after the time to wait, see above, and the end of its process a moment later.
             process.join(max(10, begun + timeout - time.monotonic()))
             if process.is_alive():
                 raise RankFailed("a rank answered but did not end")
@@ -98,7 +99,7 @@ def _check(processes: list[Any], results: dict[int, Any], deadline: float) -> No
     for rank, process in enumerate(processes):
         if rank not in results and process.exitcode not in (None, 0):
             raise RankFailed(f"rank {rank} ended with exit code {process.exitcode}")
-    if time.monotonic() > deadline and time.monotonic() > deadline + sum(map(_processor_seconds, processes)):
+    if time.monotonic() > deadline + sum(map(_processor_seconds, processes)):
         raise RankFailed(f"ranks {sorted(set(range(len(processes))) - set(results))} did not answer in time")
 
 
