@@ -38,20 +38,13 @@ def kernels_for(device: torch.device) -> ModuleType:
     """
     if device.type == "cpu" and not _readable.get():
         _check_numba()
-        return _module("cpu")
+        return import_module(f"{__name__}.cpu")
     if device.type == "cuda" and not _readable.get():
         _check_triton()
-        return _module("cuda")
+        return import_module(f"{__name__}.cuda")
     if device.type == "meta":
-        return _module("meta")
-    return _module("reference")
-
-
-def _module(name: str) -> ModuleType:
-    """Returns a module of this package, which is imported if it is not: ``import`` takes several times as long, and
-    this runs several times for each bucket."""
-    module: ModuleType = globals().get(name) or import_module(f"{__name__}.{name}")
-    return module
+        return import_module(f"{__name__}.meta")
+    return import_module(f"{__name__}.reference")
 
 
 @lru_cache(maxsize=1)

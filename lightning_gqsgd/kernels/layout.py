@@ -15,11 +15,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_gqsgd.kernels import kernels_for
 
 if TYPE_CHECKING:
     from lightning_gqsgd.kernels.protocol import Quantiser
@@ -117,6 +120,11 @@ class Part:
     blocks: Tensor
     table: np.ndarray
     block_size: int
+
+    @cached_property
+    def kernels(self) -> ModuleType:
+        """The kernels for tensors on the device of ``blocks``; see `kernels_for`."""
+        return kernels_for(self.blocks.device)
 
     @cached_property
     def runs(self) -> list[Run]:

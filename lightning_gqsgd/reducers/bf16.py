@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.codecs.floats.codec import FloatCodec, largest
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import LENGTH, Layout
 from lightning_gqsgd.kernels.wire import in_finite_range
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
@@ -68,7 +67,7 @@ class Bf16(Reducer):
         small = torch.empty_like(wide, dtype=torch.bfloat16)
         part = self.layout.on(x.device).whole
         # Ranks divide before they round, and clamp to `largest`, so that no sum within the all-reduce overflows.
-        kernels_for(wide.device).narrow(wide, part.blocks, small, keys.up[rank], 1.0 / self.ranks, largest(self.ranks))
+        part.kernels.narrow(wide, part.blocks, small, keys.up[rank], 1.0 / self.ranks, largest(self.ranks))
         yield (Exchange.in_place("sum", small),)
         x.copy_(small)
         return 0

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs.scales import kernels_find_scales, over_ranks, rounded_up, scales_of
-from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import Layout, Part
 from lightning_gqsgd.kernels.protocol import Count, Quantiser
 from lightning_gqsgd.kernels.wire import Key
@@ -150,7 +149,7 @@ class Link:
             own = None
         if own is not None and self.shares:  # messages stand for differences, and so has what is exact
             x -= store.load(self.received, part.runs, x)
-        bad = kernels_for(x.device).decode(wires, part.blocks, x, self.quantiser, keys, turn, own)
+        bad = part.kernels.decode(wires, part.blocks, x, self.quantiser, keys, turn, own)
         if not self.fuses:
             self.restore(x, part, rotation, store)
         return bad
@@ -174,7 +173,7 @@ class Link:
     def turn_back(self, decoded: Tensor, part: Part, rotation: Key) -> None:
         """Undo the rotation, if there is one."""
         if self.rotates:
-            kernels_for(decoded.device).rotate(decoded, part.blocks, rotation, self.quantiser.block_size, inverse=True)
+            part.kernels.rotate(decoded, part.blocks, rotation, self.quantiser.block_size, inverse=True)
 
 
 class Trace(Protocol):
@@ -204,7 +203,7 @@ class Outgoing:
         self._part = part
         self._rotation = rotation
         if link.turns:
-            kernels_for(x.device).rotate(x, part.blocks, rotation, link.quantiser.block_size)
+            part.kernels.rotate(x, part.blocks, rotation, link.quantiser.block_size)
         self._scales = None if link.kernels_find_scales else scales_of(x, part.blocks, link.codec, link.scale_rule)
 
     def find_scales(self) -> Tensor:
@@ -214,7 +213,7 @@ class Outgoing:
         Changes to the tensor count: `share_scales` replaces it in place before `encode`.
         """
         if self._scales is None:
-            self._scales = kernels_for(self._input.device).block_maxima(self._input, self._part.blocks)
+            self._scales = self._part.kernels.block_maxima(self._input, self._part.blocks)
         return self._scales
 
     def share_scales(self) -> Generator[Sequence[Exchange], None, Tensor]:
@@ -243,7 +242,7 @@ class Outgoing:
         if scales is not None and link.scales_travel:
             scales = rounded_up(scales, self._input.dtype)
         turn = self._rotation if link.fuses else None
-        kernels_for(wire.device).encode(self._input, self._part.blocks, wire, link.quantiser, key, scales, turn)
+        self._part.kernels.encode(self._input, self._part.blocks, wire, link.quantiser, key, scales, turn)
         return NO_TRACE
 
 
@@ -280,7 +279,7 @@ class _Remembering(Outgoing):
         link = self._link
         part = self._part
         decoded = torch.zeros_like(self._input)
-        kernels = kernels_for(wire.device)
+        kernels = part.kernels
         # Messages whose codes are added have no scales in them: the scales, already the maxima over ranks, are passed
         # beside them.
         if link.quantiser.summable:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import RAW, Layout
 from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.reducers.base import (
@@ -84,7 +83,7 @@ class Summed(Reducer):
         lost = outgoing.encode(codes, keys.up[rank])
         yield from self._added(codes, layout, rank, keys)
 
-        bad = kernels_for(x.device).decode_sum(codes, scales, part.blocks, x, self.link.quantiser, keys.up)
+        bad = part.kernels.decode_sum(codes, scales, part.blocks, x, self.link.quantiser, keys.up)
         self.link.restore(x, part, keys.rotation, store)
         lost.commit(x)
         return bad

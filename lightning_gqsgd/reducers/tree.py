@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import Layout, place_by_owner
 from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, ring_bytes
@@ -130,9 +129,7 @@ class Tree(Summed):
 
             if hop.adds:
                 part = layout.shards_from(*hop.takes)
-                kernels_for(mine.device).combine(
-                    mine, received, part.blocks, self.link.quantiser, keys.node(number, rank)
-                )
+                part.kernels.combine(mine, received, part.blocks, self.link.quantiser, keys.node(number, rank))
             else:
                 mine.copy_(received)
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec, CompandedCodec, FloatCodec
-from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import BlockRun, Layout, place_by_owner, sizes_by_owner
 from lightning_gqsgd.kernels.protocol import Own
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
@@ -103,7 +102,7 @@ class TwoShot(Reducer):
         # Without a memory, one kernel decodes, averages and encodes, and no mean is written to memory in between.
         if self.up.plain and self.down.plain:
             own = Own(rank, x, keys.rotation if self.up.fuses else None)
-            kernels_for(x.device).reduce(messages, part.blocks, out, q, keys.up, keys.down, own)
+            part.kernels.reduce(messages, part.blocks, out, q, keys.up, keys.down, own)
             return NO_TRACE
         mean = x.to(COMPUTE_DTYPES[x.dtype], copy=True)
         self.up.decode(messages, part, mean, keys.up, keys.rotation, store, own=rank)
