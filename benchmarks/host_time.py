@@ -15,6 +15,7 @@ import cProfile
 import os
 import pstats
 import statistics
+import sys
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -29,11 +30,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from benchmarks.report import Report, command_line, present
-from lightning_gqsgd import kernels
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.errors import check_integer
-from lightning_gqsgd.kernels import cuda
+from lightning_gqsgd.kernels import cpu, cuda
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import new_store
@@ -134,7 +134,7 @@ class _Group:
 def stand_in() -> None:
     """Let tensors on the CPU go the way of those on a GPU, over a group that sends nothing."""
     driver.set_active(_Card())
-    kernels.cpu = cuda
+    sys.modules[cpu.__name__] = cuda  # what is imported for tensors on a CPU
     communicator.backend_for = lambda *_: "nccl"
     dist.ProcessGroupNCCL = _Group
     engine.runner_for = lambda *_: StreamRunner([None])

@@ -7,10 +7,12 @@ marked `card.needs_card`. Of the cases of a test, only the first runs there, sin
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
-from lightning_gqsgd import kernels
+from lightning_gqsgd.kernels import cpu
 from tests.gpu.card import STANDS_IN
 from tests.unit.interpreter import fast, rounds_like_a_gpu  # noqa: F401
 
@@ -37,6 +39,6 @@ def triton_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
         for name in ("rounds_like_a_gpu", "fast"):
             request.getfixturevalue(name)
-        monkeypatch.setattr(kernels, "cpu", cuda)
+        monkeypatch.setitem(sys.modules, cpu.__name__, cuda)
         # The host's memory is not pinned for a card that is not there.
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_gqsgd import kernels
 from lightning_gqsgd.codecs import scales
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
@@ -48,7 +48,7 @@ class Host(TorchDispatchMode):
 
     def kernels(self) -> SimpleNamespace:
         """The CPU's, which return what a GPU's do: a count of blocks as a tensor."""
-        return SimpleNamespace(**{name: self._kernel(name) for name in KERNELS})
+        return SimpleNamespace(**{**vars(cpu), **{name: self._kernel(name) for name in KERNELS}})
 
     def _kernel(self, name: str) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ class Host(TorchDispatchMode):
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     mode = Host()
-    monkeypatch.setattr(kernels, "cpu", mode.kernels())
+    monkeypatch.setitem(sys.modules, cpu.__name__, mode.kernels())
     read = Tensor.tolist
 
     def tolist(tensor: Tensor) -> Any:
