@@ -4,13 +4,14 @@
 
 Four hosts (see `netlab`; root on Linux with iproute2): the last one has a quarter of the others' processor time, the
 last but one a link that is ten times slower. A random host's rank is killed every 20 s, and may start again 5 s later.
-Goodput is the number of samples that enter the merged model each second, over that of the same hosts when each trains
-alone, at its own speed and without faults. Samples of a merge that a restart undoes do not count.
+Goodput is the number of samples that enter the merged model each second, over that of hosts alike that train alone
+meanwhile, each at its own speed and without faults. Samples of a merge that a restart undoes do not count.
 
-Every way is run with the first seed, and ours with all of them. The speed of a machine drifts, so the hosts train alone
-before and after each way, and the mean of the two counts. The bound is the goodput of members who lose nothing but the
-time in which a host is away, and what a killed rank has learnt since its last merge. Ways with a lighthouse fork a rank
-that comes back from a process that has imported everything; torchrun restarts all ranks, which import again.
+Every way is run with the first seed, and ours with all of them. The speed of a machine drifts, so each host has a twin,
+with as much of a processor at the same time, whose rank trains alone. The bound is the goodput of members who lose
+nothing but the time in which a host is away, and what a killed rank has learnt since its last merge. Ways with a
+lighthouse fork a rank that comes back from a process that has imported everything; torchrun restarts all ranks, which
+import again.
 """
 
 from __future__ import annotations
@@ -39,11 +40,10 @@ from pictures.style import DPI, STYLE
 
 PROGRAM = "python -m benchmarks.goodput"
 RATES = ["1gbit", "1gbit", "100mbit", "1gbit"]
-CPUS = ["0.6", "0.6", "0.6", "0.15"]
+#: Processors of each host. With the twins of the hosts, that is nearly two.
+CPUS = ["0.3", "0.3", "0.3", "0.075"]
 #: Seconds between two kills, and until the killed rank may start again.
 EVERY_S, DOWN_S = 20.0, 5.0
-#: Seconds for which hosts train alone, between two ways.
-ALONE_S = 30.0
 #: Seconds of a trial of a number of steps between two averages, and the numbers that are tried.
 TRIAL_S, TRIALS = 45.0, (16, 64, 256)
 #: Seconds for which ranks may take to make their first merge.
@@ -63,7 +63,7 @@ def _plain(lab: NetLab, host: int) -> list[str]:
 def _torchrun(lab: NetLab, host: int) -> list[str]:
     """torchrun starts all ranks again when one is gone."""
     options = [
-        f"--nnodes={lab.hosts}",
+        f"--nnodes={len(RATES)}",
         "--nproc-per-node=1",
         "--max-restarts=1000",
         "--monitor-interval=0.1",
@@ -109,18 +109,27 @@ WAYS = {
 }
 
 
+#: How the ranks of twins are started.
+_ALONE = Way(_plain)
+
+
 class Run:
-    """The ranks of one way on the hosts of a lab.
+    """The ranks of one way on hosts of a lab.
 
     Args:
-        lab: the hosts.
+        lab: the lab.
+        hosts: numbers of the hosts.
         name: of the way.
         way: how it is started.
         folder: of journals and checkpoints.
     """
 
-    def __init__(self, lab: NetLab, name: str, way: Way, folder: Path) -> None:
-        self._lab, self._name, self._way, self._folder = lab, name, way, folder
+    def __init__(self, lab: NetLab, hosts: range, name: str, way: Way, folder: Path) -> None:
+        self._lab = lab
+        self._hosts = hosts
+        self._name = name
+        self._way = way
+        self._folder = folder
         self._starters: dict[int, subprocess.Popen[str]] = {}
 
     def start(self, host: int) -> None:
@@ -157,16 +166,16 @@ class Run:
             with (self._folder / "lighthouse").open("w") as log:
                 bind = ["--bind", f"[::]:{LIGHTHOUSE_PORT}"]
                 self._lab.popen(0, [program, *bounds, *bind], stdout=log, stderr=log)
-        for host in range(self._lab.hosts):
+        for host in self._hosts:
             self.start(host)
         # Imports would take a slow host minutes.
-        self._limit(["none"] * self._lab.hosts)
-        self._wait(lambda: len(list(self._folder.glob("pid*"))) == self._lab.hosts, "started")
+        self._limit(["none"] * len(self._hosts))
+        self._wait(lambda: len(list(self._folder.glob("pid*"))) == len(self._hosts), "started")
         self._limit(CPUS)
         self._wait(lambda: all(self.lines()), "merged")
 
     def _limit(self, cpus: Sequence[str]) -> None:
-        for host, share in enumerate(cpus):
+        for host, share in zip(self._hosts, cpus, strict=True):
             self._lab.slow_down(host, share)
 
     def _wait(self, is_done: Callable[[], bool], what: str) -> None:
@@ -196,7 +205,7 @@ class Run:
     def lines(self) -> list[list[Line]]:
         """The journal of each host."""
         journals = []
-        for host in range(self._lab.hosts):
+        for host in self._hosts:
             file = self._folder / f"rank{host}.jsonl"
             text = file.read_text() if file.exists() else ""
             # The last line may be half, after a kill as well.
@@ -213,10 +222,31 @@ def schedule(seed: int, seconds: float, hosts: int) -> list[tuple[float, int]]:
     return [(EVERY_S * (number + 1), random_hosts.randrange(hosts)) for number in range(count)]
 
 
-def measure(name: str, way: Way, kills: Sequence[tuple[float, int]], seconds: float) -> tuple[float, list[list[Line]]]:
-    """Run one way for some seconds after its start; returns when it began, and the journals."""
-    with tempfile.TemporaryDirectory() as folder, NetLab(len(RATES), RATES, cpus=CPUS) as lab:
-        run = Run(lab, name, way, Path(folder))
+class Measured(NamedTuple):
+    """What one run has brought.
+
+    Attributes:
+        begun: when it began, on the machine's monotonic clock.
+        journals: of each host.
+        alone: samples per second of each host's twin.
+    """
+
+    begun: float
+    journals: list[list[Line]]
+    alone: list[float]
+
+
+def measure(name: str, way: Way, kills: Sequence[tuple[float, int]], seconds: float) -> Measured:
+    """Run one way for some seconds after its start, beside twins of its hosts."""
+    count = len(RATES)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as folder_of_twins,
+        NetLab(2 * count, 2 * RATES, cpus=2 * CPUS) as lab,
+    ):
+        twins = Run(lab, range(count, 2 * count), "alone", _ALONE, Path(folder_of_twins))
+        twins.start_all()
+        run = Run(lab, range(count), name, way, Path(folder))
         run.start_all()
         # At a moment that has nothing to do with merges. Right after one, what the next one brings would count less.
         time.sleep(random.uniform(0.0, 2 * ROUND_S))  # noqa: S311
@@ -228,7 +258,8 @@ def measure(name: str, way: Way, kills: Sequence[tuple[float, int]], seconds: fl
             do(host)
         time.sleep(max(0.0, begun + seconds - time.monotonic()))
         lab.stop()
-        return begun, run.lines()
+        alone = [samples_per_second([journal], begun, seconds) for journal in twins.lines()]
+        return Measured(begun, run.lines(), alone)
 
 
 def samples_per_second(journals: Sequence[Sequence[Line]], begun: float, seconds: float) -> float:
@@ -239,12 +270,6 @@ def samples_per_second(journals: Sequence[Sequence[Line]], begun: float, seconds
         return (max((entered for moment, entered in totals if moment <= begun + seconds), default=0) - before) / seconds
     last = {(host, line["merge"]): line for host, lines in enumerate(journals) for line in lines}
     return sum(line["samples"] for line in last.values() if begun < line["time"] <= begun + seconds) / seconds
-
-
-def alone() -> list[float]:
-    """Samples per second of each host when it trains alone and without kills."""
-    begun, journals = measure("alone", Way(_plain), [], ALONE_S)
-    return [samples_per_second([journal], begun, ALONE_S) for journal in journals]
 
 
 def bound(kills: Sequence[tuple[float, int]], rates: Sequence[float], seconds: float) -> float:
@@ -335,11 +360,10 @@ def _notes(seconds: float) -> list[str]:
     return [
         f"{seconds:.0f} s of each way. Four hosts with {', '.join(RATES)} and {', '.join(CPUS)} of a processor; a "
         f"random host's rank is killed every {EVERY_S:.0f} s, and may start again {DOWN_S:.0f} s later. A character "
-        "model. Goodput: samples per second that entered the merged model, over those of the same hosts when each "
-        "trains alone. bound: what is left if nothing is lost but the time in which a host is away, and half a round "
-        f"of {ROUND_S:g} s, which a killed rank has learnt since its last merge. The speed of the machine differs by "
-        "some percent between two runs, and goodput with it.",
-        "alone: samples per second of the hosts when each trains alone, before and after. "
+        "model. Goodput: samples per second that entered the merged model, over those of hosts alike that each train "
+        "alone at the same time. bound: what is left if nothing is lost but the time in which a host is away, and half "
+        f"a round of {ROUND_S:g} s, which a killed rank has learnt since its last merge.",
+        "alone: samples per second of the hosts that train alone. "
         "loss: of the last merge, on validation text; ways that see fewer samples end higher. back: seconds from when "
         "a killed rank may start again to its first merge; a dash: it had made none by the end. equal: whether members "
         "that took part in the last merge have the same weights.",
@@ -351,7 +375,7 @@ def _notes(seconds: float) -> list[str]:
 
 
 class Measurement:
-    """Runs one way after the other, and lets the hosts train alone in between.
+    """Runs one way after the other.
 
     Args:
         report: gets a row for each run.
@@ -359,10 +383,9 @@ class Measurement:
 
     def __init__(self, report: Report) -> None:
         self._report = report
-        self._before = alone()
 
-    def add(self, label: str, name: str, way: Way, seed: int, seconds: float) -> tuple[float, list[list[Line]]]:
-        """Run a way, and return when it began, and the journals.
+    def add(self, label: str, name: str, way: Way, seed: int, seconds: float) -> Measured:
+        """Run a way.
 
         Args:
             label: what the row is called.
@@ -372,13 +395,13 @@ class Measurement:
             seconds: of the run.
         """
         kills = schedule(seed, seconds, len(RATES))
-        begun, journals = measure(name, way, kills, seconds)
-        after = alone()
-        rates = [(one + other) / 2 for one, other in zip(self._before, after, strict=True)]
-        self._before = after
-        most, best = sum(rates), bound(kills, rates, seconds)
+        measured = measure(name, way, kills, seconds)
+        begun, journals, alone = measured
+        most = sum(alone)
+        best = bound(kills, alone, seconds)
         rate = samples_per_second(journals, begun, seconds)
-        loss, back = last_loss(journals), longest_return(journals, begun, kills)
+        loss = last_loss(journals)
+        back = longest_return(journals, begun, kills)
         equal = "yes" if are_equal(journals) else "no"
         returned = None if math.isnan(back) else back
         self._report.rows.append([label, seed, rate / most, best, rate, most, loss, returned, equal])
@@ -387,7 +410,7 @@ class Measurement:
             f"{rate:.0f} of {most:.0f} samples/s, loss {loss:.3f}, back {back:.1f} s, equal: {equal}",
             flush=True,
         )
-        return begun, journals
+        return measured
 
     def tuned(self, name: str, way: Way, seed: int) -> Way:
         """Returns a way with the best of some numbers of steps between two averages."""
@@ -421,8 +444,8 @@ def _measure(options: argparse.Namespace) -> Report:
             way = measurement.tuned(name, way, options.seed[0])
             report.notes = [*report.notes, f"{name}: {way.every} steps between two averages."]
         for seed in options.seed if name == "elastic" else options.seed[:1]:
-            begun, journals = measurement.add(name, name, way, seed, seconds)
-            curves.setdefault(name, {})[str(seed)] = curve(begun, journals)
+            measured = measurement.add(name, name, way, seed, seconds)
+            curves.setdefault(name, {})[str(seed)] = curve(measured.begun, measured.journals)
     return report
 
 

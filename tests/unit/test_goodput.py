@@ -66,10 +66,9 @@ def test_a_member_that_has_merged_with_nobody_yet_is_not_back() -> None:
 
 def test_the_number_of_steps_with_the_best_goodput_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    def measured(name: str, way: goodput.Way, *_: object) -> tuple[float, list[list[goodput.Line]]]:
-        return 0.0, [[_line(1.0, 1, way.every % 256)], [], [], []]
+    def measured(name: str, way: goodput.Way, *_: object) -> goodput.Measured:
+        return goodput.Measured(0.0, [[_line(1.0, 1, way.every % 256)], [], [], []], [1.0] * 4)
 
-    monkeypatch.setattr(goodput, "alone", lambda: [1.0] * 4)
     monkeypatch.setattr(goodput, "measure", measured)
     report = goodput.Report("goodput", "", {})
     way = goodput.Measurement(report).tuned("torchft_diloco", WAYS["torchft_diloco"], 0)
@@ -92,11 +91,10 @@ def test_every_schedule_is_kept_and_drawn(monkeypatch: pytest.MonkeyPatch, tmp_p
         drawn.append(losses)
         return plot(axis, seconds, losses, **look)
 
-    def measured(name: str, way: object, kills: Sequence[tuple[float, int]], _: float) -> object:
+    def measured(name: str, way: object, kills: Sequence[tuple[float, int]], _: float) -> goodput.Measured:
         journal = [{**_line(second, merge), "loss": merge + kills[0][1]} for merge, second in enumerate((1.0, 60.0))]
-        return 0.0, [journal] * 4
+        return goodput.Measured(0.0, [journal] * 4, [1.0] * 4)
 
-    monkeypatch.setattr(goodput, "alone", lambda: [1.0] * 4)
     monkeypatch.setattr(goodput, "measure", measured)
     monkeypatch.setattr(axes.Axes, "plot", noted)
     options = argparse.Namespace(short=True, seconds=0.0, ways=["elastic", "ddp"], seed=[0, 3])

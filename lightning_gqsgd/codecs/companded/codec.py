@@ -30,6 +30,7 @@ density is known. Here the decoder is unbiased at every single coordinate, and n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist, fmean
 from typing import ClassVar
 
@@ -60,9 +61,15 @@ DITHERS = ("adaptive", "subtractive")
 #: Mean magnitude over the scale of the coordinates that are not zero, in a block of mostly zeros.
 _SPARSE_MAGNITUDE = 1 / 3
 
-#: Magnitudes of a Gaussian block of 256 coordinates over its scale: 256 equally likely ones, of which the last is 1.
-_QUANTILES = [NormalDist().inv_cdf(0.5 + (k + 0.5) / 512) for k in range(256)]
-_GAUSSIAN = [quantile / _QUANTILES[-1] for quantile in _QUANTILES]
+
+@cache  # every choice of a reducer asks for it several times, and it takes milliseconds
+def _gaussian_variance(levels: int) -> float:
+    """Returns the mean square error on dense Gaussian gradients in blocks of 256, in units of the squared scale.
+
+    Magnitudes of a block over its scale are 256 equally likely ones, of which the last is 1.
+    """
+    quantiles = [NormalDist().inv_cdf(0.5 + (k + 0.5) / 512) for k in range(256)]
+    return fmean(variance_companded(quantile / quantiles[-1], levels, SLOPE) for quantile in quantiles)
 
 
 @dataclass(frozen=True)
@@ -228,7 +235,7 @@ class CompandedCodec(Codec):
     def error_variance(self, summed: int = 1) -> float:
         """Returns the mean square error of one rank's coordinate, in units of the squared scale, on dense Gaussian
         gradients in blocks of 256; `variance.variance_companded` has that of a single coordinate."""
-        return fmean(variance_companded(magnitude, self._levels, SLOPE) for magnitude in _GAUSSIAN)
+        return _gaussian_variance(self._levels)
 
     def omega(self, dimension: int, summed: int = 1) -> float:
         """Returns ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale.
