@@ -7,11 +7,11 @@ last but one a link that is ten times slower. A random host's rank is killed eve
 Goodput is the number of samples that enter the merged model each second, over that of hosts alike that train alone
 meanwhile, each at its own speed and without faults. Samples of a merge that a restart undoes do not count.
 
-Every way is run with the first seed, and ours with all of them. The speed of a machine drifts, so each host has a twin,
-with as much of a processor at the same time, whose rank trains alone. The bound is the goodput of members who lose
-nothing but the time in which a host is away, and what a killed rank has learnt since its last merge. Ways with a
-lighthouse fork a rank that comes back from a process that has imported everything; torchrun restarts all ranks, which
-import again.
+Every way is run with the first seed, and ours with all of them. The speed of a machine drifts, so there is a twin of
+each kind of host, with as much of a processor at the same time, whose rank trains alone. The bound is the goodput of
+members who lose nothing but the time in which a host is away, and what a killed rank has learnt since its last merge.
+Ways with a lighthouse fork a rank that comes back from a process that has imported everything; torchrun restarts all
+ranks, which import again.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from pictures.style import DPI, STYLE
 
 PROGRAM = "python -m benchmarks.goodput"
 RATES = ["1gbit", "1gbit", "100mbit", "1gbit"]
-#: Processors of each host. With the twins of the hosts, that is nearly two.
-CPUS = ["0.3", "0.3", "0.3", "0.075"]
+#: Processors of each host. With a twin for each kind of host, that is nearly two.
+CPUS = ["0.43", "0.43", "0.43", "0.11"]
 #: Seconds between two kills, and until the killed rank may start again.
 EVERY_S, DOWN_S = 20.0, 5.0
 #: Seconds of a trial of a number of steps between two averages, and the numbers that are tried.
@@ -118,13 +118,13 @@ class Run:
 
     Args:
         lab: the lab.
-        hosts: numbers of the hosts.
+        hosts: processors of each host, by its number.
         name: of the way.
         way: how it is started.
         folder: of journals and checkpoints.
     """
 
-    def __init__(self, lab: NetLab, hosts: range, name: str, way: Way, folder: Path) -> None:
+    def __init__(self, lab: NetLab, hosts: Mapping[int, str], name: str, way: Way, folder: Path) -> None:
         self._lab = lab
         self._hosts = hosts
         self._name = name
@@ -169,13 +169,13 @@ class Run:
         for host in self._hosts:
             self.start(host)
         # Imports would take a slow host minutes.
-        self._limit(["none"] * len(self._hosts))
+        self._limit(dict.fromkeys(self._hosts, "none"))
         self._wait(lambda: len(list(self._folder.glob("pid*"))) == len(self._hosts), "started")
-        self._limit(CPUS)
+        self._limit(self._hosts)
         self._wait(lambda: all(self.lines()), "merged")
 
-    def _limit(self, cpus: Sequence[str]) -> None:
-        for host, share in zip(self._hosts, cpus, strict=True):
+    def _limit(self, cpus: Mapping[int, str]) -> None:
+        for host, share in cpus.items():
             self._lab.slow_down(host, share)
 
     def _wait(self, is_done: Callable[[], bool], what: str) -> None:
@@ -228,7 +228,7 @@ class Measured(NamedTuple):
     Attributes:
         begun: when it began, on the machine's monotonic clock.
         journals: of each host.
-        alone: samples per second of each host's twin.
+        alone: samples per second of a twin of each host.
     """
 
     begun: float
@@ -237,16 +237,18 @@ class Measured(NamedTuple):
 
 
 def measure(name: str, way: Way, kills: Sequence[tuple[float, int]], seconds: float) -> Measured:
-    """Run one way for some seconds after its start, beside twins of its hosts."""
+    """Run one way for some seconds after its start, beside a twin of each kind of host."""
     count = len(RATES)
+    kinds = list(dict.fromkeys(CPUS))
+    rates = [*RATES, *["none"] * len(kinds)]
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory() as folder_of_twins,
-        NetLab(2 * count, 2 * RATES, cpus=2 * CPUS) as lab,
+        NetLab(len(rates), rates, cpus=[*CPUS, *kinds]) as lab,
     ):
-        twins = Run(lab, range(count, 2 * count), "alone", _ALONE, Path(folder_of_twins))
+        twins = Run(lab, dict(enumerate(kinds, count)), "alone", _ALONE, Path(folder_of_twins))
         twins.start_all()
-        run = Run(lab, range(count), name, way, Path(folder))
+        run = Run(lab, dict(enumerate(CPUS)), name, way, Path(folder))
         run.start_all()
         # At a moment that has nothing to do with merges. Right after one, what the next one brings would count less.
         time.sleep(random.uniform(0.0, 2 * ROUND_S))  # noqa: S311
@@ -259,7 +261,7 @@ def measure(name: str, way: Way, kills: Sequence[tuple[float, int]], seconds: fl
         time.sleep(max(0.0, begun + seconds - time.monotonic()))
         lab.stop()
         alone = [samples_per_second([journal], begun, seconds) for journal in twins.lines()]
-        return Measured(begun, run.lines(), alone)
+        return Measured(begun, run.lines(), [alone[kinds.index(one)] for one in CPUS])
 
 
 def samples_per_second(journals: Sequence[Sequence[Line]], begun: float, seconds: float) -> float:

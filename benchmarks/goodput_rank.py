@@ -40,7 +40,7 @@ EVERY = 16
 EVERY_VARIABLE = "GOODPUT_EVERY"
 TIMEOUT = timedelta(seconds=10)
 #: Seconds between two merges by the clock.
-ROUND_S = 2.0
+ROUND_S = 3.0
 
 
 class Rank:

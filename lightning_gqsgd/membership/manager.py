@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 _TIMEOUT = timedelta(seconds=60)
 
 #: Between two signs of life for the lighthouse, which takes a member for dead after seconds without any.
-_HEARTBEAT = timedelta(milliseconds=250)
+_HEARTBEAT = timedelta(milliseconds=500)
 
 #: The longest that a member that joins waits for one answer of another one, before it meets all of them instead.
 _GLANCE = timedelta(seconds=5)

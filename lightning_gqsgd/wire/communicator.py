@@ -89,6 +89,8 @@ class Communicator:
         # Backends by stage, scope and turn; torch's type stubs lack their collectives.
         self._groups: dict[tuple[int, Scope, int], Any] = {}
         self._shared: dict[tuple[int, Scope, int], SharedGroup] = {}
+        # Gloo's devices. Each has a thread, which wakes up a hundred times a second also where nothing comes.
+        self._sockets: list[Any] = []
         self._apart: set[Scope] = set()  # those whose ranks share no memory
         self._turn = 0
         self._has_several = False  # whether groups over NCCL have to be kept in order
@@ -190,16 +192,29 @@ class Communicator:
             same = [group for (_, other, _), group in self._groups.items() if other == scope]
             if same:
                 return same[0]
-        make: Any = dist.ProcessGroupGloo if self.backend == "gloo" else dist.ProcessGroupNCCL
         members = scope.members(self.rank, self.size)
         key = f"gqsgd/groups/{self._key}/{stage}/{scope.kind}/{members[0]}/{turn}"
         store = dist.PrefixStore(key, self._store)
         try:
-            made = make(store, members.index(self.rank), len(members), self.timeout)
+            made = self._new_group(store, members.index(self.rank), len(members))
         except RuntimeError as error:  # e.g. another rank has refused, or died
             raise self.describe(error, f"connecting to {len(members)} ranks") from error
         _connected.add(made)
         return made
+
+    def _new_group(self, store: dist.Store, rank: int, size: int) -> Any:
+        """Returns a new process group. Those over Gloo have one thread together that receives from the network."""
+        if self.backend != "gloo":
+            nccl: Any = dist.ProcessGroupNCCL
+            return nccl(store, rank, size, self.timeout)
+        gloo: Any = dist.ProcessGroupGloo
+        if not self._sockets:
+            self._sockets = gloo_devices()
+        options = gloo._Options()
+        options._timeout = self.timeout
+        options._devices = self._sockets
+        options._threads = 2 * len(self._sockets)  # as many as torch takes
+        return gloo(store, rank, size, options)
 
     def _share(self, stage: int, scope: Scope, turn: int) -> None:
         """Let the ranks of a group share memory, if all of them are on one machine. A collective of the group."""
@@ -289,6 +304,7 @@ class Communicator:
         # The groups are forgotten first, so that `start` refuses from now on.
         groups = self._groups
         self._groups = {}
+        self._sockets = []
         self._latest = (None, None)
         shared = self._shared
         self._shared = {}
@@ -378,6 +394,16 @@ def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Returns whether a group exists: False once it has been destroyed."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
+def gloo_devices() -> list[Any]:
+    """Returns new devices of Gloo, as torch makes them for a process group: one for each of the network interfaces that
+    GLOO_SOCKET_IFNAME names, or one for the address of this host's name."""
+    gloo: Any = dist.ProcessGroupGloo
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if len(names) > 1:  # as torch looks at it
+        return [gloo.create_device(interface=name) for name in names.split(",")]
+    return [gloo.create_default_device()]
 
 
 def backend_for(group: dist.ProcessGroup | Peers, device: torch.device) -> str:

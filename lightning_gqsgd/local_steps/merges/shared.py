@@ -21,6 +21,9 @@ from lightning_gqsgd.local_steps.outer import load_outer
 #: Merges after which a member that has sent nothing since is forgotten. It needs its entry until its next merge only.
 _REMEMBERED_MERGES = 1000
 
+#: Words of a checksum that are weighted at once: so many stay in a processor's cache, and no sum of them overflows.
+_CHUNK = 1 << 16
+
 #: Entries of the state.
 _ENTRIES = {"merges": int, "samples": int, "mean_steps": float, "left_out": int, "counted": Mapping}
 _ENTRIES |= {"anchors": Mapping, "outer": Mapping, "integers": Tensor}
@@ -78,14 +81,15 @@ class SharedState:
             return found
 
     def _sum_of_bits(self) -> int:
+        parts = [anchor.detach().contiguous().view(-1).view(torch.uint8) for _, anchor in self.fragment.entries()]
+        parts.append(torch.zeros(-sum(map(len, parts)) % 4, dtype=torch.uint8, device=parts[0].device))
+        numbers = torch.cat(parts).view(torch.int32)
+        # Weighted by place, so that two values that have changed places do not look the same.
+        places = torch.arange(1, _CHUNK + 1, device=numbers.device)
+        sums = [(chunk * places[: len(chunk)]).sum() for chunk in numbers.split(_CHUNK)]
         total = 0
-        for _, anchor in self.fragment.entries():
-            words = anchor.detach().contiguous().view(-1).view(torch.uint8)
-            numbers = words[: words.numel() // 4 * 4].view(torch.int32).to(torch.int64)
-            rest = words[words.numel() // 4 * 4 :].to(torch.int64)
-            # Weighted by place, so that two values that have changed places do not look the same.
-            places = torch.arange(1, numbers.numel() + 1, device=numbers.device) % 65_521
-            total = total * 31 + int((numbers * places).sum()) + int(rest.sum())
+        for one in torch.stack(sums).tolist():
+            total = total * 31 + one
         return (total + 2**63) % 2**64 - 2**63
 
     def start_anew(self) -> None:
