@@ -36,6 +36,8 @@ from workloads.characters import CharacterTransformer, load_texts, windows
 RANKS = 4
 BATCH, LENGTH = 16, 32
 VALIDATION = 512
+#: Samples of a training, unless the command says otherwise. Each other number has a table of its own.
+SAMPLES = 48_000
 RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
 
 #: One result: loss, samples, merges and kills.
@@ -163,8 +165,10 @@ def _measure(options: argparse.Namespace) -> Report:
     numbers = {"learning rate": "g", "samples": ".0f", "loss": ".3f", "lowest": ".3f", "highest": ".3f"}
     columns = {"way": "", **numbers, "less ddp's": "+.3f", "merges": ".0f", "kills": ".0f"}
     clock = Clock()
+    of_text = "_wikitext2" if "WikiText" in text else ""
+    of_length = f"_{options.samples}" if options.samples != SAMPLES else ""
     report = Report(
-        "elastic_losses_wikitext2" if "WikiText" in text else "elastic_losses",
+        f"elastic_losses{of_text}{of_length}",
         f"Loss at equal samples of members that are unequal, killed and back: {text}",
         columns,
         [
@@ -200,7 +204,7 @@ if __name__ == "__main__":
     parser = command_line(__doc__)
     parser.add_argument("--folder", default="elastic_losses", help="where trainings are kept (default elastic_losses)")
     parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--samples", type=int, default=48_000, help="of each training (default 48000)")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"of each training (default {SAMPLES})")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further training begins")
     present(parser, _measure)

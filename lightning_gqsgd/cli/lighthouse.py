@@ -12,13 +12,13 @@ from torchft.coordination import LighthouseServer
 
 from lightning_gqsgd.errors import ConfigError, check_integer, counted
 from lightning_gqsgd.local_steps.options import parse_time
-from lightning_gqsgd.membership.door import LIGHTHOUSE, host_and_port, members_at
+from lightning_gqsgd.membership.door import HEARTBEAT_MS, LIGHTHOUSE, host_and_port, members_at
 
 #: Seconds between two looks at the members.
 _LOOK_S = 1.0
 
 #: The least milliseconds without a sign of life after which a member counts as gone: two of those signs.
-_LEAST_HEARTBEAT_MS = 500
+_LEAST_HEARTBEAT_MS = 2 * HEARTBEAT_MS
 
 #: Where this machine reaches a lighthouse that listens at all of its addresses.
 _LOOPBACKS = {"[::]": "[::1]", "0.0.0.0": "127.0.0.1"}  # noqa: S104
@@ -40,7 +40,10 @@ def serve(bind: str, min_replicas: int, join_timeout: str, heartbeat_timeout: st
     check_integer("--min-replicas", min_replicas, 1, 2**31 - 1)
     join_ms = _milliseconds("--join-timeout", join_timeout, 1, "it counts in milliseconds")
     heartbeat_ms = _milliseconds(
-        "--heartbeat-timeout", heartbeat_timeout, _LEAST_HEARTBEAT_MS, "members give a sign of life every 250 ms"
+        "--heartbeat-timeout",
+        heartbeat_timeout,
+        _LEAST_HEARTBEAT_MS,
+        f"members give a sign of life every {HEARTBEAT_MS} ms",
     )
     found = host_and_port(bind)
     if found is None:

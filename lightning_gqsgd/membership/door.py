@@ -22,6 +22,9 @@ from lightning_gqsgd.version import __version__
 #: The environment variable with the lighthouse's address.
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 
+#: Milliseconds between two signs of life that a member gives the lighthouse, which takes it for dead without them.
+HEARTBEAT_MS = 500
+
 #: Seconds without a sign of life after which a member is taken for gone.
 _ALIVE_S = 5.0
 

@@ -28,6 +28,7 @@ from torchft._torchft import ManagerClient
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.membership.door import (
+    HEARTBEAT_MS,
     check_others,
     check_resolves,
     in_brackets,
@@ -57,9 +58,6 @@ logger = logging.getLogger(__name__)
 
 #: Of connections, collectives and transfers of the state.
 _TIMEOUT = timedelta(seconds=60)
-
-#: Between two signs of life for the lighthouse, which takes a member for dead after seconds without any.
-_HEARTBEAT = timedelta(milliseconds=500)
 
 #: The longest that a member that joins waits for one answer of another one, before it meets all of them instead.
 _GLANCE = timedelta(seconds=5)
@@ -189,7 +187,7 @@ class TorchftMembers(Members):
             lighthouse_addr=self._lighthouse,
             replica_id=self._name,
             hostname=in_brackets(self._host),  # which becomes a part of an address
-            heartbeat_interval=_HEARTBEAT,
+            heartbeat_interval=timedelta(milliseconds=HEARTBEAT_MS),
             # Without retries, torchft's Manager waits for all of the patience after a call that has failed, although
             # the lighthouse may have started again.
             quorum_retries=max(1, round(self._patience / _CALL_AGAIN)),

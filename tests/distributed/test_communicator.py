@@ -156,3 +156,37 @@ def _over_gloo(rank: int) -> None:
 
 def test_gloo_has_a_group_for_each_stage(tmp_path: Path) -> None:
     run(_over_gloo, 2, tmp_path)
+
+
+def _receiving() -> int:
+    """How many threads of this process receive what comes over Gloo."""
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    return names.count("gloo_tcp_loop")
+
+
+def _threads(rank: int) -> tuple[list[int], float]:
+    before = _receiving()
+    communicator = Communicator(CPU, dist.group.WORLD, "threads")
+    communicator.extend([(ALL,), (ALL,)], connections=3)
+    with_groups = _receiving()
+    x = torch.full((4,), float(rank))
+    for stage, turn in [(0, 0), (1, 0), (1, 2), (2, 1)]:
+        communicator.start(Exchange.in_place("sum", x), stage, turn).wait()
+    communicator.close()
+    return [before, with_groups], float(x[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted on Linux")
+def test_all_groups_over_gloo_have_one_thread_that_receives(tmp_path: Path) -> None:
+    for (before, with_groups), total in run(_threads, 2, tmp_path):
+        if before:  # older versions of Gloo give it no name
+            assert with_groups == before + 1
+        assert total == 8.0  # 1, added four times over two ranks that have the same from then on
+
+
+@pytest.mark.parametrize(("names", "count"), [("", 1), ("lo", 1), ("lo,lo", 2)])
+def test_gloo_has_a_device_for_each_interface_that_the_environment_names(
+    names: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
+    assert len(module.gloo_devices()) == count

@@ -296,7 +296,7 @@ def test_a_second_lighthouse_at_a_port_is_refused(lighthouse: str) -> None:
     [
         ("5", "1s", "--join-timeout='5' is no time: .*, e.g. --join-timeout='20s'$"),
         ("100us", "1s", "--join-timeout=100us is too short: 1 ms is the least"),
-        ("1s", "200ms", "--heartbeat-timeout=200ms is too short: 500 ms is the least, because members give a sign"),
+        ("1s", "200ms", "--heartbeat-timeout=200ms is too short: 1000 ms is the least, because members give a sign"),
     ],
 )
 def test_a_time_that_no_lighthouse_can_keep_is_refused(join: str, heartbeat: str, words: str) -> None:
