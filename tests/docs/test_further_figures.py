@@ -155,6 +155,12 @@ def of_elastic(column: str) -> list[float]:
     return sorted(float(row[column]) for row in rows_of(RESULTS / "goodput_elastic.md"))
 
 
+def below_bound() -> list[float]:
+    """How far goodput is below its bound, in all schedules of kills."""
+    rows = rows_of(RESULTS / "goodput_elastic.md")
+    return sorted(round(float(row["bound"]) - float(row["goodput"]), 2) for row in rows)
+
+
 #: Columns of the least and the largest loss of all seeds.
 OF_SEEDS = ("lowest", "highest")
 #: Ways that are quoted.
@@ -311,12 +317,15 @@ SENTENCES: Sentences = {
     (
         "docs/elastic.md",
         r"Members have ([\d.]+) to ([\d.]+) in five schedules of kills\. A member is back within ([\d.]+) s of .*? "
+        r"Members are ([\d.]+) to ([\d.]+) below it\. .*? "
         r"DiLoCo has ([\d.]+) in fp32 and ([\d.]+) through .*? Averages in lock-step have ([\d.]+), and plain DDP has "
         r"([\d.]+):",
     ): [
         lambda: of_elastic("goodput")[0],
         lambda: of_elastic("goodput")[-1],
         lambda: of_elastic("back (s)")[-1],
+        lambda: below_bound()[0],
+        lambda: below_bound()[-1],
         *(partial(goodput, way) for way in ("torchft_diloco", "torchft_diloco_4bit", "lock_step", "ddp")),
     ],
     (
