@@ -81,12 +81,17 @@ class SharedState:
             return found
 
     def _sum_of_bits(self) -> int:
-        parts = [anchor.detach().contiguous().view(-1).view(torch.uint8) for _, anchor in self.fragment.entries()]
-        parts.append(torch.zeros(-sum(map(len, parts)) % 4, dtype=torch.uint8, device=parts[0].device))
-        numbers = torch.cat(parts).view(torch.int32)
+        anchors = [anchor.detach() for _, anchor in self.fragment.entries()]
         # Weighted by place, so that two values that have changed places do not look the same.
-        places = torch.arange(1, _CHUNK + 1, device=numbers.device)
-        sums = [(chunk * places[: len(chunk)]).sum() for chunk in numbers.split(_CHUNK)]
+        places = torch.arange(1, _CHUNK + 1, device=anchors[0].device)
+        sums = []
+        for anchor in anchors:
+            words = anchor.contiguous().view(-1).view(torch.uint8)
+            whole = len(words) // 4 * 4
+            chunks = words[:whole].view(torch.int32).split(_CHUNK)
+            sums += [(chunk * places[: len(chunk)]).sum() for chunk in chunks]
+            if whole < len(words):
+                sums.append(words[whole:].sum())
         total = 0
         for one in torch.stack(sums).tolist():
             total = total * 31 + one
