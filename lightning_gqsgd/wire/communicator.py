@@ -89,8 +89,8 @@ class Communicator:
         # Backends by stage, scope and turn; torch's type stubs lack their collectives.
         self._groups: dict[tuple[int, Scope, int], Any] = {}
         self._shared: dict[tuple[int, Scope, int], SharedGroup] = {}
-        # Gloo's devices. Each has a thread, which wakes up a hundred times a second also where nothing comes.
-        self._sockets: list[Any] = []
+        # Gloo's devices, by turn. Each has a thread, which wakes up a hundred times a second also where nothing comes.
+        self._devices: dict[int, list[Any]] = {}
         self._apart: set[Scope] = set()  # those whose ranks share no memory
         self._turn = 0
         self._has_several = False  # whether groups over NCCL have to be kept in order
@@ -196,24 +196,24 @@ class Communicator:
         key = f"gqsgd/groups/{self._key}/{stage}/{scope.kind}/{members[0]}/{turn}"
         store = dist.PrefixStore(key, self._store)
         try:
-            made = self._new_group(store, members.index(self.rank), len(members))
+            made = self._new_group(store, members.index(self.rank), len(members), turn)
         except RuntimeError as error:  # e.g. another rank has refused, or died
             raise self.describe(error, f"connecting to {len(members)} ranks") from error
         _connected.add(made)
         return made
 
-    def _new_group(self, store: dist.Store, rank: int, size: int) -> Any:
-        """Returns a new process group. Those over Gloo have one thread together that receives from the network."""
+    def _new_group(self, store: dist.Store, rank: int, size: int, turn: int) -> Any:
+        """Returns a new process group. Over Gloo, those of one turn share the thread that receives from the network."""
         if self.backend != "gloo":
             nccl: Any = dist.ProcessGroupNCCL
             return nccl(store, rank, size, self.timeout)
         gloo: Any = dist.ProcessGroupGloo
-        if not self._sockets:
-            self._sockets = gloo_devices()
+        if turn not in self._devices:
+            self._devices[turn] = gloo_devices()
         options = gloo._Options()
         options._timeout = self.timeout
-        options._devices = self._sockets
-        options._threads = 2 * len(self._sockets)  # as many as torch takes
+        options._devices = self._devices[turn]
+        options._threads = 2 * len(self._devices[turn])  # as many as torch takes
         return gloo(store, rank, size, options)
 
     def _share(self, stage: int, scope: Scope, turn: int) -> None:
@@ -304,7 +304,7 @@ class Communicator:
         # The groups are forgotten first, so that `start` refuses from now on.
         groups = self._groups
         self._groups = {}
-        self._sockets = []
+        self._devices = {}
         self._latest = (None, None)
         shared = self._shared
         self._shared = {}
