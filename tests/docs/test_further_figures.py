@@ -331,10 +331,16 @@ SENTENCES: Sentences = {
     (
         "docs/elastic.md",
         r"end at ([\d.]+) nats per byte, between ([\d.]+) and ([\d.]+), where ddp has ([\d.]+), between ([\d.]+) and "
-        r"([\d.]+) .*?On WikiText-2, they end at ([\d.]+), and ddp at ([\d.]+)",
+        r"([\d.]+) .*?On WikiText-2, they end at ([\d.]+), and ddp at ([\d.]+) .*? ddp is ahead there: "
+        r"\[([\d.]+)\]\(\S+\) against ([\d.]+)\.",
     ): [
-        *(partial(at_equal_samples, column, way) for way in EQUAL_SAMPLES for column in ("loss", *OF_SEEDS)),
+        *(
+            partial(at_equal_samples, column, way, "elastic_losses_192000")
+            for way in EQUAL_SAMPLES
+            for column in ("loss", *OF_SEEDS)
+        ),
         *(partial(at_equal_samples, "loss", way, "elastic_losses_wikitext2") for way in EQUAL_SAMPLES),
+        *(partial(at_equal_samples, "loss", way) for way in reversed(EQUAL_SAMPLES)),
     ],
     ("README.md", r"([\d.]+) to ([\d.]+) of what the hosts learn alone"): [
         lambda: of_elastic("goodput")[0],
