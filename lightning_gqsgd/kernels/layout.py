@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -125,6 +125,10 @@ class Part:
     def kernels(self) -> ModuleType:
         """The kernels for tensors on the device of ``blocks``; see `kernels_for`."""
         return kernels_for(self.blocks.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Modules cannot be copied or pickled. A copy finds its kernels itself.
+        return {name: value for name, value in vars(self).items() if name != "kernels"}
 
     @cached_property
     def runs(self) -> list[Run]:

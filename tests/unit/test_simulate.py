@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +38,14 @@ def test_every_virtual_rank_gets_the_same_mean_and_gradients_stay_as_they_are() 
     assert all(torch.equal(one, other) for one, other in zip(gradients, before, strict=True))
     assert 0.05 < relative_error(results[0], gradients) < 0.2
     assert not torch.equal(results[0], average(gradients, preset="gqsgd_4bit", block_size=64, step=1)[0])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda ranks: pickle.loads(pickle.dumps(ranks))])  # noqa: S301
+def test_copies_of_virtual_ranks_give_the_same_mean(copied: Callable[[VirtualRanks], VirtualRanks]) -> None:
+    gradients = [torch.linspace(-1, 1 + rank, 3000) for rank in range(2)]
+    ranks = VirtualRanks(2, [Segment(0, 3000, raw=False)], bits=4)
+    expected = ranks.mean(gradients, 0)
+    assert torch.equal(copied(ranks).mean(gradients, 0), expected)
 
 
 def test_segments_that_do_not_cover_the_gradients_are_refused() -> None:
