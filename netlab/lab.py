@@ -60,6 +60,9 @@ class NetLab:
         latency: one-way latency from each host to each other, see `parse_delays`; ping shows twice as much.
         jitter: a packet's latency is uniform between so much below and above; packets keep their order.
         cpus: processors of each host, see `parse_cpus`; None: no limits.
+        on_cores: the core that each host with such a limit runs on, numbered from 0 among those that this process may
+            use; None: any. A host with less than a whole core would otherwise run on several at the same time, and lose
+            a part of its time whenever a thread wakes up on another one.
 
     Raises:
         NetLabError: a value is out of range; at ``with``, the machine has no Linux, no root, no iproute2, or no control
@@ -75,6 +78,7 @@ class NetLab:
         latency: str = "none",
         jitter: str = "none",
         cpus: Sequence[str] | None = None,
+        on_cores: Sequence[int] | None = None,
     ) -> None:
         for name, value in (("hosts", hosts), ("ranks_per_host", ranks_per_host)):
             if not 1 <= value <= MAX_HOSTS:
@@ -86,6 +90,7 @@ class NetLab:
         self.latency_s, self.jitter_s = parse_delays(latency, jitter)
         #: Processors of each host; None where there is no limit.
         self.cpus = [parse_cpus(one, cores()) for one in _for_each_host("cpus", cpus or "none", hosts)]
+        self._cores = [None] * hosts if on_cores is None else _numbered(on_cores, hosts)
         self._name = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
         self._processes: list[subprocess.Popen[str]] = []
         self._shares: dict[int, processors.Share] = {}
@@ -286,7 +291,7 @@ class NetLab:
                 for namespace, device in self._ends(host):
                     _shape(namespace, device, rate)
             if cpus is not None:
-                self._shares[host] = processors.Share(name, cpus)
+                self._shares[host] = processors.Share(name, cpus, self._cores[host])
         if self.latency_s:
             self._start_switch(switch)
 
@@ -338,6 +343,17 @@ def _for_each_host(name: str, given: str | Sequence[str], hosts: int) -> Sequenc
             f"{name} has {len(given)} values, {','.join(given)}, and there are {hosts} hosts; give one for each host"
         )
     return given
+
+
+def _numbered(on_cores: Sequence[int], hosts: int) -> list[int]:
+    """Returns the system's number of the core of each host."""
+    usable = sorted(os.sched_getaffinity(0))
+    if len(on_cores) != hosts or not set(on_cores) <= set(range(len(usable))):
+        raise NetLabError(
+            f"on_cores={list(on_cores)} must have a number from 0 to {len(usable) - 1}, the cores of this machine, for "
+            f"each of {hosts} hosts"
+        )
+    return [usable[core] for core in on_cores]
 
 
 def _shape(namespace: str, device: str, rate: int) -> None:

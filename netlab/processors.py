@@ -44,13 +44,15 @@ class Share:
     Args:
         name: of the group.
         cpus: seconds of processor time in each second.
+        core: the one core that they run on, as the system numbers it; None: any.
 
     Raises:
         NetLabError: the group cannot be made.
     """
 
-    def __init__(self, name: str, cpus: float) -> None:
+    def __init__(self, name: str, cpus: float, core: int | None = None) -> None:
         root = find_root()
+        self._core = core
         self._folder = root / name
         control = root / "cgroup.subtree_control"
         self._is_version_2 = control.exists()
@@ -78,6 +80,8 @@ class Share:
     def join(self) -> None:
         """Put this process, and all that it starts from now on, into the group."""
         (self._folder / "cgroup.procs").write_text(str(os.getpid()))
+        if self._core is not None:
+            os.sched_setaffinity(0, {self._core})
 
 
 def remove(prefix: str) -> None:

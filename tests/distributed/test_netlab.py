@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -328,6 +329,23 @@ def test_a_hosts_processes_together_get_its_share_of_the_processors() -> None:
         name = lab.namespace(1)
         assert processors.names(name) == [name]
     assert not processors.names(name)
+
+
+@needs_root
+def test_a_host_with_a_limit_runs_on_its_core() -> None:
+    last = len(os.sched_getaffinity(0)) - 1
+    tell = "import os; print(sorted(os.sched_getaffinity(0)))"
+    with NetLab(2, "none", cpus=["0.5", "none"], on_cores=[last, 0]) as lab:
+        hosts = [lab.popen(host, [sys.executable, "-c", tell], stdout=subprocess.PIPE) for host in range(2)]
+        cores = [json.loads(host.communicate(timeout=60)[0]) for host in hosts]
+    usable = sorted(os.sched_getaffinity(0))
+    assert cores == [usable[-1:], usable]  # the second host has no limit
+
+
+@pytest.mark.parametrize("cores", [[0], [0, 10_000], [0, -1]])
+def test_cores_are_those_of_the_machine(cores: list[int]) -> None:
+    with pytest.raises(NetLabError, match=r"on_cores=\[0.*\] must have a number from 0 to \d+, .* for each of 2 hosts"):
+        NetLab(2, cpus=["0.5", "0.5"], on_cores=cores)
 
 
 @needs_root
