@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -13,19 +14,57 @@ T = TypeVar("T")
 
 #: Seconds beyond the timeout of a request for which its answer may be on its way.
 _MARGIN_S = 2.0
+#: Seconds without a request after which the thread that makes them ends.
+_IDLE_S = 1.0
+
+
+class _Asking(threading.Thread):
+    """A thread that makes requests, one after the other, until none has come for a while."""
+
+    def __init__(self) -> None:
+        super().__init__(name="gqsgd-store", daemon=True)
+        self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_over = False
+        self.start()
+
+    def takes(self, ask: Callable[[], None]) -> bool:
+        """Take a request; returns False if the thread has ended, also in a process that was forked from its own."""
+        if not self.is_alive():  # before the lock, which a thread may have held at a fork
+            return False
+        with self._lock:
+            if not self._is_over:
+                self._asked.put(ask)
+            return not self._is_over
+
+    def run(self) -> None:
+        """See `threading.Thread`."""
+        while True:
+            try:
+                ask = self._asked.get(timeout=_IDLE_S)
+            except Empty:
+                with self._lock:
+                    # One may have come since.
+                    self._is_over = self._asked.empty()
+                    if self._is_over:
+                        return
+                continue
+            ask()
+            del ask  # and what it holds, while this thread waits
 
 
 class Requests:
     """Requests to one store, each of which comes to an end.
 
     The client of a TCPStore waits for its server without a limit, and the server is usually a part of another process.
-    Where that process stands still, or the link to it is cut, a request would wait for ever. So each one is made by a
-    thread of its own, which is left behind where no answer comes. While one waits, other requests fail at once, because
+    Where that process stands still, or the link to it is cut, a request would wait for ever. So requests are made by
+    another thread, which is left behind where no answer comes. While one waits, other requests fail at once, because
     the client has one connection.
     """
 
     def __init__(self) -> None:
         self._left_behind: list[threading.Event] = []  # the ends of those requests
+        self._asking: _Asking | None = None
 
     def make(self, request: Callable[[], T], within_s: float) -> T:
         """Make a request that may take so many seconds, and return its answer.
@@ -47,7 +86,9 @@ class Requests:
 
         self._left_behind[:] = [other for other in self._left_behind if not other.is_set()]
         if not self._left_behind:
-            threading.Thread(target=ask, name="gqsgd-store", daemon=True).start()
+            if self._asking is None or not self._asking.takes(ask):
+                self._asking = _Asking()
+                self._asking.takes(ask)
             try:
                 ended.wait(within_s)
             finally:  # an interrupt, too, leaves it behind
