@@ -40,6 +40,8 @@ MEMORY_BYTES = 1 << 22
 #: Seconds that ranks wait for each other while they connect, at most. After that, they stay on Gloo.
 PATIENCE_S = 10.0
 
+#: Bytes in which a rank says which node it is on.
+_NODE_BYTES = 8
 _TOKEN_BYTES = 16
 #: The token of a rank without memory to share.
 _NO_TOKEN = bytes(_TOKEN_BYTES)
@@ -122,12 +124,15 @@ def connect(gather: Gather, rank: int, number: int, timeout_s: float) -> Neighbo
         RuntimeError: ``gather`` has failed.
         ConfigError: see `is_wanted`.
     """
+    is_possible = is_wanted() and sys.platform == "linux"
+    # First of all, because memory takes milliseconds to reserve, and most ranks are on several nodes.
+    nodes = gather(_node(number) if is_possible else secrets.token_bytes(_NODE_BYTES))
+    if len(set(nodes)) > 1:
+        return None
     with ExitStack() as undo:
-        own = _Offer.make(undo) if is_wanted() and sys.platform == "linux" else None
-        token = _NO_TOKEN if own is None else own.token
-        rows = gather(_node(number) + token)
-        tokens = [row[-_TOKEN_BYTES:] for row in rows]
-        if own is None or _NO_TOKEN in tokens or len({row[:-_TOKEN_BYTES] for row in rows}) > 1:
+        own = _Offer.make(undo)
+        tokens = gather(_NO_TOKEN if own is None else own.token)
+        if own is None or _NO_TOKEN in tokens:
             return None
         problem = ""
         neighbours = None
@@ -153,9 +158,9 @@ def connect(gather: Gather, rank: int, number: int, timeout_s: float) -> Neighbo
 def _node(number: int) -> bytes:
     """Returns a digest of the node's name; one that no other rank has where the environment names it wrongly."""
     try:
-        return digest_of(this_node(number)).to_bytes(8, "little")
+        return digest_of(this_node(number)).to_bytes(_NODE_BYTES, "little")
     except ConfigError:  # is raised where the number of nodes counts
-        return secrets.token_bytes(8)
+        return secrets.token_bytes(_NODE_BYTES)
 
 
 class _Offer:
