@@ -72,7 +72,8 @@ class Bundle:
         self._device = entries[0].tensor.device
         dtype = options.anchor_dtype or self._dtype
         device = options.anchor_device or self._device
-        self.anchors = [torch.empty(entry.tensor.shape, dtype=dtype, device=device) for entry in entries]
+        self._flat = torch.empty(self._numel, dtype=dtype, device=device)
+        self.anchors = list(self.split(self._flat))
         self.take_anchors()
         self._check_range()
 
@@ -94,6 +95,10 @@ class Bundle:
                     f"anchor_dtype={anchor.dtype} holds numbers up to {limit:g}, and {entry.name} has {largest:g}; "
                     "take torch.bfloat16 or torch.float32"
                 )
+
+    def bits(self) -> Tensor:
+        """Returns the memory of the anchors as bytes, uint8: a view."""
+        return self._flat.view(torch.uint8)
 
     def flat_anchors(self) -> Tensor:
         """The anchors as one flat tensor on the tensors' device, in the dtype to compute in: [numel]."""

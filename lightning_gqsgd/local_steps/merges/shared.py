@@ -81,17 +81,16 @@ class SharedState:
             return found
 
     def _sum_of_bits(self) -> int:
-        anchors = [anchor.detach() for _, anchor in self.fragment.entries()]
+        memories = [bundle.bits() for bundle in self.fragment.bundles]
         # Weighted by place, so that two values that have changed places do not look the same.
-        places = torch.arange(1, _CHUNK + 1, device=anchors[0].device)
+        places = torch.arange(1, _CHUNK + 1, device=memories[0].device)
         sums = []
-        for anchor in anchors:
-            words = anchor.contiguous().view(-1).view(torch.uint8)
-            whole = len(words) // 4 * 4
-            chunks = words[:whole].view(torch.int32).split(_CHUNK)
+        for memory in memories:
+            whole = len(memory) // 4 * 4
+            chunks = memory[:whole].view(torch.int32).split(_CHUNK)
             sums += [(chunk * places[: len(chunk)]).sum() for chunk in chunks]
-            if whole < len(words):
-                sums.append(words[whole:].sum())
+            if whole < len(memory):
+                sums.append(memory[whole:].sum())
         total = 0
         for one in torch.stack(sums).tolist():
             total = total * 31 + one
