@@ -222,7 +222,7 @@ class TorchftMembers(Members):
             if isinstance(request, Gather):
                 return self._group.rows_of_all(request.row)
             if isinstance(request, Sum):
-                return self._group.sum(request.x, request.segments)
+                return self._group.sum(request.x, request.segments, request.number)
             if isinstance(request, Rejoin):
                 return self.start_after(0)
             assert isinstance(request, Commit)

@@ -119,20 +119,27 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         return self._resolved
 
     @torch.no_grad()
-    def sum(self, flat: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def sum(self, flat: Tensor, segments: Sequence[Segment], number: int) -> Tensor:
         """Replace a flat tensor by its sum over the ranks, and wait for it.
+
+        Unlike `allreduce`, this does not compare what ranks reduce: the caller knows that they reduce the same.
 
         Args:
             flat: the tensor, [numel].
             segments: the parameters in it, in order.
+            number: that no other sum of the training has, the same on all ranks.
 
         Raises:
-            ConfigError: the ranks do not agree.
+            ConfigError: the ranks do not agree on kernels for a new dtype.
             CollectiveError: a collective failed; the tensor is all NaN.
             RuntimeError: there are no ranks, because of an earlier error.
         """
         try:
-            return self._start(flat, flat, tuple(segments), is_sum=True).take_now()
+            engine = self._engine_for(flat)
+            if flat.dtype not in self._prepared:
+                self._prepare(engine, flat.dtype, _card(flat, number))
+            request = Request(f"sum number {number}", (self._resolved,), tuple(segments), number)
+            return self._started(engine, request, flat, flat, is_sum=True).take_now()
         except Exception as error:
             self._note(error)
             raise
@@ -259,38 +266,39 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         self._error = None
         self._peers = peers = _peers_of(self._pg, self._device)
         timeout = timeout_of(peers, self._device)
-        config: GQSGDConfig | None = None
+        side: Side | None = None
         with suppress(ConfigError):  # it is raised again in the meeting, where all ranks hear of it
-            config = resolve(self.config, peers.size())
-        seen = self._greet(config)
-        if config is not None and seen.are_ready:
-            engine = open_agreed(self._side(config), seen.key, self._device, timeout=timeout, messages=_MESSAGES)
+            side = self._side()
+        seen = self._greet(side)
+        if side is not None and seen.are_ready:
+            engine = open_agreed(side, seen.key, self._device, timeout=timeout, messages=_MESSAGES)
         else:
             with Meeting("torchft's quorum", [peers], timeout) as meeting:
-                config = resolve(self.config, peers.size())
-                side = self._side(config)
+                side = self._side()
                 with open_engines(
                     meeting, [side], self._device, timeout=timeout, messages=_MESSAGES, dtypes=[torch.float32]
                 ) as engines:
                     (engine,) = engines
-            self._compiled.add(self._kernels_of(config, peers.size()))
+            self._compiled.add(self._kernels_of(side.configs[0], peers.size()))
         self._calls = seen.calls
         engine.telemetry = self.telemetry  # counters go on where those of earlier ranks have ended
-        self._resolved = config
+        self._resolved = side.configs[0]
         self._prepared = {torch.float32}
         self._engines[:] = [engine]
 
-    def _side(self, config: GQSGDConfig) -> Side:
+    def _side(self) -> Side:
+        """Returns the present ranks, and the compression for them; raises ConfigError if there is none."""
+        config = resolve(self.config, self._peers.size())
         return Side(self._peers, facts_of(config, {"device": self._device.type}), [config])
 
-    def _greet(self, config: GQSGDConfig | None) -> _Greeting:
+    def _greet(self, side: Side | None) -> _Greeting:
         """Tell the other ranks what this one has, and hear it of them. A collective.
 
         Args:
-            config: the compression for these ranks; None: there is none.
+            side: this rank's; None: its compression cannot work here.
         """
-        digest = 0 if config is None else digest_of_facts(self._side(config).facts) % 2**63
-        is_ready = config is not None and self._is_compiled(config, self._peers.size())
+        digest = 0 if side is None else digest_of_facts(side.facts) % 2**63
+        is_ready = side is not None and self._is_compiled(side.configs[0], self._peers.size())
         rows = self.rows_of_all(torch.tensor([digest, self._calls, int(is_ready), secrets.randbits(62)]))
         digests, calls, ready, tokens = rows.T.tolist()
         # The largest number of calls, so that no dither is used twice.
@@ -324,10 +332,22 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         # Kernels read memory, where a lazy minus sign is not seen.
         flat = tensor.detach().resolve_neg().contiguous().view(-1)
         segment = Segment(0, flat.numel(), raw=flat.numel() < self._resolved.min_numel)
-        return self._start(tensor, flat, (segment,), is_sum)
+        engine = self._engine_for(tensor)
+        number = self._calls
+        self._calls += 1
+        card = _card(tensor, number)
+        if tensor.dtype not in self._prepared:
+            self._prepare(engine, tensor.dtype, card)
+        request = Request(f"all-reduce number {number}", (self._resolved,), (segment,), number, agreement=card)
+        return self._started(engine, request, tensor, flat, is_sum=is_sum)
 
-    def _start(self, tensor: Tensor, flat: Tensor, segments: tuple[Segment, ...], is_sum: bool) -> _Result:
-        """Start to replace one tensor, whose values are in a flat one."""
+    def _engine_for(self, tensor: Tensor) -> Engine:
+        """Returns the engine of the present ranks.
+
+        Raises:
+            RuntimeError: there are none, because of an earlier error.
+            ConfigError: the tensor is on another device than the engine's tensors.
+        """
         if not self._engines:
             raise self._error or RuntimeError("gqsgd: there are no ranks; configure the process group first")
         if tensor.device.type != self._device.type:
@@ -336,13 +356,11 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
                 f"quantised(..., device={tensor.device.type!r})"
             )
         (engine,) = self._engines
-        number = self._calls
-        self._calls += 1
-        facts = {"numel": tensor.numel(), "dtype": str(tensor.dtype), "number of the call": number}
-        card = Card("torchft's all-reduce", facts)
-        if tensor.dtype not in self._prepared:
-            self._prepare(engine, tensor.dtype, card)
-        request = Request(f"all-reduce number {number}", (self._resolved,), segments, number, agreement=card)
+        return engine
+
+    @staticmethod
+    def _started(engine: Engine, request: Request, tensor: Tensor, flat: Tensor, *, is_sum: bool) -> _Result:
+        """Start to replace one tensor, whose values are in a flat one."""
         job = engine.reduce(flat, request)
         engine.plans.trim()
         return _Result(job, tensor, flat, engine.world_size if is_sum else 1)
@@ -509,6 +527,12 @@ def check_config(config: GQSGDConfig) -> None:
             "reducer='hierarchical' needs the same number of ranks on every node, and torchft's ranks come and go; "
             "leave it out"
         )
+
+
+def _card(tensor: Tensor, number: int) -> Card:
+    """Returns what ranks compare before they reduce a tensor that has no name."""
+    facts = {"numel": tensor.numel(), "dtype": str(tensor.dtype), "number of the call": number}
+    return Card("torchft's all-reduce", facts)
 
 
 def _is_reducible(tensor: Tensor) -> bool:

@@ -90,7 +90,7 @@ class Communicator:
         self._groups: dict[tuple[int, Scope, int], Any] = {}
         self._shared: dict[tuple[int, Scope, int], SharedGroup] = {}
         # Gloo's devices, by turn. Each has a thread, which wakes up a hundred times a second also where nothing comes.
-        self._devices: dict[int, list[Any]] = {}
+        self._devices: dict[int, Sequence[Any]] = {0: peers.devices} if peers.devices else {}
         self._apart: set[Scope] = set()  # those whose ranks share no memory
         self._turn = 0
         self._has_several = False  # whether groups over NCCL have to be kept in order
@@ -212,7 +212,7 @@ class Communicator:
             self._devices[turn] = gloo_devices()
         options = gloo._Options()
         options._timeout = self.timeout
-        options._devices = self._devices[turn]
+        options._devices = list(self._devices[turn])
         options._threads = 2 * len(self._devices[turn])  # as many as torch takes
         return gloo(store, rank, size, options)
 

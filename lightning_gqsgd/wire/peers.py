@@ -6,7 +6,7 @@ framework whose groups change their size while a training runs (`peers_of_unregi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import RLock
@@ -38,6 +38,7 @@ class Peers:
     backends: Mapping[str, str]
     timeout: timedelta | None = None
     turn: Any = field(default=None, repr=False)
+    devices: Sequence[Any] = field(default=(), repr=False)
 
     def size(self) -> int:
         """Returns the number of ranks, as a process group does."""
@@ -71,9 +72,11 @@ def peers_of_unregistered(group: dist.ProcessGroup, backends: Mapping[str, str])
         backends: see `Peers`.
     """
     backend = group._get_backend(torch.device(next(iter(backends))))
-    timeout = getattr(getattr(backend, "options", None), "_timeout", dist.constants.default_pg_timeout)
+    options = getattr(backend, "options", None)
+    timeout = getattr(options, "_timeout", dist.constants.default_pg_timeout)
+    devices = getattr(options, "_devices", ())
     numbers = tuple(range(group.size()))
-    return Peers(group.rank(), numbers, group.get_group_store(), backends, timeout, RLock())
+    return Peers(group.rank(), numbers, group.get_group_store(), backends, timeout, RLock(), devices)
 
 
 def backends_of(group: dist.ProcessGroup | Peers) -> Mapping[str, str]:
