@@ -29,8 +29,11 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from benchmarks.goodput_rank import EVERY, EVERY_VARIABLE, ROUND_S
 from benchmarks.report import Report, present
@@ -42,6 +45,9 @@ PROGRAM = "python -m benchmarks.goodput"
 RATES = ["1gbit", "1gbit", "100mbit", "1gbit"]
 #: Processors of each host. With a twin for each kind of host, that is nearly two.
 CPUS = ["0.43", "0.43", "0.43", "0.11"]
+#: The core of each host, and of the twin of each kind of host. Each core has two hosts and a twin, because processes
+#: that share a core slow each other down.
+CORES, CORES_OF_TWINS = [0, 1, 0, 1], [1, 0]
 #: Seconds between two kills, and until the killed rank may start again.
 EVERY_S, DOWN_S = 20.0, 5.0
 #: Seconds of a trial of a number of steps between two averages, and the numbers that are tried.
@@ -117,7 +123,7 @@ class Run:
     """The ranks of one way on hosts of a lab.
 
     Args:
-        lab: the lab.
+        lab: the lab, whose last host is for the lighthouse.
         hosts: processors of each host, by its number.
         name: of the way.
         way: how it is started.
@@ -130,19 +136,20 @@ class Run:
         self._name = name
         self._way = way
         self._folder = folder
+        self._lighthouse = lab.hosts - 1
         self._starters: dict[int, subprocess.Popen[str]] = {}
 
     def start(self, host: int) -> None:
         """Start the rank of a host, or what starts it."""
         if host in self._starters and self._way.has_lighthouse:
-            (self._folder / f"start{host}").touch()
+            self._starters[host].send_signal(signal.SIGUSR1)
             return
         again = ["--again"] if self._way.has_lighthouse else []
         module = ["-m", "benchmarks.goodput_rank", self._name, str(self._folder), *again]
         variables = {
             "NETLAB_HOST": str(host),
             "NETLAB_ADDRESS": self._lab.address(host),
-            "TORCHFT_LIGHTHOUSE": f"http://{self._lab.address(0)}:{LIGHTHOUSE_PORT}",
+            "TORCHFT_LIGHTHOUSE": f"http://{self._lab.address(self._lighthouse)}:{LIGHTHOUSE_PORT}",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             EVERY_VARIABLE: str(self._way.every),
         }
@@ -150,8 +157,6 @@ class Run:
         log = (self._folder / f"log{host}").open("a")
         self._starters[host] = self._lab.popen(host, [*command, *module], stdout=log, stderr=log)
         log.close()
-        if self._way.has_lighthouse:
-            (self._folder / f"start{host}").touch()
 
     def start_all(self) -> None:
         """Start all ranks, and wait until each has made a merge.
@@ -165,7 +170,7 @@ class Run:
             program = str(Path(sys.executable).with_name("torchft_lighthouse"))
             with (self._folder / "lighthouse").open("w") as log:
                 bind = ["--bind", f"[::]:{LIGHTHOUSE_PORT}"]
-                self._lab.popen(0, [program, *bounds, *bind], stdout=log, stderr=log)
+                self._lab.popen(self._lighthouse, [program, *bounds, *bind], stdout=log, stderr=log)
         for host in self._hosts:
             self.start(host)
         # Imports would take a slow host minutes.
@@ -240,11 +245,11 @@ def measure(name: str, way: Way, kills: Sequence[tuple[float, int]], seconds: fl
     """Run one way for some seconds after its start, beside a twin of each kind of host."""
     count = len(RATES)
     kinds = list(dict.fromkeys(CPUS))
-    rates = [*RATES, *["none"] * len(kinds)]
+    rates = [*RATES, *["none"] * len(kinds), "none"]
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory() as folder_of_twins,
-        NetLab(len(rates), rates, cpus=[*CPUS, *kinds]) as lab,
+        NetLab(len(rates), rates, cpus=[*CPUS, *kinds, "none"], on_cores=[*CORES, *CORES_OF_TWINS, 0]) as lab,
     ):
         twins = Run(lab, dict(enumerate(kinds, count)), "alone", _ALONE, Path(folder_of_twins))
         twins.start_all()
@@ -258,20 +263,32 @@ def measure(name: str, way: Way, kills: Sequence[tuple[float, int]], seconds: fl
         for second, do, host in sorted(events, key=lambda event: event[0]):
             time.sleep(max(0.0, begun + second - time.monotonic()))
             do(host)
-        time.sleep(max(0.0, begun + seconds - time.monotonic()))
+        # Until a merge after the end, see `samples_per_second`.
+        time.sleep(max(0.0, begun + seconds + 2 * ROUND_S - time.monotonic()))
         lab.stop()
         alone = [samples_per_second([journal], begun, seconds) for journal in twins.lines()]
         return Measured(begun, run.lines(), [alone[kinds.index(one)] for one in CPUS])
 
 
 def samples_per_second(journals: Sequence[Sequence[Line]], begun: float, seconds: float) -> float:
-    """Samples that entered the model in a time; of merges that were made again, the last counts."""
+    """Samples that entered the model in a time; of merges that were made again, the last counts.
+
+    What enters with the merges around the beginning and the end was learnt evenly since the merges before them.
+    """
+    # Each member knows those of all.
     totals = [(line["time"], line["entered"]) for lines in journals for line in lines if "entered" in line]
-    if totals:  # each member knows those of all
-        before = max((entered for moment, entered in totals if moment <= begun), default=0)
-        return (max((entered for moment, entered in totals if moment <= begun + seconds), default=0) - before) / seconds
-    last = {(host, line["merge"]): line for host, lines in enumerate(journals) for line in lines}
-    return sum(line["samples"] for line in last.values() if begun < line["time"] <= begun + seconds) / seconds
+    if not totals:
+        last = {(host, line["merge"]): line for host, lines in enumerate(journals) for line in lines}
+        merges = sorted((line["time"], line["samples"]) for line in last.values())
+        sums = accumulate(samples for _, samples in merges)
+        totals = [(moment, total) for (moment, _), total in zip(merges, sums, strict=True)]
+    known: dict[float, float] = {}
+    for moment, total in sorted(totals):
+        known.setdefault(total, moment)  # by the first member that knows it
+    entered = sorted(known)
+    moments = [known[total] for total in entered]
+    before, after = np.interp([begun, begun + seconds], moments, entered)
+    return float(after - before) / seconds
 
 
 def bound(kills: Sequence[tuple[float, int]], rates: Sequence[float], seconds: float) -> float:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.goodput_rank WAY FOLDER [--again]
 
-With ``--again``, a process that has imported everything waits for ranks to start, and forks each of them: imports take
-longer on these hosts than a machine is away.
+With ``--again``, a process that has imported everything forks each rank: imports take longer on these hosts than a
+machine is away.
 
 A line of ``FOLDER/rank0.jsonl`` is one merge that rank 0 took part in: the machine's monotonic time, the number of the
 merge, the samples of this rank that entered the merged model with it, a digest of the model's weights, and now and then
@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -251,27 +252,24 @@ WAYS: dict[str, Callable[[Rank], None]] = {
 
 
 def serve(way: str, folder: Path) -> None:
-    """Fork a rank whenever there is none, and the file ``startH`` of this host is there."""
+    """Fork a rank, and another one whenever that one has been killed and this process is sent SIGUSR1."""
     from lightning_gqsgd.config.resolving import resolve
     from lightning_gqsgd.local_steps.choosing import make_local
     from lightning_gqsgd.wire.compiling import compile_kernels
 
+    # Waited for without looking now and then, which would take a part of a slow host's time.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     for module in ("torchft.local_sgd", "lightning_gqsgd.local_steps.optimizer", "lightning_gqsgd.membership.manager"):
         importlib.import_module(module)
     _, config = make_local("gqsgd_diloco", {}, {})
     compile_kernels(resolve(config, 2), torch.float32, torch.device("cpu"), 2)
     torch.optim.AdamW([torch.zeros(1)])  # the first optimizer imports torch's compiler
-    start = folder / f"start{os.environ['NETLAB_HOST']}"
-    child = 0
     while True:
-        if child and os.waitpid(child, os.WNOHANG)[0]:
-            child = 0
-        if not child and start.exists():
-            start.unlink()
-            child = os.fork()
-            if not child:
-                WAYS[way](Rank(folder))
-        time.sleep(0.05)
+        child = os.fork()
+        if not child:
+            WAYS[way](Rank(folder))
+        os.waitpid(child, 0)
+        signal.sigwait({signal.SIGUSR1})
 
 
 def main() -> None:

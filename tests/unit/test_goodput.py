@@ -40,8 +40,15 @@ def test_a_seed_names_the_hosts_that_are_killed() -> None:
 
 
 def test_samples_of_a_merge_that_was_made_again_count_once() -> None:
-    journals = [[_line(0.0, 1), _line(1.0, 2), _line(2.0, 3), _line(4.0, 3)], [_line(3.0, 2, 20), _line(99.0, 3)]]
-    assert samples_per_second(journals, 0.0, 10.0) == (10 + 10 + 20) / 10
+    journals = [[_line(0.0, 1), _line(1.0, 2), _line(2.0, 3), _line(4.0, 3)], [_line(3.0, 2, 20), _line(10.0, 3)]]
+    assert samples_per_second(journals, 0.0, 10.0) == (10 + 10 + 20 + 10) / 10
+
+
+def test_a_merge_after_the_end_counts_by_the_part_of_its_time_before() -> None:
+    entered = [{**_line(second, merge), "entered": 100 * merge} for merge, second in enumerate((1.0, 3.0, 7.0, 11.0))]
+    late = {**_line(8.0, 1), "entered": 100}
+    assert samples_per_second([entered, [late]], 2.0, 7.0) == (200 + 50 - 50) / 7
+    assert samples_per_second([[_line(1.0, 1), _line(3.0, 2), _line(7.0, 3)]], 2.0, 3.0) == (10 * 2 / 4 + 10 / 2) / 3
 
 
 def test_members_are_equal_if_the_last_merge_that_several_know_is() -> None:
@@ -67,7 +74,8 @@ def test_a_member_that_has_merged_with_nobody_yet_is_not_back() -> None:
 def test_the_number_of_steps_with_the_best_goodput_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def measured(name: str, way: goodput.Way, *_: object) -> goodput.Measured:
-        return goodput.Measured(0.0, [[_line(1.0, 1, way.every % 256)], [], [], []], [1.0] * 4)
+        journal = [_line(0.0, 1), _line(1.0, 2, way.every % 256)]
+        return goodput.Measured(0.0, [journal, [], [], []], [1.0] * 4)
 
     monkeypatch.setattr(goodput, "measure", measured)
     report = goodput.Report("goodput", "", {})
