@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,11 @@ from lightning_gqsgd.errors import ConfigError, counted, did_you_mean
 from lightning_gqsgd.frameworks.distributed import destroy_at_exit
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.presets import LOCAL_PRESETS, make_config
+from lightning_gqsgd.spec.fields import FieldArguments
 from lightning_gqsgd.wire.announcing import print_to_stderr
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _BASE_FIELDS = tuple(field.name for field in dataclasses.fields(DistributedDataParallelKwargs))
 _HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
@@ -45,6 +49,18 @@ _LOCAL_STEPS = (
     "model = accelerator.prepare_model(model, evaluation_mode=True), then optimizer = accelerator.prepare("
     "LocalSteps(model, optimizer, every=32)), and optimizer.optimizer.finish() at the end"
 )
+
+
+class HandlerArguments(FieldArguments, total=False):
+    """Keyword arguments of `GQSGDKwargs`: fields of a configuration, and those of DistributedDataParallelKwargs."""
+
+    dim: int
+    broadcast_buffers: bool
+    bucket_cap_mb: int
+    find_unused_parameters: bool
+    check_reduction: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
 
 
 # The field `config` makes this class a dataclass of its own. So `dataclasses.replace` fails; otherwise it would make an
@@ -76,18 +92,19 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
 
     config: GQSGDConfig
 
-    def __init__(self, preset: str | GQSGDConfig | None = None, **fields: Any) -> None:
-        _refuse_local_steps(preset, fields)
+    def __init__(self, preset: str | GQSGDConfig | None = None, **fields: Unpack[HandlerArguments]) -> None:
+        given = cast("dict[str, Any]", fields)
+        _refuse_local_steps(preset, given)
         allowed = ("preset", *GQSGDConfig.field_names(), *_BASE_FIELDS)
-        for name in fields:
+        for name in given:
             if name not in allowed:
                 raise ConfigError(
                     f"GQSGDKwargs has no argument {name!r}{did_you_mean(name, allowed)} "
                     f"(its own: preset, {', '.join(GQSGDConfig.field_names())}; all others are "
                     f"DistributedDataParallelKwargs': {', '.join(_BASE_FIELDS)})"
                 )
-        own = {name: value for name, value in fields.items() if name not in _BASE_FIELDS}
-        DistributedDataParallelKwargs.__init__(self, **{name: fields[name] for name in fields if name not in own})
+        own = {name: value for name, value in given.items() if name not in _BASE_FIELDS}
+        DistributedDataParallelKwargs.__init__(self, **{name: given[name] for name in given if name not in own})
         self._refuse_hooks()
         self.config = make_config(preset, **own)
         _say_that_nothing_is_reduced_by_one_process()
@@ -204,7 +221,9 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
             )
 
 
-def enable_accelerator(accelerator: Accelerator, preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGDKwargs:
+def enable_accelerator(
+    accelerator: Accelerator, preset: str | GQSGDConfig | None = None, **fields: Unpack[HandlerArguments]
+) -> GQSGDKwargs:
     """Enable compression on an ``Accelerator``; see `enable.enable`."""
     existing = accelerator.ddp_handler
     kind = DistributedType(accelerator.distributed_type).value

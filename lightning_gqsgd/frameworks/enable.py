@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from accelerate import Accelerator
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs, enable_accelerator
+from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs, HandlerArguments, enable_accelerator
+from lightning_gqsgd.frameworks.distributed import StrategyArguments
 
 if TYPE_CHECKING:
     from transformers import Trainer
+    from typing_extensions import Unpack
 
     from lightning_gqsgd.frameworks.transformers_local import LocalStepsCallback
 
 
+class EnableArguments(HandlerArguments, StrategyArguments, total=False):
+    """Keyword arguments of `enable`: those of `GQSGDKwargs`, and for a Trainer those of local steps."""
+
+
 def enable(
-    target: Accelerator | Trainer, preset: str | GQSGDConfig | None = None, **fields: Any
+    target: Accelerator | Trainer, preset: str | GQSGDConfig | None = None, **fields: Unpack[EnableArguments]
 ) -> GQSGDKwargs | LocalStepsCallback:
     """Compress the gradients of what an Accelerator or a transformers Trainer trains, and keep its other settings.
 
@@ -40,7 +46,7 @@ def enable(
             communication hook already.
     """
     if isinstance(target, Accelerator):
-        return enable_accelerator(target, preset, **fields)
+        return enable_accelerator(target, preset, **cast("dict[str, Any]", fields))
     if "transformers.trainer" in sys.modules:  # otherwise the target is no Trainer, and the import takes seconds
         from lightning_gqsgd.frameworks.transformers import Trainer, enable_trainer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,11 @@ from lightning_gqsgd.local_steps.outer import OuterOptimizer
 from lightning_gqsgd.wire.communicator import parent_group
 from lightning_gqsgd.wire.engine import untraced
 from lightning_gqsgd.wire.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from lightning_gqsgd.local_steps.options import LocalArguments
 
 
 class LocalSteps(Optimizer):
@@ -91,7 +96,7 @@ class LocalSteps(Optimizer):
         elastic: bool | None = None,
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
-        **fields: Any,
+        **fields: Unpack[LocalArguments],
     ) -> None:
         # Optimizer.__init__ is not called: everything that it would make is the inner optimizer's.
         own, rest = split_fields(fields)

@@ -12,6 +12,7 @@ import torch
 from lightning_gqsgd.errors import ConfigError, check_integer, check_one_of, check_real, plain_integer
 from lightning_gqsgd.local_steps.outer import OuterOptimizer, check_outer
 from lightning_gqsgd.local_steps.rules import Rule, parse_rule
+from lightning_gqsgd.spec.fields import FieldArguments
 from lightning_gqsgd.spec.quantities import TIMES, quantity
 
 #: What happens to the state of the inner optimizer when an average is applied.
@@ -33,6 +34,19 @@ _OUTER_AFTER = 256
 
 #: How many times the median of all members' norms for each step a change has to have to be left out of a merge.
 _OUTLIER = 10.0
+
+
+class LocalArguments(FieldArguments, total=False):
+    """Keyword arguments of `LocalSteps` beside those that it names: fields of `LocalOptions` and of a configuration."""
+
+    outer_after: int
+    mixing: float
+    inner_state: str
+    rule: Rule | str | Mapping[str, Any]
+    anchor_device: torch.device | str
+    anchor_dtype: torch.dtype
+    min_replicas: int
+    outlier: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
