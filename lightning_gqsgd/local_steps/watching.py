@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import weakref
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_gqsgd.errors import ConfigError, listed
@@ -42,6 +44,7 @@ class WatchedModel:
         self._model = weakref.ref(model)
         self._optimizers = list(optimizers)
         self._averaged = [(entry, place_of(entry.tensor)) for entry in averaged]
+        self._wrapped: list[_Wrapped] | None = None  # not looked for yet
         self._known = list(model.parameters())  # kept, so that no other parameter gets the id of one that has gone
         self.expects: int | None = None
 
@@ -68,13 +71,14 @@ class WatchedModel:
         )
 
     def check(self) -> None:
-        """Compare the model and the optimizers with what they were.
+        """Compare the model and the optimizers with what they were. Called once for each round.
 
         Raises:
             ConfigError: an optimizer trains a parameter that is not averaged; or a parameter that is averaged is no
                 longer in the model, or has another shape, dtype or device; or a parameter was added that requires a
                 gradient.
         """
+        self._say_if_reduced()
         self._check_optimizers()
         model = self._model()
         if model is not None:
@@ -86,6 +90,26 @@ class WatchedModel:
                     f"{in_words(place_of(entry.tensor))} now, so ranks may hold the same average in different numbers; "
                     f"cast, move or resize the model before LocalSteps is made, or {_REMEDY}"
                 )
+
+    def _say_if_reduced(self) -> None:
+        """Log, once, that DistributedDataParallel averages the gradients of this model as well.
+
+        It may have been put around the model after LocalSteps was made. The first call finds it among all objects,
+        which takes a fraction of a second, and later ones know whether it was used since.
+        """
+        if self._wrapped is None:
+            averaged = {id(entry.tensor) for entry, _ in self._averaged}
+            self._wrapped = [_Wrapped(model) for model in _ddp_models() if averaged & set(map(id, model.parameters()))]
+        elif any(wrapped.is_used for wrapped in self._wrapped):
+            for wrapped in self._wrapped:
+                wrapped.handle.remove()
+            self._wrapped = []
+            logger.warning(
+                "gqsgd: the model of LocalSteps is called through DistributedDataParallel, which averages gradients in "
+                "every step, so that local steps save nothing. Call the module itself, and leave "
+                "DistributedDataParallel out. With Accelerate: model = accelerator.prepare_model(model, "
+                "evaluation_mode=True), and then LocalSteps"
+            )
 
     def _check_optimizers(self) -> None:
         known = {id(entry.tensor) for entry, _ in self._averaged}
@@ -115,6 +139,47 @@ class WatchedModel:
                 f"parameters were added to the model after LocalSteps was made: {listed(added)}. They are not "
                 f"averaged, so each rank would have its own; {_REMEDY}"
             )
+
+
+class _Wrapped:
+    """A DDP model, and whether it was used.
+
+    Args:
+        model: the DDP model.
+
+    Attributes:
+        handle: of the hook that notes forward passes whose gradients DDP averages.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = weakref.ref(model)
+        _used.discard(model)
+        self.handle = model.register_forward_pre_hook(_note_forward)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there was such a forward pass."""
+        return self._model() in _used
+
+
+#: The DDP models that were used.
+_used: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _note_forward(model: nn.Module, inputs: object) -> None:
+    # A function without a state, so that the model can still be copied and pickled.
+    if torch.is_grad_enabled() and getattr(model, "require_backward_grad_sync", False):
+        _used.add(model)
+
+
+def _ddp_models() -> list[DistributedDataParallel]:
+    """Returns all of this process. The type of each object is asked, because some pretend to be of another class."""
+    return [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel) and _is_made(each)]
+
+
+def _is_made(model: DistributedDataParallel) -> bool:
+    """Returns whether the constructor has come as far as the module, which may have refused it."""
+    return "module" in model.__dict__.get("_modules", {})
 
 
 def digest_of_tensors(named: Mapping[str, Tensor]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import time
 from pathlib import Path
@@ -11,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.errors import CollectiveError, ConfigError
 from tests.distributed.local_models import bits_of_model, local_steps, train
-from tests.distributed.models import mlp
-from tests.distributed.ranks import run
+from tests.distributed.models import batch, mlp
+from tests.distributed.ranks import logged, run
 
 
 def _loaded_too_late(rank: int) -> list[str]:
@@ -37,6 +39,32 @@ def _loaded_too_late(rank: int) -> list[str]:
 def test_weights_that_are_loaded_after_local_steps_began_are_an_error_on_all_ranks(tmp_path: Path) -> None:
     for texts in run(_loaded_too_late, 2, tmp_path):
         assert all("load weights before LocalSteps is made" in text for text in texts)
+
+
+def _in_ddp(rank: int) -> list[list[str]]:
+    """What is said of a model that is called through DDP: one from before that is not used, and one that is."""
+    words = []
+    for is_used in (False, True):
+        said = logged()
+        model = mlp()
+        wrapped = DistributedDataParallel(model) if not is_used else None
+        optimizer = local_steps(model, {"every": 2})
+        wrapped = wrapped or DistributedDataParallel(model)
+        with torch.no_grad():
+            wrapped(batch(rank, 0)[0])
+        train(wrapped if is_used else model, optimizer, rank, range(8))
+        optimizer.finish()
+        copy.deepcopy(wrapped)
+        optimizer.close()
+        words.append([word for word in said if "DistributedDataParallel" in word])
+    return words
+
+
+def test_a_model_that_is_called_through_ddp_beside_local_steps_is_said_once(tmp_path: Path) -> None:
+    for without, used in run(_in_ddp, 2, tmp_path):
+        assert without == []
+        assert len(used) == 1
+        assert "averages gradients in every step, so that local steps save nothing" in used[0]
 
 
 def _anew(rank: int) -> list[str]:
