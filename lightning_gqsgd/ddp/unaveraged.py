@@ -15,7 +15,7 @@ by hand. So what is said is said once weights are trained with them, or added to
 optimizer.
 
 A parameter may be in several DDP models, as an encoder with several heads is. Then each model reduces it in its own
-backward passes, and in those of the others, there is nothing to say.
+backward passes, and in those of the others, there is nothing to say. One without our hook is known by its calls.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.session.copies import on_gradients, remove_all
+from lightning_gqsgd.session.ddp_models import DDPModels
 from lightning_gqsgd.session.parameters import Parameter
 from lightning_gqsgd.wire.agreement import Weights
 
@@ -368,6 +369,9 @@ class BackwardWatch:
         # Ids of parameters whose gradients are looked at when a backward pass ends, and the number of that pass.
         self._strays: set[int] = set()
         self._stray_pass: int | None = None
+        # Other DDP models that have the parameters, without our hook, and whether one of them reduces that pass.
+        self._others = DDPModels(self._reduced)
+        self._is_others = False
         self._local: set[int] = set()  # ids of watched parameters with gradients of no_sync that wait for a reduction
         self._has_said = False
         self._reductions = 0
@@ -390,6 +394,7 @@ class BackwardWatch:
         """Watch no longer: another DDP model is wrapped around the module, or the hook was closed."""
         remove_all(self._handles)
         _WATCHES.discard(self)
+        self._others.forget()
 
     def before_forward(self, model: DistributedDataParallel, *, has_hook: bool) -> None:
         """Note a forward pass in which gradients are enabled.
@@ -446,6 +451,7 @@ class BackwardWatch:
         if number != self._stray_pass:  # a pass that was broken off by an exception has not come to its end
             self._stray_pass = number
             self._strays = set()
+            self._is_others = self._others.take_called()
             # Lightning's manual optimization prepares DDP right before the backward pass, and another DDP model that
             # has the parameter, too, may reduce it. So only the end of the backward pass tells.
             before = {watch: watch._reductions for watch in _WATCHES}
@@ -516,6 +522,12 @@ class BackwardWatch:
         parameters = [parameter for ref in self._watched if (parameter := ref()) is not None]
         if all(parameter.grad is None for parameter in parameters):
             self._stray_version = None  # the gradients were thrown away
+            return
+        if not self._is_others:
+            # Nobody knows whether new ones were called. The next backward pass tells.
+            self._is_others = self._others.look(but=[watch._model() for watch in _WATCHES])
+        if self._is_others:
+            self._stray_version = None
             return
         self._say(
             "a backward pass added gradients that DistributedDataParallel does not average, so that ranks train "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import logging
 import weakref
@@ -10,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.local_steps.fragments import Entry
 from lightning_gqsgd.local_steps.starting import in_words, parameters_of, place_of
+from lightning_gqsgd.session.ddp_models import DDPModels
 from lightning_gqsgd.wire.agreement import digest_of
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,8 @@ class WatchedModel:
         self._model = weakref.ref(model)
         self._optimizers = list(optimizers)
         self._averaged = [(entry, place_of(entry.tensor)) for entry in averaged]
-        self._wrapped: list[_Wrapped] | None = None  # not looked for yet
+        self._wrapped = DDPModels({id(entry.tensor) for entry, _ in self._averaged})
+        self._has_looked = False
         self._known = list(model.parameters())  # kept, so that no other parameter gets the id of one that has gone
         self.expects: int | None = None
 
@@ -71,7 +71,7 @@ class WatchedModel:
         )
 
     def check(self) -> None:
-        """Compare the model and the optimizers with what they were. Called once for each round.
+        """Compare the model and the optimizers with what they were. Called in each round.
 
         Raises:
             ConfigError: an optimizer trains a parameter that is not averaged; or a parameter that is averaged is no
@@ -94,16 +94,13 @@ class WatchedModel:
     def _say_if_reduced(self) -> None:
         """Log, once, that DistributedDataParallel averages the gradients of this model as well.
 
-        It may have been put around the model after LocalSteps was made. The first call finds it among all objects,
-        which takes a fraction of a second, and later ones know whether it was used since.
+        It may have been put around the model after LocalSteps was made.
         """
-        if self._wrapped is None:
-            averaged = {id(entry.tensor) for entry, _ in self._averaged}
-            self._wrapped = [_Wrapped(model) for model in _ddp_models() if averaged & set(map(id, model.parameters()))]
-        elif any(wrapped.is_used for wrapped in self._wrapped):
-            for wrapped in self._wrapped:
-                wrapped.handle.remove()
-            self._wrapped = []
+        if not self._has_looked:
+            self._has_looked = True
+            self._wrapped.look()
+        elif self._wrapped.take_called():
+            self._wrapped.forget()
             logger.warning(
                 "gqsgd: the model of LocalSteps is called through DistributedDataParallel, which averages gradients in "
                 "every step, so that local steps save nothing. Call the module itself, and leave "
@@ -139,47 +136,6 @@ class WatchedModel:
                 f"parameters were added to the model after LocalSteps was made: {listed(added)}. They are not "
                 f"averaged, so each rank would have its own; {_REMEDY}"
             )
-
-
-class _Wrapped:
-    """A DDP model, and whether it was used.
-
-    Args:
-        model: the DDP model.
-
-    Attributes:
-        handle: of the hook that notes forward passes whose gradients DDP averages.
-    """
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = weakref.ref(model)
-        _used.discard(model)
-        self.handle = model.register_forward_pre_hook(_note_forward)
-
-    @property
-    def is_used(self) -> bool:
-        """Whether there was such a forward pass."""
-        return self._model() in _used
-
-
-#: The DDP models that were used.
-_used: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-def _note_forward(model: nn.Module, inputs: object) -> None:
-    # A function without a state, so that the model can still be copied and pickled.
-    if torch.is_grad_enabled() and getattr(model, "require_backward_grad_sync", False):
-        _used.add(model)
-
-
-def _ddp_models() -> list[DistributedDataParallel]:
-    """Returns all of this process. The type of each object is asked, because some pretend to be of another class."""
-    return [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel) and _is_made(each)]
-
-
-def _is_made(model: DistributedDataParallel) -> bool:
-    """Returns whether the constructor has come as far as the module, which may have refused it."""
-    return "module" in model.__dict__.get("_modules", {})
 
 
 def digest_of_tensors(named: Mapping[str, Tensor]) -> int:

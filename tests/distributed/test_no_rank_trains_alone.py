@@ -466,6 +466,38 @@ def test_a_parameter_of_two_models_is_averaged_by_either_and_nothing_is_logged(t
     assert logs == ["2"]  # at the end, each model says that it has not averaged
 
 
+def _beside_plain_ddp(rank: int) -> tuple[list[str], list[str], list[str]]:
+    """What is logged while a plain DDP model shares an encoder, once it rests, and of plain DDP around one module."""
+    texts = logged()
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(32, 64), nn.ReLU())
+    hooked, plain = (DistributedDataParallel(nn.Sequential(encoder, nn.Linear(64, 10))) for _ in range(2))
+    state = register_gqsgd(hooked)
+
+    def learn(model: nn.Module, steps: range) -> list[str]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        texts.clear()
+        for step in steps:
+            x, y = batch(rank, step)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(texts)
+
+    taking_turns = [text for step in range(6) for text in learn((hooked, plain)[step % 2], range(step, step + 1))]
+    anew = learn(DistributedDataParallel(hooked.module), range(6, 10))  # the hook's own is still there
+    past_ddp = learn(hooked.module, range(10, 12))
+    state.close()
+    return taking_turns, anew, past_ddp
+
+
+def test_gradients_that_plain_ddp_averages_are_not_said_to_stay_on_a_rank(tmp_path: Path) -> None:
+    for taking_turns, anew, past_ddp in run(_beside_plain_ddp, 2, tmp_path):
+        assert taking_turns == anew == []
+        assert len(past_ddp) == 1
+        assert "does not average" in past_ddp[0]
+
+
 @pytest.mark.parametrize("hook", [{}, pytest.param({"auto": True}, marks=pytest.mark.slow)], ids=str)
 def test_what_is_right_is_silent(tmp_path: Path, hook: dict[str, Any]) -> None:
     first, second = run(_train_right, 2, tmp_path, hook)
