@@ -381,11 +381,13 @@ def _notes(seconds: float) -> list[str]:
         f"random host's rank is killed every {EVERY_S:.0f} s, and may start again {DOWN_S:.0f} s later. A character "
         "model. Goodput: samples per second that entered the merged model, over those of hosts alike that each train "
         "alone at the same time. bound: what is left if nothing is lost but the time in which a host is away, and half "
-        f"a round of {ROUND_S:g} s, which a killed rank has learnt since its last merge.",
+        f"a round of {ROUND_S:g} s, which a killed rank has learnt since its last merge. Each host runs on one core, "
+        "beside another host and one of the hosts that train alone. The lighthouse has a host of its own.",
         "alone: samples per second of the hosts that train alone. "
         "loss: of the last merge, on validation text; ways that see fewer samples end higher. back: seconds from when "
         "a killed rank may start again to its first merge; a dash: it had made none by the end. equal: whether members "
-        "that took part in the last merge have the same weights.",
+        "that took part in the last merge have the same weights. Time begins once every rank has merged: where that "
+        "takes many steps, ranks have learnt more by then.",
         f"torchft's DiLoCo: averages every {', '.join(map(str, TRIALS[:-1]))} and {TRIALS[-1]} steps were tried for "
         f"{TRIAL_S:.0f} s each with the first schedule, and the best number was taken. Members that wait for a slow "
         "one go on without it after 2 s. ddp and lock_step make no step after the first kill where imports take longer "

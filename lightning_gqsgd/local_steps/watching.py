@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -98,7 +99,8 @@ class WatchedModel:
         """
         if not self._has_looked:
             self._has_looked = True
-            self._wrapped.look()
+            if dist.is_initialized():  # or there is none
+                self._wrapped.look()
         elif self._wrapped.take_called():
             self._wrapped.forget()
             logger.warning(

@@ -150,15 +150,19 @@ def goodput(way: str, seed: str = "0") -> str:
     return cell("goodput", "goodput", way=way, seed=seed)
 
 
+def of_members() -> list[dict[str, str]]:
+    """The rows of all schedules of kills."""
+    return [row for row in rows_of(RESULTS / "goodput.md") if row["way"] == "elastic"]
+
+
 def of_elastic(column: str) -> list[float]:
     """Of all schedules of kills."""
-    return sorted(float(row[column]) for row in rows_of(RESULTS / "goodput_elastic.md"))
+    return sorted(float(row[column]) for row in of_members())
 
 
 def below_bound() -> list[float]:
     """How far goodput is below its bound, in all schedules of kills."""
-    rows = rows_of(RESULTS / "goodput_elastic.md")
-    return sorted(round(float(row["bound"]) - float(row["goodput"]), 2) for row in rows)
+    return sorted(round(float(row["bound"]) - float(row["goodput"]), 2) for row in of_members())
 
 
 #: Columns of the least and the largest loss of all seeds.
