@@ -12,15 +12,13 @@ import torch
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.predict.costs import Costs, Link, at_ranks, on_links
-from lightning_gqsgd.predict.device_times import codec_of_bits, codec_of_config
+from lightning_gqsgd.predict.device_times import TRELLIS, codec_of_bits, codec_of_config
 from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, Interval, interval
 from lightning_gqsgd.predict.model import BF16, NATIVE, Prediction, predict
 from lightning_gqsgd.predict.timeline import Timeline
 
 #: Widths of codes that are compared, most exact ones first.
 BITS = (8, 4, 3, 2)
-#: The preset ``gqsgd_trellis``: the smallest error at 2 bits, in more of the processor's time.
-TRELLIS = GQSGDConfig(codec="trellis", bits=2, sample_every=0)
 #: The fewest bits that are recommended: below, the error of one mean is as large as the gradient
 #: (docs/choosing_figures.md).
 FEWEST_BITS = 4

@@ -27,6 +27,8 @@ CODEC_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}
 #: weights, activations and gradients are more than caches hold.
 MODEL_NUMEL = 1 << 24
 _SOURCES = 4
+#: The preset ``gqsgd_trellis``: the smallest error at 2 bits, in more of the processor's time.
+TRELLIS = GQSGDConfig(codec="trellis", bits=2, sample_every=0)
 
 
 def codec_of_bits(bits: int) -> str:
@@ -40,10 +42,10 @@ def codec_of_config(config: GQSGDConfig) -> str:
     return codec_name(q.kind, q.bits)
 
 
-def gamma_of(device: torch.device, bits: int, patience_s: float) -> Gamma:
-    """Returns the seconds of a codec's kernels for each coordinate."""
+def gamma_of(device: torch.device, config: GQSGDConfig, patience_s: float) -> Gamma:
+    """Returns the seconds of the kernels of a configuration's codec for each coordinate."""
     numel = CODEC_NUMEL[device.type]
-    codec = CodecCase(device, GQSGDConfig(bits=bits), numel, max(1, MODEL_NUMEL // numel))
+    codec = CodecCase(device, config, numel, max(1, MODEL_NUMEL // numel))
     encode_s, decode_s = (_seconds(call, device, patience_s) / numel for call in (codec.encode, codec.decode))
     mean_s = _seconds(codec.encode_mean, device, patience_s) / codec.owned
     return Gamma(encode_s, decode_s, max(0.0, mean_s - encode_s) / _SOURCES)

@@ -24,10 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.predict import files
 from lightning_gqsgd.predict.costs import BF16_HOOK, KINDS, Collective, Costs, Gamma
-from lightning_gqsgd.predict.device_times import bf16_hook, codec_of_bits, copying, gamma_of
+from lightning_gqsgd.predict.device_times import TRELLIS, bf16_hook, codec_of_config, copying, gamma_of
 from lightning_gqsgd.predict.pipeline_times import PipelineTimes, pipeline_times
 from lightning_gqsgd.predict.profile import message_of
 from lightning_gqsgd.predict.timeline import Timeline
@@ -193,7 +194,8 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
     Args:
         device: device of gradients: the CPU over Gloo, or CUDA over NCCL.
         key: a name that no other probe of this process group has had.
-        bits: the widths of codes, of the default configuration's codec, whose kernels are timed; one at least.
+        bits: the widths of codes, of the default configuration's codec, whose kernels are timed; one at least. With 2,
+            those of the preset ``gqsgd_trellis`` on a CPU as well.
         per_node: ranks of each node.
 
     Raises:
@@ -202,7 +204,10 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
     """
     if not bits:
         raise ConfigError(f"bits={bits!r} has no width whose kernels could be timed; give one at least, e.g. bits=(4,)")
-    codecs = {codec_of_bits(width): width for width in bits}
+    configs = [GQSGDConfig(bits=width) for width in bits]
+    if TRELLIS.bits in bits and device.type == "cpu":  # on a GPU, its kernels compile for half a minute
+        configs.append(TRELLIS)
+    codecs = {codec_of_config(config): config for config in configs}
     assert dist.group.WORLD is not None
     ranks = dist.get_world_size()
     if ranks < 2:
@@ -219,8 +224,8 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
         on_streams = communicator.backend == "nccl"
         thread = 1.0 if on_streams else median(clock.thread)
         cores = 1.0 if on_streams else max(thread, median(clock.cores))
-        patience_s = KERNELS_S / (3 * len(bits) + 4)
-        gammas = {codec: gamma_of(device, width, patience_s) for codec, width in codecs.items()}
+        patience_s = KERNELS_S / (3 * len(codecs) + 4)
+        gammas = {codec: gamma_of(device, config, patience_s) for codec, config in codecs.items()}
         gammas[BF16_HOOK] = bf16_hook(device, patience_s)
         touch_s, launch_s = copying(device, patience_s)
         costs = Costs(collectives, gammas, touch_s, launch_s, cores, thread, on_streams, source="measured")

@@ -53,8 +53,8 @@ def _gqsgd(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_a_probe_of_two_processes_is_enough_for_a_prediction(tmp_path: Path) -> None:
     file = tmp_path / "probe.json"
-    words = ("--output", str(file), "--bits", "4", "--model", "tests.distributed.test_probe:network")
-    done = _gqsgd(tmp_path, "probe", "--procs", "2", *words)
+    words = ("--output", str(file), "--model", "tests.distributed.test_probe:network")
+    done = _gqsgd(tmp_path, "probe", "--procs", "2", "--bits", "4", "--bits", "2", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"written: {file}" in done.stdout
     assert "2 ranks over gloo, 2 per node" in done.stdout
@@ -67,6 +67,7 @@ def test_a_probe_of_two_processes_is_enough_for_a_prediction(tmp_path: Path) -> 
         assert cost.alone_s >= 0
     assert 0 < probe.costs.cores <= 64
     assert 0 < probe.costs.stage_s < 0.01
+    assert set(probe.costs.gammas) == {"companded/4", "eden/2", "trellis/2", BF16_HOOK}
     hook = probe.costs.gammas[BF16_HOOK]
     assert 0 < hook.decode_s < hook.encode_s  # it rounds and divides before, and copies after
     (line,) = probe.timelines
@@ -80,6 +81,7 @@ def test_a_probe_of_two_processes_is_enough_for_a_prediction(tmp_path: Path) -> 
     assert said["nodes"] == 1
     assert said["over_nodes"] == []  # a probe of one node says nothing of several
     assert said["over_rates"]
+    assert "2 bit, trellis" in advised.stdout
 
 
 class _SlowClock(probe_module._Stopwatch):
