@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -19,11 +20,11 @@ _IDLE_S = 1.0
 
 
 class _Asking(threading.Thread):
-    """A thread that makes requests, one after the other, until none has come for a while."""
+    """A thread that makes requests, one after the other, until none has come for a while, or `end` is called."""
 
     def __init__(self) -> None:
         super().__init__(name="gqsgd-store", daemon=True)
-        self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._is_over = False
         self.start()
@@ -37,6 +38,10 @@ class _Asking(threading.Thread):
                 self._asked.put(ask)
             return not self._is_over
 
+    def end(self) -> None:
+        """End after the requests that were taken. None comes after this."""
+        self._asked.put(None)
+
     def run(self) -> None:
         """See `threading.Thread`."""
         while True:
@@ -49,6 +54,8 @@ class _Asking(threading.Thread):
                     if self._is_over:
                         return
                 continue
+            if ask is None:
+                return
             ask()
             del ask  # and what it holds, while this thread waits
 
@@ -65,6 +72,7 @@ class Requests:
     def __init__(self) -> None:
         self._left_behind: list[threading.Event] = []  # the ends of those requests
         self._asking: _Asking | None = None
+        self._end: weakref.finalize[..., Any] | None = None  # ends that thread with this object
 
     def make(self, request: Callable[[], T], within_s: float) -> T:
         """Make a request that may take so many seconds, and return its answer.
@@ -87,7 +95,10 @@ class Requests:
         self._left_behind[:] = [other for other in self._left_behind if not other.is_set()]
         if not self._left_behind:
             if self._asking is None or not self._asking.takes(ask):
+                if self._end is not None:
+                    self._end.detach()
                 self._asking = _Asking()
+                self._end = weakref.finalize(self, self._asking.end)
                 self._asking.takes(ask)
             try:
                 ended.wait(within_s)
