@@ -23,7 +23,7 @@ class Scales(NamedTuple):
     Attributes:
         value: the scales in the compute type, [rows]; any number where a scale is zero or not finite.
         used: 0 where a scale is zero or not finite, so that codes have to be 0, and else 1: int32 [rows].
-        is_finite: which scales are finite, bool [rows].
+        bits: the bits of the scales, [rows].
         code: what travels of scales that are neither zero nor infinite, without the blocks' flags, [rows].
         is_zero: which scales are zero, bool [rows].
         places: where scales are written, pointers [rows].
@@ -32,7 +32,7 @@ class Scales(NamedTuple):
 
     value: Any
     used: Any
-    is_finite: Any
+    bits: Any
     code: Any
     is_zero: Any
     places: Any
@@ -54,6 +54,7 @@ def scales_of(a, b, t, wire, given, c: tl.constexpr):
         # What was rounded up to infinity is the largest finite number, and travels as if it were infinity.
         usable = tl.minimum(up << c.number.shift, c.number.infinity - 1).to(c.number.integer)
         value = usable.to(c.number.compute, bitcast=True)
+        bits = tl.where(largest > 0, tl.where(largest < c.number.infinity, usable, c.number.infinity), 0)
         code = up << 1
         is_zero = largest <= 0
         is_finite = largest < c.number.infinity
@@ -66,7 +67,7 @@ def scales_of(a, b, t, wire, given, c: tl.constexpr):
     used = tl.where(is_zero, 0, is_finite.to(tl.int32))
     place = scale_places(t, c)
     places = (wire + place).to(tl.pointer_type(c.number.sent), bitcast=True)
-    return Scales(value, used, is_finite, code, is_zero, places, t.inside & (t.raw == 0) & (place >= 0))
+    return Scales(value, used, bits, code, is_zero, places, t.inside & (t.raw == 0) & (place >= 0))
 
 
 @triton.jit
@@ -90,7 +91,7 @@ def send_scales(s, flag, c: tl.constexpr):
     """Write scales and the blocks' flags, bool [rows]."""
     flag = flag.to(c.number.integer)
     sent = tl.where(s.is_zero, flag, s.code | flag)
-    sent = tl.where(s.is_finite, sent, -1).to(c.number.sent)
+    sent = tl.where(s.bits < c.number.infinity, sent, -1).to(c.number.sent)
     mask = once(s.sent, _SHARE, c)
     tl.store(s.places[:, None] + mask.to(tl.int32) * 0, sent[:, None], mask=mask)
 
