@@ -72,7 +72,7 @@ class Bundle:
         self._device = entries[0].tensor.device
         dtype = options.anchor_dtype or self._dtype
         device = options.anchor_device or self._device
-        self._flat = torch.empty(self._numel, dtype=dtype, device=device)
+        self._flat = torch.empty(self._numel, dtype=dtype, device=device)  # of all anchors, which are views of it
         self.anchors = list(self.split(self._flat))
         self.take_anchors()
         self._check_range()
@@ -97,12 +97,12 @@ class Bundle:
                 )
 
     def bits(self) -> Tensor:
-        """Returns the memory of the anchors as bytes, uint8: a view."""
-        return self._flat.view(torch.uint8)
+        """Returns the anchors as bytes, uint8: a view of their memory."""
+        return self._gathered().view(torch.uint8)
 
     def flat_anchors(self) -> Tensor:
         """The anchors as one flat tensor on the tensors' device, in the dtype to compute in: [numel]."""
-        return torch.cat([anchor.flatten().to(self._device, self._dtype) for anchor in self.anchors])
+        return self._gathered().to(self._device, self._dtype, copy=True)
 
     def zeros(self) -> Tensor:
         """Returns zeros for all tensors, in the dtype to compute in: [numel]."""
@@ -185,6 +185,13 @@ class Bundle:
         """The part of each tensor in a flat one, as a view of the tensor's shape."""
         parts = flat.split([segment.numel for segment in self.segments])
         return (part.view(entry.tensor.shape) for entry, part in zip(self.entries, parts, strict=True))
+
+    def _gathered(self) -> Tensor:
+        """Returns the anchors as one flat tensor, in their own dtype: not a copy."""
+        for anchor, part in zip(self.anchors, self.split(self._flat), strict=True):
+            if anchor.data_ptr() != part.data_ptr():  # an outer optimizer has given it other memory
+                part.copy_(anchor)
+        return self._flat
 
     def _pairs(self) -> Iterator[tuple[Entry, Tensor]]:
         return zip(self.entries, self.anchors, strict=True)

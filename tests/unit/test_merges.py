@@ -193,6 +193,25 @@ def state_of(value: float) -> SharedState:
     return SharedState(fragment, outer, options, torch.empty(0, dtype=torch.int64))
 
 
+class Rebinding(torch.optim.SGD):
+    """An outer optimizer that gives its parameters other memory, as old code does."""
+
+    def step(self, closure: Any = None) -> None:
+        """See `torch.optim.SGD`."""
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter.data - parameter.grad
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, Rebinding])
+def test_a_checksum_is_that_of_the_anchors_wherever_they_lie(optimizer: type[torch.optim.Optimizer]) -> None:
+    own = state_of(3.0)
+    before = own.checksum()
+    own.fragment.move_anchors([torch.ones(1)], optimizer([a for _, a in own.fragment.entries()], lr=1.0))  # type: ignore[call-arg]
+    own.version += 1
+    assert own.checksum() == state_of(2.0).checksum() != before
+    assert own.fragment.bundles[0].flat_anchors().tolist() == [2.0]
+
+
 def test_a_member_starts_from_what_another_one_knows_and_merges_beside_its_training() -> None:
     there, own = state_of(3.0), state_of(0.0)
     there.merges = 5
