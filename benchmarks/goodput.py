@@ -47,7 +47,8 @@ RATES = ["1gbit", "1gbit", "100mbit", "1gbit"]
 CPUS = ["0.43", "0.43", "0.43", "0.11"]
 #: The core of each host, and of the twin of each kind of host. Each core has two hosts and a twin, because processes
 #: that share a core slow each other down.
-CORES, CORES_OF_TWINS = [0, 1, 0, 1], [1, 0]
+CORES = [0, 1, 0, 1]
+CORES_OF_TWINS = [1, 0]
 #: Seconds between two kills, and until the killed rank may start again.
 EVERY_S, DOWN_S = 20.0, 5.0
 #: Seconds of a trial of a number of steps between two averages, and the numbers that are tried.

@@ -90,7 +90,9 @@ class NetLab:
         self.latency_s, self.jitter_s = parse_delays(latency, jitter)
         #: Processors of each host; None where there is no limit.
         self.cpus = [parse_cpus(one, cores()) for one in _for_each_host("cpus", cpus or "none", hosts)]
-        self._cores = [None] * hosts if on_cores is None else _numbered(on_cores, hosts)
+        if on_cores is not None:
+            _check_cores(on_cores, hosts)
+        self._on_cores = on_cores
         self._name = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
         self._processes: list[subprocess.Popen[str]] = []
         self._shares: dict[int, processors.Share] = {}
@@ -291,7 +293,9 @@ class NetLab:
                 for namespace, device in self._ends(host):
                     _shape(namespace, device, rate)
             if cpus is not None:
-                self._shares[host] = processors.Share(name, cpus, self._cores[host])
+                self._shares[host] = processors.Share(
+                    name, cpus, None if self._on_cores is None else self._on_cores[host]
+                )
         if self.latency_s:
             self._start_switch(switch)
 
@@ -345,15 +349,12 @@ def _for_each_host(name: str, given: str | Sequence[str], hosts: int) -> Sequenc
     return given
 
 
-def _numbered(on_cores: Sequence[int], hosts: int) -> list[int]:
-    """Returns the system's number of the core of each host."""
-    usable = sorted(os.sched_getaffinity(0))
-    if len(on_cores) != hosts or not set(on_cores) <= set(range(len(usable))):
+def _check_cores(on_cores: Sequence[int], hosts: int) -> None:
+    if len(on_cores) != hosts or not set(on_cores) <= set(range(cores())):
         raise NetLabError(
-            f"on_cores={list(on_cores)} must have a number from 0 to {len(usable) - 1}, the cores of this machine, for "
+            f"on_cores={list(on_cores)} must have a number from 0 to {cores() - 1}, the cores of this machine, for "
             f"each of {hosts} hosts"
         )
-    return [usable[core] for core in on_cores]
 
 
 def _shape(namespace: str, device: str, rate: int) -> None:

@@ -44,7 +44,7 @@ class Share:
     Args:
         name: of the group.
         cpus: seconds of processor time in each second.
-        core: the one core that they run on, as the system numbers it; None: any.
+        core: the one core that they run on, numbered from 0 among those that this process may use; None: any.
 
     Raises:
         NetLabError: the group cannot be made.
@@ -81,7 +81,7 @@ class Share:
         """Put this process, and all that it starts from now on, into the group."""
         (self._folder / "cgroup.procs").write_text(str(os.getpid()))
         if self._core is not None:
-            os.sched_setaffinity(0, {self._core})
+            os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[self._core]})
 
 
 def remove(prefix: str) -> None:

@@ -28,6 +28,7 @@ from lightning_gqsgd.ddp.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, counted, did_you_mean
 from lightning_gqsgd.frameworks.distributed import destroy_at_exit
 from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.local_steps.watching import WITH_ACCELERATE
 from lightning_gqsgd.presets import LOCAL_PRESETS, make_config
 from lightning_gqsgd.spec.fields import FieldArguments
 from lightning_gqsgd.wire.announcing import print_to_stderr
@@ -43,12 +44,6 @@ _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORL
 
 #: What Accelerate trains with instead of DDP, where a handler of DDP's is not looked at.
 WITHOUT_DDP = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
-
-#: How an Accelerator trains with local steps.
-_LOCAL_STEPS = (
-    "model = accelerator.prepare_model(model, evaluation_mode=True), then optimizer = accelerator.prepare("
-    "LocalSteps(model, optimizer, every=32)), and optimizer.optimizer.finish() at the end"
-)
 
 
 class HandlerArguments(FieldArguments, total=False):
@@ -259,7 +254,7 @@ def _refuse_local_steps(preset: str | GQSGDConfig | None, fields: Mapping[str, A
     if asked:
         raise ConfigError(
             f"{', '.join(asked)} is for local steps, which train without DistributedDataParallel, and GQSGDKwargs is "
-            f"its handler; leave GQSGDKwargs out: {_LOCAL_STEPS}"
+            f"its handler; leave GQSGDKwargs out: {WITH_ACCELERATE}"
         )
 
 
@@ -281,7 +276,7 @@ def _watch_local_sgd() -> None:
             warnings.warn(
                 "gqsgd: LocalSGD averages whole parameters uncompressed, and takes no gradient to gqsgd's hook, "
                 "whatever its report says. For compressed local steps, leave GQSGDKwargs, enable and LocalSGD out: "
-                f"{_LOCAL_STEPS}",
+                f"{WITH_ACCELERATE}",
                 stacklevel=2,
             )
         return begin(self)

@@ -20,6 +20,12 @@ from lightning_gqsgd.wire.agreement import digest_of
 
 logger = logging.getLogger(__name__)
 
+#: How an Accelerator trains with local steps.
+WITH_ACCELERATE = (
+    "model = accelerator.prepare_model(model, evaluation_mode=True), then optimizer = accelerator.prepare("
+    "LocalSteps(model, optimizer, every=32)), and optimizer.optimizer.finish() at the end"
+)
+
 #: What to do where parameters are other ones.
 _REMEDY = (
     "call finish() and close() before the change, and make a new LocalSteps after it (with a strategy of Lightning: "
@@ -106,8 +112,8 @@ class WatchedModel:
             logger.warning(
                 "gqsgd: the model of LocalSteps is called through DistributedDataParallel, which averages gradients in "
                 "every step, so that local steps save nothing. Call the module itself, and leave "
-                "DistributedDataParallel out. With Accelerate: model = accelerator.prepare_model(model, "
-                "evaluation_mode=True), and then LocalSteps"
+                "DistributedDataParallel out. With Accelerate: %s",
+                WITH_ACCELERATE,
             )
 
     def _check_optimizers(self) -> None:

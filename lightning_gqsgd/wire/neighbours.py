@@ -125,7 +125,7 @@ def connect(gather: Gather, rank: int, number: int, timeout_s: float) -> Neighbo
         ConfigError: see `is_wanted`.
     """
     is_possible = is_wanted() and sys.platform == "linux"
-    # First of all, because memory takes milliseconds to reserve, and most ranks are on several nodes.
+    # First of all, because memory takes milliseconds to reserve, and ranks of several nodes do not need it.
     nodes = gather(_node(number) if is_possible else secrets.token_bytes(_NODE_BYTES))
     if len(set(nodes)) > 1:
         return None

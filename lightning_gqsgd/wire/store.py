@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,49 +15,16 @@ T = TypeVar("T")
 
 #: Seconds beyond the timeout of a request for which its answer may be on its way.
 _MARGIN_S = 2.0
-#: Seconds without a request after which the thread that makes them ends.
-_IDLE_S = 1.0
 
 
-class _Asking(threading.Thread):
-    """A thread that makes requests, one after the other, until none has come for a while, or `end` is called."""
-
-    def __init__(self) -> None:
-        super().__init__(name="gqsgd-store", daemon=True)
-        self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._is_over = False
-        self.start()
-
-    def takes(self, ask: Callable[[], None]) -> bool:
-        """Take a request; returns False if the thread has ended, also in a process that was forked from its own."""
-        if not self.is_alive():  # before the lock, which a thread may have held at a fork
-            return False
-        with self._lock:
-            if not self._is_over:
-                self._asked.put(ask)
-            return not self._is_over
-
-    def end(self) -> None:
-        """End after the requests that were taken. None comes after this."""
-        self._asked.put(None)
-
-    def run(self) -> None:
-        """See `threading.Thread`."""
-        while True:
-            try:
-                ask = self._asked.get(timeout=_IDLE_S)
-            except Empty:
-                with self._lock:
-                    # One may have come since.
-                    self._is_over = self._asked.empty()
-                    if self._is_over:
-                        return
-                continue
-            if ask is None:
-                return
-            ask()
-            del ask  # and what it holds, while this thread waits
+def _make_all(asked: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Make requests, one after the other, until None comes."""
+    while True:
+        ask = asked.get()
+        if ask is None:
+            return
+        ask()
+        del ask  # it refers to the store, and this thread ends with the store
 
 
 class Requests:
@@ -71,8 +38,8 @@ class Requests:
 
     def __init__(self) -> None:
         self._left_behind: list[threading.Event] = []  # the ends of those requests
-        self._asking: _Asking | None = None
-        self._end: weakref.finalize[..., Any] | None = None  # ends that thread with this object
+        self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def make(self, request: Callable[[], T], within_s: float) -> T:
         """Make a request that may take so many seconds, and return its answer.
@@ -94,12 +61,9 @@ class Requests:
 
         self._left_behind[:] = [other for other in self._left_behind if not other.is_set()]
         if not self._left_behind:
-            if self._asking is None or not self._asking.takes(ask):
-                if self._end is not None:
-                    self._end.detach()
-                self._asking = _Asking()
-                self._end = weakref.finalize(self, self._asking.end)
-                self._asking.takes(ask)
+            if self._thread is None or not self._thread.is_alive():  # there was none yet, or it was in a parent process
+                self._start_thread()
+            self._asked.put(ask)
             try:
                 ended.wait(within_s)
             finally:  # an interrupt, too, leaves it behind
@@ -110,6 +74,12 @@ class Requests:
         if not answers:
             raise dist.DistStoreError(f"it has not answered for {within_s:.0f} s")
         return answers[0]
+
+    def _start_thread(self) -> None:
+        self._asked = SimpleQueue()  # a new one, because the thread of a parent process may have held the other's lock
+        weakref.finalize(self, self._asked.put, None)
+        self._thread = threading.Thread(target=_make_all, args=(self._asked,), name="gqsgd-store", daemon=True)
+        self._thread.start()
 
 
 class Store:

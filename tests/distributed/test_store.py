@@ -80,9 +80,8 @@ def test_a_server_that_stands_still_is_an_error_and_one_that_goes_on_is_none(
             request("key")
     assert sum(thread.name == "gqsgd-store" for thread in threading.enumerate()) == 1
     os.kill(process.pid, signal.SIGCONT)
-    for thread in threading.enumerate():
-        if thread.name == "gqsgd-store":
-            thread.join(10)
+    for request in store._requests._left_behind:
+        assert request.wait(10)
     part._within_s = 30.0
     assert part.get("key") == "value"
 
