@@ -195,7 +195,7 @@ class LocalAverages(AveragingLoop[Average]):
         self._dtype, self.compressed_numbers = dtype, tuple(self._sizes)
         self._inner = InnerState(optimizers)
         self._weights_in_state = WeightsInState(optimizers)
-        self.watched = WatchedModel(model, optimizers, parameters)
+        self.watched = WatchedModel(model, optimizers, parameters, self.group)
         self._buffers, self._integers = OwnBuffers(model), IntegerBuffers(model, self.group)
         self._has_started = False
         self._begin_at_anchors()

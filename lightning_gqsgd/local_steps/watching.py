@@ -40,18 +40,26 @@ class WatchedModel:
         model: the model.
         optimizers: the inner optimizers.
         averaged: the parameters that are averaged.
+        group: of the ranks that average them; None: members that come and go, of whom torch.distributed knows nothing.
 
     Attributes:
         expects: the digest of this rank's parameters that were saved beside a state that was loaded, until the next
             step; None: there is none.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], averaged: Iterable[Entry]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        averaged: Iterable[Entry],
+        group: dist.ProcessGroup | None,
+    ) -> None:
         self._model = weakref.ref(model)
         self._optimizers = list(optimizers)
         self._averaged = [(entry, place_of(entry.tensor)) for entry in averaged]
-        self._wrapped = DDPModels({id(entry.tensor) for entry, _ in self._averaged})
-        self._has_looked = False
+        ranks = set() if group is None else set(dist.get_process_group_ranks(group))
+        self._wrapped = DDPModels({id(entry.tensor) for entry, _ in self._averaged}, ranks)
+        self._has_looked = len(ranks) < 2  # or nobody could average over two of them
         self._known = list(model.parameters())  # kept, so that no other parameter gets the id of one that has gone
         self.expects: int | None = None
 
@@ -99,14 +107,14 @@ class WatchedModel:
                 )
 
     def _say_if_reduced(self) -> None:
-        """Log, once, that DistributedDataParallel averages the gradients of this model as well.
+        """Log, once, that DistributedDataParallel averages the gradients of this model as well, over the same ranks.
 
-        It may have been put around the model after LocalSteps was made.
+        It may have been put around the model after LocalSteps was made. One that averages over the ranks of a node,
+        where local steps average over nodes, is as it should be.
         """
         if not self._has_looked:
             self._has_looked = True
-            if dist.is_initialized():  # or there is none
-                self._wrapped.look()
+            self._wrapped.look()
         elif self._wrapped.take_called():
             self._wrapped.forget()
             logger.warning(

@@ -8,10 +8,12 @@ from collections.abc import Collection, Set
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.session.copies import Handles, OwnHook, remove_all
+from lightning_gqsgd.wire.communicator import is_alive
 
 
 class DDPModels:
@@ -19,10 +21,13 @@ class DDPModels:
 
     Args:
         parameters: ids of the parameters.
+        ranks: numbers of ranks, among all of torch.distributed. Only models count that average over at least two of
+            them. None: all models count.
     """
 
-    def __init__(self, parameters: Set[int]) -> None:
+    def __init__(self, parameters: Set[int], ranks: Set[int] | None = None) -> None:
         self._parameters = parameters
+        self._ranks = ranks
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: Handles = []
         self._was_called = False
@@ -37,7 +42,7 @@ class DDPModels:
             Whether there are some that were not found before.
         """
         self._known.update(model for model in but if model is not None)
-        found = [model for model in _all_models() if model not in self._known and self._has_some(model)]
+        found = [model for model in _all_models() if model not in self._known and self._counts(model)]
         self._known.update(found)
         self._handles += [model.register_forward_pre_hook(OwnHook(model, self._note)) for model in found]
         return bool(found)
@@ -53,8 +58,13 @@ class DDPModels:
         remove_all(self._handles)
         self._handles = []
 
-    def _has_some(self, model: nn.Module) -> bool:
-        return not self._parameters.isdisjoint(map(id, model.parameters()))
+    def _counts(self, model: DistributedDataParallel) -> bool:
+        if self._parameters.isdisjoint(map(id, model.parameters())):
+            return False
+        if self._ranks is None:
+            return True
+        group = model.process_group
+        return is_alive(group) and len(self._ranks & set(dist.get_process_group_ranks(group))) > 1
 
     def _note(self, model: Any, inputs: object) -> None:
         if torch.is_grad_enabled() and model.require_backward_grad_sync:

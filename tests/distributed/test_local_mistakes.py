@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -58,6 +59,25 @@ def _in_ddp(rank: int) -> list[list[str]]:
         optimizer.close()
         words.append([word for word in said if "DistributedDataParallel" in word])
     return words
+
+
+def _in_ddp_of_a_node(rank: int) -> list[str]:
+    """What is said where DDP averages over the ranks of a node, and local steps over one rank of each node."""
+    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    said = logged()
+    model = mlp()
+    optimizer = local_steps(model, {"every": 2, "group": across[rank % 2]})
+    train(DistributedDataParallel(model, process_group=nodes[rank // 2]), optimizer, rank, range(8))
+    optimizer.finish()
+    optimizer.close()
+    return [bits_of_model(model), *(word for word in said if "DistributedDataParallel" in word)]
+
+
+def test_ddp_inside_of_nodes_and_local_steps_between_them_is_as_it_should_be(tmp_path: Path) -> None:
+    first, *others = run(_in_ddp_of_a_node, 4, tmp_path)
+    assert len(first) == 1
+    assert others == [first] * 3
 
 
 def test_a_model_that_is_called_through_ddp_beside_local_steps_is_said_once(tmp_path: Path) -> None:

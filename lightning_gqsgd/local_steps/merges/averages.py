@@ -126,16 +126,17 @@ class MergedAverages:
         self._note = ""
         self._leaves_after_s: float | None = None
         members: FixedMembers | TorchftMembers
-        if options.elastic:
+        parent = None if options.elastic else parent_group(group)
+        if parent is None:
             trained = self._train(model)
             members = self._meet_elastic(trained, timeout)
             if self._rounds.round_s is not None:
                 self._leaves_after_s = self._rounds.round_s + members.timeout.total_seconds()
         else:
-            members, trained = self._meet_fixed(model, parent_group(group), timeout, meeting)
+            members, trained = self._meet_fixed(model, parent, timeout, meeting)
         self._facts = trained.facts
         self.outer = trained.outer
-        self._watched = WatchedModel(model, optimizers, trained.parameters)
+        self._watched = WatchedModel(model, optimizers, trained.parameters, parent)
         self._weights_in_state = WeightsInState(optimizers)
         self._inner = InnerState(optimizers)
         self._buffers = OwnBuffers(model)
