@@ -160,10 +160,10 @@ class Run:
         log.close()
 
     def start_all(self) -> None:
-        """Start all ranks, and wait until each has made a merge.
+        """Start all ranks, and wait until their merges are under way.
 
         Raises:
-            NetLabError: a rank has made none in time.
+            NetLabError: those of a rank are not in time.
         """
         if self._way.join_s is not None:
             join_ms = str(round(self._way.join_s * 1000))
@@ -178,7 +178,7 @@ class Run:
         self._limit(dict.fromkeys(self._hosts, "none"))
         self._wait(lambda: len(list(self._folder.glob("pid*"))) == len(self._hosts), "started")
         self._limit(self._hosts)
-        self._wait(lambda: all(self.lines()), "merged")
+        self._wait(lambda: all(are_under_way(lines, len(self._hosts)) for lines in self.lines()), "merged")
 
     def _limit(self, cpus: Mapping[int, str]) -> None:
         for host, share in cpus.items():
@@ -269,6 +269,17 @@ def measure(name: str, way: Way, kills: Sequence[tuple[float, int]], seconds: fl
         lab.stop()
         alone = [samples_per_second([journal], begun, seconds) for journal in twins.lines()]
         return Measured(begun, run.lines(), [alone[kinds.index(one)] for one in CPUS])
+
+
+def are_under_way(journal: Sequence[Line], hosts: int) -> bool:
+    """Returns whether the merges of a rank are such as the following ones.
+
+    A member that joins sends nothing in its first merge with all others, and in the second what it has learnt since it
+    began to train, which may be that of several rounds.
+    """
+    if any("entered" in line for line in journal):
+        return sum(line["members"] == hosts for line in journal) >= 2
+    return bool(journal)
 
 
 def samples_per_second(journals: Sequence[Sequence[Line]], begun: float, seconds: float) -> float:

@@ -14,6 +14,7 @@ from benchmarks.goodput import (
     EVERY_S,
     WAYS,
     are_equal,
+    are_under_way,
     bound,
     longest_return,
     samples_per_second,
@@ -49,6 +50,15 @@ def test_a_merge_after_the_end_counts_by_the_part_of_its_time_before() -> None:
     late = {**_line(8.0, 1), "entered": 100}
     assert samples_per_second([entered, [late]], 2.0, 7.0) == (200 + 50 - 50) / 7
     assert samples_per_second([[_line(1.0, 1), _line(3.0, 2), _line(7.0, 3)]], 2.0, 3.0) == (10 * 2 / 4 + 10 / 2) / 3
+
+
+def test_what_members_have_learnt_while_they_joined_does_not_count() -> None:
+    joined = {**_line(1.0, 1), "entered": 0, "members": 4}
+    alone = {**joined, "members": 1}
+    assert not are_under_way([], 4)
+    assert are_under_way([_line(1.0, 1)], 4)  # of a way that counts steps
+    assert not are_under_way([alone, alone, joined], 4)
+    assert are_under_way([alone, joined, joined], 4)
 
 
 def test_members_are_equal_if_the_last_merge_that_several_know_is() -> None:
