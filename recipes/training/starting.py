@@ -7,8 +7,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from lightning.pytorch.callbacks import Callback
 from recipes.launch.interrupts import goes_on_with
 from recipes.opening import INTERRUPTED, say
 
-#: Seconds in which Python itself may notice an interrupt.
-_GRACE_S = 0.5
+#: Seconds in which the processes that are being started are all known.
+_STARTED_S = 5.0
 
 
 class InterruptedStart(Callback):
@@ -34,8 +35,7 @@ class InterruptedStart(Callback):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._over = threading.Event()
-        self._before: set[int | signal.Signals] | None = None
+        self._watch = ExitStack()
 
     @contextmanager
     def watched(self, trainer: Trainer) -> Iterator[None]:
@@ -44,37 +44,39 @@ class InterruptedStart(Callback):
         if not is_main or not hasattr(trainer.strategy.launcher, "procs"):
             yield
             return
-        reader, writer = socket.socketpair()
-        writer.setblocking(False)
-        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        thread = threading.Thread(target=self._wait, args=(reader, trainer), daemon=True, name="interrupted-start")
-        thread.start()
-        # Processes inherit what their parent's thread blocks. Without this, one that is interrupted in its first
-        # moments, before it can ignore interrupts, would print a traceback. Here, the thread above gets the signal.
-        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with self._watch:
+            self._begin(trainer.strategy.launcher)
             yield
-        finally:
-            self._met()
-            signal.set_wakeup_fd(before)
-            writer.close()  # ends the thread
-            thread.join()
-            reader.close()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The processes have met: from here on, Lightning ends an interrupted run in good order."""
-        self._met()
+        self._watch.close()
 
-    def _met(self) -> None:
-        self._over.set()
-        if self._before is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
-            self._before = None
+    def _begin(self, launcher: Any) -> None:
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        thread = threading.Thread(target=self._wait, args=(reader, launcher), daemon=True, name="interrupted-start")
+        thread.start()
+        self._watch.callback(reader.close)
+        self._watch.callback(thread.join)
+        self._watch.callback(writer.close)  # ends the thread
+        woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._watch.callback(signal.set_wakeup_fd, woken)
+        # Not a KeyboardInterrupt as well: it could come after a process is started and before Lightning knows it, and
+        # Python takes seconds to end in good order.
+        handler = signal.signal(signal.SIGINT, lambda *_: None)
+        self._watch.callback(signal.signal, signal.SIGINT, handler)
+        # Processes inherit what their parent's thread blocks. Without this, one that is interrupted in its first
+        # moments, before it can ignore interrupts, would print a traceback. Here, the thread above gets the signal.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        self._watch.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
 
-    def _wait(self, reader: socket.socket, trainer: Trainer) -> None:
+    def _wait(self, reader: socket.socket, launcher: Any) -> None:
         while number := reader.recv(1):
-            if number[0] == signal.SIGINT and not self._over.wait(_GRACE_S):
-                launcher: Any = trainer.strategy.launcher
+            if number[0] == signal.SIGINT:
+                ends = time.monotonic() + _STARTED_S
+                while len(launcher.procs) < launcher.num_processes - 1 and time.monotonic() < ends:
+                    time.sleep(0.01)
                 launcher.kill(signal.SIGKILL)
                 say(goes_on_with(self._folder, sys.argv))
                 os._exit(INTERRUPTED)  # the main thread cannot be reached
