@@ -398,8 +398,8 @@ def _notes(seconds: float) -> list[str]:
         "alone: samples per second of the hosts that train alone. "
         "loss: of the last merge, on validation text; ways that see fewer samples end higher. back: seconds from when "
         "a killed rank may start again to its first merge; a dash: it had made none by the end. equal: whether members "
-        "that took part in the last merge have the same weights. Time begins once every rank has merged: where that "
-        "takes many steps, ranks have learnt more by then.",
+        "that took part in the last merge have the same weights. Time begins once every rank has merged, members by "
+        "the clock twice with all others: where that takes many steps, ranks have learnt more by then.",
         f"torchft's DiLoCo: averages every {', '.join(map(str, TRIALS[:-1]))} and {TRIALS[-1]} steps were tried for "
         f"{TRIAL_S:.0f} s each with the first schedule, and the best number was taken. Members that wait for a slow "
         "one go on without it after 2 s. ddp and lock_step make no step after the first kill where imports take longer "
