@@ -15,6 +15,9 @@ from tests.distributed.ranks import run
 ROOT = Path(lightning_gqsgd.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "design.md"
 
+#: Files of which a step calls compiled functions alone. Numba tells a profiler of them up to Python 3.11.
+UNSEEN = {"kernels/cpu/blocks"} if sys.version_info >= (3, 12) else set()
+
 
 def _passed(rank: int) -> list[str]:
     """Files with functions that run in a later step: by then, all that can be done once has been done."""
@@ -42,4 +45,4 @@ def _passed(rank: int) -> list[str]:
 def test_a_step_passes_the_files_that_the_page_lists(tmp_path: Path) -> None:
     sentence = PAGE.read_text().split("A later step passes these files:")[1].partition(".\n")[0]
     for files in run(_passed, 2, tmp_path):
-        assert files == sorted(re.findall(r"`([\w/]+)`", sentence))
+        assert {*files, *UNSEEN} == {*re.findall(r"`([\w/]+)`", sentence)}
