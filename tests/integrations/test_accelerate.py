@@ -342,7 +342,8 @@ def unnoticed(_: int) -> None:
     ):
         enable(accelerator)
     os.environ["WORLD_SIZE"] = "1"
-    with warnings.catch_warnings(action="error"), contextlib.redirect_stderr(io.StringIO()) as said:
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()) as said:
+        warnings.simplefilter("error")
         enable(Accelerator())
     assert said.getvalue() == "gqsgd: one process, nothing to reduce\n"
 

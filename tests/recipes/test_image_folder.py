@@ -207,9 +207,9 @@ def test_class_that_is_not_evaluated_is_refused(pictures: Path) -> None:
 
 
 def test_evaluation_images_without_classes_are_refused(pictures: Path) -> None:
-    for file in list((pictures / "test").glob("*/*.jpg")):
-        file.rename(pictures / "test" / f"{file.parent.name}{file.name}")
-    for folder in (pictures / "test").glob("*/"):
+    for folder in list((pictures / "test").iterdir()):
+        for file in list(folder.iterdir()):
+            file.rename(pictures / "test" / f"{folder.name}{file.name}")
         folder.rmdir()
     with pytest.raises(DataError, match=r"class folder.* in .*pictures/test; name a folder"):
         _ready(pictures)
