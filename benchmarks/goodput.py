@@ -163,7 +163,7 @@ class Run:
         """Start all ranks, and wait until their merges are under way.
 
         Raises:
-            NetLabError: those of a rank are not in time.
+            NetLabError: a rank has not merged in time.
         """
         if self._way.join_s is not None:
             join_ms = str(round(self._way.join_s * 1000))
@@ -272,7 +272,7 @@ def measure(name: str, way: Way, kills: Sequence[tuple[float, int]], seconds: fl
 
 
 def are_under_way(journal: Sequence[Line], hosts: int) -> bool:
-    """Returns whether the merges of a rank are such as the following ones.
+    """Returns whether the next merge of a rank brings what it learns in one round.
 
     A member that joins sends nothing in its first merge with all others, and in the second what it has learnt since it
     began to train, which may be that of several rounds.
@@ -482,12 +482,24 @@ def _measure(options: argparse.Namespace) -> Report:
     return report
 
 
+def _long_enough(text: str) -> float:
+    """Returns seconds in which members merge.
+
+    Raises:
+        argparse.ArgumentTypeError: there are fewer, or no number of them.
+    """
+    with suppress(ValueError):
+        if 2 * ROUND_S <= float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of at least {2 * ROUND_S:g} seconds, which are two rounds")
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of the schedules of kills")
     parser.add_argument("--short", action="store_true", help="60 s for each way")
-    parser.add_argument("--seconds", type=float, default=600.0, help="of each way (600)")
+    parser.add_argument("--seconds", type=_long_enough, default=600.0, help="of each way (600)")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     exit_on_signals()
     try:

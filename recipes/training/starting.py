@@ -1,4 +1,4 @@
-"""An interrupt while the processes of a run are starting."""
+"""An interrupt, or SIGTERM, while the processes of a run are starting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from recipes.launch.interrupts import goes_on_with
-from recipes.opening import INTERRUPTED, say
+from recipes.opening import say
+
+#: Signals that end a run at once. By itself, SIGTERM would end the first process alone.
+_ENDED_BY = (signal.SIGINT, signal.SIGTERM)
 
 #: Seconds in which the processes that are being started are all known.
 _STARTED_S = 5.0
@@ -27,7 +30,7 @@ class InterruptedStart(Callback):
     """Ends a run at once that is interrupted before its processes have met.
 
     The first process waits for the others, which are loading torch, and it waits inside of torch: Python would notice
-    the interrupt only when the others are there. A thread notices the interrupt instead.
+    the interrupt only when the others are there. A thread notices the interrupt instead, and SIGTERM as well.
 
     Args:
         folder: folder of the run.
@@ -64,8 +67,9 @@ class InterruptedStart(Callback):
         self._watch.callback(signal.set_wakeup_fd, woken)
         # Not a KeyboardInterrupt as well: it could come after a process is started and before Lightning knows it, and
         # Python takes seconds to end in good order.
-        handler = signal.signal(signal.SIGINT, lambda *_: None)
-        self._watch.callback(signal.signal, signal.SIGINT, handler)
+        for number in _ENDED_BY:
+            handler = signal.signal(number, lambda *_: None)
+            self._watch.callback(signal.signal, number, handler)
         # Processes inherit what their parent's thread blocks. Without this, one that is interrupted in its first
         # moments, before it can ignore interrupts, would print a traceback. Here, the thread above gets the signal.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -73,10 +77,10 @@ class InterruptedStart(Callback):
 
     def _wait(self, reader: socket.socket, launcher: Any) -> None:
         while number := reader.recv(1):
-            if number[0] == signal.SIGINT:
+            if number[0] in _ENDED_BY:
                 ends = time.monotonic() + _STARTED_S
                 while len(launcher.procs) < launcher.num_processes - 1 and time.monotonic() < ends:
                     time.sleep(0.01)
                 launcher.kill(signal.SIGKILL)
                 say(goes_on_with(self._folder, sys.argv))
-                os._exit(INTERRUPTED)  # the main thread cannot be reached
+                os._exit(128 + number[0])  # as shells have it; the main thread cannot be reached

@@ -130,6 +130,17 @@ def test_processes_that_are_loading_torch_are_ended_at_once(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_sigterm_ends_processes_that_are_loading_torch(tmp_path: Path) -> None:
+    code, output, started = _interrupted(
+        tmp_path, "run.py", "+exp=quickstart", sign="quickstart under", number=signal.SIGTERM, ranks=1
+    )
+    assert code == 128 + signal.SIGTERM
+    assert "interrupted before the first checkpoint" in output
+    assert len(started) == 1
+    assert not psutil.wait_procs(started, timeout=5)[1]
+
+
+@pytest.mark.slow
 def test_an_interrupted_comparison_goes_on_with_the_same_command_and_leaves_no_process(tmp_path: Path) -> None:
     code, output, started = _interrupted(tmp_path, "compare.py", *LONG, sign="epoch 2/")
     assert code == 130

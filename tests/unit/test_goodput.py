@@ -17,6 +17,7 @@ from benchmarks.goodput import (
     are_under_way,
     bound,
     longest_return,
+    main,
     samples_per_second,
     schedule,
 )
@@ -124,3 +125,14 @@ def test_every_schedule_is_kept_and_drawn(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert list(report.raw["curves"]["elastic"]) == ["0", "3"]
     assert drawn == [one["losses"] for way in report.raw["curves"].values() for one in way.values()]
     assert len(drawn) == 3
+
+
+@pytest.mark.parametrize("text", ["-5", "0", "5.9", "nan", "inf", "long"])
+def test_too_few_seconds_are_refused(
+    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["goodput", "--seconds", text])
+    monkeypatch.setattr("benchmarks.goodput.exit_on_signals", lambda: None)
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"'{text}' is no number of at least 6 seconds, which are two rounds" in capsys.readouterr().err
