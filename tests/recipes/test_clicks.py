@@ -479,7 +479,7 @@ def test_two_processes_with_gqsgd(script: Script, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("GQSGD_DATA" not in os.environ, reason="needs the real data: set GQSGD_DATA")
+@pytest.mark.skipif(not os.environ.get("GQSGD_DATA"), reason="needs the real data: set GQSGD_DATA")
 def test_two_processes_learn_from_real_clicks(script: Script, tmp_path: Path) -> None:
     root = Path(os.environ["GQSGD_DATA"]) / "criteo_tiny"
     arguments = ("+exp=deeplight_criteo", f"data.root={root}", "data.buckets=1000", "model.hidden=[64]", "threads=1")

@@ -425,7 +425,7 @@ def test_a_refused_connection_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("GQSGD_DATA" not in os.environ, reason="needs the real data: set GQSGD_DATA")
+@pytest.mark.skipif(not os.environ.get("GQSGD_DATA"), reason="needs the real data: set GQSGD_DATA")
 def test_real_cifar10_archive(tmp_path: Path) -> None:
     root = Path(os.environ["GQSGD_DATA"]) / "cifar10" / "cifar10-jpeg.tar.xz"
     images = _ready(_cifar(tmp_path, root=str(root), num_classes=10, fallback=False))

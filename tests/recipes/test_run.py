@@ -116,7 +116,7 @@ def test_quickstart_learns(script: Script, tmp_path: Path, strategy: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("GQSGD_DATA" not in os.environ, reason="needs the real data: set GQSGD_DATA")
+@pytest.mark.skipif(not os.environ.get("GQSGD_DATA"), reason="needs the real data: set GQSGD_DATA")
 def test_resnet20_learns_from_the_real_archive(script: Script, tmp_path: Path) -> None:
     root = Path(os.environ["GQSGD_DATA"]) / "cifar10" / "cifar10-jpeg.tar.xz"
     finished = script(

@@ -448,7 +448,7 @@ def test_two_processes_with_gqsgd(script: Callable[..., subprocess.CompletedProc
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("GQSGD_DATA" not in os.environ, reason="needs the real data: set GQSGD_DATA")
+@pytest.mark.skipif(not os.environ.get("GQSGD_DATA"), reason="needs the real data: set GQSGD_DATA")
 def test_two_processes_on_real_text(script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     root, folder = Path(os.environ["GQSGD_DATA"]) / "wikitext2", tmp_path / "run"
     files = (f"data.train_file={root / 'test.txt'}", f"data.valid_file={root / 'valid.txt'}")
