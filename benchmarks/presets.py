@@ -271,7 +271,11 @@ def measure(options: argparse.Namespace) -> Report:
         if options.only:  # the others stay as they were measured before
             kept = json.loads((RESULTS / "presets.json").read_text())["facts"]
             facts = [fact for fact in kept if fact["case"].split()[0] not in options.only] + facts
-        raw = {"facts": facts, "images": "CIFAR-10" if os.environ.get("GQSGD_DATA") else "digits", "steps": options.steps}
+        raw = {
+            "facts": facts,
+            "images": "CIFAR-10" if os.environ.get("GQSGD_DATA") else "digits",
+            "steps": options.steps,
+        }
     order = [kind for kind in KINDS if any(fact["kind"] == kind for fact in raw["facts"])]
     ranks = sorted({fact["ranks"] for fact in raw["facts"]})
     report = Report(

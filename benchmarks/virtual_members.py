@@ -127,7 +127,7 @@ class VirtualMember:
         self._training.step(self.model, self._optimizer, self._batches, seen)
         self._steps += 1
 
-    def begin_merge(self, outlier: float | None, is_last: bool) -> Requests:
+    def begin_merge(self, outlier: float, is_last: bool) -> Requests:
         """Hand over what was learnt, and return the requests of a merge."""
         if not self.waits and self._steps:
             self._contributions += 1

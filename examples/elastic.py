@@ -1,8 +1,9 @@
 """Members that come and go on scikit-learn's digits: each makes as many steps as it can, merged every 2 seconds.
 
-Start `gqsgd lighthouse` first, then this line as often as you like, on any machine, also later:
+Start `gqsgd lighthouse` on one machine, HOST, first. Then start this line as often as you like, there and on other
+machines, also later:
 
-TORCHFT_LIGHTHOUSE=localhost:29510 python examples/elastic.py
+TORCHFT_LIGHTHOUSE=HOST:29510 python examples/elastic.py
 """
 
 import torch

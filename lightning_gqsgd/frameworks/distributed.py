@@ -34,6 +34,7 @@ class StrategyArguments(FieldArguments, total=False):
     rule: str | dict[str, Any]
     elastic: bool
     min_replicas: int
+    outlier: float
 
 
 def takes(arguments: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

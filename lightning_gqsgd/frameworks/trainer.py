@@ -61,6 +61,7 @@ class TrainerMixin(StrategyMixin):
         elastic: with local steps, whether processes may leave and join. Each process is then a Trainer of its own, with
             one device; they meet at a lighthouse (docs/elastic.md).
         min_replicas: with ``elastic``, the least number of processes for a merge.
+        outlier: by the clock, and with ``elastic``: how many times the median a change has to have to be left out.
         validate_at: with local steps, which model validation sees while training: ``"local"``, the default, each rank's
             own; or ``"anchor"``, which is the same on all ranks. Weights that are saved right after a validation are
             those that it saw.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -46,7 +47,7 @@ class LocalArguments(FieldArguments, total=False):
     anchor_device: torch.device | str
     anchor_dtype: torch.dtype
     min_replicas: int
-    outlier: float | None
+    outlier: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +82,8 @@ class LocalOptions:
             is in the environment variable TORCHFT_LIGHTHOUSE, and not in a process group of torch.distributed.
         min_replicas: with ``elastic``, the least number of ranks for a merge, 1 or more.
         outlier: by the clock, and with ``elastic``: a change whose norm for each step is more than so many times the
-            median of all ranks' is left out, more than 1; None: none is left out for its size. One that is not finite
-            always is.
+            median of all ranks' is left out, 1 or more; ``math.inf``: none is left out for its size. One that is not
+            finite always is.
 
     Raises:
         ConfigError: a value out of its range, or two that do not go together.
@@ -100,7 +101,7 @@ class LocalOptions:
     anchor_dtype: torch.dtype | None = None
     elastic: bool = False
     min_replicas: int = 1
-    outlier: float | None = _OUTLIER
+    outlier: float = _OUTLIER
 
     def __post_init__(self) -> None:
         for name in ("every", "outer_after", "fragments", "delay"):
@@ -136,8 +137,7 @@ class LocalOptions:
         if not isinstance(self.elastic, bool):
             raise ConfigError(f"elastic={self.elastic!r} must be True or False")
         check_integer("min_replicas", self.min_replicas, 1, MOST_STEPS)
-        if self.outlier is not None:
-            check_real("outlier", self.outlier, 1, float("inf"))
+        check_real("outlier", self.outlier, 1, math.inf)
         if self.min_replicas > 1 and not self.elastic:
             raise ConfigError(f"min_replicas={self.min_replicas} is for elastic=True; give both, or leave it out")
         if self.is_merged:

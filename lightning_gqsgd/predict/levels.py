@@ -147,7 +147,8 @@ class _Seconds:
             return ""
         return (
             f"; PREDICTED TO BE SLOWER than plain DDP: on {self.link_in_words}, {_ms(seconds)} for the gradients of a "
-            f"step against {_ms(self._plain_s)}; `gqsgd advise` says what pays, and auto=True never stays slower"
+            f"step against {_ms(self._plain_s)}; `gqsgd advise` says what pays, and auto=True takes plain DDP where "
+            "that is faster"
         )
 
 

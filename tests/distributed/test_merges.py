@@ -330,6 +330,7 @@ def test_ranks_with_other_rounds_refuse_each_other(tmp_path: Path) -> None:
         ({"every": "1s", "inner_state": "average"}, "different numbers of steps"),
         ({"every": "1s", "rule": "censored"}, "weighted by samples"),
         ({"every": "1s", "outlier": 0.5}, "outlier"),
+        ({"every": "1s", "outlier": math.nan}, "outlier"),
         ({"every": "1s", "min_replicas": 0}, "min_replicas"),
         ({"every": "1s", "min_replicas": 2}, "is for elastic=True"),
         ({"every": 4, "elastic": "yes"}, "elastic"),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 
 from tests.distributed.virtual_world import Log, Schedule, VirtualWorld
-
-#: Schedules of all tests; a night runs more of them.
-COUNT = int(os.environ.get("GQSGD_SCHEDULES", "2000"))
+from tests.reliability.knobs import SCHEDULES, SEED
 
 #: Schedules of one test. Every 48 have all kinds of faults together with all numbers of members and of late ones.
 PART = 96
@@ -67,10 +64,11 @@ def shrunk(schedule: Schedule) -> Schedule:
 
 
 @pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=[pytest.mark.slow] * (part > 0)) for part in range(-(-COUNT // PART))]
+    "part", [pytest.param(part, marks=[pytest.mark.slow] * (part > 0)) for part in range(-(-SCHEDULES // PART))]
 )
 def test_members_have_the_same_anchors_and_no_contribution_twice(part: int) -> None:
-    for seed in range(part * PART, min(COUNT, (part + 1) * PART)):
+    for number in range(part * PART, min(SCHEDULES, (part + 1) * PART)):
+        seed = SEED * SCHEDULES + number
         world = VirtualWorld(drawn(seed))
         problems = broken(world, world.run())
         assert not problems, f"{problems} with {shrunk(drawn(seed))}"

@@ -6,6 +6,8 @@ Environment variables:
 * ``GQSGD_RELIABILITY_SCALE``: a factor for the number of cases, draws and events; 1 if it is not set.
 * ``GQSGD_SOAK_STEPS``: steps of the soak test; 1,000 if it is not set.
 * ``GQSGD_CHAOS_SECONDS``: seconds in which the chaos driver starts new events; 120 if it is not set.
+* ``GQSGD_EVENTS``: events among members that come and go; 30 if it is not set.
+* ``GQSGD_SCHEDULES``: schedules of virtual members; 2,000 if it is not set.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ SCALE = float(os.environ.get("GQSGD_RELIABILITY_SCALE", "1"))
 SOAK_STEPS = int(os.environ.get("GQSGD_SOAK_STEPS", "1000"))
 #: Seconds in which the chaos driver starts new events.
 CHAOS_SECONDS = float(os.environ.get("GQSGD_CHAOS_SECONDS", "120"))
+#: Events among members that come and go.
+EVENTS = int(os.environ.get("GQSGD_EVENTS", "30"))
+#: Schedules of virtual members.
+SCHEDULES = int(os.environ.get("GQSGD_SCHEDULES", "2000"))
 
 
 def scaled(count: int) -> int:

@@ -2,14 +2,13 @@
 
 pytest -m reliability tests/reliability/test_elastic_chaos.py -n 0
 
-``GQSGD_EVENTS`` says how many events (default 30), ``GQSGD_SEED`` which. Links need root and iproute2, see
+``GQSGD_EVENTS`` says how many events, ``GQSGD_RELIABILITY_SEED`` which (see `knobs`). Links need root and iproute2, see
 `netlab.lab`; without them, members are on one machine, and no link is cut.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import struct
@@ -26,10 +25,8 @@ import pytest
 from netlab.lab import NetLab
 from tests.distributed.elastic_members import lighthouse_command
 from tests.distributed.test_elastic import lighthouse  # noqa: F401
+from tests.reliability.knobs import EVENTS, SEED
 from tests.reliability.test_cut_links import needs_root
-
-EVENTS = int(os.environ.get("GQSGD_EVENTS", "30"))
-SEED = int(os.environ.get("GQSGD_SEED", "0"))
 
 #: Members that are always left, and the most that there are.
 LEAST, MOST = 2, 4

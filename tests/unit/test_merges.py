@@ -82,7 +82,7 @@ def test_changes_that_are_much_larger_than_the_median_are_left_out(norms: list[f
     assert set(shares.left_out) == left_out
     assert math.isclose(sum(shares.of_members), 1.0)
     if all(map(math.isfinite, norms)):
-        assert not shares_of(rows, None).left_out
+        assert not shares_of(rows, math.inf).left_out
 
 
 def test_a_fast_member_is_no_outlier() -> None:

@@ -80,7 +80,7 @@ def merge(
     contribution: Contribution | None,
     *,
     step_s: float = 0.0,
-    outlier: float | None = None,
+    outlier: float = math.inf,
     has_finished: bool = False,
 ) -> Requests:
     """Ask for all that one merge needs, and make it.

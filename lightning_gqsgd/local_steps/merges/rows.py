@@ -115,7 +115,7 @@ class Shares:
     left_out: dict[int, str]
 
 
-def shares_of(rows: Sequence[Row], outlier: float | None) -> Shares:
+def shares_of(rows: Sequence[Row], outlier: float) -> Shares:
     """Returns the shares by samples; the same on all members.
 
     A change that is not finite is left out. So is one whose norm for each step is more than ``outlier`` times the
@@ -123,12 +123,12 @@ def shares_of(rows: Sequence[Row], outlier: float | None) -> Shares:
 
     Args:
         rows: of all members, in order.
-        outlier: the limit; None: there is none.
+        outlier: the limit; infinity: there is none.
     """
     senders = [number for number, row in enumerate(rows) if Flag.HAS_CHANGE in row.flags and row.samples > 0]
     left_out = {number: "is not finite" for number in senders if Flag.IS_FINITE not in rows[number].flags}
     finite = [number for number in senders if number not in left_out]
-    if outlier is not None and finite:
+    if finite:
         # The lower one of two in the middle: of two members, the one that went less far is believed.
         median = statistics.median_low(rows[number].norm_per_step for number in finite)
         for number in finite:

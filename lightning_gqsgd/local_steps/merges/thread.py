@@ -39,7 +39,7 @@ class MergeThread:
     """
 
     def __init__(
-        self, members: Members, shared: SharedState, member: Member, rounds: MergeRounds, outlier: float | None
+        self, members: Members, shared: SharedState, member: Member, rounds: MergeRounds, outlier: float
     ) -> None:
         self._members = members
         self._shared = shared
