@@ -11,7 +11,6 @@ chosen by step times.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -84,10 +83,7 @@ def work(options: argparse.Namespace) -> None:
     for case in cases.values():
         if case.state is not None:
             case.state.close()
-    with tempfile.TemporaryDirectory() as folder:
-        probe.save(Path(folder) / "probe.json")
-        text = (Path(folder) / "probe.json").read_text()
-    finish({"seconds": result, "timelines": timelines, "probe": text})
+    finish({"seconds": result, "timelines": timelines, "probe": probe.to_dict()})
 
 
 def _loss(model: nn.Module, batch: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -127,10 +123,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def _add_rows(options: argparse.Namespace, report: Report, hosts: int, rate: str, result: dict[str, Any]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "probe.json"
-        file.write_text(result["probe"])
-        costs = Probe.load(file).costs
+    costs = Probe.from_dict(result["probe"]).costs
     for model in options.model:
         timeline = Timeline.from_dict(result["timelines"][model])
         for name, method in METHODS.items():

@@ -20,7 +20,6 @@ import json
 import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -157,19 +156,12 @@ def _costs(probed: dict[str, Any], hosts: Hosts, setting: Setting, length: float
 
     Codes of 8 and 4 bits take kernels equally long, so that each has the mean of both.
     """
-    costs = _probe(probed["hosts"][hosts.name]["probe"]).costs
+    costs = Probe.from_dict(probed["hosts"][hosts.name]["probe"]).costs
     eight, four = (asdict(costs.gammas[codec_of_bits(bits)]) for bits in (8, 4))
     both = Gamma(**{name: (eight[name] + four[name]) / 2 for name in eight})
     gammas = {**costs.gammas, **{codec_of_bits(bits): both for bits in (8, 4)}}
     slower = registered_speed.slower_costs(replace(costs, gammas=gammas), length)
     return on_link(slower, hosts.hosts, hosts.ranks_per_host, _link(setting))
-
-
-def _probe(values: dict[str, Any]) -> Probe:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "probe.json"
-        file.write_text(json.dumps(values))
-        return Probe.load(file)
 
 
 def _link(setting: Setting) -> Link:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,10 +97,7 @@ def probe(ranks_per_host: int) -> dict[str, Any]:
         if done + 1 >= ROUNDS[0] and passed > TIMELINES_S:
             break
     timelines = {model: recorder.timeline().to_dict() for model, recorder in recorders.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "probe.json"
-        made.save(file)
-        return {"probe": json.loads(file.read_text()), "timelines": timelines}
+    return {"probe": made.to_dict(), "timelines": timelines}
 
 
 def time_steps(

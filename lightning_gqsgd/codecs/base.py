@@ -121,9 +121,9 @@ class Codec(ABC):
             ConfigError: the codes of so many ranks cannot be added.
         """
 
-    @abstractmethod
     def delta(self, dimension: int) -> float:
-        """Returns δ with E|C(x) - x|² <= (1-δ) |x|², for a biased codec C, or for C = Q/(1+ω)."""
+        """Returns δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω). A biased codec C has one of its own."""
+        return 1 / (1 + self.omega(dimension))
 
 
 def check_code_bits(codec: str, bits: int, widths: range) -> None:

@@ -5,7 +5,6 @@ Mixins: `trainer_lightning` and `trainer_pytorch_lightning` put them on the clas
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, overload
@@ -244,10 +243,8 @@ class TrainerMixin(StrategyMixin):
     def _wrap_anew(self, module: Any) -> DistributedDataParallel:
         self.model = module  # ends the old DDP, whose buckets are as large as the gradients
         # Ranks have the same parameters, or their own on purpose: post-local SGD, buffers that are not broadcast.
-        # (Old versions of torch make them equal all the same.)
-        keeps = "init_sync" in inspect.signature(DistributedDataParallel).parameters
         arguments = self._ddp_kwargs
-        self._ddp_kwargs = {**arguments, "init_sync": False} if keeps else arguments
+        self._ddp_kwargs = {**arguments, "init_sync": False}
         try:
             self.model = self._setup_model(module)
         finally:

@@ -96,12 +96,32 @@ class Probe:
     seconds: float
     timelines: tuple[Timeline, ...] = ()
 
-    def save(self, path: Path) -> None:
-        """Write the probe as JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the probe as values that JSON has, with its version."""
         values = {**asdict(replace(self, timelines=())), "timelines": [line.to_dict() for line in self.timelines]}
         for name in _NOT_MEASURED:
             del values["costs"][name]
-        path.write_text(json.dumps({"version": VERSION, **values}, indent=1) + "\n")
+        return {"version": VERSION, **values}
+
+    @classmethod
+    def from_dict(cls, values: object, source: str = "the probe") -> Probe:
+        """Returns the probe that `to_dict` gave as these values; ``source``: where they come from.
+
+        Raises:
+            ConfigError: the values are not those of a probe of this version; the message names the entry.
+        """
+        own = dict(values) if isinstance(values, dict) else {}
+        version = own.pop("version", None)
+        if version != VERSION:
+            raise ConfigError(f"{source} is no probe of version {VERSION} (its version: {version})")
+        try:
+            return cls._of_entries(own, source)
+        except ConfigError as error:
+            raise ConfigError(f"{source} is no probe: {error}") from None
+
+    def save(self, path: Path) -> None:
+        """Write the probe as JSON."""
+        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Probe:
@@ -118,24 +138,13 @@ class Probe:
             raise ConfigError(f"{path} cannot be read ({error.strerror}): run `gqsgd probe --output {path}`") from None
         except (ValueError, RecursionError):
             raise ConfigError(f"{path} is no JSON: run `gqsgd probe --output {path}` again") from None
-        version = values.pop("version", None) if isinstance(values, dict) else None
-        if version != VERSION:
-            raise ConfigError(
-                f"{path} is no probe of version {VERSION} (its version: {version}): run `gqsgd probe --output {path}` "
-                "again"
-            )
         try:
-            return cls._from_dict(values, str(path))
+            return cls.from_dict(values, str(path))
         except ConfigError as error:
-            raise ConfigError(f"{path} is no probe: {error}; run `gqsgd probe --output {path}` again") from None
+            raise ConfigError(f"{error}; run `gqsgd probe --output {path}` again") from None
 
     @classmethod
-    def _from_dict(cls, values: dict[str, Any], source: str) -> Probe:
-        """Returns the probe that `save` wrote as these values.
-
-        Raises:
-            ConfigError: the values are not those of a probe; the message names the entry.
-        """
+    def _of_entries(cls, values: dict[str, Any], source: str) -> Probe:
         given = files.entries(values, "the probe", tuple(field.name for field in fields(cls)))
         return cls(
             costs=_costs_of(given["costs"], source),

@@ -358,6 +358,26 @@ def shared_scale_bytes(blocks: int, setting: Setting) -> tuple[int, int]:
     return own, ring_bytes(own, setting.ranks) if rule.over_ranks == "max" else (setting.ranks - 1) * own
 
 
+def gathered(message: Tensor, ranks: int) -> Generator[Sequence[Exchange], None, list[Tensor]]:
+    """Send all ranks a message of any length; returns those of all ranks, by rank.
+
+    On the wire, each is as long as the longest rank's.
+
+    Args:
+        message: uint8 [bytes], on the CPU.
+        ranks: number of ranks.
+    """
+    lengths = torch.empty(ranks, 1, dtype=torch.int64, device="cpu")
+    yield (Exchange("all_gather", lengths, torch.tensor([len(message)], device="cpu")),)
+    # An all-gather needs messages of equal length. The lengths were gathered first, so that each rank can cut off the
+    # padding of the others.
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
+    padded[: len(message)] = message
+    everyone = torch.empty(ranks, len(padded), dtype=torch.uint8, device="cpu")
+    yield (Exchange("all_gather", everyone, padded),)
+    return [row[:length] for row, length in zip(everyone, lengths[:, 0].tolist(), strict=True)]
+
+
 def ring_bytes(message_bytes: int, ranks: int) -> int:
     """Returns the bytes that each rank sends in a reduce-scatter and an all-gather of a message."""
     return 2 * (ranks - 1) * message_bytes // ranks

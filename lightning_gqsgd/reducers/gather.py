@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import BlockRun, place, sizes_by_owner
-from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, shared_scale_bytes
+from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, gathered, shared_scale_bytes
 from lightning_gqsgd.reducers.link import Link
 from lightning_gqsgd.reducers.memory import UP, MemoryStore
 
@@ -80,35 +80,25 @@ class Gather(Reducer):
         outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
         if self.shares_scales:
             yield from outgoing.share_scales()
-        lost = outgoing.encode(sent, keys.up[rank])
+        remember = outgoing.encode(sent, keys.up[rank])
         if self.compresses_codes:
             received = yield from self._gather_compressed(sent)
         else:
             yield (Exchange("all_gather", received, sent),)
 
         bad = self.link.decode(received, layout.whole, x, keys.up, keys.rotation, store)
-        lost.commit(x)
+        remember(x)
         return bad
 
     def _gather_compressed(self, sent: Tensor) -> Generator[Sequence[Exchange], None, Tensor]:
-        """Gather messages as Elias codes. On the wire, each message is as long as the longest rank's."""
+        """Gather messages as Elias codes."""
         from lightning_gqsgd.reducers.elias import streams as elias  # Numba takes a second to import
 
         blocks = self.layout.blocks
         q = self.link.quantiser
-        stream = elias.compress(sent, blocks, q)
-        lengths = torch.empty(self.ranks, 1, dtype=torch.int64, device="cpu")
-        yield (Exchange("all_gather", lengths, torch.tensor([len(stream)], device="cpu")),)
-
-        # An all-gather needs messages of equal length. The lengths were gathered first, so that each rank can cut off
-        # the padding of the others.
-        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
-        padded[: len(stream)] = stream
-        streams = torch.empty(self.ranks, len(padded), dtype=torch.uint8, device="cpu")
-        yield (Exchange("all_gather", streams, padded),)
-        self._count(len(padded))
-        rows = zip(streams, lengths[:, 0].tolist(), strict=True)
-        return torch.stack([elias.expand(row[:length], blocks, q, len(sent)) for row, length in rows])
+        streams = yield from gathered(elias.compress(sent, blocks, q), self.ranks)
+        self._count(max(map(len, streams)))
+        return torch.stack([elias.expand(stream, blocks, q, len(sent)) for stream in streams])
 
     def _count(self, message_bytes: int) -> None:
         own_scales, sent_scales = self._scales

@@ -8,9 +8,9 @@ step that overflows on one rank leaves no trace on any.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Generator, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,13 @@ from lightning_gqsgd.spec.memories import Memory
 
 if TYPE_CHECKING:
     from lightning_gqsgd.reducers.base import Setting
+
+#: Changes a sender's memory once the step's result is known, where that is finite: a flat tensor as long as the input.
+Remember = Callable[[Tensor], None]
+
+
+def remember_nothing(result: Tensor) -> None:
+    """Remember nothing."""
 
 
 class Recursion(NamedTuple):
@@ -176,24 +183,6 @@ class Link:
             part.kernels.rotate(decoded, part.blocks, rotation, self.quantiser.block_size, inverse=True)
 
 
-class Trace(Protocol):
-    """A change of a sender's memory that is made once the result of the step is known."""
-
-    def commit(self, result: Tensor) -> None:
-        """Remember the trace where the reduced gradient is finite; ``result``: a flat tensor, as long as the input."""
-        ...
-
-
-class _NoTrace:
-    """The trace of a sender that remembers nothing."""
-
-    def commit(self, result: Tensor) -> None:
-        """Remember the trace where the reduced gradient is finite; see `Trace.commit`."""
-
-
-NO_TRACE = _NoTrace()
-
-
 class Outgoing:
     """The message of one sender in one step, before it is encoded; see `Link.outgoing`."""
 
@@ -233,8 +222,8 @@ class Outgoing:
             own = over_ranks(everyone, rule.over_ranks)
         return scales if own is scales else scales.copy_(own)
 
-    def encode(self, wire: Tensor, key: Key) -> Trace:
-        """Write the message, uint8 [bytes], with dither from ``key``."""
+    def encode(self, wire: Tensor, key: Key) -> Remember:
+        """Write the message, uint8 [bytes], with dither from ``key``; return what remembers it."""
         link = self._link
         scales = self._scales
         # The sender has to encode with the scale that receivers will read, which has fewer bits. It is rounded up, so
@@ -243,7 +232,7 @@ class Outgoing:
             scales = rounded_up(scales, self._input.dtype)
         turn = self._rotation if link.fuses else None
         self._part.kernels.encode(self._input, self._part.blocks, wire, link.quantiser, key, scales, turn)
-        return NO_TRACE
+        return remember_nothing
 
 
 class _Remembering(Outgoing):
@@ -268,14 +257,14 @@ class _Remembering(Outgoing):
             u.add_(self.error, alpha=recursion.alpha)
         super().__init__(link, u, part, rotation)
 
-    def encode(self, wire: Tensor, key: Key) -> Trace:
+    def encode(self, wire: Tensor, key: Key) -> Remember:
         """Write the message; see `Outgoing.encode`.
 
         A sender with an error memory or a reference of its own also decodes the message, to know what it has lost.
         """
         super().encode(wire, key)
         if self.recursion.shared:
-            return _Result(self) if self._link.direction is UP else NO_TRACE
+            return self._remember_result if self._link.direction is UP else remember_nothing
         link = self._link
         part = self._part
         decoded = torch.zeros_like(self._input)
@@ -287,54 +276,24 @@ class _Remembering(Outgoing):
         else:
             kernels.decode(wire.view(1, -1), part.blocks, decoded, link.quantiser, (key,))
         link.turn_back(decoded, part, self._rotation)
-        return _Lost(self, link.direction, decoded)
+        return partial(self._remember_lost, decoded)
 
-
-class _Result:
-    """The trace of a shared reference, which moves by the reduced gradient.
-
-    The way back has the same reference and does not move it again.
-
-    Args:
-        sender: who sent the message on the way up.
-    """
-
-    def __init__(self, sender: _Remembering) -> None:
-        self._sender = sender
-
-    def commit(self, result: Tensor) -> None:
-        """Remember the trace where the reduced gradient is finite; see `Trace.commit`."""
-        sender = self._sender
-        if sender.reference is None:
+    def _remember_result(self, result: Tensor) -> None:
+        """Move a shared reference by the reduced gradient. The way back has the same one, and leaves it there."""
+        if self.reference is None:
             return
-        old = sender.reference * sender.recursion.beta
-        moved = old.add_(result.to(sender.reference.dtype), alpha=sender.recursion.rho)
-        sender.store.store(Keeps.SHARED, sender.runs, torch.where(result.isfinite(), moved, sender.reference))
+        old = self.reference * self.recursion.beta
+        moved = old.add_(result.to(self.reference.dtype), alpha=self.recursion.rho)
+        self.store.store(Keeps.SHARED, self.runs, torch.where(result.isfinite(), moved, self.reference))
 
-
-class _Lost:
-    """The trace of what a message has lost to quantisation.
-
-    Args:
-        sender: who sent it.
-        direction: on which way.
-        decoded: Q(u), which counts as the sender's input does.
-    """
-
-    def __init__(self, sender: _Remembering, direction: Direction, decoded: Tensor) -> None:
-        self._sender = sender
-        self._direction = direction
-        self._decoded = decoded
-
-    def commit(self, result: Tensor) -> None:
-        """Remember the trace where the reduced gradient is finite; see `Trace.commit`."""
-        sender = self._sender
-        kinds = self._direction
+    def _remember_lost(self, decoded: Tensor, result: Tensor) -> None:
+        """Remember what the message has lost to quantisation; ``decoded``: Q(u), which counts as the input does."""
+        kinds = self._link.direction
         finite = result.isfinite()
-        if sender.error is not None:
-            error = (sender.error * sender.recursion.beta).add_(sender.target).sub_(self._decoded)
-            sender.store.store(kinds.error, sender.runs, torch.where(finite, error, sender.error))
+        if self.error is not None:
+            error = (self.error * self.recursion.beta).add_(self.target).sub_(decoded)
+            self.store.store(kinds.error, self.runs, torch.where(finite, error, self.error))
         # The reference of the way back moves where messages are decoded, which the sender does, too.
-        if sender.reference is not None and kinds.sent != kinds.received:
-            reference = torch.add(sender.reference, self._decoded, alpha=sender.recursion.rho)
-            sender.store.store(kinds.sent, sender.runs, torch.where(finite, reference, sender.reference))
+        if self.reference is not None and kinds.sent != kinds.received:
+            reference = torch.add(self.reference, decoded, alpha=self.recursion.rho)
+            self.store.store(kinds.sent, self.runs, torch.where(finite, reference, self.reference))

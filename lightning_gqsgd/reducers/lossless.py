@@ -28,7 +28,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import LENGTH
-from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, WholeNumbers
+from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, WholeNumbers, gathered
 from lightning_gqsgd.reducers.memory import MemoryStore
 
 #: What a message begins with.
@@ -88,11 +88,10 @@ class Lossless(WholeNumbers):
         for sender, message in enumerate(received):
             values = shards[rank] if sender == rank else unpack(message, len(mean), x.dtype)
             mean.add_(values.double(), alpha=1 / self.ranks)  # divided before, because sums of fp64 may overflow
-        message = pack(mean.to(x.dtype))
-        means = yield from self._gathered(message)
+        means = yield from gathered(_tensor(pack(mean.to(x.dtype))), self.ranks)
 
-        for shard, message in zip(shards, means, strict=True):
-            shard.copy_(unpack(message, len(shard), x.dtype))
+        for shard, packed in zip(shards, means, strict=True):
+            shard.copy_(unpack(packed.numpy().tobytes(), len(shard), x.dtype))
         self._count(sum(map(len, messages)) + (self.ranks - 1) * max(map(len, means)), x.nbytes)
         return 0
 
@@ -106,18 +105,6 @@ class Lossless(WholeNumbers):
         sent = _tensor(b"".join(messages))
         yield (Exchange("all_to_all", received, sent, (into, lengths.tolist())),)
         return [part.numpy().tobytes() for part in received.split(into)]
-
-    def _gathered(self, message: bytes) -> Generator[Sequence[Exchange], None, list[bytes]]:
-        """Send all ranks one message; returns those of all ranks, by rank."""
-        lengths = torch.empty(self.ranks, 1, dtype=torch.int64, device="cpu")
-        yield (Exchange("all_gather", lengths, torch.tensor([len(message)], device="cpu")),)
-        # An all-gather needs messages of equal length. The lengths were gathered first, so that each rank can cut off
-        # the padding of the others.
-        longest = int(lengths.max())
-        everyone = torch.empty(self.ranks, longest, dtype=torch.uint8, device="cpu")
-        yield (Exchange("all_gather", everyone, _tensor(message.ljust(longest, b"\0"))),)
-        rows = zip(everyone.numpy(), lengths[:, 0].tolist(), strict=True)
-        return [row[:length].tobytes() for row, length in rows]
 
     def _count(self, sent_bytes: int, nbytes: int) -> None:
         others = self.ranks - 1

@@ -80,10 +80,10 @@ class Summed(Reducer):
 
         # Zeros and not `torch.empty`: the padding between records takes part in the sum.
         codes = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=x.device)
-        lost = outgoing.encode(codes, keys.up[rank])
+        remember = outgoing.encode(codes, keys.up[rank])
         yield from self._added(codes, layout, rank, keys)
 
         bad = part.kernels.decode_sum(codes, scales, part.blocks, x, self.link.quantiser, keys.up)
         self.link.restore(x, part, keys.rotation, store)
-        lost.commit(x)
+        remember(x)
         return bad

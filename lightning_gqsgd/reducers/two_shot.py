@@ -20,7 +20,7 @@ from lightning_gqsgd.kernels.layout import BlockRun, Layout, place_by_owner, siz
 from lightning_gqsgd.kernels.protocol import Own
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
-from lightning_gqsgd.reducers.link import NO_TRACE, Link, Trace
+from lightning_gqsgd.reducers.link import Link, Remember, remember_nothing
 from lightning_gqsgd.reducers.memory import DOWN, UP, MemoryStore
 from lightning_gqsgd.reducers.native import Native
 
@@ -69,21 +69,21 @@ class TwoShot(Reducer):
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
         received = torch.empty(self.ranks, layout.shard_bytes, dtype=torch.uint8, device=x.device)
         part = self.up.part_for_owners(layout, rank)
-        lost = self.up.outgoing(x, part, keys.rotation, store).encode(sent, keys.up[rank])
+        remember = self.up.outgoing(x, part, keys.rotation, store).encode(sent, keys.up[rank])
         # A rank sends each owner its shard only, so a rank sends (n-1)/n of a message in each of the two exchanges,
         # whatever the number of ranks.
         yield (Exchange("all_to_all", received, sent),)
 
         shard = torch.empty(layout.shard_bytes, dtype=torch.uint8, device=x.device)
-        lost_by_owner = self._average(received, layout, rank, shard, x, keys, store)
+        remember_mean = self._average(received, layout, rank, shard, x, keys, store)
         yield (Exchange("all_gather", sent, shard),)
 
         # The owner decodes its own mean from the message as well, rather than keep the exact one. Otherwise ranks would
         # hold different bits, and their parameters would drift apart.
         bad = self.down.decode(sent.view(1, -1), layout.whole, x, (keys.down,), keys.rotation, store)
         # Memories change last, when the result is known: they stay as they are wherever it is not finite.
-        lost.commit(x)
-        lost_by_owner.commit(x)
+        remember(x)
+        remember_mean(x)
         return bad
 
     def _average(
@@ -95,15 +95,18 @@ class TwoShot(Reducer):
         x: Tensor,
         keys: StepKeys,
         store: MemoryStore,
-    ) -> Trace:
-        """Encode the mean of this rank's shard into ``out``; ``x``: the tensor that the layout counts from."""
+    ) -> Remember:
+        """Encode the mean of this rank's shard into ``out``; ``x``: the tensor that the layout counts from.
+
+        Returns what remembers the message.
+        """
         part = layout.shard(rank)
         q = self.up.quantiser
         # Without a memory, one kernel decodes, averages and encodes, and no mean is written to memory in between.
         if self.up.plain and self.down.plain:
             own = Own(rank, x, keys.rotation if self.up.fuses else None)
             part.kernels.reduce(messages, part.blocks, out, q, keys.up, keys.down, own)
-            return NO_TRACE
+            return remember_nothing
         mean = x.to(COMPUTE_DTYPES[x.dtype], copy=True)
         self.up.decode(messages, part, mean, keys.up, keys.rotation, store, own=rank)
         return self.down.outgoing(mean, part, keys.rotation, store).encode(out, keys.down)

@@ -44,8 +44,7 @@ def dense_mean(
     mine[touched.rows.numpy()] = 1
     sent = torch.from_numpy(np.packbits(mine))
     received = torch.empty(ranks, len(sent), dtype=torch.uint8)
-    counters.message_bytes += len(sent)
-    counters.bytes_sent += (ranks - 1) * len(sent)
+    counters.add_sent((ranks - 1) * len(sent), len(sent))
     yield from side_by_side(_gathered(sent, received), *pieces)
     union = torch.from_numpy(np.flatnonzero(np.unpackbits(received.numpy(), axis=1, count=table.height).any(axis=0)))
     return Touched(union, x.view(table.height, table.width)[union])

@@ -68,8 +68,7 @@ def gathered_mean(
     sent[own : own + len(numbers)] = torch.from_numpy(numbers)
     received = torch.empty(len(counts), longest, dtype=torch.uint8)
     yield (Exchange("all_gather", received, sent),)
-    counters.message_bytes += longest
-    counters.bytes_sent += (len(counts) - 1) * longest
+    counters.add_sent((len(counts) - 1) * longest, longest)
 
     messages = []
     for source, (count, number_bytes) in enumerate(counts):

@@ -152,8 +152,7 @@ class SparseGradients:
         numbers = row_numbers.write(touched.rows.numpy())
         bad = int((~touched.values.isfinite()).any(dim=1).sum())
         lengths = yield from gathered_lengths(len(touched.rows), bad if sketches else len(numbers), engine.world_size)
-        counters.message_bytes += LENGTH_BYTES
-        counters.bytes_sent += (engine.world_size - 1) * LENGTH_BYTES
+        counters.add_sent((engine.world_size - 1) * LENGTH_BYTES, LENGTH_BYTES)
         rows = int(lengths[:, 0].sum())
         if not rows:
             return touched

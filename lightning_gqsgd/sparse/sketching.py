@@ -126,8 +126,7 @@ def sketched_mean(table: Table, touched: Touched, bad: int, key: Key, ranks: int
     share = Share.of(ranks)
     mine = places_of(table, touched.rows[finite], len(union), key, touched.values.dtype)
     sketch = sketch_of(touched.values[finite] * share.each, mine)
-    counters.message_bytes += sketch.nbytes
-    counters.bytes_sent += ring_bytes(sketch.nbytes, ranks)
+    counters.add_sent(ring_bytes(sketch.nbytes, ranks), sketch.nbytes)
     yield (Exchange.in_place("sum", sketch),)
     values, _ = rows_of(sketch, places_of(table, union, len(union), key, touched.values.dtype))
     values[is_bad] = torch.nan
@@ -143,8 +142,7 @@ def _unions(
         line[rows.numpy()] = 1
     sent = torch.from_numpy(np.packbits(bits, axis=1)).flatten()
     received = torch.empty(ranks, len(sent), dtype=torch.uint8)
-    counters.message_bytes += len(sent)
-    counters.bytes_sent += (ranks - 1) * len(sent)
+    counters.add_sent((ranks - 1) * len(sent), len(sent))
     yield (Exchange("all_gather", received, sent),)
     everyone = np.bitwise_or.reduce(received.numpy(), axis=0).reshape(len(marks), -1)
     return [torch.from_numpy(np.flatnonzero(np.unpackbits(line, count=table.height))) for line in everyone]

@@ -251,8 +251,7 @@ class Telemetry:
         counters = self.bucket(0)
         counters.calls += 1
         counters.numel += numel
-        counters.message_bytes += message_bytes
-        counters.bytes_sent += bytes_sent
+        counters.add_sent(bytes_sent, message_bytes)
         self.plain_steps += 1
         self.steps += 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 import lightning_gqsgd
 from lightning_gqsgd.config import ConfigError
@@ -121,10 +119,6 @@ def _thawed(_: int) -> list[Any]:
     return [module.bits[2 * (START + 2) :][:2], said]
 
 
-@pytest.mark.skipif(
-    "init_sync" not in inspect.signature(DistributedDataParallel).parameters,
-    reason="DistributedDataParallel of this torch always makes ranks equal",
-)
 def test_wrapping_anew_keeps_each_ranks_own_model(tmp_path: Path) -> None:
     first, second = run(_thawed, 2, tmp_path, initialise=False)
     for number, ((before, after), said) in enumerate((first, second)):

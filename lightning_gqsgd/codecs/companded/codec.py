@@ -249,10 +249,6 @@ class CompandedCodec(Codec):
         others = max(1, int((1 - self._stochastic_from) * dimension))
         return max(companded, omega_linear(others, self._levels // 2 - 1))
 
-    def delta(self, dimension: int) -> float:
-        """Returns δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω)."""
-        return 1 / (1 + self.omega(dimension))
-
     @property
     def _levels(self) -> int:
         """Number of codes K."""

@@ -354,7 +354,3 @@ class EdenCodec(Codec):
         """
         distortion = self.distortion(dimension)
         return distortion / (1 - distortion)
-
-    def delta(self, dimension: int) -> float:
-        """Returns δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω)."""
-        return 1 / (1 + self.omega(dimension))

@@ -206,10 +206,6 @@ class ExponentialCodec(Codec):
         """
         return omega_exponential(dimension, self.magnitudes - self._headroom(summed), self.mantissa)
 
-    def delta(self, dimension: int) -> float:
-        """Returns δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω)."""
-        return 1 / (1 + self.omega(dimension))
-
     def _headroom(self, summed: int) -> int:
         """Returns how many magnitudes are reserved for sums over so many ranks.
 

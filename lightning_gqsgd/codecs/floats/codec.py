@@ -98,7 +98,3 @@ class FloatCodec(Codec):
     def omega(self, dimension: int, summed: int = 1) -> float:
         """Returns ω, whatever the dimension: each coordinate's error is relative to the coordinate."""
         return relative_variance(_MANTISSA) if self.bits == 16 else 0.0
-
-    def delta(self, dimension: int) -> float:
-        """Returns δ of Q/(1+ω)."""
-        return 1 / (1 + self.omega(dimension))

@@ -306,7 +306,7 @@ class LinearCodec(Codec):
         """Returns δ with |C(x) - x|² <= (1-δ) |x|², for C = Q/(1+ω), or for the nearest level: its errors are at most
         Δ/2."""
         if not self.biased_by:
-            return 1 / (1 + self.omega(dimension))
+            return super().delta(dimension)
         return max(0.0, 1 - dimension * self.step() ** 2 / 4)
 
 

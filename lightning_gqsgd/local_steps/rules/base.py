@@ -58,8 +58,7 @@ class Exchanges:
         bad = yield from self.start()
         counters.calls += 1
         counters.numel += self.x.numel()
-        counters.bytes_sent += self.sent_bytes
-        counters.message_bytes += self.message_bytes
+        counters.add_sent(self.sent_bytes, self.message_bytes)
         return bad
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -29,36 +29,6 @@ DEFAULT_LR = 0.1
 SMALL = 1 << 17
 
 MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
-
-
-class Trainer(Protocol):
-    """Virtual workers that `simulate` leads, with their common state."""
-
-    config: GQSGDConfig
-    error: float
-
-    @property
-    def x(self) -> Tensor:
-        """The parameters that all workers have in common, [d]."""
-        ...
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that each worker has sent so far."""
-        ...
-
-    @property
-    def wire_bits(self) -> float:
-        """Bits of one worker's message per coordinate, scales included, in the latest reduction."""
-        ...
-
-    def train(self, step: int) -> None:
-        """Make a step."""
-        ...
-
-    def finish(self) -> None:
-        """Called after the last step."""
-        ...
 
 
 class _EveryStep:
@@ -93,6 +63,10 @@ class _EveryStep:
 
     def finish(self) -> None:
         """Nothing is left to do."""
+
+
+#: Virtual workers that `simulate` leads, with their common state.
+Trainer = _EveryStep | LocalWorkers
 
 
 def simulate(
