@@ -42,7 +42,7 @@ class Fit:
 
     Attributes:
         config: the configuration; its reducer is "hierarchical" where that is predicted to take less time.
-        note: a clause that says so, or that plain DDP is predicted to take less time; empty where neither is.
+        note: a clause that says so, or that plain DDP takes, or may take, less time; empty where neither is.
     """
 
     config: GQSGDConfig
@@ -65,11 +65,11 @@ def fitted(config: GQSGDConfig, layout: Layout, numel: int, dtype: torch.dtype) 
         ConfigError: ``reducer="hierarchical"`` has no ``node_size``, and nodes are of unequal size.
     """
     config = with_nodes(config, layout)
-    if layout.num_nodes == 1:
-        return Fit(config)
     widths = _widths(config)
     if not widths or not numel:
         return Fit(config)
+    if layout.num_nodes == 1:
+        return Fit(config, _warning_of_one_node(config, layout))
     predicted = _Seconds(layout, numel, dtype)
     # Candidates of `auto` share one way: that of the widest one, from which plain DDP is the nearest.
     seconds = {way: predicted.of(way, max(widths)) for way in _ways(config, layout.node_size)}
@@ -82,6 +82,20 @@ def fitted(config: GQSGDConfig, layout: Layout, numel: int, dtype: torch.dtype) 
             "levels"
         )
     return Fit(chosen, note + predicted.warning(seconds[chosen], has_choice=bool(config.auto)))
+
+
+def _warning_of_one_node(config: GQSGDConfig, layout: Layout) -> str:
+    """Returns a clause on GPUs of one machine; empty where there are none, or where the configuration may choose.
+
+    Nothing is predicted for them, because nobody says how fast their links are. Processes of a machine's CPU are about
+    as fast with codes as without.
+    """
+    if len(layout.nodes) == 1 or layout.devices == {"cpu"} or config.auto:
+        return ""
+    return (
+        f"; all {len(layout.nodes)} ranks are on one machine, and links between GPUs are often faster than any codec: "
+        "compare with plain DDP, or give auto=True"
+    )
 
 
 def _widths(config: GQSGDConfig) -> list[int]:

@@ -102,6 +102,20 @@ def test_slower_than_plain_ddp_is_said() -> None:
     assert fitted(GQSGDConfig(), on(4, 1, 1), NUMEL, torch.float32).note == ""
 
 
+def test_gpus_of_one_machine_are_told_to_compare_with_plain_ddp() -> None:
+    layout = on(1, 8)._replace(devices=frozenset({"NVIDIA L40S"}))
+    note = fitted(GQSGDConfig(), layout, NUMEL, torch.float32).note
+    assert note.startswith("; all 8 ranks are on one machine")
+    assert "auto=True" in note
+    for config, quiet in (
+        (GQSGDConfig(auto=True), layout),
+        (GQSGDConfig(bits=32), layout),
+        (GQSGDConfig(), on(1, 8)),
+        (GQSGDConfig(), layout._replace(nodes=(0,))),
+    ):
+        assert fitted(config, quiet, NUMEL, torch.float32).note == ""
+
+
 @pytest.mark.parametrize(
     ("device", "bits"),
     [("h100", 8), ("cpu", 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("h100", 4), ("cpu", 8)))],
