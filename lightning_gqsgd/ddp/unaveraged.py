@@ -458,8 +458,13 @@ class BackwardWatch:
             Variable._execution_engine.queue_callback(lambda: self._end_stray(before))
         self._strays.add(id(parameter))
 
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer is about to step.
+    def before_optimizer_step(self, optimizer: Optimizer, *, has_closure: bool = False) -> None:
+        """Note that an optimizer is about to step, or, within its step, to use the gradients of a closure.
+
+        Args:
+            optimizer: the optimizer.
+            has_closure: whether a closure will compute gradients first, and this is called again behind it. What
+                no_sync has left may then be a part of their mean.
 
         Raises:
             ConfigError: DDP still waits for gradients of the backward pass, so none of its means is complete.
@@ -477,7 +482,8 @@ class BackwardWatch:
         elif self._stray_version is not None:
             self._say_stray()
         elif not self.is_waiting:
-            self._say_if_local(optimizer)
+            if not has_closure:
+                self._say_if_local(optimizer)
         elif self._has_hook:
             self._check_reached(model)
         else:
@@ -596,8 +602,25 @@ def _watch_optimizers() -> RemovableHandle:
     return register_optimizer_step_pre_hook(_before_optimizer_step)
 
 
-def _before_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
+def _before_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Hook on all optimizers. Returns other arguments of ``step`` where it has a closure: the same, but for a look at
+    the gradients behind it, before the optimizer uses them. Lightning's optimizers always step with a closure."""
+    if torch.compiler.is_compiling() or not _WATCHES:
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    has_closure = callable(closure)
+    _show_step(optimizer, has_closure=has_closure)
+    if not has_closure:
+        return None
+
+    def watched(*given: Any, **named: Any) -> Any:
+        loss = closure(*given, **named)
+        _show_step(optimizer)
+        return loss
+
+    return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
+
+
+def _show_step(optimizer: Optimizer, *, has_closure: bool = False) -> None:
     for watch in list(_WATCHES):
-        watch.before_optimizer_step(optimizer)
+        watch.before_optimizer_step(optimizer, has_closure=has_closure)

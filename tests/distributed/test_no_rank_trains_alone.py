@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_gqsgd import CollectiveError, register_gqsgd
 from lightning_gqsgd.config import ConfigError
 from tests.distributed.changed_models import CHANGES
-from tests.distributed.models import batch, fingerprint, mlp, train, wrapped
+from tests.distributed.models import Branches, batch, fingerprint, mlp, train, wrapped
 from tests.distributed.ranks import logged, run
 
 #: Configurations by what is special about them.
@@ -172,6 +172,35 @@ def test_a_model_whose_gradients_never_reach_ddp_is_refused_by_the_optimizer(tmp
     assert first.startswith("the latest backward pass has computed gradients, and none of them has reached")
 
 
+def _does_not_reach_all(rank: int, has_closure: bool) -> str:
+    model, state = wrapped({}, {"min_numel": 0}, Branches())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        x, y = batch(rank, 0)
+        loss = nn.functional.cross_entropy(model(x, 1), y)
+        loss.backward()
+        return loss
+
+    before = fingerprint(model)
+    with pytest.raises(ConfigError) as error:
+        if has_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    assert fingerprint(model) == before
+    state.close()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("has_closure", [False, True])
+def test_a_parameter_that_is_not_reached_is_an_error_before_weights_change(tmp_path: Path, has_closure: bool) -> None:
+    first, second = run(_does_not_reach_all, 2, tmp_path, has_closure)
+    assert first == second
+    assert "need find_unused_parameters=True" in first
+
+
 def _remembers(rank: int) -> list[Any]:
     """The memory of what stays is kept, and that of a parameter that is new begins empty."""
     model, state = wrapped({}, {"preset": "gqsgd", "bits": 2, "memory": "ef"}, mlp())
@@ -234,6 +263,15 @@ def _warned(rank: int, misuse: str) -> list[str]:
             with model.no_sync():
                 loss(step).backward()
             optimizer.step()
+        elif misuse == "no_sync in a closure":
+
+            def closure(step: int = step) -> torch.Tensor:
+                with model.no_sync():
+                    here = loss(step)
+                    here.backward()
+                return here
+
+            optimizer.step(closure)
         elif misuse == "autograd.grad gives the gradients":
             parameters = list(model.parameters())
             for parameter, gradient in zip(parameters, torch.autograd.grad(loss(step), parameters), strict=True):
@@ -256,6 +294,7 @@ MISUSES = {
     "two backward passes through one graph": "does not average",
     "two forward passes, then two backward passes": "does not average",
     "the optimizer steps before no_sync is over": "steps with gradients that were computed under no_sync()",
+    "no_sync in a closure": "steps with gradients that were computed under no_sync()",
     "autograd.grad gives the gradients": "not those that torch.autograd.grad returns",
     "the optimizer steps in a gradient's hook": "an optimizer steps while the backward pass is under way",
 }
@@ -380,6 +419,23 @@ def _has_closures(loop: _Loop, step: int) -> None:
     optimizer.zero_grad()
 
 
+def _accumulates_before_a_closure(loop: _Loop, step: int) -> None:
+    """As Lightning accumulates: the optimizer's closure has the last backward pass."""
+    with loop.model.no_sync():
+        loop.loss(step).backward()
+
+    def closure() -> torch.Tensor:
+        loss = loop.loss(step + 1)
+        loss.backward()
+        return loss
+
+    if step % 2:
+        loop.optimizer.step(closure)
+    else:
+        loop.optimizer.step(closure=closure)
+    loop.optimizer.zero_grad()
+
+
 def _steps_twice(loop: _Loop, step: int) -> None:
     """A step of SAM: weights move, gradients are computed again, weights move back."""
     loop.loss(step).backward()
@@ -407,6 +463,7 @@ RIGHT: dict[str, Callable[[_Loop, int], None]] = {
     "gradients of zeros": _keeps_zeros,
     "activations that are computed again": _recomputes,
     "an optimizer with closures": _has_closures,
+    "no_sync, and a closure": _accumulates_before_a_closure,
     "two backward passes for one step": _steps_twice,
 }
 
