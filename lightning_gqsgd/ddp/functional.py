@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -18,6 +19,7 @@ from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.session.nodes import Layout, layouts
 from lightning_gqsgd.session.opening import Side, facts_of, open_engines, prepare_later
+from lightning_gqsgd.session.parameters import check_for_tensors
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Card
 from lightning_gqsgd.wire.communicator import is_alive, parent_group, timeout_of
@@ -51,9 +53,17 @@ class _Reductions:
         """Returns False after an error, or once the process group was destroyed."""
         return not self.engine.failed and not self.engine.is_closed and is_alive(self._group)
 
-    def start(self, x: Tensor, config: GQSGDConfig, step: int, number: int) -> Job:
-        """Start to replace a flat tensor by its mean; ``number``: that of the call, which the step may differ from."""
-        card = Card(_PURPOSE, {**_facts(x, config), "step": step, _NUMBER: number})
+    def start(self, x: Tensor, config: GQSGDConfig, facts: Mapping[str, Any], step: int, number: int) -> Job:
+        """Start to replace a flat tensor by its mean.
+
+        Args:
+            x: the flat tensor.
+            config: the configuration, with its reducer chosen.
+            facts: see `_facts`, of the tensor as it was given.
+            step: number of the dither.
+            number: that of the call, which the step may differ from.
+        """
+        card = Card(_PURPOSE, {**facts, "step": step, _NUMBER: number})
         if (config, x.dtype) not in self._prepared:
             prepare_later(self.engine, self._group, card, config, x.dtype)
             self._prepared.add((config, x.dtype))
@@ -183,7 +193,7 @@ def all_reduce(
             side = Side(parent, _facts(tensor, config), [])  # `_Reductions` connects each configuration as it comes
             with open_engines(meeting, [side], tensor.device, messages=_MESSAGES) as (engine,):
                 reductions = _reductions[parent, tensor.device] = _Reductions(engine, parent, layout)
-    job = reductions.start(flat, config, number if step is None else step, number)
+    job = reductions.start(flat, config, _facts(tensor, config), number if step is None else step, number)
     reduction = Reduction(job, flat, target)
     return reduction if async_op else reduction.wait()
 
@@ -243,11 +253,7 @@ def _checked(
     numel = 1 << tensor.numel().bit_length()
     config = resolve(fitted(config, layout, numel, tensor.dtype).config, len(layout.nodes))
     refuse_for(config, "all_reduce, which takes dense tensors")
-    if config.remembers:
-        raise ConfigError(
-            "all_reduce does not know what it reduces, so it cannot remember anything; give memory='none', or register "
-            "the hook on a DDP model (register_gqsgd)"
-        )
+    check_for_tensors(config, "all_reduce")
     return config
 
 

@@ -125,6 +125,7 @@ def _numbers_of(store: MemoryStore, saved: Any, ranks: int) -> list[int]:
 def _from_first_rank(communicator: Communicator, numbers: list[int]) -> list[int]:
     """Returns rank 0's numbers on all ranks. A collective."""
     device = communicator.control_device
-    count = int(communicator.gather(torch.tensor([len(numbers)], device=device))[0])
+    purpose = "telling the ranks what rank 0 has read of a checkpoint"
+    count = int(communicator.gather(torch.tensor([len(numbers)], device=device), purpose)[0])
     mine = torch.tensor(numbers or [0] * count, dtype=torch.int64, device=device)
-    return communicator.gather(mine)[0].tolist() if count else []
+    return communicator.gather(mine, purpose)[0].tolist() if count else []

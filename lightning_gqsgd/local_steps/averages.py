@@ -32,7 +32,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop
-from lightning_gqsgd.local_steps.fragments import kept
+from lightning_gqsgd.local_steps.fragments import kept, refuse_at_anchor
 from lightning_gqsgd.local_steps.inner_state import InnerState
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer
@@ -198,6 +198,7 @@ class LocalAverages(AveragingLoop[Average]):
         self.watched = WatchedModel(model, optimizers, parameters, self.group)
         self._buffers, self._integers = OwnBuffers(model), IntegerBuffers(model, self.group)
         self._has_started = False
+        self._is_at_anchor = False
         self._begin_at_anchors()
         # Also at exit: Gloo groups that are still open then can abort the process.
         weakref.finalize(model, self._engine.close)
@@ -234,6 +235,7 @@ class LocalAverages(AveragingLoop[Average]):
             CollectiveError: a collective failed; the parameters are what they were.
             RuntimeError: this was closed.
         """
+        refuse_at_anchor(self._is_at_anchor)
         self.check_open()
         if not self.step:
             self._check_state()  # where one step has been made, what looks like weights is nearest to them
@@ -253,6 +255,7 @@ class LocalAverages(AveragingLoop[Average]):
         Raises:
             ConfigError, CollectiveError, RuntimeError: see `advance`.
         """
+        refuse_at_anchor(self._is_at_anchor)
         self.check_open()
         self._look_at_loaded_weights()
         self._check_changes()
@@ -313,12 +316,16 @@ class LocalAverages(AveragingLoop[Average]):
     def at_anchor(self) -> Iterator[None]:
         """A context in which the model has the anchor's values, which are the same on all ranks, e.g. for validation.
 
-        Afterwards, the model has this rank's own values again.
+        Afterwards, the model has this rank's own values again. No step is made in it.
         """
         self._buffers.take_back()
         with kept(self.fragments):
             self.start_from_anchors()
-            yield
+            self._is_at_anchor = True
+            try:
+                yield
+            finally:
+                self._is_at_anchor = False
 
     @contextmanager
     def at_preserved(self) -> Iterator[None]:
@@ -472,6 +479,7 @@ class LocalAverages(AveragingLoop[Average]):
             fragment.settled_after = 0
             for bundle in fragment.bundles:
                 bundle.take_anchors()
+        self.start_from_anchors()  # anchors of fewer bits are rounded
         self.store = new_store(setting_of(self.config, self.world_size, self._dtype), self._sizes, self.device)
         self.averagers = [
             [self.options.averaging.averager(bundle, self.rank, self.world_size) for bundle in fragment.bundles]

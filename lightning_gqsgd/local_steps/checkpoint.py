@@ -21,6 +21,7 @@ from lightning_gqsgd.local_steps.averages import Average, LocalAverages
 from lightning_gqsgd.local_steps.checking import check_local_state, check_tensors, rows_of
 from lightning_gqsgd.local_steps.fragments import Fragment
 from lightning_gqsgd.local_steps.gathering import gathered
+from lightning_gqsgd.local_steps.inner_state import all_or_nothing
 from lightning_gqsgd.local_steps.outer import load_outer
 from lightning_gqsgd.local_steps.rules import Averager
 from lightning_gqsgd.local_steps.watching import digest_of_tensors
@@ -79,7 +80,8 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
     Args:
         averages: of this run.
         state: what `state_of` gave.
-        load_beside: loads what was saved beside it, such as the optimizers' states; called once the state was checked.
+        load_beside: loads what was saved beside it, such as the optimizers' states, or raises and changes nothing;
+            called once the state was checked.
 
     Raises:
         ConfigError: ``state`` is no state, or does not fit this run (see `checking.check_local_state`). Nothing was
@@ -88,8 +90,9 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
     check_state(state, averages.requested, _ENTRIES)
     own = (state["rank"], state["world_size"]) == (averages.rank, averages.world_size)
     check_local_state(averages, state, own)
-    load_outer(averages.outer, state["outer"])
-    load_beside()
+    with all_or_nothing([averages.outer]):
+        load_outer(averages.outer, state["outer"])
+        load_beside()
     for fragment, settled in zip(averages.fragments, state["settled_after"], strict=True):
         fragment.settled_after = settled  # at the anchor, where ranks were settled, a rank is that starts from it
         for entry, anchor in fragment.entries():
@@ -163,8 +166,9 @@ def load_gathered(
         raise ConfigError("the checkpoint is that of another number of optimizers; resume with those that wrote it")
 
     def load_own() -> None:
-        for optimizer, saved in zip(optimizers, own["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        with all_or_nothing(optimizers):
+            for optimizer, saved in zip(optimizers, own["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
         for name, tensor in tensors.items():
             tensor.copy_(own["model"][name])
 

@@ -33,6 +33,14 @@ class AnchorOptions(Protocol):
     def anchor_device(self) -> torch.device | str | None: ...
 
 
+def refuse_at_anchor(is_at_anchor: bool) -> None:
+    """Raise ConfigError if a step is made, or training ends, while the model has the anchor's values."""
+    if is_at_anchor:
+        raise ConfigError(
+            "step() and finish() inside of at_anchor() change values that its end takes back; leave the context first"
+        )
+
+
 class Entry(NamedTuple):
     """A tensor of the model that is averaged.
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_gqsgd.errors import ConfigError
 
 
 class InnerState:
@@ -50,3 +53,24 @@ class InnerState:
 
     def _states_of(self, parameter: Tensor) -> Iterator[dict[str, object]]:
         return (optimizer.state[parameter] for optimizer in self._optimizers if parameter in optimizer.state)
+
+
+@contextmanager
+def all_or_nothing(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """A context in which states are loaded into optimizers. After an error, all of them have what they had before.
+
+    Raises:
+        ConfigError: a state does not fit; what torch's optimizers raise is a part of the message.
+    """
+    before = [optimizer.state_dict() for optimizer in optimizers]
+    try:
+        yield
+    except BaseException as error:
+        for optimizer, state in zip(optimizers, before, strict=True):
+            optimizer.load_state_dict(state)
+        if isinstance(error, (AttributeError, KeyError, TypeError, ValueError)) and not isinstance(error, ConfigError):
+            raise ConfigError(
+                f"the state is not that of this run's optimizers ({type(error).__name__}: {error}), and nothing of it "
+                "was loaded; resume with the optimizers that wrote it"
+            ) from error
+        raise

@@ -247,6 +247,8 @@ class LocalSteps(Optimizer):
         Raises:
             ConfigError: the state was written without local steps; or see `checkpoint.load_state`.
         """
+        if not isinstance(state_dict, Mapping):
+            raise ConfigError(f"the state is {state_dict!r:.50}, not a mapping; load what state_dict() has given")
         state_dict = unpacked(state_dict)
         if STATE_KEY not in state_dict:
             raise ConfigError(

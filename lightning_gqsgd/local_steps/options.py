@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_gqsgd.errors import ConfigError, check_integer, check_one_of, check_real, plain_integer
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.outer import OuterOptimizer, check_outer
 from lightning_gqsgd.local_steps.rules import Rule, parse_rule
 from lightning_gqsgd.spec.fields import FieldArguments
@@ -130,10 +131,9 @@ class LocalOptions:
                 f"inner_state='average' with delay={self.delay} would undo what the inner optimizer has learnt since; "
                 "take delay=0, or inner_state='keep'"
             )
-        if self.anchor_dtype is not None and not (
-            isinstance(self.anchor_dtype, torch.dtype) and self.anchor_dtype.is_floating_point
-        ):
-            raise ConfigError(f"anchor_dtype={self.anchor_dtype!r} is no floating-point dtype, e.g. torch.bfloat16")
+        if self.anchor_dtype is not None and self.anchor_dtype not in COMPUTE_DTYPES:
+            raise ConfigError(f"anchor_dtype={self.anchor_dtype!r} is not one of {', '.join(map(str, COMPUTE_DTYPES))}")
+        _check_device(self.anchor_device)
         if not isinstance(self.elastic, bool):
             raise ConfigError(f"elastic={self.elastic!r} must be True or False")
         check_integer("min_replicas", self.min_replicas, 1, MOST_STEPS)
@@ -234,3 +234,19 @@ def parse_time(name: str, value: str | timedelta, otherwise: str = "") -> timede
     if not 1e-6 <= seconds <= _LONGEST.total_seconds():
         raise ConfigError(f"{name}={value!r} is out of range: 1us to {_LONGEST.days} days")
     return timedelta(seconds=seconds)
+
+
+def _check_device(device: torch.device | str | None) -> None:
+    """Raise ConfigError for an anchor_device on which this process cannot hold numbers."""
+    if device is None:
+        return
+    problem = "it has no memory"
+    try:
+        if torch.empty(1, device=device).device.type != "meta":
+            return
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # AssertionError: torch has no such backend
+        problem = str(error).partition("\n")[0]
+    raise ConfigError(
+        f"anchor_device={device!r} cannot hold anchors here ({problem}); give 'cpu', or the device of a GPU of this "
+        "machine, or leave it out"
+    )

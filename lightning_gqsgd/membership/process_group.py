@@ -28,6 +28,7 @@ from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_agreed, open_engines, prepare_later
+from lightning_gqsgd.session.parameters import check_for_tensors
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Card
 from lightning_gqsgd.wire.communicator import timeout_of
@@ -513,15 +514,7 @@ def check_config(config: GQSGDConfig) -> None:
     """
     resolved = resolve(config, 2)
     refuse_for(config, "torchft, which reduces dense tensors")
-    if resolved.remembers:
-        raise ConfigError(
-            "torchft's process group does not know which tensor it reduces, so it cannot remember anything; give "
-            "memory='none'"
-        )
-    if resolved.warmup_steps:
-        raise ConfigError(
-            f"warmup_steps={resolved.warmup_steps}: torchft's process group counts no steps; leave it out"
-        )
+    check_for_tensors(resolved, "torchft's process group")
     if config.reducer == "hierarchical":
         raise ConfigError(
             "reducer='hierarchical' needs the same number of ranks on every node, and torchft's ranks come and go; "

@@ -26,6 +26,8 @@ STATE_SCHEMA = 1
 MEMORY_NAME = "memory_name"
 MEMORY_OF = "memory_of"
 
+#: What the memory of all ranks is gathered for.
+_GATHERING = "gathering what ranks remember (every rank calls state_dict)"
 #: Entries of every state.
 _ENTRIES = {"seed": int, "step": int, "config": Mapping}
 #: Entries that some states have.
@@ -109,7 +111,7 @@ def gathered_memory(
     gathered: dict[str, dict[int, Tensor]] = {kind.value: {} for kind in store.kinds} if numbers else {}
     for kind in store.kinds:
         for number in numbers:
-            rows = communicator.gather(store.row(kind, number))
+            rows = communicator.gather(store.row(kind, number), _GATHERING)
             if communicator.rank == 0:
                 gathered[kind.value][number] = rows.cpu()
     return gathered if communicator.rank == 0 else None

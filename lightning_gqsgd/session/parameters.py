@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.spec.bits_by_name import check_matched
 
@@ -48,6 +49,30 @@ def number_parameters(parameters: Mapping[str, Tensor], config: GQSGDConfig) -> 
         return numbered
     by_name.check(list(parameters), [entry.name for entry in numbered if entry.raw])
     return [entry._replace(bits=by_name.bits_of(entry.name)) for entry in numbered]
+
+
+def check_for_tensors(config: GQSGDConfig, who: str) -> None:
+    """Raise ConfigError for what needs to know parameters or steps, where single tensors are reduced.
+
+    Args:
+        config: the configuration, with its reducer chosen.
+        who: the function or process group that reduces them, in words.
+    """
+    if config.remembers:
+        raise ConfigError(
+            f"{who} does not know which tensor it reduces, so it cannot remember anything; give memory='none', or "
+            "register the hook on a DDP model (register_gqsgd)"
+        )
+    if config.exclude:
+        raise ConfigError(
+            f"exclude={config.exclude}: {who} reduces tensors that have no names; leave exclude out, and reduce such "
+            "tensors with bits=32"
+        )
+    if config.warmup_steps:
+        raise ConfigError(
+            f"warmup_steps={config.warmup_steps}: {who} counts no steps; leave it out, and give bits=32 as long as "
+            "nothing is to be compressed"
+        )
 
 
 def segments_of(parameters: Iterable[Parameter], choices: Mapping[int, int]) -> tuple[Segment, ...]:

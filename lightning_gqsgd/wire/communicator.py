@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from ctypes import py_object, pythonapi
 from datetime import timedelta
 from itertools import product
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,8 @@ from lightning_gqsgd.wire.peers import Peers, backends_of, peers_of
 from lightning_gqsgd.wire.shared_memory import SharedGroup
 from lightning_gqsgd.wire.staging import Staging
 
+#: The longest time that ranks may wait for each other: clocks cannot add much more to the present.
+LONGEST_TIMEOUT = timedelta(days=3650)
 #: Coordinates of a piece over NCCL: one piece for a bucket of DDP's default size, since launches cost more than pieces
 #: gain there. A piece holds two messages and a shard, and `pipeline.MAX_ON_STREAM` pieces of each of two streams are
 #: under way. So a GPU has at most 4 (2 + 1/ranks) times 16 MiB of scratch memory at 8 bits, less with fewer bits, and
@@ -329,8 +331,12 @@ class Communicator:
         self._latest = (None, None)
         self._staging = None
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor, purpose: str) -> Tensor:
         """Gather the tensors of all ranks, [ranks, ...]. A collective, outside any job.
+
+        Args:
+            tensor: this rank's, of the same shape, dtype and device on all ranks.
+            purpose: what it is gathered for, for the error.
 
         Raises:
             CollectiveError: it failed, e.g. because other ranks did not come within the timeout.
@@ -341,7 +347,7 @@ class Communicator:
         try:
             self.start(Exchange("all_gather", everyone, tensor.contiguous().view(-1)), stage=0).wait()
         except RuntimeError as error:
-            raise self.describe(error, "gathering what ranks remember (every rank calls state_dict)") from error
+            raise self.describe(error, purpose) from error
         return everyone
 
     def scatter(self, rows: Tensor | None, like: Tensor) -> Tensor:
@@ -430,13 +436,20 @@ def patience_of(timeout: timedelta | None, group: dist.ProcessGroup | Peers, dev
 
     A timeout that `check_timeout` refuses is not used, so that the other ranks can be told of it.
     """
-    return timeout if isinstance(timeout, timedelta) and timeout > timedelta(0) else timeout_of(group, device)
+    return timeout if _is_timeout(timeout) else timeout_of(group, device)
 
 
 def check_timeout(timeout: object) -> None:
-    """Raise ConfigError for a timeout that is neither None nor a positive timedelta."""
-    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
-        raise ConfigError(f"timeout={timeout!r} must be a positive datetime.timedelta, e.g. timedelta(minutes=5)")
+    """Raise ConfigError for a timeout that is neither None nor a positive timedelta that clocks can add to now."""
+    if timeout is not None and not _is_timeout(timeout):
+        raise ConfigError(
+            f"timeout={timeout!r} must be a positive datetime.timedelta of at most {LONGEST_TIMEOUT.days} days, e.g. "
+            "timedelta(minutes=5)"
+        )
+
+
+def _is_timeout(timeout: object) -> TypeGuard[timedelta]:
+    return isinstance(timeout, timedelta) and timedelta(0) < timeout <= LONGEST_TIMEOUT
 
 
 def needs_staging(backend: str, device: torch.device) -> bool:
@@ -445,12 +458,12 @@ def needs_staging(backend: str, device: torch.device) -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup | Peers, device: torch.device) -> timedelta:
-    """Returns the timeout of a group's collectives on tensors of a device."""
+    """Returns the timeout of a group's collectives on tensors of a device, `LONGEST_TIMEOUT` at most."""
     if isinstance(group, Peers):
-        return group.timeout or dist.constants.default_pg_timeout
+        return min(group.timeout or dist.constants.default_pg_timeout, LONGEST_TIMEOUT)
     usable = device if device.type in backends_of(group) else torch.device("cpu")
     options = getattr(group._get_backend(usable), "options", None)
-    return getattr(options, "_timeout", dist.constants.default_pg_timeout)
+    return min(getattr(options, "_timeout", dist.constants.default_pg_timeout), LONGEST_TIMEOUT)
 
 
 #: The communicators of this process, which a forked child must not touch.

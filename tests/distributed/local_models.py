@@ -22,6 +22,7 @@ WAYS: list[dict[str, Any]] = [
     {"every": 4, "outer_after": 4, "fragments": 3, "delay": 2, "preset": "gqsgd_4bit"},
     {"every": lambda number: 2 + number % 2, "fragments": 2, "delay": 1, "preset": "dore"},
     {"every": 3, "outer_after": 3, "preset": "gqsgd_4bit", "inner_state": "average", "anchor_dtype": torch.float64},
+    {"every": 2, "outer_after": 2, "fragments": 2, "preset": "gqsgd_4bit", "anchor_dtype": torch.bfloat16},
 ]
 STEPS = 10
 
@@ -56,7 +57,7 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
 def bits_of_anchors(optimizer: LocalSteps) -> str:
     """Hash of all anchors' bits."""
     anchors = [anchor.flatten() for part in optimizer.averages.fragments for _, anchor in part.entries()]
-    return hashlib.sha256(torch.cat(anchors).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(torch.cat(anchors).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def bits_of_model(model: nn.Module) -> str:

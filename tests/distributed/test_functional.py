@@ -176,6 +176,12 @@ def _errors(rank: int) -> None:
     assert torch.equal(all_reduce(x, step=0), mean)
     with pytest.raises(ConfigError, match=r"shape: \[2000\] != \[0\]"):
         all_reduce(x[: 2000 * (1 - rank)])
+    with pytest.raises(ConfigError, match=r"shape: \[40, 50\] != \[50, 40\]"):
+        all_reduce(x.view(40 + 10 * rank, 50 - 10 * rank))
+    with pytest.raises(ConfigError, match=r"exclude=\('\*',\): all_reduce reduces tensors that have no names"):
+        all_reduce(x, exclude=("*",))
+    with pytest.raises(ConfigError, match="warmup_steps=3: all_reduce counts no steps"):
+        all_reduce(x, warmup_steps=3)
     for step in (-1, 2**63, 1.5, "3"):
         with pytest.raises(ConfigError, match=r"step=.* (must be an integer|is out of range)"):
             all_reduce(x, step=step if rank == 0 else 1)  # type: ignore[call-overload]

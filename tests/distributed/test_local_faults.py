@@ -289,6 +289,49 @@ def test_a_state_with_a_wrong_entry_is_refused_before_anything_is_loaded(tmp_pat
         assert all("state of local steps" in text or "the checkpoint" in text for text in texts)
 
 
+def _refuses_a_part(rank: int) -> str:
+    """A state whose last part does not fit is refused by rank 1, and all go on as if it had never been there."""
+    model, inner = _model_and_optimizer()
+    optimizer = LocalSteps(model, inner, every=2, outer_after=0)
+    train(model, optimizer, rank, range(4))
+    state = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, rank, range(4, 8))
+    if rank:
+        with pytest.raises(ConfigError, match=r"not that of this run's optimizers \(ValueError: .* nothing of it"):
+            optimizer.load_state_dict({**state, "param_groups": []})
+        with pytest.raises(ConfigError, match="not a mapping"):
+            optimizer.load_state_dict(None)  # type: ignore[arg-type]
+    train(model, optimizer, rank, range(8, 12))
+    optimizer.finish()
+    optimizer.close()
+    return bits_of_model(model)
+
+
+def test_a_state_of_which_a_part_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    first, second = run(_refuses_a_part, 2, tmp_path)
+    assert first == second
+
+
+def _in_context(rank: int) -> str:
+    model, inner = _model_and_optimizer()
+    optimizer = LocalSteps(model, inner, every=2)
+    train(model, optimizer, rank, range(3))
+    before = bits_of_model(model)
+    with optimizer.averages.at_anchor():
+        for method in (optimizer.averages.advance, optimizer.finish):
+            with pytest.raises(ConfigError, match="leave the context first"):
+                method()
+    assert bits_of_model(model) == before
+    optimizer.finish()
+    optimizer.close()
+    return bits_of_model(model)
+
+
+def test_no_step_is_made_at_the_anchor(tmp_path: Path) -> None:
+    first, second = run(_in_context, 2, tmp_path)
+    assert first == second
+
+
 def _outers(rank: int) -> list[str]:
     """Outer optimizers of other tensors, and numbers that a checkpoint replaces."""
     model, inner = _model_and_optimizer()

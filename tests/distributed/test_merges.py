@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import time
 from pathlib import Path
@@ -273,6 +274,13 @@ def _other_state(rank: int) -> list[str]:
         with pytest.raises(ConfigError) as caught:
             optimizer.load_state_dict(bad)
         problems.append(str(caught.value))
+    bits = bits_of(model)
+    with pytest.raises(ConfigError, match="not that of this run's optimizers"):
+        optimizer.load_state_dict({**mine, "param_groups": []})
+    assert bits_of(model) == bits
+    assert optimizer.averages.averages == mine["local_steps"]["merged"]["merges"]
+    with pytest.raises(ConfigError, match="call finish"):
+        optimizer.leave()
     with torch.no_grad():
         model[0].weight += 1
     with pytest.raises(ConfigError, match="before LocalSteps is made"):
@@ -309,6 +317,29 @@ def _one_dies(rank: int) -> str:
 def test_a_dead_rank_of_a_process_group_is_an_error_on_the_others(tmp_path: Path) -> None:
     message, _ = run(_one_dies, 2, tmp_path, dies=(1,))
     assert "failed on rank 0 of 2" in message
+    assert "merge" in message
+
+
+def _counts_once(rank: int) -> tuple[str, list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_gqsgd").addHandler(handler)
+    model, optimizer = counting(every="100ms")
+    for step in range(12):
+        if not step:
+            optimizer.add_samples(64)
+        optimizer.step()
+        time.sleep(0.05)
+    optimizer.finish()
+    optimizer.close()
+    return bits_of(model), said
+
+
+def test_steps_whose_samples_are_not_counted_are_said_to_weigh_nothing(tmp_path: Path) -> None:
+    (bits, said), (others, _) = run(_counts_once, 2, tmp_path)
+    assert bits == others
+    assert len([text for text in said if "add_samples has counted 0 samples in" in text]) == 1
 
 
 def _differ(rank: int) -> None:

@@ -257,7 +257,7 @@ def test_what_is_missing_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"version": 0}', "is no probe of version 2 (its version: 0): run `gqsgd probe --output"),
+        ('{"version": 0}', "is no probe of version 2 (its version: 0); run `gqsgd probe --output"),
         ("[1]", "is no probe of version 2 (its version: None)"),
         ("no json", "is no JSON"),
     ],

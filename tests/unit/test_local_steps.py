@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,8 +123,23 @@ def test_the_change_of_sixteen_bit_parameters_is_that_since_the_anchor_was_round
 def test_the_anchor_may_have_a_dtype_of_its_own() -> None:
     bundle = Bundle(entries([4]), LocalOptions(anchor_dtype=torch.bfloat16, anchor_device="cpu"))
     assert bundle.anchors[0].dtype == torch.bfloat16
-    with pytest.raises(ConfigError, match="is no floating-point dtype"):
-        LocalOptions(anchor_dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"anchor_dtype": torch.int8}, "anchor_dtype=torch.int8 is not one of torch.float32"),
+        ({"anchor_dtype": torch.float8_e4m3fn}, "anchor_dtype=torch.float8_e4m3fn is not one of"),
+        ({"anchor_dtype": "bf16"}, "anchor_dtype='bf16' is not one of"),
+        ({"anchor_device": "nope"}, "anchor_device='nope' cannot hold anchors here"),
+        ({"anchor_device": "meta"}, "it has no memory"),
+        ({"anchor_device": "cuda:99"}, "anchor_device='cuda:99' cannot hold anchors here"),
+        ({"anchor_device": 3.5}, "anchor_device=3.5 cannot hold anchors here"),
+    ],
+)
+def test_an_anchor_that_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LocalOptions(**fields)
 
 
 def test_an_anchor_that_cannot_hold_a_parameter_is_refused() -> None:

@@ -31,11 +31,11 @@ from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.errors import ConfigError, check_integer
+from lightning_gqsgd.errors import ConfigError, check_integer, counted
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.averages import open_meeting
-from lightning_gqsgd.local_steps.fragments import kept
-from lightning_gqsgd.local_steps.inner_state import InnerState
+from lightning_gqsgd.local_steps.fragments import kept, refuse_at_anchor
+from lightning_gqsgd.local_steps.inner_state import InnerState, all_or_nothing
 from lightning_gqsgd.local_steps.merges.buffers import IntegerValues
 from lightning_gqsgd.local_steps.merges.contribution import Contribution
 from lightning_gqsgd.local_steps.merges.fixed import FixedMembers
@@ -149,6 +149,8 @@ class MergedAverages:
         self._finished_after: int | None = None
         self._has_started = False
         self._counts_samples = False
+        self._has_said_lost = False
+        self._is_at_anchor = False
         self._members = members
         self._thread = MergeThread(members, self._shared, member, self._rounds, options.outlier)
         try:
@@ -301,6 +303,7 @@ class MergedAverages:
             SystemExit: with ``elastic``, this process was sent SIGTERM. What it has learnt is merged, and this is
                 closed.
         """
+        refuse_at_anchor(self._is_at_anchor)
         if not self.step:
             self._check_state()
         self._thread.go_on()
@@ -329,6 +332,7 @@ class MergedAverages:
         Until then, this member takes part in the merges of the others, whose steps go on. A second call in a row does
         nothing.
         """
+        refuse_at_anchor(self._is_at_anchor)
         self._thread.settled()  # raises what has gone wrong
         if self.step == self._finished_after:
             return
@@ -346,8 +350,16 @@ class MergedAverages:
     def leave(self) -> None:
         """Merge what was learnt since with those that are there, and close: what a machine does that has to go.
 
-        With ``elastic``, this gives up a timeout after the end of the round, and says so: the lighthouse may be gone.
+        This gives up a timeout after the end of the round, and says so: the lighthouse may be gone.
+
+        Raises:
+            ConfigError: this is not elastic, so that the others cannot go on without this rank.
         """
+        if not self.options.elastic:
+            raise ConfigError(
+                "leave() is for elastic=True: ranks of a process group merge together, and those that stay would fail "
+                "without this one; call finish() on all ranks"
+            )
         is_merged = self._pending is None or self._has_merged_within(self._leaves_after_s)
         if is_merged and self._steps_since:
             self._hand_over()
@@ -397,13 +409,17 @@ class MergedAverages:
     def at_anchor(self) -> Iterator[None]:
         """A context in which the model has the anchor's values, e.g. for validation.
 
-        Afterwards, the model has this member's own values again.
+        Afterwards, the model has this member's own values again. No step is made in it.
         """
         self._buffers.take_back()
         with kept([self._fragment]):
             with torch.no_grad(), self._shared.lock:
                 self._fragment.set_tensors()
-            yield
+            self._is_at_anchor = True
+            try:
+                yield
+            finally:
+                self._is_at_anchor = False
 
     def report(self) -> str:
         """Returns one line that says what is merged how often, and how it is compressed."""
@@ -450,7 +466,7 @@ class MergedAverages:
 
         Args:
             state: what `state_dict` gave.
-            load_beside: loads what was saved beside it, once the state was checked.
+            load_beside: loads what was saved beside it into the optimizers.
 
         Raises:
             ConfigError: this is no such state, or that of another model. Nothing was changed.
@@ -462,9 +478,10 @@ class MergedAverages:
             )
         check_state(state, self.requested, _ENTRIES)
         with self._thread.between_merges():
-            self._shared.load_state_dict(state["merged"])
+            with all_or_nothing(self._optimizers):
+                load_beside()
+                self._shared.load_state_dict(state["merged"])
             self._members.start_after(self._shared.merges)
-            load_beside()
             self.requested = replace(self.requested, seed=state["seed"])
             self.step = state["step"]
             self._start_from_anchors()
@@ -484,6 +501,13 @@ class MergedAverages:
         except ConfigError:
             self.close()
             raise
+        if self._steps_since and not self._samples_since and not self._has_said_lost:
+            self._has_said_lost = True
+            logger.warning(
+                "gqsgd: add_samples has counted 0 samples in %s, and what they have learnt weighs nothing in the "
+                "merge: call add_samples for every step, or never, so that each step counts as one",
+                counted(self._steps_since, "step"),
+            )
         self._contributions += 1
         self._pending = Contribution(
             self._contributions,

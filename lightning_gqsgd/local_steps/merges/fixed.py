@@ -48,7 +48,8 @@ class FixedMembers(Members):
             return Quorum(self._engine.rank)
         if isinstance(request, Gather):
             communicator = self._engine.communicator
-            return communicator.gather(request.row.to(communicator.control_device)).cpu()
+            row = request.row.to(communicator.control_device)
+            return communicator.gather(row, "comparing what ranks have learnt, before a merge").cpu()
         if isinstance(request, Sum):
             return self._sum(request)
         if isinstance(request, Commit) and request.is_good:
