@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
@@ -159,7 +160,7 @@ def all_reduce(
         step: number of the dither, 0 to 2^63 - 1; the same number gives the same dither. None counts the calls on the
             group.
         preset: name of a preset (see `presets.PRESETS`), or a configuration.
-        **fields: fields of `GQSGDConfig`.
+        **fields: fields of `GQSGDConfig`, except those that need names of parameters, steps or a memory.
 
     Raises:
         ConfigError: a tensor or configuration that cannot work, or ranks that do not agree; on every rank, if one of
@@ -264,6 +265,11 @@ def _check_plain(tensor: Tensor, what: str) -> None:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise ConfigError(
             f"{what} is one that torch.func (vmap, grad or jvp) has wrapped; call all_reduce outside of that function"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise ConfigError(
+            f"{what} has a tangent of forward-mode differentiation, which would not be averaged; give its primal, and "
+            "its tangent in a call of its own"
         )
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         name = type(tensor).__name__

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -257,6 +258,11 @@ def _not_plain(rank: int) -> float:
         all_reduce(nested if rank else torch.ones(2000))
     with pytest.raises(ConfigError, match=r"torch.func \(vmap, grad or jvp\) has wrapped"):
         torch.vmap(all_reduce)(torch.ones(2, 2000))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(2000), torch.ones(2000))
+        with pytest.raises(ConfigError, match="the tensor has a tangent of forward-mode differentiation"):
+            all_reduce(dual)
+        all_reduce(torch.ones(2000))
     mean = float(all_reduce(torch.ones(2000)).mean())
     close()
     return mean
