@@ -237,16 +237,14 @@ def parse_time(name: str, value: str | timedelta, otherwise: str = "") -> timede
 
 
 def _check_device(device: torch.device | str | None) -> None:
-    """Raise ConfigError for an anchor_device on which this process cannot hold numbers."""
+    """Raise ConfigError for an anchor_device that is none, or has no memory. Whether it is here, a start finds out."""
+    remedy = "give 'cpu', or the device of a GPU, or leave it out"
     if device is None:
         return
-    problem = "it has no memory"
     try:
-        if torch.empty(1, device=device).device.type != "meta":
-            return
-    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # AssertionError: torch has no such backend
-        problem = str(error).partition("\n")[0]
-    raise ConfigError(
-        f"anchor_device={device!r} cannot hold anchors here ({problem}); give 'cpu', or the device of a GPU of this "
-        "machine, or leave it out"
-    )
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"anchor_device={device!r} is no device ({reason}); {remedy}") from None
+    if kind == "meta":
+        raise ConfigError(f"anchor_device={device!r} has no memory; {remedy}")

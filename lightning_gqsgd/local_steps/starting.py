@@ -65,6 +65,7 @@ def trained_by(
     module = check_module(model)
     trained = trained_parameters(module, optimizers)
     refuse_for(config, "local steps, which average whole models")
+    check_anchor_device(options.anchor_device)
     facts, parameters, buffers = numbered(module, trained, config)
     fragments = fragments_of(parameters, buffers, options)
     anchors = [anchor for part in fragments for entry, anchor in part.entries() if not entry.is_buffer]
@@ -99,6 +100,19 @@ def check_module(model: object) -> nn.Module:
                 "memory_format=torch.contiguous_format)"
             )
     return model
+
+
+def check_anchor_device(device: torch.device | str | None) -> None:
+    """Raise ConfigError for a device on which this process cannot have anchors; None is the parameters' own."""
+    if device is None:
+        return
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: this torch was built without it
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"anchor_device={device!r} is not here ({reason}); give 'cpu', or the device of a GPU of this machine"
+        ) from error
 
 
 def check_optimizers(optimizers: Iterable[Optimizer]) -> None:

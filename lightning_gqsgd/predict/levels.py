@@ -94,7 +94,7 @@ def _warning_of_one_node(config: GQSGDConfig, layout: Layout) -> str:
         return ""
     return (
         f"; all {len(layout.nodes)} ranks are on one machine, and links between GPUs are often faster than any codec: "
-        "compare with plain DDP, or give auto=True"
+        "compare with plain DDP, as gqsgd_auto does while it trains"
     )
 
 

@@ -16,6 +16,7 @@ from lightning_gqsgd.local_steps.fragments import Bundle, Entry, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
 from lightning_gqsgd.local_steps.schedule import Rounds
+from lightning_gqsgd.local_steps.starting import check_anchor_device
 from lightning_gqsgd.presets import LOCAL_PRESETS
 
 
@@ -131,15 +132,22 @@ def test_the_anchor_may_have_a_dtype_of_its_own() -> None:
         ({"anchor_dtype": torch.int8}, "anchor_dtype=torch.int8 is not one of torch.float32"),
         ({"anchor_dtype": torch.float8_e4m3fn}, "anchor_dtype=torch.float8_e4m3fn is not one of"),
         ({"anchor_dtype": "bf16"}, "anchor_dtype='bf16' is not one of"),
-        ({"anchor_device": "nope"}, "anchor_device='nope' cannot hold anchors here"),
-        ({"anchor_device": "meta"}, "it has no memory"),
-        ({"anchor_device": "cuda:99"}, "anchor_device='cuda:99' cannot hold anchors here"),
-        ({"anchor_device": 3.5}, "anchor_device=3.5 cannot hold anchors here"),
+        ({"anchor_device": "nope"}, "anchor_device='nope' is no device"),
+        ({"anchor_device": 3.5}, "anchor_device=3.5 is no device"),
+        ({"anchor_device": "meta"}, "anchor_device='meta' has no memory"),
     ],
 )
 def test_an_anchor_that_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LocalOptions(**fields)
+
+
+def test_a_device_of_anchors_that_is_not_here_is_refused_at_the_start() -> None:
+    options = LocalOptions(anchor_device="cuda:99")
+    with pytest.raises(ConfigError, match="anchor_device='cuda:99' is not here"):
+        check_anchor_device(options.anchor_device)
+    check_anchor_device("cpu")
+    check_anchor_device(None)
 
 
 def test_an_anchor_that_cannot_hold_a_parameter_is_refused() -> None:
