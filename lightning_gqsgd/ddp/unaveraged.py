@@ -140,12 +140,7 @@ class TrainedParameters:
             # all ranks come to because wrapping anew is one.
             reducer._rebuild_buckets()
         except RuntimeError as error:
-            names = listed(frozen) if frozen else "that the last backward pass did not reach"
-            raise ConfigError(
-                f"parameter {names} was frozen after the forward pass had begun, so that DDP still waits "
-                "for its gradient, and no rank got the others' gradients. Freeze it before the forward pass (in "
-                "Lightning: in on_train_batch_start, or earlier), or wrap with find_unused_parameters=True"
-            ) from error
+            raise ConfigError(_still_waits(frozen)) from error
         gradients = {name: self.reduced[name].grad for name in frozen}
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
@@ -198,6 +193,24 @@ class TrainedParameters:
         new = [name for name, p in self._new.items() if p.requires_grad]
         moved = [name for name in self._accumulators.lost() if name not in self._removed]
         return unfrozen, new, moved
+
+
+def _still_waits(frozen: list[str]) -> str:
+    """Returns the error of a backward pass that has not reached all parameters; ``frozen``: the names of those that
+    require no gradient any more."""
+    if frozen:
+        return (
+            f"DistributedDataParallel still waits for the gradient of parameter {listed(frozen)}, which was frozen "
+            "after the forward pass had begun, or after the model was wrapped, and no rank got the others' gradients. "
+            "Freeze it before the forward pass, and wrap anew then, by state.rewrap(DistributedDataParallel) "
+            "(Lightning's strategy does that for what is frozen in on_train_batch_start, or earlier); or wrap with "
+            "find_unused_parameters=True"
+        )
+    return (
+        "DistributedDataParallel still waits for gradients of some parameters, so this step's gradients are not "
+        "averaged. Parameters that do not take part in every step need find_unused_parameters=True, or "
+        "state.rewrap(DistributedDataParallel)"
+    )
 
 
 class _Registrations:
@@ -559,11 +572,9 @@ class BackwardWatch:
         try:
             model.reducer._check_reducer_finalized()
         except RuntimeError as error:
-            raise ConfigError(
-                "DistributedDataParallel still waits for gradients of some parameters, so this step's gradients are "
-                "not averaged. Parameters that do not take part in every step, or are frozen after wrapping, need "
-                "find_unused_parameters=True, or state.rewrap(DistributedDataParallel)"
-            ) from error
+            parameters = model.module.named_parameters()
+            frozen = [name for name, p in parameters if id(p) in self._reduced and not p.requires_grad]
+            raise ConfigError(_still_waits(frozen)) from error
         raise ConfigError(
             "the latest backward pass has computed gradients, and none of them has reached DistributedDataParallel, so "
             "each rank would train its own. The model was changed after it was wrapped, for example cast to another "

@@ -148,10 +148,10 @@ def _over_gloo(rank: int) -> None:
     assert {made.piece_size(bits).least for bits in (1, 4, 32)} == {PIECE_NUMEL}
     assert [made.piece_size(bits).most // PIECE_NUMEL for bits in (1, 2, 3, 4, 5, 8, 32)] == [4, 4, 2, 2, 1, 1, 1]
     assert made.control_device == CPU
-    assert made.gather(torch.tensor([rank])).tolist() == [[0], [1]]
+    assert made.gather(torch.tensor([rank]), "a test").tolist() == [[0], [1]]
     made.close()
     with pytest.raises(RuntimeError, match="the communicator was closed"):
-        made.gather(torch.tensor([rank]))
+        made.gather(torch.tensor([rank]), "a test")
 
 
 def test_gloo_has_a_group_for_each_stage(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def _kinds(rank: int) -> None:
     _agree(one, {"same": 1})
     with pytest.raises(ConfigError, match="ranks 0 and 1 do not agree: mine: 0 != 1"):
         _agree(one, {"mine": rank})
-    assert one.gather(torch.tensor([[rank, 7]])).tolist() == [[[0, 7]], [[1, 7]]]
+    assert one.gather(torch.tensor([[rank, 7]]), "a test").tolist() == [[[0, 7]], [[1, 7]]]
 
     out = torch.zeros(6, dtype=torch.uint8)
     one.start(Exchange("all_to_all", out, torch.arange(6, dtype=torch.uint8) + 10 * rank), 1).wait()
