@@ -52,6 +52,7 @@ from lightning_gqsgd.membership.members import (
 from lightning_gqsgd.membership.process_group import QuantisedProcessGroup
 from lightning_gqsgd.membership.quorums import DistinctQuorums
 from lightning_gqsgd.membership.transport import PlainTransport, check_time
+from lightning_gqsgd.wire.communicator import check_timeout
 from lightning_gqsgd.wire.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ class TorchftMembers(Members):
         timeout: see above.
 
     Raises:
-        ConfigError: there is no lighthouse, its members do not fit, or their state takes too long to come here.
+        ConfigError: a timeout that cannot be, no lighthouse, members of it that do not fit, or whose state takes too
+            long to come here.
     """
 
     waits_for_all = False
@@ -107,6 +109,7 @@ class TorchftMembers(Members):
         timeout: timedelta | None = None,
         patience: timedelta,
     ) -> None:
+        check_timeout(timeout)
         self.timeout = timeout or _TIMEOUT
         self._state = state
         self._device = device

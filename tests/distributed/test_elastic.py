@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -304,6 +305,14 @@ def test_a_time_that_no_lighthouse_can_keep_is_refused(join: str, heartbeat: str
 
     with pytest.raises(ConfigError, match=words):
         serve("127.0.0.1:0", 1, join, heartbeat, print)
+
+
+@pytest.mark.parametrize("timeout", [timedelta.max, timedelta(0), timedelta(seconds=-1), 5])
+def test_a_timeout_that_cannot_be_is_refused_before_a_lighthouse_is_asked(timeout: object) -> None:
+    model = network(0)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with pytest.raises(ConfigError, match="must be a positive datetime.timedelta of at most 3650 days"):
+        LocalSteps(model, optimizer, every="1s", elastic=True, timeout=timeout)  # type: ignore[arg-type]
 
 
 def test_a_state_that_comes_too_slowly_and_is_old_is_refused_before_anybody_waits(
