@@ -32,7 +32,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop
-from lightning_gqsgd.local_steps.fragments import kept, refuse_at_anchor
+from lightning_gqsgd.local_steps.fragments import kept, refuse_kept
 from lightning_gqsgd.local_steps.inner_state import InnerState
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer
@@ -198,7 +198,6 @@ class LocalAverages(AveragingLoop[Average]):
         self.watched = WatchedModel(model, optimizers, parameters, self.group)
         self._buffers, self._integers = OwnBuffers(model), IntegerBuffers(model, self.group)
         self._has_started = False
-        self._is_at_anchor = False
         self._begin_at_anchors()
         # Also at exit: Gloo groups that are still open then can abort the process.
         weakref.finalize(model, self._engine.close)
@@ -235,7 +234,7 @@ class LocalAverages(AveragingLoop[Average]):
             CollectiveError: a collective failed; the parameters are what they were.
             RuntimeError: this was closed.
         """
-        refuse_at_anchor(self._is_at_anchor)
+        refuse_kept(self.fragments)
         self.check_open()
         if not self.step:
             self._check_state()  # where one step has been made, what looks like weights is nearest to them
@@ -255,7 +254,7 @@ class LocalAverages(AveragingLoop[Average]):
         Raises:
             ConfigError, CollectiveError, RuntimeError: see `advance`.
         """
-        refuse_at_anchor(self._is_at_anchor)
+        refuse_kept(self.fragments)
         self.check_open()
         self._look_at_loaded_weights()
         self._check_changes()
@@ -321,11 +320,7 @@ class LocalAverages(AveragingLoop[Average]):
         self._buffers.take_back()
         with kept(self.fragments):
             self.start_from_anchors()
-            self._is_at_anchor = True
-            try:
-                yield
-            finally:
-                self._is_at_anchor = False
+            yield
 
     @contextmanager
     def at_preserved(self) -> Iterator[None]:

@@ -33,14 +33,6 @@ class AnchorOptions(Protocol):
     def anchor_device(self) -> torch.device | str | None: ...
 
 
-def refuse_at_anchor(is_at_anchor: bool) -> None:
-    """Raise ConfigError if a step is made, or training ends, while the model has the anchor's values."""
-    if is_at_anchor:
-        raise ConfigError(
-            "step() and finish() inside of at_anchor() change values that its end takes back; leave the context first"
-        )
-
-
 class Entry(NamedTuple):
     """A tensor of the model that is averaged.
 
@@ -216,6 +208,7 @@ class Fragment:
         bundles: what travels as one flat tensor each.
         settled_after: the step after which all ranks had the same bits in its tensors, which they have at the start;
             None: some rank has changed them since.
+        is_kept: whether its tensors get values back that they had, see `kept`.
     """
 
     def __init__(self, entries: Sequence[Entry], options: AnchorOptions) -> None:
@@ -223,6 +216,7 @@ class Fragment:
         together = ([entry for entry in entries if COMPUTE_DTYPES[entry.tensor.dtype] == dtype] for dtype in dtypes)
         self.bundles = [Bundle(group, options) for group in together]
         self.settled_after: int | None = 0
+        self.is_kept = False
 
     def move_anchors(self, means: Sequence[Tensor], outer: Optimizer, *, plain: bool = False) -> None:
         """Make a step of the outer optimizer by the mean changes.
@@ -249,16 +243,28 @@ class Fragment:
 
 
 @contextmanager
-def kept(fragments: Iterable[Fragment]) -> Iterator[None]:
-    """A context after which the tensors of fragments have the values that they had before."""
+def kept(fragments: Sequence[Fragment]) -> Iterator[None]:
+    """A context after which the tensors of fragments have the values that they had before. No step is made in it."""
     tensors = [entry.tensor for fragment in fragments for entry, _ in fragment.entries()]
     own = [tensor.detach().clone() for tensor in tensors]
+    for fragment in fragments:
+        fragment.is_kept = True
     try:
         yield
     finally:
+        for fragment in fragments:
+            fragment.is_kept = False
         with torch.no_grad():
             for tensor, value in zip(tensors, own, strict=True):
                 tensor.copy_(value)
+
+
+def refuse_kept(fragments: Iterable[Fragment]) -> None:
+    """Raise ConfigError if a step is made, or training ends, inside of `kept`."""
+    if any(fragment.is_kept for fragment in fragments):
+        raise ConfigError(
+            "step() and finish() inside of at_anchor() change values that its end takes back; leave the context first"
+        )
 
 
 def fragments_of(parameters: Sequence[Entry], buffers: Sequence[Entry], options: AnchorOptions) -> list[Fragment]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gqsgd import CollectiveError, ConfigError, LocalSteps
-from tests.distributed.ranks import RankFailed, run
+from tests.distributed.ranks import RankFailed, logged, run
 
 
 class Adds(torch.optim.SGD):
@@ -321,10 +320,7 @@ def test_a_dead_rank_of_a_process_group_is_an_error_on_the_others(tmp_path: Path
 
 
 def _counts_once(rank: int) -> tuple[str, list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_gqsgd").addHandler(handler)
+    said = logged()
     model, optimizer = counting(every="100ms")
     for step in range(12):
         if not step:

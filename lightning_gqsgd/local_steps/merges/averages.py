@@ -34,7 +34,7 @@ from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, check_integer, counted
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.averages import open_meeting
-from lightning_gqsgd.local_steps.fragments import kept, refuse_at_anchor
+from lightning_gqsgd.local_steps.fragments import kept, refuse_kept
 from lightning_gqsgd.local_steps.inner_state import InnerState, all_or_nothing
 from lightning_gqsgd.local_steps.merges.buffers import IntegerValues
 from lightning_gqsgd.local_steps.merges.contribution import Contribution
@@ -150,7 +150,6 @@ class MergedAverages:
         self._has_started = False
         self._counts_samples = False
         self._has_said_lost = False
-        self._is_at_anchor = False
         self._members = members
         self._thread = MergeThread(members, self._shared, member, self._rounds, options.outlier)
         try:
@@ -303,7 +302,7 @@ class MergedAverages:
             SystemExit: with ``elastic``, this process was sent SIGTERM. What it has learnt is merged, and this is
                 closed.
         """
-        refuse_at_anchor(self._is_at_anchor)
+        refuse_kept([self._fragment])
         if not self.step:
             self._check_state()
         self._thread.go_on()
@@ -332,7 +331,7 @@ class MergedAverages:
         Until then, this member takes part in the merges of the others, whose steps go on. A second call in a row does
         nothing.
         """
-        refuse_at_anchor(self._is_at_anchor)
+        refuse_kept([self._fragment])
         self._thread.settled()  # raises what has gone wrong
         if self.step == self._finished_after:
             return
@@ -415,11 +414,7 @@ class MergedAverages:
         with kept([self._fragment]):
             with torch.no_grad(), self._shared.lock:
                 self._fragment.set_tensors()
-            self._is_at_anchor = True
-            try:
-                yield
-            finally:
-                self._is_at_anchor = False
+            yield
 
     def report(self) -> str:
         """Returns one line that says what is merged how often, and how it is compressed."""

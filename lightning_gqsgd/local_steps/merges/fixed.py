@@ -49,7 +49,7 @@ class FixedMembers(Members):
         if isinstance(request, Gather):
             communicator = self._engine.communicator
             row = request.row.to(communicator.control_device)
-            return communicator.gather(row, "comparing what ranks have learnt, before a merge").cpu()
+            return communicator.gather(row, "gathering what ranks tell each other in a merge").cpu()
         if isinstance(request, Sum):
             return self._sum(request)
         if isinstance(request, Commit) and request.is_good:
