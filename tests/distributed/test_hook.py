@@ -22,6 +22,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from tests.distributed.models import Branches, batch, fingerprint, finish, mlp, resume, save, train, wrapped
 from tests.distributed.ranks import run
+from tests.errors import error_text
 
 QUANTISING = ["sum", "two_shot", "gather"]
 
@@ -373,12 +374,11 @@ def test_models_in_other_dtypes(tmp_path: Path) -> None:
 
 def _mismatch(rank: int) -> str:
     model = DistributedDataParallel(mlp())
-    with pytest.raises(ConfigError) as error:
-        register_gqsgd(model, bits=8 if rank == 0 else 4)
+    text = error_text(ConfigError, register_gqsgd, model, bits=8 if rank == 0 else 4)
     other = DistributedDataParallel(mlp())
     with pytest.raises(ConfigError, match="parameters"):
         register_gqsgd(other, exclude=["0.weight"] if rank == 0 else ["2.weight"])
-    return str(error.value)
+    return text
 
 
 def test_ranks_that_do_not_agree_are_an_error_on_every_rank(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from lightning_gqsgd.config import ConfigError
 from tests.distributed.changed_models import CHANGES
 from tests.distributed.models import Branches, batch, fingerprint, mlp, train, wrapped
 from tests.distributed.ranks import logged, run
+from tests.errors import error_text
 
 #: Configurations by what is special about them.
 HOOKS: dict[str, dict[str, Any]] = {
@@ -60,11 +61,10 @@ def _changed(rank: int, hook: str) -> dict[str, list[str]]:
             _by_hand(model, rank, 1)
             change(model.module)
             before = fingerprint(model)
-            with pytest.raises(ConfigError) as error:
-                _by_hand(model, rank, 2)
+            text = error_text(ConfigError, _by_hand, model, rank, 2)
             assert fingerprint(model) == before, "a rank has trained by itself"
             assert state.step == 2
-            texts.append(str(error.value))
+            texts.append(text)
             model = state.rewrap(DistributedDataParallel)
             assert state.changes() == ([], [])
             train(model, rank, range(2, 5))
@@ -141,9 +141,7 @@ def _changed_before(_: int) -> list[str]:
         module[0].requires_grad_(False)
         model = DistributedDataParallel(module)
         change(module)
-        with pytest.raises(ConfigError) as error:
-            register_gqsgd(model)
-        texts.append(str(error.value))
+        texts.append(error_text(ConfigError, register_gqsgd, model))
     return texts
 
 
@@ -160,10 +158,9 @@ def _cast_back_before(rank: int) -> str:
     model = DistributedDataParallel(module)
     module.double().float()
     state = register_gqsgd(model)
-    with pytest.raises(ConfigError) as error:
-        train(model, rank, range(2))
+    text = error_text(ConfigError, train, model, rank, range(2))
     state.close()
-    return str(error.value)
+    return text
 
 
 def test_a_model_whose_gradients_never_reach_ddp_is_refused_by_the_optimizer(tmp_path: Path) -> None:
@@ -185,11 +182,10 @@ def _does_not_reach_all(rank: int, has_closure: bool) -> str:
     before = fingerprint(model)
     if not has_closure:
         closure()
-    with pytest.raises(ConfigError) as error:
-        optimizer.step(closure if has_closure else None)
+    text = error_text(ConfigError, optimizer.step, closure if has_closure else None)
     assert fingerprint(model) == before
     state.close()
-    return str(error.value)
+    return text
 
 
 @pytest.mark.parametrize("has_closure", [False, True])

@@ -31,6 +31,7 @@ from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.shared_memory import SharedGroup
 from tests.distributed.ranks import run
+from tests.errors import error_text
 
 
 def network() -> tuple[nn.Module, tuple[Any, ...]]:
@@ -164,9 +165,7 @@ def _nothing_recorded(rank: int) -> str:
     recorder.step()
     if rank:
         recorder.forget()
-    with pytest.raises(ConfigError) as caught:
-        recorder.timeline()
-    return str(caught.value)
+    return error_text(ConfigError, recorder.timeline)
 
 
 def test_a_rank_without_a_recorded_step_is_an_error_on_all(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from tests.distributed.models import batch, fingerprint, mlp, train, wrapped
 from tests.distributed.ranks import run
+from tests.errors import error_text
 
 #: One of each reducer, and two that remember: of what a rank sends, and of what it sends back as well.
 HOOKS: list[dict[str, Any]] = [
@@ -79,9 +80,7 @@ def _unfrozen_late(rank: int) -> list[str]:
         model, state = wrapped({"bucket_cap_mb": 0.03}, hook, module)
         train(model, rank, range(2))
         _set_trained(module, 0, 2, 4)
-        with pytest.raises(ConfigError) as error:
-            train(model, rank, range(2, 3))
-        texts.append(str(error.value))
+        texts.append(error_text(ConfigError, train, model, rank, range(2, 3)))
         state.close()
     return texts
 
@@ -373,13 +372,10 @@ def _late_error(rank: int, stage: int) -> tuple[str, str, bool]:
         return start(exchange, number, turn)
 
     state._engine.communicator.start = failing  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError) as first:
-        train(model, rank, range(3, 4))
-    with pytest.raises(RuntimeError) as second:
-        train(model, rank, range(4, 5))
+    texts = [error_text(RuntimeError, train, model, rank, range(step, step + 1)) for step in (3, 4)]
     finite = all(p.isfinite().all() for p in model.parameters())
     state.close()
-    return str(first.value), str(second.value), finite
+    return *texts, finite
 
 
 @pytest.mark.parametrize("stage", [1, 2])

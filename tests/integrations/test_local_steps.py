@@ -18,6 +18,7 @@ from lightning_gqsgd import GQSGDFabricStrategy, GQSGDStrategy, LocalSteps
 from lightning_gqsgd.errors import ConfigError
 from tests.distributed.models import batch, mlp
 from tests.distributed.ranks import run
+from tests.errors import error_text
 from tests.integrations.loops import QUIET, Classifier, Gan, bits_of, data
 from tests.unit.test_weights_in_state import ScheduleFreeLike
 
@@ -373,9 +374,7 @@ def _not_counted(rank: int) -> list[Any]:
     trainer_of({"local_steps": 16}).fit(module, data(7))
     results.append(bits_of(module))
     for wrong in (_OnlyTheSecond(seed=rank), _NewOptimizers()):
-        with pytest.raises(ConfigError) as error:
-            trainer_of({"local_steps": 2}).fit(wrong, data(7))
-        results.append(str(error.value))
+        results.append(error_text(ConfigError, trainer_of({"local_steps": 2}).fit, wrong, data(7)))
     return results
 
 
@@ -401,9 +400,7 @@ class _LoadsLate(Classifier):
 def _loaded_late(_: int) -> list[str]:
     results = []
     for only_second in (False, True):
-        with pytest.raises(ConfigError) as error:
-            trainer_of({"local_steps": 4}).fit(_LoadsLate(only_second), data(2))
-        results.append(str(error.value))
+        results.append(error_text(ConfigError, trainer_of({"local_steps": 4}).fit, _LoadsLate(only_second), data(2)))
     return results
 
 

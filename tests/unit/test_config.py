@@ -16,6 +16,7 @@ from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers.base import step_key
 from lightning_gqsgd.wire import announcing
+from tests.errors import error_text
 
 
 @pytest.mark.parametrize(
@@ -43,9 +44,8 @@ from lightning_gqsgd.wire import announcing
     ],
 )
 def test_bad_values_name_the_limit_and_the_remedy(fields: dict, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        GQSGDConfig(**fields)
-    assert all(word in str(error.value) for word in words), str(error.value)
+    text = error_text(ConfigError, GQSGDConfig, **fields)
+    assert all(word in text for word in words), text
 
 
 def test_unknown_names_come_with_the_nearest_known_one() -> None:
