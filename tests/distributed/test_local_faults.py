@@ -26,7 +26,7 @@ from tests.distributed.local_models import (
     local_steps,
     train,
 )
-from tests.distributed.models import batch, fingerprint, mlp
+from tests.distributed.models import fingerprint, loss_of, mlp
 from tests.distributed.ranks import run
 from tests.errors import error_text
 
@@ -73,9 +73,8 @@ def _amp(rank: int) -> list[Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     skipped = []
     for step in range(12):
-        x, y = batch(rank, step)
         optimizer.zero_grad()
-        scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+        scaler.scale(loss_of(model, rank, step)).backward()
         if step % 2:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -109,9 +108,8 @@ def _scaled_as_without(rank: int) -> list[bool]:
             optimizer = LocalSteps(model, make(model.parameters(), lr=0.01), every=2)
             scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
             for step in range(4):
-                x, y = batch(rank, step)
                 optimizer.zero_grad()
-                scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+                scaler.scale(loss_of(model, rank, step)).backward()
                 scaler.step(optimizer)
                 scaler.update()
             bits.append(fingerprint(model))

@@ -26,6 +26,7 @@ from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.wire.telemetry import Meter
 from tests.distributed.models import Branches, batch, fingerprint, mlp, train, wrapped
+from tests.distributed.models import Branches, batch, fingerprint, loss_of, mlp, train, wrapped
 from tests.distributed.ranks import run
 
 #: Steps of the hook before plain DDP takes its place, where a decision for 32 bits was loaded.
@@ -159,9 +160,8 @@ def _accumulating(model: nn.Module, rank: int, steps: int, *, to_none: bool, at:
     for step in range(steps):
         at.get(step, lambda: None)()
         for number, context in enumerate((model.no_sync(), contextlib.nullcontext())):
-            x, y = batch(rank, 2 * step + number)
             with context:
-                nn.functional.cross_entropy(model(x), y).backward()
+                loss_of(model, rank, 2 * step + number).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=to_none)
     return fingerprint(model)
@@ -467,8 +467,7 @@ def _two_reductions(rank: int) -> tuple[str, int, str]:
     model, state = auto({})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(20):
-        x, y = batch(rank, step)
-        loss = nn.functional.cross_entropy(model(x), y)
+        loss = loss_of(model, rank, step)
         for _ in range(2 if step else 1):  # DDP itself allows for one before it has built its buckets anew
             model.reducer.prepare_for_backward([])
             loss.backward(retain_graph=True)

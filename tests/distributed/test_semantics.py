@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import register_gqsgd
-from tests.distributed.models import batch, fingerprint, mlp, train, wrapped
+from tests.distributed.models import fingerprint, loss_of, mlp, train, wrapped
 from tests.distributed.ranks import run
 from tests.errors import error_text
 
@@ -39,11 +39,6 @@ QUANTISING = HOOKS[1:]
 
 def _installed(model: DistributedDataParallel) -> None:
     assert model._get_ddp_logging_data()["comm_hook"] == "gqsgd_hook"
-
-
-def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    x, y = batch(rank, step)
-    return nn.functional.cross_entropy(model(x), y)
 
 
 # --- parameters that are frozen or unfrozen late ---------------------------------------------------------------------
@@ -260,8 +255,8 @@ def _accumulated(rank: int) -> list[list[Any]]:
             optimizer.zero_grad()
             for step in range(4 * window, 4 * window + 3):
                 with model.no_sync():
-                    _loss(model, rank, step).backward()
-            _loss(model, rank, 4 * window + 3).backward()
+                    loss_of(model, rank, step).backward()
+            loss_of(model, rank, 4 * window + 3).backward()
             gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
             optimizer.step()
         results.append([fingerprint(model), state and state.step, gradient.norm().item()])

@@ -30,6 +30,7 @@ import lightning_gqsgd
 from lightning_gqsgd import GQSGDKwargs, enable
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from tests.distributed.models import batch, fingerprint, mlp
+from tests.distributed.models import fingerprint, loss_of, mlp
 from tests.distributed.ranks import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
@@ -77,9 +78,8 @@ def fit(
         accelerator.load_state(load)
     skipped, losses = 0, []
     for step in range(*steps):
-        x, y = batch(rank, step)
         with accelerator.accumulate(model):
-            loss = nn.functional.cross_entropy(model(x), y)
+            loss = loss_of(model, rank, step)
             accelerator.backward(loss * math.inf if (rank, step) == (1, overflow) else loss)
             if clip:
                 accelerator.clip_grad_norm_(model.parameters(), clip)
@@ -211,8 +211,7 @@ def several_models(rank: int, folder: Path) -> None:
 
     def step(*models: nn.Module) -> None:
         for model in models:
-            x, y = batch(rank, 0)
-            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            accelerator.backward(loss_of(model, rank, 0))
 
     step(first, second, second)
     saved = handler.state_dict()
@@ -443,8 +442,7 @@ def _forgets_the_model(rank: int) -> list[list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for step in range(2):
-                x, y = batch(rank, step)
-                accelerator.backward(nn.functional.cross_entropy(prepared(x), y))
+                accelerator.backward(loss_of(prepared, rank, step))
                 optimizer.step()
         results.append([str(warning.message) for warning in caught if "gqsgd" in str(warning.message)])
     return results
