@@ -17,10 +17,8 @@ import torch
 
 from benchmarks import accuracy, kernels, noise_bits, noise_layers, report
 from lightning_gqsgd.predict.timing import in_turns, ratio
+from tests.marks import needs_root
 
-needs_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
-)
 LAB = ["--hosts", "2", "--rate", "none", "--rounds", "1"]
 
 

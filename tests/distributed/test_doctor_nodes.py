@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 
 from lightning_gqsgd.cli import doctor_nodes
+from tests.marks import needs_root
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "lightning_gqsgd.cli", "doctor", "--nodes"]
-needs_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
-)
 
 
 def _start(rank: int, size: int, port: int, **more: str) -> subprocess.Popen[str]:

@@ -20,10 +20,7 @@ from netlab import machine, processors
 from netlab.lab import NetLab, NetLabError, parse_rate
 from netlab.ranks import run_everywhere
 from netlab.units import parse_cpus, parse_delays
-
-needs_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
-)
+from tests.marks import needs_root
 
 
 def _namespaces() -> str:

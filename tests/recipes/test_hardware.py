@@ -24,6 +24,7 @@ from recipes.launch.hardware import HardwareError, described, hardware_facts
 from recipes.launch.processes import LaunchError
 from recipes.launch.slurm import SlurmError, prepare_submission
 from tests.errors import error_text
+from tests.marks import needs_root
 from tests.recipes import fake_slurm
 from tests.recipes.conftest import ROOT, TINY
 
@@ -32,10 +33,6 @@ Script = Callable[..., subprocess.CompletedProcess[str]]
 
 GPU_PROFILES = ("nvlink", "pcie", "multi_node", "slurm")
 SMALL = (*TINY, "data.batch_size=16")
-
-needs_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
-)
 
 
 @pytest.fixture

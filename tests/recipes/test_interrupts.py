@@ -18,6 +18,7 @@ import pytest
 
 from recipes.comparison.plan import Cell, make_plan
 from recipes.comparison.processes import FreshRun, Starter, can_fork, modules_of
+from tests.marks import needs_root
 from tests.recipes.conftest import ROOT, TINY, clean_environment
 
 #: Long enough to be interrupted.
@@ -151,9 +152,6 @@ def test_an_interrupted_comparison_goes_on_with_the_same_command_and_leaves_no_p
     assert not psutil.wait_procs(started, timeout=20)[1]
 
 
-needs_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
-)
 LAB = ("hardware=netlab", "hardware.nodes=2", "hardware.rate=1gbit")
 
 

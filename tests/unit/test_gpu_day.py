@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks import gpu_day
 from benchmarks.gpu_day import Part, run
+from tests.marks import needs_root
 
 
 def _day(monkeypatch: pytest.MonkeyPatch, folder: Path, parts: dict[str, Part], *arguments: str) -> int:
@@ -106,10 +107,8 @@ def test_the_parts_are_commands_of_this_repository() -> None:
             assert module == "pytest" or Path(*module.split(".")).with_suffix(".py").exists(), module
 
 
+@needs_root
 @pytest.mark.slow
-@pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
-)
 def test_every_part_runs_to_its_end_without_a_gpu(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_day", "--dry", "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
