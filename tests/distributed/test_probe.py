@@ -30,6 +30,7 @@ from lightning_gqsgd.predict.recording import Recorder
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.shared_memory import SharedGroup
+from tests.commands import output_of, refusal
 from tests.distributed.ranks import run
 from tests.errors import error_text
 
@@ -175,9 +176,7 @@ def test_a_rank_without_a_recorded_step_is_an_error_on_all(tmp_path: Path) -> No
 @pytest.mark.parametrize("procs", ["1", "65"])
 def test_too_few_or_too_many_processes_exit_with_2(procs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    result = CliRunner().invoke(app, ["probe", "--procs", procs])
-    assert result.exit_code == 2
-    assert f"--procs {procs} is out of range: 2 to 64" in result.stderr
+    assert f"--procs {procs} is out of range: 2 to 64" in refusal("probe", "--procs", procs)
 
 
 def without_inputs() -> nn.Module:
@@ -203,19 +202,15 @@ def without_inputs() -> nn.Module:
     ],
 )
 def test_bad_options_exit_with_2_and_one_line_before_any_process_starts(arguments: list[str], words: str) -> None:
-    result = CliRunner().invoke(app, ["probe", *arguments])
-    assert result.exit_code == 2, result.output
-    assert words in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    assert words in refusal("probe", *arguments)
 
 
 def test_a_folder_that_is_not_writable_is_refused_before_any_process_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
-    result = CliRunner().invoke(app, ["probe", "--output", str(tmp_path / "p.json")])
-    assert result.exit_code == 2, result.output
-    assert f"the folder {tmp_path} is not writable; name a file in a folder" in result.stderr
+    line = refusal("probe", "--output", str(tmp_path / "p.json"))
+    assert f"the folder {tmp_path} is not writable; name a file in a folder" in line
 
 
 def test_a_disk_that_is_full_when_the_probe_is_done_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,18 +226,15 @@ def test_a_disk_that_is_full_when_the_probe_is_done_is_one_line(monkeypatch: pyt
 def test_a_rank_of_a_launcher_starts_no_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    result = CliRunner().invoke(app, ["probe", "--procs", "2"])
-    assert result.exit_code == 2
-    assert "leave out --procs" in result.stderr
+    assert "leave out --procs" in refusal("probe", "--procs", "2")
 
 
 def test_the_doctor_answers_every_question_in_a_line() -> None:
-    result = CliRunner().invoke(app, ["doctor"])
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
+    output = output_of("doctor")
+    lines = output.splitlines()
     assert len(lines) == 10
     assert all(line.startswith("ok  ") for line in lines)
-    assert 'knows strategy="gqsgd"' in result.stdout
+    assert 'knows strategy="gqsgd"' in output
 
 
 def test_the_doctor_fails_where_a_question_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,9 +280,7 @@ def test_a_bench_is_a_table_of_kernels_and_one_of_all_reduces() -> None:
 def test_what_a_bench_advises_works_without_further_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("torchvision", "transformers"):
         monkeypatch.setitem(sys.modules, package, None)  # type: ignore[arg-type]
-    result = CliRunner().invoke(app, benching.ADVICE.split()[1:])
-    assert result.exit_code == 0, result.output
-    assert "Take bits=" in result.output
+    assert "Take bits=" in output_of(*benching.ADVICE.split()[1:])
 
 
 @pytest.mark.slow
@@ -337,16 +327,11 @@ def test_a_bench_of_training_is_a_table() -> None:
     ],
 )
 def test_a_bench_of_what_does_not_exist_is_refused_before_any_process_starts(arguments: list[str], words: str) -> None:
-    result = CliRunner().invoke(app, ["bench", *arguments])
-    assert result.exit_code == 2, result.output
-    assert words in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    assert words in refusal("bench", *arguments)
 
 
 def test_a_bench_of_one_process_is_refused() -> None:
-    result = CliRunner().invoke(app, ["bench", "--procs", "1"])
-    assert result.exit_code == 2
-    assert "--procs 1 is out of range: 2 to 64" in result.output
+    assert "--procs 1 is out of range: 2 to 64" in refusal("bench", "--procs", "1")
 
 
 def _kinds_in_memory(rank: int) -> list[str]:
