@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +32,7 @@ from lightning_gqsgd.wire.shared_memory import SharedGroup
 from tests.commands import output_of, refusal
 from tests.distributed.ranks import run
 from tests.errors import error_text
+from tests.processes import ended_well
 
 
 def network() -> tuple[nn.Module, tuple[Any, ...]]:
@@ -40,26 +40,18 @@ def network() -> tuple[nn.Module, tuple[Any, ...]]:
     return nn.Sequential(nn.Linear(500, 700), nn.ReLU(), nn.Linear(700, 600)), (torch.zeros(4, 500),)
 
 
-def _gqsgd(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).resolve().parents[2]
-    return subprocess.run(
-        [sys.executable, "-m", "lightning_gqsgd.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=root,
-    )
+def _gqsgd(*arguments: str) -> str:
+    """What the command prints, in processes of its own."""
+    return ended_well("-m", "lightning_gqsgd.cli", *arguments, cwd=Path(__file__).resolve().parents[2]).stdout
 
 
 @pytest.mark.slow
 def test_a_probe_of_two_processes_is_enough_for_a_prediction(tmp_path: Path) -> None:
     file = tmp_path / "probe.json"
     words = ("--output", str(file), "--model", "tests.distributed.test_probe:network")
-    done = _gqsgd(tmp_path, "probe", "--procs", "2", "--bits", "4", "--bits", "2", *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"written: {file}" in done.stdout
-    assert "2 ranks over gloo, 2 per node" in done.stdout
+    shown = _gqsgd("probe", "--procs", "2", "--bits", "4", "--bits", "2", *words)
+    assert f"written: {file}" in shown
+    assert "2 ranks over gloo, 2 per node" in shown
     probe = Probe.load(file)
     assert (probe.ranks, probe.per_node, probe.backend) == (2, 2, "gloo")
     assert list(probe.costs.collectives) == [f"all {kind}" for kind in KINDS]
@@ -77,13 +69,12 @@ def test_a_probe_of_two_processes_is_enough_for_a_prediction(tmp_path: Path) -> 
     assert line.numel == 500 * 700 + 700 + 700 * 600 + 600
     made = predict(line, probe.costs, 2, GQSGDConfig(bits=4, sample_every=0))
     assert made.step_s > line.compute_s * 0.99
-    advised = _gqsgd(tmp_path, "advise", "--probe", str(file), "--json")
-    assert advised.returncode == 0, advised.stderr
-    said = json.loads(advised.stdout)
+    advised = _gqsgd("advise", "--probe", str(file), "--json")
+    said = json.loads(advised)
     assert said["nodes"] == 1
     assert said["over_nodes"] == []  # a probe of one node says nothing of several
     assert said["over_rates"]
-    assert "2 bit, trellis" in advised.stdout
+    assert "2 bit, trellis" in advised
 
 
 class _SlowClock(probe_module._Stopwatch):
@@ -250,9 +241,7 @@ def test_the_doctor_fails_where_a_question_fails(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_a_bench_of_two_processes_times_kernels_and_all_reduces(tmp_path: Path) -> None:
-    done = _gqsgd(tmp_path, "bench", "--megabytes", "1", "--rounds", "3", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    made = json.loads(done.stdout)
+    made = json.loads(_gqsgd("bench", "--megabytes", "1", "--rounds", "3", "--json"))
     assert (made["ranks"], made["backend"], made["numel"]) == (2, "gloo", 2**18)
     assert [(kernel["codec"], kernel["bits"]) for kernel in made["kernels"]] == list(bench.KERNELS)
     assert all(kernel["times_copy"] > 0 for kernel in made["kernels"])
@@ -285,9 +274,7 @@ def test_what_a_bench_advises_works_without_further_packages(monkeypatch: pytest
 
 @pytest.mark.slow
 def test_a_bench_of_training_times_steps_under_ddp_and_hooks(tmp_path: Path) -> None:
-    done = _gqsgd(tmp_path, "bench", "training", "--rounds", "3", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    made = json.loads(done.stdout)
+    made = json.loads(_gqsgd("bench", "training", "--rounds", "3", "--json"))
     assert (made["ranks"], made["backend"], made["rounds"]) == (2, "gloo", 3)
     steps = {step["name"]: step for step in made["steps"]}
     assert list(steps) == ["ddp", "bf16 hook", "8 bits", "4 bits"]
@@ -302,9 +289,7 @@ def test_a_bench_of_training_times_steps_under_ddp_and_hooks(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["kernels", "reducers"])
 def test_a_bench_of_one_part_leaves_the_other_out(part: str, tmp_path: Path) -> None:
-    done = _gqsgd(tmp_path, "bench", part, "--rounds", "3", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    made = json.loads(done.stdout)
+    made = json.loads(_gqsgd("bench", part, "--rounds", "3", "--json"))
     assert (bool(made["kernels"]), bool(made["all_reduces"])) == (part == "kernels", part == "reducers")
 
 

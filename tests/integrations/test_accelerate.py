@@ -12,8 +12,6 @@ import os
 import pickle
 import re
 import runpy
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -29,9 +27,9 @@ from torch import nn
 import lightning_gqsgd
 from lightning_gqsgd import GQSGDKwargs, enable
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from tests.distributed.models import batch, fingerprint, mlp
 from tests.distributed.models import fingerprint, loss_of, mlp
 from tests.distributed.ranks import run
+from tests.processes import ended_well
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
 STATE = "custom_checkpoint_0.pkl"
@@ -357,7 +355,7 @@ def test_the_names_load_nothing_until_they_are_used() -> None:
         "import sys, lightning_gqsgd; assert 'torch' not in sys.modules; lightning_gqsgd.enable; "
         "lightning_gqsgd.GQSGDKwargs; assert 'accelerate' in sys.modules; assert 'transformers' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    ended_well("-c", code)
     assert {"GQSGDKwargs", "enable"} <= set(lightning_gqsgd.__all__)
 
 
@@ -371,15 +369,7 @@ LAUNCH = [
 
 
 def output_of(*command: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ended_well(*command, timeout=240, **{"OMP_NUM_THREADS": "1", **environment})
     return done.stdout + done.stderr
 
 

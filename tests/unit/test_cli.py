@@ -8,11 +8,12 @@ import math
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import lightning_gqsgd
 from lightning_gqsgd.cli import probing
@@ -25,6 +26,7 @@ from lightning_gqsgd.local_steps.choosing import make_local
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS
 from lightning_gqsgd.research.systems import SYSTEMS
 from tests.commands import output_of, refusal
+from tests.processes import ended_well
 
 _run = partial(output_of, "presets")
 
@@ -238,8 +240,7 @@ def test_missing_options_and_unknown_names_need_no_torch(arguments: list[str]) -
         "try:\n    main()\n"
         "except SystemExit as stopped:\n    print(stopped.code, 'torch' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == "2 False\n"
+    assert ended_well("-c", program).stdout == "2 False\n"
 
 
 @pytest.mark.parametrize("group", [[], ["systems"]], ids=["all", "systems"])
@@ -270,9 +271,7 @@ def test_an_interrupt_is_one_line(
 
 @pytest.mark.slow
 def test_the_module_is_the_command() -> None:
-    command = [sys.executable, "-m", "lightning_gqsgd.cli", "presets", "gqsgd_sum", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    done = ended_well("-m", "lightning_gqsgd.cli", "presets", "gqsgd_sum", "--json")
     assert json.loads(done.stdout)["name"] == "gqsgd_sum"
 
 
@@ -287,8 +286,7 @@ def test_version_and_help_need_no_torch() -> None:
         "    print(result.stdout.splitlines()[0])\n"
         "print([name for name in ('torch', 'numpy', 'numba') if name in sys.modules])\n"
     )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    lines = finished.stdout.splitlines()
+    lines = ended_well("-c", program).stdout.splitlines()
     assert lines[0] == f"gqsgd {lightning_gqsgd.__version__}"
     assert lines[-1] == "[]"
 
