@@ -25,7 +25,6 @@ from lightning_gqsgd.ddp import hook as hook_module
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.wire.telemetry import Meter
-from tests.distributed.models import Branches, batch, fingerprint, mlp, train, wrapped
 from tests.distributed.models import Branches, batch, fingerprint, loss_of, mlp, train, wrapped
 from tests.distributed.ranks import run
 
@@ -54,9 +53,9 @@ def auto(ddp: dict[str, Any], module: nn.Module | None = None, **fields: Any):
     return model, state
 
 
-def on_plain(rank: int, ddp: dict[str, Any], module: nn.Module | None = None):
+def on_plain(rank: int, module: nn.Module | None = None):
     """The same, after so many steps that plain DDP carries the gradients."""
-    model, state = auto(ddp, module)
+    model, state = auto({}, module)
     train(model, rank, range(LEAVES_AFTER + 2))
     assert carrier(model) == "plain"
     return model, state
@@ -200,7 +199,7 @@ def test_bits_are_those_of_ddp_with_accumulation_momentum_and_gradients_that_are
 
 
 def _saved_while_plain(rank: int, path: Path) -> dict[str, Any]:
-    model, state = on_plain(rank, {})
+    model, state = on_plain(rank)
     train(model, rank, range(LEAVES_AFTER + 2, 15))
     if rank == 0:
         torch.save({"model": model.module.state_dict(), "gqsgd": state.state_dict()}, path)
@@ -243,7 +242,7 @@ def test_a_checkpoint_of_plain_ddps_steps_resumes_with_the_decision_and_states_c
 
 
 def _loaded_on_one_rank(rank: int) -> str:
-    model, state = on_plain(rank, {})
+    model, state = on_plain(rank)
     if rank == 1:
         state.step = 400
     try:
@@ -263,7 +262,7 @@ def test_a_state_of_one_rank_only_is_an_error_on_all_at_the_next_comparison(tmp_
 
 
 def _copied_and_closed(rank: int) -> dict[str, Any]:
-    model, state = on_plain(rank, {})
+    model, state = on_plain(rank)
     again = copy.deepcopy(model)
     known = state.step
     train(again, rank, range(20, 23))
@@ -437,7 +436,7 @@ def test_uneven_inputs_under_join_keep_ranks_equal_and_who_carries_the_gradients
 def _rewrapped(rank: int) -> dict[str, Any]:
     module = mlp()
     module[0].weight.requires_grad_(False)
-    model, state = on_plain(rank, {}, module)
+    model, state = on_plain(rank, module)
     module[0].weight.requires_grad_(True)
     try:
         train(model, rank, range(20, 22))
