@@ -233,12 +233,7 @@ def measure(options: argparse.Namespace) -> Report:
     )
 
 
-def main() -> None:
-    """Run the command line."""
+if __name__ == "__main__":
     parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=300, help="how many are timed (default 300)")
     present(parser, measure, threads=1)
-
-
-if __name__ == "__main__":
-    main()

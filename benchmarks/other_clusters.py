@@ -235,5 +235,4 @@ def _in_words(rows: Sequence[Sequence[Cell]]) -> str:
 
 
 if __name__ == "__main__":
-    parser = command_line(__doc__)
-    present(parser, measure)
+    present(command_line(__doc__), measure)

@@ -78,5 +78,4 @@ def _draw(report: Report, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = command_line(__doc__)
-    present(parser, measure)
+    present(command_line(__doc__), measure)

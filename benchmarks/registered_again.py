@@ -87,10 +87,5 @@ def _judged(rows: list[tuple[float, float, float]], medians: list[float]) -> lis
     return [inside, float(np.median(errors)), float(np.median(widths))]
 
 
-def main() -> None:
-    """Run the command line."""
-    present(command_line(__doc__), measure)
-
-
 if __name__ == "__main__":
-    main()
+    present(command_line(__doc__), measure)

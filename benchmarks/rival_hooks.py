@@ -9,10 +9,11 @@ alike.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ E4M3_MAX = 448.0
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
 
-class Codes(Protocol):
+class Codes(ABC):
     """How a tool writes a gradient.
 
     Attributes:
@@ -32,27 +33,20 @@ class Codes(Protocol):
         by_parameter: whether each parameter has a message of its own; otherwise a bucket has one.
     """
 
-    @property
-    def again(self) -> bool:
-        """See the class."""
-        ...
+    again: ClassVar[bool]
+    by_parameter: ClassVar[bool]
 
-    @property
-    def by_parameter(self) -> bool:
-        """See the class."""
-        ...
-
+    @abstractmethod
     def encode(self, x: Tensor) -> Tensor:
         """Bytes of a flat fp32 tensor; their number depends on its length only."""
-        ...
 
+    @abstractmethod
     def decode(self, message: Tensor, numel: int) -> Tensor:
         """What bytes stand for, [numel]."""
-        ...
 
 
 @dataclass(frozen=True)
-class RowCodes:
+class RowCodes(Codes):
     """torchft's codes: one scale for a row, and its largest magnitude at the largest number of a format.
 
     Attributes:
@@ -62,24 +56,22 @@ class RowCodes:
 
     dtype: torch.dtype
     row: int = 1024
-    again: bool = True
-    by_parameter: bool = False
+    again = True
+    by_parameter = False
 
     def encode(self, x: Tensor) -> Tensor:
-        """See `Codes`."""
         rows = rows_of(x, self.row)
         largest = E4M3_MAX if self.dtype.is_floating_point else 127.0
         scales = (rows.abs().amax(1, keepdim=True) / largest).clamp(min=1e-12)
         return _message((rows / scales).to(self.dtype), scales)
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
-        """See `Codes`."""
         codes, scales = _parts(message, numel, self.row)
         return (codes.view(self.dtype).float().view(-1, self.row) * scales[:, None]).flatten()[:numel]
 
 
 @dataclass(frozen=True)
-class UniformCodes:
+class UniformCodes(Codes):
     """hivemind's uniform codes: 256 equal bins over six standard deviations, and the mean of what is in each bin.
 
     Attributes:
@@ -87,11 +79,10 @@ class UniformCodes:
     """
 
     part: int = 1 << 17
-    again: bool = False
-    by_parameter: bool = True
+    again = False
+    by_parameter = True
 
     def encode(self, x: Tensor) -> Tensor:
-        """See `Codes`."""
         messages = []
         for part in x.split(self.part):
             centred = part - part.mean()
@@ -103,7 +94,6 @@ class UniformCodes:
         return torch.cat(messages)
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
-        """See `Codes`."""
         found, at = [], 0
         for begin in range(0, numel, self.part):
             length = min(self.part, numel - begin)
@@ -114,37 +104,34 @@ class UniformCodes:
 
 
 @dataclass(frozen=True)
-class BlockwiseCodes:
+class BlockwiseCodes(Codes):
     """hivemind's blockwise codes: dynamic 8-bit numbers under the largest magnitude of a block (Dettmers et al. 2021,
     arXiv 2110.02861)."""
 
     block: int = 4096
-    again: bool = False
-    by_parameter: bool = True
+    again = False
+    by_parameter = True
 
     def encode(self, x: Tensor) -> Tensor:
-        """See `Codes`."""
         rows = rows_of(x, self.block)
         scales = rows.abs().amax(1, keepdim=True).clamp(min=1e-30)
         levels = dynamic_levels()
         return _message(torch.bucketize(rows / scales, (levels[1:] + levels[:-1]) / 2).to(torch.uint8), scales)
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
-        """See `Codes`."""
         codes, scales = _parts(message, numel, self.block)
         return (dynamic_levels()[codes.long()].view(-1, self.block) * scales[:, None]).flatten()[:numel]
 
 
 @dataclass(frozen=True)
-class MaxMinCodes:
+class MaxMinCodes(Codes):
     """CGX's codes at 4 bits (arXiv 2210.17357): 15 equal steps between the least and the largest number of a block."""
 
     block: int = 512
-    again: bool = True
-    by_parameter: bool = False
+    again = True
+    by_parameter = False
 
     def encode(self, x: Tensor) -> Tensor:
-        """See `Codes`."""
         rows = rows_of(x, self.block)
         low, high = rows.aminmax(dim=1, keepdim=True)
         step = (high - low) / 15
@@ -152,7 +139,6 @@ class MaxMinCodes:
         return _message(codes[:, ::2] | codes[:, 1::2] << 4, torch.cat([low, step], 1))
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
-        """See `Codes`."""
         count = -(-numel // self.block)
         packed, ends = message[: count * self.block // 2], message[count * self.block // 2 :]
         low, step = ends.clone().view(torch.float32).view(count, 2, 1).unbind(1)

@@ -126,5 +126,4 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 if __name__ == "__main__":
-    parser = command_line(__doc__)
-    present(parser, measure, threads=1)
+    present(command_line(__doc__), measure, threads=1)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve, setting_of
+from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
@@ -50,16 +50,15 @@ from lightning_gqsgd.local_steps.starting import (
     ROUNDING,
     IntegerBuffers,
     OwnBuffers,
+    fitted_to_ranks,
     own_facts,
     take_from_first_rank,
     trained_by,
 )
 from lightning_gqsgd.local_steps.watching import WatchedModel
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
-from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.memory import Keeps
-from lightning_gqsgd.session.nodes import layouts
 from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.wire.agreement import Card, Stamp, digest_of
@@ -173,17 +172,13 @@ class LocalAverages(AveragingLoop[Average]):
             model, trained = trained_by(model, optimizers, options, config)
             parameters = trained.parameters
             self.device = trained.device
-            (layout,) = layouts(start, self.device)
-            first = parameters[0].tensor
-            fit = fitted(config, layout, sum(entry.segment.numel for entry in parameters), first.dtype)
-            self._note = fit.note
-            self.config = resolve(fit.config, len(layout.nodes))
+            self.config, self._note = fitted_to_ranks(start, trained, config)
             options.averaging.check(self.config)
             super().__init__(options, trained.fragments)
             self._facts = trained.facts
             self.outer = trained.outer
-            dtype = COMPUTE_DTYPES[first.dtype]
-            facts = facts_of(self.config, own_facts(options, self.outer, parameters, trained.buffers))
+            dtype = COMPUTE_DTYPES[parameters[0].tensor.dtype]
+            facts = facts_of(self.config, own_facts(options, trained))
             side = Side(self.group, facts, [self.config])
             with open_engines(start, [side], self.device, timeout=timeout, messages=_MESSAGES, dtypes=[dtype]) as (
                 self._engine,

@@ -13,13 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.local_steps.fragments import Entry, Fragment, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
+from lightning_gqsgd.predict.levels import fitted
+from lightning_gqsgd.session.nodes import layouts
 from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters
 from lightning_gqsgd.sparse.options import refuse_for
+from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import check_parameters
 
 #: Rounds of a schedule that ranks compare when they start.
@@ -175,18 +179,18 @@ def numbered(
     return facts, parameters, buffers
 
 
-def own_facts(
-    options: LocalOptions, outer: Optimizer, parameters: Sequence[Entry], buffers: Sequence[Entry]
-) -> dict[str, Any]:
-    """Returns what ranks that begin local steps must have in common beside the configuration: plain values by name.
+def fitted_to_ranks(start: Meeting, trained: Trained, config: GQSGDConfig) -> tuple[GQSGDConfig, str]:
+    """Returns the compression with its reducer chosen for the ranks of a meeting, and a note on it."""
+    (layout,) = layouts(start, trained.device)
+    numel = sum(entry.segment.numel for entry in trained.parameters)
+    fit = fitted(config, layout, numel, trained.parameters[0].tensor.dtype)
+    return resolve(fit.config, len(layout.nodes)), fit.note
 
-    Args:
-        options: when to average.
-        outer: the outer optimizer.
-        parameters: what is averaged.
-        buffers: what is averaged uncompressed.
-    """
-    tensors = [(*entry.segment, entry.name, str(entry.tensor.dtype)) for entry in (*parameters, *buffers)]
+
+def own_facts(options: LocalOptions, trained: Trained) -> dict[str, Any]:
+    """Returns what ranks that begin local steps must have in common beside the configuration: plain values by name."""
+    entries = (*trained.parameters, *trained.buffers)
+    tensors = [(*entry.segment, entry.name, str(entry.tensor.dtype)) for entry in entries]
     return {
         "parameters and buffers": digest(tensors),
         "every": _every(options),
@@ -196,7 +200,7 @@ def own_facts(
         "inner_state": options.inner_state,
         "rule": str(options.rule),
         "anchor_dtype": str(options.anchor_dtype),
-        "outer": describe_outer(outer),
+        "outer": describe_outer(trained.outer),
         "outer_after": options.outer_after,
         "elastic": options.elastic,
         "outlier": options.outlier,

@@ -80,8 +80,8 @@ class Profile:
         return sum(message.sent_bytes for message in messages if message.scope.kind == "node")
 
 
-def profile_of(start: Callable[[], Steps], rank: int, ranks: int, *, is_preface: bool = False) -> Profile:
-    """Returns the profile of the steps that a function starts; ``rank`` is the rank that the steps belong to."""
+def profile_of(start: Callable[[], Steps], ranks: int, *, is_preface: bool = False) -> Profile:
+    """Returns the profile of the steps of rank 0 that a function starts."""
     stages = []
     with noting() as works, _Traffic(), closing(start()) as steps:
         while True:
@@ -90,7 +90,7 @@ def profile_of(start: Callable[[], Steps], rank: int, ranks: int, *, is_preface:
             except StopIteration:
                 break
             needed = [exchange for exchange in exchanges if exchange.input.numel() or exchange.splits]
-            stages.append(Stage(tuple(works), tuple(message_of(exchange, rank, ranks) for exchange in needed)))
+            stages.append(Stage(tuple(works), tuple(message_of(exchange, 0, ranks) for exchange in needed)))
             works.clear()
             if is_preface:
                 break  # what follows reads numbers, which there are none of
@@ -146,7 +146,7 @@ def _of_piece(piece: _Piece) -> tuple[Profile, int]:
     x = torch.empty(sum(run.numel for run in piece.blocks), dtype=setting.dtype, device=META)
     store = new_store(setting, {}, META)
     start = partial(reduced, reducer, x, 0, StepKeys.of(setting.seed, 0, setting.ranks), store)
-    return profile_of(start, 0, setting.ranks), reducer.sent_bytes
+    return profile_of(start, setting.ranks), reducer.sent_bytes
 
 
 def _profiles_of_plan(segments: Sequence[Segment], setting: Setting) -> tuple[tuple[Profile, ...], int]:
@@ -158,13 +158,13 @@ def _profiles_of_plan(segments: Sequence[Segment], setting: Setting) -> tuple[tu
     x = torch.empty(plan.numel, dtype=setting.dtype, device=META)
     store = new_store(setting, {segment.parameter: segment.numel for segment in segments}, META)
     starts = plan.starts(x, 0, 1, store, BucketCounters(), Telemetry())
-    return tuple(profile_of(start, 0, setting.ranks) for start in starts), plan.sent_bytes
+    return tuple(profile_of(start, setting.ranks) for start in starts), plan.sent_bytes
 
 
 def stamp_profile(ranks: int) -> Profile:
     """Returns the profile of the comparison of stamps that every step has."""
     steps = partial(StampCheck(ranks, torch.device("cpu")).steps, Stamp(0, 0, 0))
-    return profile_of(steps, 0, ranks, is_preface=True)
+    return profile_of(steps, ranks, is_preface=True)
 
 
 def bf16_hook_profile(numel: int, ranks: int) -> Profile:
@@ -176,7 +176,7 @@ def bf16_hook_profile(numel: int, ranks: int) -> Profile:
         note(Work("decode", BF16_HOOK, numel))
         return 0
 
-    return profile_of(steps, 0, ranks)
+    return profile_of(steps, ranks)
 
 
 def message_of(exchange: Exchange, rank: int, ranks: int) -> Message:

@@ -19,6 +19,7 @@ from lightning_gqsgd import CollectiveError, ConfigError, LocalSteps
 from lightning_gqsgd.membership.members import Gather, Request
 from tests.distributed.ranks import logged
 from tests.distributed.test_merges import bits_of, network, train_step
+from tests.errors import error_text
 
 SECOND = timedelta(seconds=1)
 
@@ -137,10 +138,9 @@ def strangers(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
         optimizer.close()
         return {"failed": failed, "samples": optimizer.samples, "steps": optimizer.averages.step}
     wait_for(lambda: (folder / "inside").exists())
-    with pytest.raises(ConfigError) as caught:
-        member(1, lighthouse, bits=3)
+    text = error_text(ConfigError, member, 1, lighthouse, bits=3)
     (folder / "refused").touch()
-    return {"error": str(caught.value)}
+    return {"error": text}
 
 
 def unreachable(rank: int, address: str | None) -> str:
@@ -149,9 +149,8 @@ def unreachable(rank: int, address: str | None) -> str:
     if address is not None:
         os.environ["TORCHFT_LIGHTHOUSE"] = address
     model = network(rank)
-    with pytest.raises(ConfigError) as caught:
-        LocalSteps(model, torch.optim.SGD(model.parameters(), 0.1), every="1s", bits=4, elastic=True, timeout=SECOND)
-    return str(caught.value)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    return error_text(ConfigError, LocalSteps, model, inner, every="1s", bits=4, elastic=True, timeout=SECOND)
 
 
 def early(rank: int, address: str, folder: Path) -> int:
@@ -251,9 +250,7 @@ def notice_without_a_lighthouse(rank: int, address: str, folder: Path) -> dict[s
 def too_few(rank: int, lighthouse: str) -> str:
     """What a member hears that is alone, and may not be."""
     pytest.MonkeyPatch().setattr("lightning_gqsgd.local_steps.merges.rounds._PATIENCE_S", 1.0)
-    with pytest.raises(CollectiveError) as caught:
-        member(rank, lighthouse, min_replicas=2)
-    return str(caught.value)
+    return error_text(CollectiveError, member, rank, lighthouse, min_replicas=2)
 
 
 def too_few_for_a_lighthouse(rank: int, lighthouse: str) -> dict[str, Any]:
@@ -262,6 +259,4 @@ def too_few_for_a_lighthouse(rank: int, lighthouse: str) -> dict[str, Any]:
     patch = pytest.MonkeyPatch()
     patch.setattr("lightning_gqsgd.local_steps.merges.rounds._PATIENCE_S", 2.0)
     patch.setattr("lightning_gqsgd.membership.manager._LOOK_AFTER", SECOND / 2)
-    with pytest.raises(CollectiveError) as caught:
-        member(rank, lighthouse)
-    return {"error": str(caught.value), "said": said}
+    return {"error": error_text(CollectiveError, member, rank, lighthouse), "said": said}

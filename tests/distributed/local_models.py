@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gqsgd import LocalSteps
-from tests.distributed.models import batch
+from tests.distributed.models import loss_of
 
 #: No error at all, so that results can be compared with a calculation by hand.
 NATIVE: dict[str, Any] = {"preset": "gqsgd", "reducer": "native"}
@@ -48,9 +48,8 @@ def local_steps(model: nn.Module, way: dict[str, Any], lr: float = 0.1, momentum
 def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
     """Make some steps on this rank's own data."""
     for step in steps:
-        x, y = batch(rank, step)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        loss_of(model, rank, step).backward()
         optimizer.step()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,18 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     return x, (x.sum(1) > 0).long()
 
 
+def loss_of(model: Callable[[Tensor], Tensor], rank: int, step: int) -> Tensor:
+    """The loss of this rank's data of a step."""
+    x, y = batch(rank, step)
+    return nn.functional.cross_entropy(model(x).float(), y)
+
+
 def train(model: nn.Module, rank: int, steps: range, lr: float = 0.1) -> list[float]:
     """Plain SGD; returns the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     losses = []
     for step in steps:
-        x, y = batch(rank, step)
-        loss = nn.functional.cross_entropy(model(x), y)
+        loss = loss_of(model, rank, step)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

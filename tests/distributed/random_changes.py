@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd import GQSGDKwargs, register_gqsgd
 from lightning_gqsgd.errors import CollectiveError, ConfigError
 from tests.distributed.changed_models import Adapter
-from tests.distributed.models import batch, fingerprint, mlp
+from tests.distributed.models import fingerprint, loss_of, mlp
 
 #: Steps of a sequence, each after a change or without one.
 STEPS = 6
@@ -190,11 +190,10 @@ def sequences(rank: int, framework: str, seeds: range) -> list[list[str]]:
 
 def _train(one: Bare, rank: int, step: int) -> str:
     """Make a step; returns the error, if there is one."""
-    x, y = batch(rank, step)
     optimizer = torch.optim.SGD(one.module.parameters(), lr=0.1)
     optimizer.zero_grad()
     try:
-        one.backward(nn.functional.cross_entropy(one.model(x), y))
+        one.backward(loss_of(one.model, rank, step))
         optimizer.step()
     except (ConfigError, CollectiveError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error)[:60]}"
@@ -203,10 +202,9 @@ def _train(one: Bare, rank: int, step: int) -> str:
 
 def _goes_around(one: Bare, rank: int) -> str:
     """Make a step without DDP; returns whether that was said."""
-    x, y = batch(rank, STEPS)
     optimizer = torch.optim.SGD(one.module.parameters(), lr=0.1)
     optimizer.zero_grad()
     with listening() as said:
-        nn.functional.cross_entropy(one.module(x), y).backward()
+        loss_of(one.module, rank, STEPS).backward()
         optimizer.step()
     return "went around: " + ("said" if "does not average" in said.getvalue() else "silent")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,10 +14,9 @@ import torch
 
 from benchmarks import accuracy, kernels, noise_bits, noise_layers, report
 from lightning_gqsgd.predict.timing import in_turns, ratio
+from tests.marks import needs_root
+from tests.processes import ended_well
 
-needs_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
-)
 LAB = ["--hosts", "2", "--rate", "none", "--rounds", "1"]
 
 
@@ -38,15 +34,7 @@ def _run_here(
 
 
 def _run(module: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{module}", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return " ".join(done.stdout.split())
+    return " ".join(ended_well("-m", f"benchmarks.{module}", *arguments, timeout=240).stdout.split())
 
 
 def test_cases_run_in_turns() -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd import all_reduce
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import register_gqsgd
-from tests.distributed.models import batch, finish, mlp, resume, save, train, wrapped
+from tests.distributed.models import finish, loss_of, mlp, resume, save, train, wrapped
 from tests.distributed.ranks import run
 
 PATTERNS = {"*": 4, "0.*": 8, "*.bias": 2, "4.*": 3}
@@ -23,9 +23,8 @@ PATTERNS = {"*": 4, "0.*": 8, "*.bias": 2, "4.*": 3}
 def _gradients(rank: int, bits: object, ddp: dict[str, Any] | None = None, **fields: Any) -> dict[str, Tensor]:
     model, state = wrapped(ddp or {}, {"bits": bits, "min_numel": 50, **fields}, mlp(depth=4))
     for step in range(2):  # DDP makes its buckets anew after the first
-        x, y = batch(rank, step)
         model.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        loss_of(model, rank, step).backward()
     state.close()
     return {name: parameter.grad for name, parameter in model.module.named_parameters()}
 

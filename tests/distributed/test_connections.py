@@ -15,6 +15,7 @@ from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.wire.communicator import Communicator
 from tests.distributed.models import fingerprint, train, wrapped
 from tests.distributed.ranks import run
+from tests.errors import error_text
 
 #: Four pieces, the last of which is short.
 NUMEL = 3 * 524_288 + 1_001
@@ -92,9 +93,7 @@ def test_a_model_trained_over_several_connections_is_that_of_one(tmp_path: Path)
 
 def _differ(rank: int) -> str:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
-    with pytest.raises(ConfigError) as caught:
-        register_gqsgd(model, connections=1 + rank)
-    return str(caught.value)
+    return error_text(ConfigError, register_gqsgd, model, connections=1 + rank)
 
 
 def test_ranks_with_other_numbers_of_connections_are_told(tmp_path: Path) -> None:

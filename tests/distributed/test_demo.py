@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_gqsgd.research.systems import SYSTEMS
-from tests.distributed.models import batch, finish, mlp, wrapped
+from tests.distributed.models import finish, loss_of, mlp, wrapped
 from tests.distributed.ranks import run
 
 
@@ -18,9 +18,8 @@ def _trained(rank: int) -> tuple[str, float, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.0, 0.0), eps=1e-12)
     losses = []
     for step in range(20):
-        x, y = batch(rank, step)
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss = loss_of(model, rank, step)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from lightning_gqsgd.cli import doctor_nodes
+from tests.marks import needs_root
 from tests.ports import free_port
+from tests.processes import ended_well
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "lightning_gqsgd.cli", "doctor", "--nodes"]
-needs_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
-)
 
 
 def _start(rank: int, size: int, port: int, **more: str) -> subprocess.Popen[str]:
@@ -61,11 +59,8 @@ def test_a_rank_that_does_not_come_is_named_by_all_that_wait() -> None:
 @needs_root
 @pytest.mark.slow
 def test_hosts_of_a_lab_are_told_apart_by_their_interfaces() -> None:
-    lab = [sys.executable, "-m", "netlab", "--hosts", "2", "--rate", "100mbit", "--ranks-per-host", "2", "--"]
-    done = subprocess.run(
-        [*lab, *COMMAND], capture_output=True, text=True, timeout=250, check=False, cwd=ROOT, env={**os.environ}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 ranks on 2 hosts" in done.stdout
-    assert "0 - 2" in done.stdout
-    assert "0 - 1" not in done.stdout
+    lab = ["-m", "netlab", "--hosts", "2", "--rate", "100mbit", "--ranks-per-host", "2", "--"]
+    shown = ended_well(*lab, *COMMAND, timeout=250, cwd=ROOT).stdout
+    assert "4 ranks on 2 hosts" in shown
+    assert "0 - 2" in shown
+    assert "0 - 1" not in shown

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ from tests.distributed.ranks import run
 from tests.distributed.test_merges import network
 
 pytest.importorskip("torchft", reason="the extra torchft is not installed")
+
+#: Members find each other at the lighthouse, and not as under torchrun.
+run_members = partial(run, initialise=False, torchrun=False)
 
 
 @pytest.fixture
@@ -63,17 +67,7 @@ def serving(host: str, min_replicas: int = 1) -> Iterator[str]:
 
 @pytest.mark.parametrize("delay", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_survivors_go_on_and_a_newcomer_takes_their_state(delay: int, tmp_path: Path, lighthouse: str) -> None:
-    survivor, _, newcomer = run(
-        members.death_and_newcomer,
-        3,
-        tmp_path,
-        lighthouse,
-        tmp_path,
-        delay,
-        initialise=False,
-        torchrun=False,
-        dies=(1,),
-    )
+    survivor, _, newcomer = run_members(members.death_and_newcomer, 3, tmp_path, lighthouse, tmp_path, delay, dies=(1,))
     assert survivor["bits"] == newcomer["bits"]
     assert survivor["samples"] == newcomer["samples"]
     assert newcomer["joined with"] > 0
@@ -83,9 +77,7 @@ def test_survivors_go_on_and_a_newcomer_takes_their_state(delay: int, tmp_path: 
 
 def test_who_waits_for_a_survivor_finds_out_when_that_one_does(tmp_path: Path, lighthouse: str) -> None:
     # In a ring, two members are no neighbours of the dead one.
-    results = run(
-        members.death_in_a_merge, 4, tmp_path, lighthouse, tmp_path, initialise=False, torchrun=False, dies=(1,)
-    )
+    results = run_members(members.death_in_a_merge, 4, tmp_path, lighthouse, tmp_path, dies=(1,))
     survivors = [result for rank, result in enumerate(results) if rank != 1]
     assert len({survivor["bits"] for survivor in survivors}) == 1
     assert len({survivor["samples"] for survivor in survivors}) == 1
@@ -93,7 +85,7 @@ def test_who_waits_for_a_survivor_finds_out_when_that_one_does(tmp_path: Path, l
 
 
 def test_a_newcomer_trains_from_the_others_state_before_their_next_merge(tmp_path: Path, lighthouse6: str) -> None:
-    there, newcomer = run(members.between_merges, 2, tmp_path, lighthouse6, tmp_path, initialise=False, torchrun=False)
+    there, newcomer = run_members(members.between_merges, 2, tmp_path, lighthouse6, tmp_path)
     assert newcomer["start"] == there["start"]
     assert newcomer["merges"] == there["merges"] == 1
     assert newcomer["steps"] == 3
@@ -101,20 +93,20 @@ def test_a_newcomer_trains_from_the_others_state_before_their_next_merge(tmp_pat
 
 
 def test_a_newcomer_trains_while_its_kernels_are_compiled(tmp_path: Path, lighthouse: str) -> None:
-    there, newcomer = run(members.compiling, 2, tmp_path, lighthouse, tmp_path, initialise=False, torchrun=False)
+    there, newcomer = run_members(members.compiling, 2, tmp_path, lighthouse, tmp_path)
     assert newcomer["bits"] == there["bits"]
     assert newcomer["samples"] == there["samples"] == there["steps"] + newcomer["steps"]
 
 
 def test_a_machine_with_notice_merges_what_it_has_learnt_and_leaves(tmp_path: Path, lighthouse: str) -> None:
-    stays, leaves = run(members.notice, 2, tmp_path, lighthouse, tmp_path, initialise=False, torchrun=False)
+    stays, leaves = run_members(members.notice, 2, tmp_path, lighthouse, tmp_path)
     assert stays["exits"] is None
     assert leaves["exits"] == 0
     assert stays["samples"] == stays["steps"] + leaves["steps"]
 
 
 def test_who_does_not_fit_is_refused_at_the_door_and_nobody_else_notices(tmp_path: Path, lighthouse: str) -> None:
-    inside, stranger = run(members.strangers, 2, tmp_path, lighthouse, tmp_path, initialise=False, torchrun=False)
+    inside, stranger = run_members(members.strangers, 2, tmp_path, lighthouse, tmp_path)
     assert "another model, other options or another compression" in stranger["error"]
     assert inside["failed"] == 0
     assert inside["samples"] == inside["steps"]
@@ -129,7 +121,7 @@ def test_who_does_not_fit_is_refused_at_the_door_and_nobody_else_notices(tmp_pat
     ],
 )
 def test_without_a_lighthouse_there_is_one_line(address: str | None, words: str, tmp_path: Path) -> None:
-    (message,) = run(members.unreachable, 1, tmp_path, address, initialise=False, torchrun=False)
+    (message,) = run_members(members.unreachable, 1, tmp_path, address)
     assert words in message
     assert "\n" not in message
 
@@ -174,7 +166,7 @@ def test_members_may_start_before_their_lighthouse(tmp_path: Path) -> None:
     starter = threading.Thread(target=start)
     starter.start()
     try:
-        assert run(members.early, 1, tmp_path, address, tmp_path, initialise=False, torchrun=False) == [1]
+        assert run_members(members.early, 1, tmp_path, address, tmp_path) == [1]
     finally:
         starter.join()
         for server in servers:
@@ -210,15 +202,8 @@ def test_members_go_on_with_a_lighthouse_that_was_killed_and_started_again(tmp_p
     killer = threading.Thread(target=kill_and_start_again)
     killer.start()
     try:
-        first, second = run(
-            members.without_a_lighthouse_for_a_while,
-            2,
-            tmp_path,
-            address,
-            tmp_path,
-            initialise=False,
-            torchrun=False,
-            timeout=250,
+        first, second = run_members(
+            members.without_a_lighthouse_for_a_while, 2, tmp_path, address, tmp_path, timeout=250
         )
     finally:
         killer.join()
@@ -244,9 +229,8 @@ def test_a_machine_with_notice_does_not_wait_for_a_lighthouse_that_is_gone(tmp_p
 
     killer = threading.Thread(target=kill)
     killer.start()
-    named = {"initialise": False, "torchrun": False}
     try:
-        (leaver,) = run(members.notice_without_a_lighthouse, 1, tmp_path, address, tmp_path, **named)
+        (leaver,) = run_members(members.notice_without_a_lighthouse, 1, tmp_path, address, tmp_path)
     finally:
         killer.join()
         lighthouse.kill()
@@ -256,14 +240,14 @@ def test_a_machine_with_notice_does_not_wait_for_a_lighthouse_that_is_gone(tmp_p
 
 
 def test_a_member_that_waits_for_others_in_vain_says_how_many_there_are(tmp_path: Path, lighthouse: str) -> None:
-    (message,) = run(members.too_few, 1, tmp_path, lighthouse, initialise=False, torchrun=False)
+    (message,) = run_members(members.too_few, 1, tmp_path, lighthouse)
     assert "1 member came, and a merge needs min_replicas=2" in message
     assert "\n" not in message
 
 
 def test_a_lighthouse_that_waits_for_more_members_is_named(tmp_path: Path) -> None:
     with serving("127.0.0.1", min_replicas=2) as lighthouse:
-        (found,) = run(members.too_few_for_a_lighthouse, 1, tmp_path, lighthouse, initialise=False, torchrun=False)
+        (found,) = run_members(members.too_few_for_a_lighthouse, 1, tmp_path, lighthouse)
     words = f"1 member came to the lighthouse http://{lighthouse}, and it was started with --min-replicas 2; start more"
     assert words in found["error"]
     assert any(words in line for line in found["said"])

@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import register_gqsgd
-from tests.distributed.models import Branches, batch, fingerprint, finish, mlp, resume, save, train, wrapped
+from tests.distributed.models import Branches, batch, fingerprint, finish, loss_of, mlp, resume, save, train, wrapped
 from tests.distributed.ranks import run
+from tests.errors import error_text
 
 QUANTISING = ["sum", "two_shot", "gather"]
 
@@ -182,12 +183,11 @@ def _no_sync(rank: int) -> tuple[int, int, str, str]:
     plain = DistributedDataParallel(mlp())
     for one in (model, plain):
         for step in range(4):
-            x, y = batch(rank, step)
             if step % 4 < 3:
                 with one.no_sync():
-                    nn.functional.cross_entropy(one(x), y).backward()
+                    loss_of(one, rank, step).backward()
             else:
-                nn.functional.cross_entropy(one(x), y).backward()
+                loss_of(one, rank, step).backward()
     gradients = [torch.cat([p.grad.flatten() for p in one.parameters()]) for one in (model, plain)]
     steps = state.step
     state.close()
@@ -219,8 +219,7 @@ def _two_models(rank: int) -> list[str]:
     models = [wrapped({}, {"bits": bits}) for bits in (8, 4)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model, _ in models]
     for step in range(10):
-        x, y = batch(rank, step)
-        losses = [nn.functional.cross_entropy(model(x), y) for model, _ in models]
+        losses = [loss_of(model, rank, step) for model, _ in models]
         for optimizer in optimizers:
             optimizer.zero_grad()
         sum(losses).backward()
@@ -312,8 +311,7 @@ def _not_finite(rank: int, value: float) -> list[list[bool]]:
     finite = []
     for reducer in QUANTISING:
         model, state = wrapped({}, {"reducer": reducer})
-        x, y = batch(rank, 0)
-        loss = nn.functional.cross_entropy(model(x), y)
+        loss = loss_of(model, rank, 0)
         if rank == 1:
             loss = loss * value
         loss.backward()
@@ -336,8 +334,7 @@ def _grad_scaler(rank: int) -> list[Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     history = []
     for step in range(8):
-        x, y = batch(rank, step)
-        loss = nn.functional.cross_entropy(model(x), y)
+        loss = loss_of(model, rank, step)
         if step in (2, 5) and rank == step % 2:
             loss = loss * float("inf")
         optimizer.zero_grad()
@@ -373,12 +370,11 @@ def test_models_in_other_dtypes(tmp_path: Path) -> None:
 
 def _mismatch(rank: int) -> str:
     model = DistributedDataParallel(mlp())
-    with pytest.raises(ConfigError) as error:
-        register_gqsgd(model, bits=8 if rank == 0 else 4)
+    text = error_text(ConfigError, register_gqsgd, model, bits=8 if rank == 0 else 4)
     other = DistributedDataParallel(mlp())
     with pytest.raises(ConfigError, match="parameters"):
         register_gqsgd(other, exclude=["0.weight"] if rank == 0 else ["2.weight"])
-    return str(error.value)
+    return text
 
 
 def test_ranks_that_do_not_agree_are_an_error_on_every_rank(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.errors import CollectiveError, ConfigError
 from tests.distributed.local_models import bits_of_model
-from tests.distributed.models import batch
+from tests.distributed.models import batch, loss_of
 from tests.distributed.ranks import run
 
 Optimizer = torch.optim.Optimizer
@@ -211,14 +211,13 @@ def _sharpness_aware(rank: int) -> list[str]:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         try:
             for step in range(5):
-                x, y = batch(rank, step)
-                nn.functional.cross_entropy(model(x), y).backward()
+                loss_of(model, rank, step).backward()
                 norm = torch.stack([p.grad.norm() for p in trained]).norm()
                 moves = [0.05 * p.grad / norm for p in trained]
                 with torch.no_grad():
                     torch._foreach_add_(trained, moves)
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
+                loss_of(model, rank, step).backward()
                 if moves_back:
                     with torch.no_grad():
                         torch._foreach_sub_(trained, moves)

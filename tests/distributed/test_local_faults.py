@@ -26,8 +26,9 @@ from tests.distributed.local_models import (
     local_steps,
     train,
 )
-from tests.distributed.models import batch, fingerprint, mlp
+from tests.distributed.models import fingerprint, loss_of, mlp
 from tests.distributed.ranks import run
+from tests.errors import error_text
 
 
 def _not_finite(rank: int) -> list[Any]:
@@ -72,9 +73,8 @@ def _amp(rank: int) -> list[Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     skipped = []
     for step in range(12):
-        x, y = batch(rank, step)
         optimizer.zero_grad()
-        scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+        scaler.scale(loss_of(model, rank, step)).backward()
         if step % 2:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -108,9 +108,8 @@ def _scaled_as_without(rank: int) -> list[bool]:
             optimizer = LocalSteps(model, make(model.parameters(), lr=0.01), every=2)
             scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
             for step in range(4):
-                x, y = batch(rank, step)
                 optimizer.zero_grad()
-                scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+                scaler.scale(loss_of(model, rank, step)).backward()
                 scaler.step(optimizer)
                 scaler.update()
             bits.append(fingerprint(model))
@@ -178,9 +177,7 @@ REFUSED: dict[str, tuple[Callable[[], LocalSteps], str]] = {
 def _refused(rank: int) -> dict[str, str]:
     texts = {}
     for name, (make, _) in REFUSED.items():
-        with pytest.raises(ConfigError) as error:
-            (make if rank == 1 else _fields())()
-        texts[name] = str(error.value)
+        texts[name] = error_text(ConfigError, make if rank == 1 else _fields())
     return texts
 
 
@@ -214,9 +211,7 @@ def _late_errors(rank: int) -> dict[str, str]:
     model[0].requires_grad_(False)
     optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
     model[0].requires_grad_(True)
-    with pytest.raises(ConfigError) as error:
-        train(model, optimizer, rank, range(2))
-    texts["unfrozen"] = str(error.value)
+    texts["unfrozen"] = error_text(ConfigError, train, model, optimizer, rank, range(2))
     optimizer.close()
     return texts
 
@@ -267,13 +262,10 @@ def _bad_states(rank: int) -> list[str]:
     texts, before = [], bits_of_model(model)
     for keys, value in wrong:
         state = {**optimizer.state_dict(), "local_steps": _changed(right["own"], *keys, to=value)}
-        with pytest.raises(ConfigError) as error:
-            optimizer.load_state_dict(state)
-        texts.append(str(error.value))
+        texts.append(error_text(ConfigError, optimizer.load_state_dict, state))
     for keys, value in [(("model", name), torch.zeros(1)), (("optimizers",), [])]:
-        with pytest.raises(ConfigError) as error:
-            load_gathered(optimizer.averages, _changed(shared[0], "ranks", rank, *keys, to=value), model, [inner])
-        texts.append(str(error.value))
+        wrong = _changed(shared[0], "ranks", rank, *keys, to=value)
+        texts.append(error_text(ConfigError, load_gathered, optimizer.averages, wrong, model, [inner]))
     assert bits_of_model(model) == before
     load_gathered(optimizer.averages, shared[0], model, [inner])
     optimizer.load_state_dict(optimizer.state_dict())
@@ -338,9 +330,7 @@ def _outers(rank: int) -> list[str]:
     texts = []
     own = partial(torch.optim.SGD, list(model.parameters()), lr=1.0)
     for outer in (lambda anchors: own(), lambda anchors: torch.optim.SGD(anchors[:1], lr=1.0)):
-        with pytest.raises(ConfigError) as error:
-            LocalSteps(model, inner, every=2, outer=outer)
-        texts.append(str(error.value))
+        texts.append(error_text(ConfigError, LocalSteps, model, inner, every=2, outer=outer))
     optimizer = LocalSteps(model, inner, every=2)
     train(model, optimizer, rank, range(2))
     saved = optimizer.state_dict()
@@ -349,9 +339,7 @@ def _outers(rank: int) -> list[str]:
         model, inner = _model_and_optimizer()
         optimizer = LocalSteps(model, inner, every=2, outer=outer)
         if outer is torch.optim.Adam:
-            with pytest.raises(ConfigError) as error:
-                optimizer.load_state_dict(saved)
-            texts.append(str(error.value))
+            texts.append(error_text(ConfigError, optimizer.load_state_dict, saved))
         else:
             said: list[str] = []
             handler = logging.Handler()
@@ -443,11 +431,10 @@ def _dying(rank: int) -> list[Any]:
     train(model, optimizer, rank, range(2))
     if rank == 1:
         os._exit(3)
-    with pytest.raises(CollectiveError) as error:
-        train(model, optimizer, rank, range(4))
+    text = error_text(CollectiveError, train, model, optimizer, rank, range(4))
     finite = all(bool(p.isfinite().all()) for p in model.parameters())
     optimizer.close()
-    return [str(error.value), finite]
+    return [text, finite]
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others_whose_parameters_stay(tmp_path: Path) -> None:

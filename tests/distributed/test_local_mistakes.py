@@ -20,6 +20,7 @@ from lightning_gqsgd.errors import CollectiveError, ConfigError
 from tests.distributed.local_models import bits_of_model, local_steps, train
 from tests.distributed.models import batch, mlp
 from tests.distributed.ranks import logged, run
+from tests.errors import error_text
 
 
 def _loaded_too_late(rank: int) -> list[str]:
@@ -30,9 +31,7 @@ def _loaded_too_late(rank: int) -> list[str]:
         optimizer = local_steps(model, {"every": 4})
         if rank in loads:
             model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-        with pytest.raises(ConfigError) as error:
-            train(model, optimizer, rank, range(1))
-        texts.append(str(error.value))
+        texts.append(error_text(ConfigError, train, model, optimizer, rank, range(1)))
         optimizer.close()
     return texts
 
@@ -122,14 +121,10 @@ def _refused(rank: int) -> list[str]:
     texts = []
     model = mlp()
     model.register_buffer("mask", torch.ones(1).expand(5))
-    with pytest.raises(ConfigError) as error:
-        local_steps(model, {})
-    texts.append(str(error.value))
+    texts.append(error_text(ConfigError, local_steps, model, {}))
     model = mlp()
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(ConfigError) as error:
-        LocalSteps(model, zero)
-    texts.append(str(error.value))
+    texts.append(error_text(ConfigError, LocalSteps, model, zero))
     optimizer = local_steps(model, {})
     with pytest.raises(AttributeError) as attribute:
         optimizer.inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -170,9 +165,7 @@ def _interrupted(rank: int) -> list[str]:
         train(model, optimizer, rank, range(1, 2))
     texts = []
     for call in (optimizer.step, optimizer.finish):
-        with pytest.raises(RuntimeError) as error:
-            call()
-        texts.append(str(error.value))
+        texts.append(error_text(RuntimeError, call))
     time.sleep(2)
     optimizer.close()
     return texts

@@ -11,15 +11,10 @@ from torch import nn
 
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.research.optim import Dion, MuonAdamW, matrices_of
-from tests.distributed.models import batch, mlp
+from tests.distributed.models import loss_of, mlp
 from tests.distributed.ranks import run
 
 RANKS, STEPS = 3, 8
-
-
-def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    x, y = batch(rank, step)
-    return nn.functional.cross_entropy(model(x), y)
 
 
 def _flat(model: nn.Module) -> torch.Tensor:
@@ -33,7 +28,7 @@ def _dion(rank: int, fields: dict[str, Any]) -> tuple[bytes, list[float], int, f
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = _loss(model, rank, step)
+        loss = loss_of(model, rank, step)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -50,7 +45,7 @@ def test_factors_give_the_step_of_mean_gradients(tmp_path: Path) -> None:
     optimizer = Dion(*matrices_of(model), lr=0.02)
     for step in range(STEPS):
         optimizer.zero_grad()
-        torch.stack([_loss(model, rank, step) for rank in range(RANKS)]).mean().backward()
+        torch.stack([loss_of(model, rank, step) for rank in range(RANKS)]).mean().backward()
         optimizer.step()
     bits, _, numel, apart = everyone[0]
     assert all(one[0] == bits for one in everyone)
@@ -75,7 +70,7 @@ def _muloco(rank: int) -> tuple[bytes, list[float], float]:
     losses = []
     for step in range(12):
         optimizer.zero_grad()
-        loss = _loss(model, rank, step)
+        loss = loss_of(model, rank, step)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

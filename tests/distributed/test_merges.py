@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_gqsgd import CollectiveError, ConfigError, LocalSteps
 from tests.distributed.ranks import RankFailed, logged, run
+from tests.errors import error_text
 
 
 class Adds(torch.optim.SGD):
@@ -270,9 +271,7 @@ def _other_state(rank: int) -> list[str]:
     optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every="1s", bits=4)
     mine = optimizer.state_dict()
     for bad in (state, {**mine, "local_steps": {**mine["local_steps"], "merged": {"merges": 3}}}):
-        with pytest.raises(ConfigError) as caught:
-            optimizer.load_state_dict(bad)
-        problems.append(str(caught.value))
+        problems.append(error_text(ConfigError, optimizer.load_state_dict, bad))
     bits = bits_of(model)
     with pytest.raises(ConfigError, match="not that of this run's optimizers"):
         optimizer.load_state_dict({**mine, "param_groups": []})

@@ -6,11 +6,11 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,10 +20,8 @@ from netlab import machine, processors
 from netlab.lab import NetLab, NetLabError, parse_rate
 from netlab.ranks import run_everywhere
 from netlab.units import parse_cpus, parse_delays
-
-needs_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
-)
+from tests.marks import needs_root
+from tests.processes import ended
 
 
 def _namespaces() -> str:
@@ -36,15 +34,7 @@ def _leftovers() -> list[str]:
     return [pid for pid in labs if not os.path.exists(f"/proc/{pid}")]
 
 
-def _cli(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "netlab", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        **options,  # type: ignore[call-overload]
-    )
+_cli = partial(ended, "-m", "netlab", timeout=120)
 
 
 def test_rates() -> None:

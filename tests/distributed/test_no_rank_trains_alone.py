@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_gqsgd import CollectiveError, register_gqsgd
 from lightning_gqsgd.config import ConfigError
 from tests.distributed.changed_models import CHANGES
-from tests.distributed.models import Branches, batch, fingerprint, mlp, train, wrapped
+from tests.distributed.models import Branches, batch, fingerprint, loss_of, mlp, train, wrapped
 from tests.distributed.ranks import logged, run
+from tests.errors import error_text
 
 #: Configurations by what is special about them.
 HOOKS: dict[str, dict[str, Any]] = {
@@ -36,9 +37,8 @@ SOME_HOOKS = [pytest.param(name, marks=[] if name in ("8 bits", "native") else p
 
 def _by_hand(model: nn.Module, rank: int, step: int, forward: Callable[..., Any] | None = None) -> None:
     """A step without an optimizer."""
-    x, y = batch(rank, step)
     model.zero_grad()
-    nn.functional.cross_entropy((forward or model)(x), y).backward()
+    loss_of(forward or model, rank, step).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None and parameter.requires_grad:
@@ -60,11 +60,10 @@ def _changed(rank: int, hook: str) -> dict[str, list[str]]:
             _by_hand(model, rank, 1)
             change(model.module)
             before = fingerprint(model)
-            with pytest.raises(ConfigError) as error:
-                _by_hand(model, rank, 2)
+            text = error_text(ConfigError, _by_hand, model, rank, 2)
             assert fingerprint(model) == before, "a rank has trained by itself"
             assert state.step == 2
-            texts.append(str(error.value))
+            texts.append(text)
             model = state.rewrap(DistributedDataParallel)
             assert state.changes() == ([], [])
             train(model, rank, range(2, 5))
@@ -141,9 +140,7 @@ def _changed_before(_: int) -> list[str]:
         module[0].requires_grad_(False)
         model = DistributedDataParallel(module)
         change(module)
-        with pytest.raises(ConfigError) as error:
-            register_gqsgd(model)
-        texts.append(str(error.value))
+        texts.append(error_text(ConfigError, register_gqsgd, model))
     return texts
 
 
@@ -160,10 +157,9 @@ def _cast_back_before(rank: int) -> str:
     model = DistributedDataParallel(module)
     module.double().float()
     state = register_gqsgd(model)
-    with pytest.raises(ConfigError) as error:
-        train(model, rank, range(2))
+    text = error_text(ConfigError, train, model, rank, range(2))
     state.close()
-    return str(error.value)
+    return text
 
 
 def test_a_model_whose_gradients_never_reach_ddp_is_refused_by_the_optimizer(tmp_path: Path) -> None:
@@ -185,11 +181,10 @@ def _does_not_reach_all(rank: int, has_closure: bool) -> str:
     before = fingerprint(model)
     if not has_closure:
         closure()
-    with pytest.raises(ConfigError) as error:
-        optimizer.step(closure if has_closure else None)
+    text = error_text(ConfigError, optimizer.step, closure if has_closure else None)
     assert fingerprint(model) == before
     state.close()
-    return str(error.value)
+    return text
 
 
 @pytest.mark.parametrize("has_closure", [False, True])
@@ -235,8 +230,7 @@ def _warned(rank: int, misuse: str) -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss(step: int, forward: Callable[..., Any] = model) -> torch.Tensor:
-        x, y = batch(rank, step)
-        return nn.functional.cross_entropy(forward(x), y)
+        return loss_of(forward, rank, step)
 
     for step in range(4):
         optimizer.zero_grad()
@@ -491,22 +485,18 @@ def _shares_an_encoder(rank: int) -> list[str]:
     states = [register_gqsgd(model) for model in models]
     optimizer = torch.optim.SGD([p for model in models for p in model.module.parameters()], lr=0.1)
 
-    def loss(step: int, forward: Callable[..., Any]) -> torch.Tensor:
-        x, y = batch(rank, step)
-        return nn.functional.cross_entropy(forward(x), y)
-
     for step in range(4):
-        loss(step, models[step % 2]).backward()
+        loss_of(models[step % 2], rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
     for step in range(4, 6):
         for model in models:
-            loss(step, model).backward()
+            loss_of(model, rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
     silent = list(texts)
     bits = [fingerprint(model) for model in models]
-    loss(6, models[0].module).backward()
+    loss_of(models[0].module, rank, 6).backward()
     optimizer.step()
     for state in states:
         state.close()
@@ -533,8 +523,7 @@ def _beside_plain_ddp(rank: int) -> tuple[list[str], list[str], list[str]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         texts.clear()
         for step in steps:
-            x, y = batch(rank, step)
-            nn.functional.cross_entropy(model(x), y).backward()
+            loss_of(model, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
         return list(texts)
@@ -589,8 +578,7 @@ def _adversaries(rank: int) -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Join([model]):
         for step in range(2 + 2 * rank):
-            x, y = batch(rank, step)
-            nn.functional.cross_entropy(model(x), y).backward()
+            loss_of(model, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
     dist.barrier()

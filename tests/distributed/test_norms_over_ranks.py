@@ -15,6 +15,7 @@ from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.research.simulation import average
 from tests.distributed.models import finish, mlp, train, wrapped
 from tests.distributed.ranks import run
+from tests.errors import error_text
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 CONFIGS: list[dict[str, Any]] = [
@@ -78,9 +79,7 @@ def test_parameters_stay_identical_and_losses_fall_under_every_norm(tmp_path: Pa
 
 def _other_norm(rank: int) -> str:
     model = DistributedDataParallel(mlp())
-    with pytest.raises(ConfigError) as error:
-        register_gqsgd(model, reducer="sum", norm_over_ranks="l1" if rank == 1 else "l2")
-    return str(error.value)
+    return error_text(ConfigError, register_gqsgd, model, reducer="sum", norm_over_ranks="l1" if rank == 1 else "l2")
 
 
 def test_ranks_with_different_norms_do_not_start(tmp_path: Path) -> None:

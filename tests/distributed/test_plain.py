@@ -25,7 +25,7 @@ from lightning_gqsgd.ddp import hook as hook_module
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.wire.telemetry import Meter
-from tests.distributed.models import Branches, batch, fingerprint, mlp, train, wrapped
+from tests.distributed.models import Branches, batch, fingerprint, loss_of, mlp, train, wrapped
 from tests.distributed.ranks import run
 
 #: Steps of the hook before plain DDP takes its place, where a decision for 32 bits was loaded.
@@ -53,9 +53,9 @@ def auto(ddp: dict[str, Any], module: nn.Module | None = None, **fields: Any):
     return model, state
 
 
-def on_plain(rank: int, ddp: dict[str, Any], module: nn.Module | None = None):
+def on_plain(rank: int, module: nn.Module | None = None):
     """The same, after so many steps that plain DDP carries the gradients."""
-    model, state = auto(ddp, module)
+    model, state = auto({}, module)
     train(model, rank, range(LEAVES_AFTER + 2))
     assert carrier(model) == "plain"
     return model, state
@@ -159,9 +159,8 @@ def _accumulating(model: nn.Module, rank: int, steps: int, *, to_none: bool, at:
     for step in range(steps):
         at.get(step, lambda: None)()
         for number, context in enumerate((model.no_sync(), contextlib.nullcontext())):
-            x, y = batch(rank, 2 * step + number)
             with context:
-                nn.functional.cross_entropy(model(x), y).backward()
+                loss_of(model, rank, 2 * step + number).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=to_none)
     return fingerprint(model)
@@ -200,7 +199,7 @@ def test_bits_are_those_of_ddp_with_accumulation_momentum_and_gradients_that_are
 
 
 def _saved_while_plain(rank: int, path: Path) -> dict[str, Any]:
-    model, state = on_plain(rank, {})
+    model, state = on_plain(rank)
     train(model, rank, range(LEAVES_AFTER + 2, 15))
     if rank == 0:
         torch.save({"model": model.module.state_dict(), "gqsgd": state.state_dict()}, path)
@@ -243,7 +242,7 @@ def test_a_checkpoint_of_plain_ddps_steps_resumes_with_the_decision_and_states_c
 
 
 def _loaded_on_one_rank(rank: int) -> str:
-    model, state = on_plain(rank, {})
+    model, state = on_plain(rank)
     if rank == 1:
         state.step = 400
     try:
@@ -263,7 +262,7 @@ def test_a_state_of_one_rank_only_is_an_error_on_all_at_the_next_comparison(tmp_
 
 
 def _copied_and_closed(rank: int) -> dict[str, Any]:
-    model, state = on_plain(rank, {})
+    model, state = on_plain(rank)
     again = copy.deepcopy(model)
     known = state.step
     train(again, rank, range(20, 23))
@@ -437,7 +436,7 @@ def test_uneven_inputs_under_join_keep_ranks_equal_and_who_carries_the_gradients
 def _rewrapped(rank: int) -> dict[str, Any]:
     module = mlp()
     module[0].weight.requires_grad_(False)
-    model, state = on_plain(rank, {}, module)
+    model, state = on_plain(rank, module)
     module[0].weight.requires_grad_(True)
     try:
         train(model, rank, range(20, 22))
@@ -467,8 +466,7 @@ def _two_reductions(rank: int) -> tuple[str, int, str]:
     model, state = auto({})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(20):
-        x, y = batch(rank, step)
-        loss = nn.functional.cross_entropy(model(x), y)
+        loss = loss_of(model, rank, step)
         for _ in range(2 if step else 1):  # DDP itself allows for one before it has built its buckets anew
             model.reducer.prepare_for_backward([])
             loss.backward(retain_graph=True)

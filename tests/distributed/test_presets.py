@@ -16,6 +16,7 @@ from lightning_gqsgd.presets import FIXED, PRESETS
 from lightning_gqsgd.research.simulation import average
 from tests.distributed.models import finish, mlp, train, wrapped
 from tests.distributed.ranks import run
+from tests.errors import error_text
 
 REMEMBERING = [name for name, preset in PRESETS.items() if preset.config.remembers]
 STATELESS = [name for name in FIXED if name not in REMEMBERING]
@@ -133,9 +134,7 @@ def test_memory_of_another_number_of_ranks_starts_empty_and_says_so(tmp_path: Pa
 def _refused(rank: int) -> list[str]:
     words = []
     for fields in ({"preset": "ecq_sgd"}, {"preset": "gqsgd_sum", "bits": 1}, {"codec": "sign", "bits": 1}):
-        with pytest.raises(ConfigError) as error:
-            all_reduce(torch.randn(2000), **fields)
-        words.append(str(error.value))
+        words.append(error_text(ConfigError, all_reduce, torch.randn(2000), **fields))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         all_reduce(torch.randn(2000), codec="sign", bits=1, memory="none", reducer="gather")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +29,10 @@ from lightning_gqsgd.predict.recording import Recorder
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.shared_memory import SharedGroup
+from tests.commands import output_of, refusal
 from tests.distributed.ranks import run
+from tests.errors import error_text
+from tests.processes import ended_well
 
 
 def network() -> tuple[nn.Module, tuple[Any, ...]]:
@@ -38,26 +40,18 @@ def network() -> tuple[nn.Module, tuple[Any, ...]]:
     return nn.Sequential(nn.Linear(500, 700), nn.ReLU(), nn.Linear(700, 600)), (torch.zeros(4, 500),)
 
 
-def _gqsgd(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).resolve().parents[2]
-    return subprocess.run(
-        [sys.executable, "-m", "lightning_gqsgd.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=root,
-    )
+def _gqsgd(*arguments: str) -> str:
+    """What the command prints, in processes of its own."""
+    return ended_well("-m", "lightning_gqsgd.cli", *arguments, cwd=Path(__file__).resolve().parents[2]).stdout
 
 
 @pytest.mark.slow
 def test_a_probe_of_two_processes_is_enough_for_a_prediction(tmp_path: Path) -> None:
     file = tmp_path / "probe.json"
     words = ("--output", str(file), "--model", "tests.distributed.test_probe:network")
-    done = _gqsgd(tmp_path, "probe", "--procs", "2", "--bits", "4", "--bits", "2", *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"written: {file}" in done.stdout
-    assert "2 ranks over gloo, 2 per node" in done.stdout
+    shown = _gqsgd("probe", "--procs", "2", "--bits", "4", "--bits", "2", *words)
+    assert f"written: {file}" in shown
+    assert "2 ranks over gloo, 2 per node" in shown
     probe = Probe.load(file)
     assert (probe.ranks, probe.per_node, probe.backend) == (2, 2, "gloo")
     assert list(probe.costs.collectives) == [f"all {kind}" for kind in KINDS]
@@ -75,13 +69,12 @@ def test_a_probe_of_two_processes_is_enough_for_a_prediction(tmp_path: Path) -> 
     assert line.numel == 500 * 700 + 700 + 700 * 600 + 600
     made = predict(line, probe.costs, 2, GQSGDConfig(bits=4, sample_every=0))
     assert made.step_s > line.compute_s * 0.99
-    advised = _gqsgd(tmp_path, "advise", "--probe", str(file), "--json")
-    assert advised.returncode == 0, advised.stderr
-    said = json.loads(advised.stdout)
+    advised = _gqsgd("advise", "--probe", str(file), "--json")
+    said = json.loads(advised)
     assert said["nodes"] == 1
     assert said["over_nodes"] == []  # a probe of one node says nothing of several
     assert said["over_rates"]
-    assert "2 bit, trellis" in advised.stdout
+    assert "2 bit, trellis" in advised
 
 
 class _SlowClock(probe_module._Stopwatch):
@@ -164,9 +157,7 @@ def _nothing_recorded(rank: int) -> str:
     recorder.step()
     if rank:
         recorder.forget()
-    with pytest.raises(ConfigError) as caught:
-        recorder.timeline()
-    return str(caught.value)
+    return error_text(ConfigError, recorder.timeline)
 
 
 def test_a_rank_without_a_recorded_step_is_an_error_on_all(tmp_path: Path) -> None:
@@ -176,9 +167,7 @@ def test_a_rank_without_a_recorded_step_is_an_error_on_all(tmp_path: Path) -> No
 @pytest.mark.parametrize("procs", ["1", "65"])
 def test_too_few_or_too_many_processes_exit_with_2(procs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    result = CliRunner().invoke(app, ["probe", "--procs", procs])
-    assert result.exit_code == 2
-    assert f"--procs {procs} is out of range: 2 to 64" in result.stderr
+    assert f"--procs {procs} is out of range: 2 to 64" in refusal("probe", "--procs", procs)
 
 
 def without_inputs() -> nn.Module:
@@ -204,19 +193,15 @@ def without_inputs() -> nn.Module:
     ],
 )
 def test_bad_options_exit_with_2_and_one_line_before_any_process_starts(arguments: list[str], words: str) -> None:
-    result = CliRunner().invoke(app, ["probe", *arguments])
-    assert result.exit_code == 2, result.output
-    assert words in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    assert words in refusal("probe", *arguments)
 
 
 def test_a_folder_that_is_not_writable_is_refused_before_any_process_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
-    result = CliRunner().invoke(app, ["probe", "--output", str(tmp_path / "p.json")])
-    assert result.exit_code == 2, result.output
-    assert f"the folder {tmp_path} is not writable; name a file in a folder" in result.stderr
+    line = refusal("probe", "--output", str(tmp_path / "p.json"))
+    assert f"the folder {tmp_path} is not writable; name a file in a folder" in line
 
 
 def test_a_disk_that_is_full_when_the_probe_is_done_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,18 +217,15 @@ def test_a_disk_that_is_full_when_the_probe_is_done_is_one_line(monkeypatch: pyt
 def test_a_rank_of_a_launcher_starts_no_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    result = CliRunner().invoke(app, ["probe", "--procs", "2"])
-    assert result.exit_code == 2
-    assert "leave out --procs" in result.stderr
+    assert "leave out --procs" in refusal("probe", "--procs", "2")
 
 
 def test_the_doctor_answers_every_question_in_a_line() -> None:
-    result = CliRunner().invoke(app, ["doctor"])
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
+    output = output_of("doctor")
+    lines = output.splitlines()
     assert len(lines) == 10
     assert all(line.startswith("ok  ") for line in lines)
-    assert 'knows strategy="gqsgd"' in result.stdout
+    assert 'knows strategy="gqsgd"' in output
 
 
 def test_the_doctor_fails_where_a_question_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,9 +241,7 @@ def test_the_doctor_fails_where_a_question_fails(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_a_bench_of_two_processes_times_kernels_and_all_reduces(tmp_path: Path) -> None:
-    done = _gqsgd(tmp_path, "bench", "--megabytes", "1", "--rounds", "3", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    made = json.loads(done.stdout)
+    made = json.loads(_gqsgd("bench", "--megabytes", "1", "--rounds", "3", "--json"))
     assert (made["ranks"], made["backend"], made["numel"]) == (2, "gloo", 2**18)
     assert [(kernel["codec"], kernel["bits"]) for kernel in made["kernels"]] == list(bench.KERNELS)
     assert all(kernel["times_copy"] > 0 for kernel in made["kernels"])
@@ -289,16 +269,12 @@ def test_a_bench_is_a_table_of_kernels_and_one_of_all_reduces() -> None:
 def test_what_a_bench_advises_works_without_further_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("torchvision", "transformers"):
         monkeypatch.setitem(sys.modules, package, None)  # type: ignore[arg-type]
-    result = CliRunner().invoke(app, benching.ADVICE.split()[1:])
-    assert result.exit_code == 0, result.output
-    assert "Take bits=" in result.output
+    assert "Take bits=" in output_of(*benching.ADVICE.split()[1:])
 
 
 @pytest.mark.slow
 def test_a_bench_of_training_times_steps_under_ddp_and_hooks(tmp_path: Path) -> None:
-    done = _gqsgd(tmp_path, "bench", "training", "--rounds", "3", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    made = json.loads(done.stdout)
+    made = json.loads(_gqsgd("bench", "training", "--rounds", "3", "--json"))
     assert (made["ranks"], made["backend"], made["rounds"]) == (2, "gloo", 3)
     steps = {step["name"]: step for step in made["steps"]}
     assert list(steps) == ["ddp", "bf16 hook", "8 bits", "4 bits"]
@@ -313,9 +289,7 @@ def test_a_bench_of_training_times_steps_under_ddp_and_hooks(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["kernels", "reducers"])
 def test_a_bench_of_one_part_leaves_the_other_out(part: str, tmp_path: Path) -> None:
-    done = _gqsgd(tmp_path, "bench", part, "--rounds", "3", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    made = json.loads(done.stdout)
+    made = json.loads(_gqsgd("bench", part, "--rounds", "3", "--json"))
     assert (bool(made["kernels"]), bool(made["all_reduces"])) == (part == "kernels", part == "reducers")
 
 
@@ -338,16 +312,11 @@ def test_a_bench_of_training_is_a_table() -> None:
     ],
 )
 def test_a_bench_of_what_does_not_exist_is_refused_before_any_process_starts(arguments: list[str], words: str) -> None:
-    result = CliRunner().invoke(app, ["bench", *arguments])
-    assert result.exit_code == 2, result.output
-    assert words in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    assert words in refusal("bench", *arguments)
 
 
 def test_a_bench_of_one_process_is_refused() -> None:
-    result = CliRunner().invoke(app, ["bench", "--procs", "1"])
-    assert result.exit_code == 2
-    assert "--procs 1 is out of range: 2 to 64" in result.output
+    assert "--procs 1 is out of range: 2 to 64" in refusal("bench", "--procs", "1")
 
 
 def _kinds_in_memory(rank: int) -> list[str]:

@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import register_gqsgd
-from tests.distributed.models import batch, fingerprint, mlp, train, wrapped
+from tests.distributed.models import fingerprint, loss_of, mlp, train, wrapped
 from tests.distributed.ranks import run
+from tests.errors import error_text
 
 #: One of each reducer, and two that remember: of what a rank sends, and of what it sends back as well.
 HOOKS: list[dict[str, Any]] = [
@@ -38,11 +39,6 @@ QUANTISING = HOOKS[1:]
 
 def _installed(model: DistributedDataParallel) -> None:
     assert model._get_ddp_logging_data()["comm_hook"] == "gqsgd_hook"
-
-
-def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    x, y = batch(rank, step)
-    return nn.functional.cross_entropy(model(x), y)
 
 
 # --- parameters that are frozen or unfrozen late ---------------------------------------------------------------------
@@ -79,9 +75,7 @@ def _unfrozen_late(rank: int) -> list[str]:
         model, state = wrapped({"bucket_cap_mb": 0.03}, hook, module)
         train(model, rank, range(2))
         _set_trained(module, 0, 2, 4)
-        with pytest.raises(ConfigError) as error:
-            train(model, rank, range(2, 3))
-        texts.append(str(error.value))
+        texts.append(error_text(ConfigError, train, model, rank, range(2, 3)))
         state.close()
     return texts
 
@@ -261,8 +255,8 @@ def _accumulated(rank: int) -> list[list[Any]]:
             optimizer.zero_grad()
             for step in range(4 * window, 4 * window + 3):
                 with model.no_sync():
-                    _loss(model, rank, step).backward()
-            _loss(model, rank, 4 * window + 3).backward()
+                    loss_of(model, rank, step).backward()
+            loss_of(model, rank, 4 * window + 3).backward()
             gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
             optimizer.step()
         results.append([fingerprint(model), state and state.step, gradient.norm().item()])
@@ -373,13 +367,10 @@ def _late_error(rank: int, stage: int) -> tuple[str, str, bool]:
         return start(exchange, number, turn)
 
     state._engine.communicator.start = failing  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError) as first:
-        train(model, rank, range(3, 4))
-    with pytest.raises(RuntimeError) as second:
-        train(model, rank, range(4, 5))
+    texts = [error_text(RuntimeError, train, model, rank, range(step, step + 1)) for step in (3, 4)]
     finite = all(p.isfinite().all() for p in model.parameters())
     state.close()
-    return str(first.value), str(second.value), finite
+    return *texts, finite
 
 
 @pytest.mark.parametrize("stage", [1, 2])

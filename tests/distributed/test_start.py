@@ -24,24 +24,18 @@ from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.session.opening import Side, facts_of, open_engines
 from lightning_gqsgd.wire.engine import Engine, Messages
 from lightning_gqsgd.wire.meeting import Meeting
-from tests.distributed.models import batch, fingerprint, mlp, train, wrapped
+from tests.distributed.models import fingerprint, mlp, train, wrapped
 from tests.distributed.ranks import run
+from tests.errors import error_text
 
 #: Seconds in which an error is to be there; less than any timeout.
 AT_ONCE = 15.0
 
 
-def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    x, y = batch(rank, step)
-    return nn.functional.cross_entropy(model(x), y)
-
-
 def _error(call: Any, kind: type[Exception] = ConfigError) -> tuple[str, float]:
     """The text of the error that a call ends with, and the seconds until then."""
     begun = time.monotonic()
-    with pytest.raises(kind) as error:
-        call()
-    return str(error.value), time.monotonic() - begun
+    return error_text(kind, call), time.monotonic() - begun
 
 
 # --- registering ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning_gqsgd import CollectiveError, ConfigError
 from tests.distributed import torchft_replicas as replicas
 from tests.distributed.ranks import run
+from tests.errors import error_text
 
 pytest.importorskip("torchft", reason="the extra torchft is not installed")
 
@@ -118,12 +119,11 @@ def _lose_a_rank(rank: int, port: int) -> tuple[str, bool, bool, bool]:
     if rank == 1:
         os._exit(0)
     tensor = replicas.values(rank)
-    with pytest.raises(CollectiveError) as failure:
-        replicas.reduce(group, tensor)
+    failure = error_text(CollectiveError, replicas.reduce, group, tensor)
     had_error = group.errored() is not None
     replicas.configure(group, 0, 1, port, "alone")
     alone = replicas.reduce(group, replicas.values(rank))
-    return str(failure.value), bool(tensor.isnan().all()), had_error, torch.equal(alone, replicas.values(rank))
+    return failure, bool(tensor.isnan().all()), had_error, torch.equal(alone, replicas.values(rank))
 
 
 def test_a_rank_that_dies_is_an_error_until_the_others_are_configured_anew(tmp_path: Path, port: int) -> None:
@@ -153,14 +153,12 @@ def test_a_rank_goes_on_to_others_while_old_connections_end(port: int, monkeypat
 
 def _disagree(rank: int, port: int) -> tuple[str, str, bool]:
     group = replicas.process_group(bits=4 + rank)
-    with pytest.raises(ConfigError) as at_the_door:
-        replicas.configure(group, rank, 2, port, "different bits")
+    at_the_door = error_text(ConfigError, replicas.configure, group, rank, 2, port, "different bits")
     group = replicas.process_group()
     replicas.configure(group, rank, 2, port, "the same bits")
     tensor = replicas.values(0, 20_000 + rank)
-    with pytest.raises(ConfigError) as other_tensor:
-        replicas.reduce(group, tensor)
-    return str(at_the_door.value), str(other_tensor.value), torch.equal(tensor, replicas.values(0, 20_000 + rank))
+    other_tensor = error_text(ConfigError, replicas.reduce, group, tensor)
+    return at_the_door, other_tensor, torch.equal(tensor, replicas.values(0, 20_000 + rank))
 
 
 def test_ranks_that_do_not_go_together_are_told_so(tmp_path: Path, port: int) -> None:
@@ -173,9 +171,7 @@ def test_ranks_that_do_not_go_together_are_told_so(tmp_path: Path, port: int) ->
 def _cannot_work(rank: int, port: int) -> str:
     # Sums of 2 bits have room for three ranks.
     group = replicas.process_group(**({"bits": 2, "scale": "global"} if rank == 1 else {}))
-    with pytest.raises(ConfigError) as error:
-        replicas.configure(group, rank, 4, port, "one cannot work")
-    return str(error.value)
+    return error_text(ConfigError, replicas.configure, group, rank, 4, port, "one cannot work")
 
 
 def test_all_ranks_hear_of_one_whose_compression_cannot_work_for_so_many(tmp_path: Path, port: int) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from lightning_gqsgd.wire.agreement import WEIGHTS_COMPARED, Weights, difference_of_weights
-from tests.distributed.models import batch, mlp, train, wrapped
+from tests.distributed.models import loss_of, mlp, train, wrapped
 from tests.distributed.ranks import run
 
 
@@ -90,8 +90,7 @@ def _joined(rank: int) -> str:
         with Join([model]):
             for step in range(2 + 8 * rank):
                 optimizer.zero_grad()
-                x, y = batch(rank, step)
-                nn.functional.cross_entropy(model(x), y).backward()
+                loss_of(model, rank, step).backward()
                 optimizer.step()
 
     said = _said_after(rank, steps)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from tests.distributed.elastic_members import wait_for
 
 SECONDS = timedelta(seconds=1)
 
@@ -116,7 +116,7 @@ def ddp_with_a_death(rank: int, lighthouse: str, folder: Path) -> dict[int, str]
     from torchft import DistributedDataParallel, Optimizer
 
     if rank == 2:
-        _wait_for(lambda: (folder / "dead").exists())
+        wait_for((folder / "dead").exists)
     replica = Replica(f"replica{rank}", lighthouse)
     replica.model = DistributedDataParallel(replica.manager, replica.model)
     optimizer = Optimizer(replica.manager, replica.optimizer)
@@ -178,11 +178,3 @@ def sharded(rank: int, lighthouse: str, folder: Path) -> str:
         return bits_of(*(parameter.to_local() for parameter in replica.model.parameters()))
     finally:
         dist.destroy_process_group()
-
-
-def _wait_for(condition: Callable[[], bool], seconds: float = 100) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError("nobody has come")
-        time.sleep(0.02)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,29 @@ def _join(rank: int, lighthouse: str) -> None:
     os.environ["MASTER_PORT"] = "0"
     torch.set_num_threads(1)
     torch.manual_seed(rank)
+
+
+def _losses(rank: int, loader: Any, model: nn.Module, optimizer: Any, backward: Callable[..., None]) -> list[float]:
+    """The losses of a loop that trains in all steps of the loader."""
+    losses = []
+    for x, y in loader:
+        loss = nn.functional.cross_entropy(model(x), y)
+        backward(loss)
+        time.sleep(0.02 if rank else 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _facts(model: nn.Module, averages: Any, losses: list[float]) -> dict[str, Any]:
+    """What a member knows after its training."""
+    return {
+        "bits": bits_of(model),
+        "steps": averages.step,
+        "samples": averages.samples,
+        "learns": losses[-1] < losses[0],
+    }
 
 
 def lightning(rank: int, lighthouse: str, folder: str, resumes: bool = False) -> dict[str, Any]:
@@ -74,13 +98,7 @@ def lightning(rank: int, lighthouse: str, folder: str, resumes: bool = False) ->
     )
     checkpoints = sorted(Path(folder, str(rank)).rglob("*.ckpt"))
     trainer.fit(module, batches(rank), batches(9), ckpt_path=str(checkpoints[-1]) if resumes else None)
-    averages = strategy.gqsgd_state
-    return {
-        "bits": bits_of(module.net),
-        "steps": averages.step,
-        "samples": averages.samples,
-        "learns": module.losses[-1] < module.losses[0],
-    }
+    return _facts(module.net, strategy.gqsgd_state, module.losses)
 
 
 def fabric(rank: int, lighthouse: str, folder: str) -> dict[str, Any]:
@@ -95,24 +113,12 @@ def fabric(rank: int, lighthouse: str, folder: str) -> dict[str, Any]:
     fabric.launch()
     model = network()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 1e-2))
-    losses = []
-    for x, y in batches(rank):
-        loss = nn.functional.cross_entropy(model(x), y)
-        fabric.backward(loss)
-        time.sleep(0.02 if rank else 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = _losses(rank, batches(rank), model, optimizer, fabric.backward)
     strategy.finish()
     (averages,) = strategy.gqsgd_states
     fabric.save(f"{folder}/fabric{rank}.ckpt", {"model": model, "optimizer": optimizer})
     averages.close()
-    return {
-        "bits": bits_of(model),
-        "steps": averages.step,
-        "samples": averages.samples,
-        "learns": losses[-1] < losses[0],
-    }
+    return _facts(model, averages, losses)
 
 
 def accelerate(rank: int, lighthouse: str, folder: str) -> dict[str, Any]:
@@ -126,22 +132,10 @@ def accelerate(rank: int, lighthouse: str, folder: str) -> dict[str, Any]:
     model = network()
     inner = LocalSteps(model, torch.optim.AdamW(model.parameters(), 1e-2), every="300ms", elastic=True, delay=1, bits=4)
     model, optimizer, loader = accelerator.prepare(model, inner, batches(rank))
-    losses = []
-    for x, y in loader:
-        loss = nn.functional.cross_entropy(model(x), y)
-        accelerator.backward(loss)
-        time.sleep(0.02 if rank else 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = _losses(rank, loader, model, optimizer, accelerator.backward)
     optimizer.optimizer.finish()
     inner.close()
-    return {
-        "bits": bits_of(model),
-        "steps": inner.averages.step,
-        "samples": inner.samples,
-        "learns": losses[-1] < losses[0],
-    }
+    return _facts(model, inner.averages, losses)
 
 
 def transformers(rank: int, lighthouse: str, folder: str) -> dict[str, Any]:
@@ -179,10 +173,4 @@ def transformers(rank: int, lighthouse: str, folder: str) -> dict[str, Any]:
     callback = enable(trainer, local_steps="300ms", elastic=True, delay=1, bits=4)
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    averages = callback.averages
-    return {
-        "bits": bits_of(model),
-        "steps": averages.step,
-        "samples": averages.samples,
-        "learns": losses[-1] < losses[0],
-    }
+    return _facts(model, callback.averages, losses)

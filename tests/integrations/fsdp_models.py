@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
-from tests.distributed.models import batch, mlp
+from tests.distributed.models import loss_of, mlp
 
 
 def mesh(replicas: int) -> DeviceMesh:
@@ -37,12 +37,6 @@ def quantised(
     """The model, sharded inside of replicas, with quantised means over them."""
     model = sharded(on["shard"], model, **policy)
     return model, register_gqsgd_fsdp(model, replicate=on["replicate"], **hooks)
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
-    """Of this rank's data."""
-    x, y = batch(rank, step)
-    return nn.functional.cross_entropy(model(x).float(), y)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

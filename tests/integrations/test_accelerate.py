@@ -12,8 +12,6 @@ import os
 import pickle
 import re
 import runpy
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,9 @@ from torch import nn
 import lightning_gqsgd
 from lightning_gqsgd import GQSGDKwargs, enable
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from tests.distributed.models import batch, fingerprint, mlp
+from tests.distributed.models import fingerprint, loss_of, mlp
 from tests.distributed.ranks import run
+from tests.processes import ended_well
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
 STATE = "custom_checkpoint_0.pkl"
@@ -77,9 +76,8 @@ def fit(
         accelerator.load_state(load)
     skipped, losses = 0, []
     for step in range(*steps):
-        x, y = batch(rank, step)
         with accelerator.accumulate(model):
-            loss = nn.functional.cross_entropy(model(x), y)
+            loss = loss_of(model, rank, step)
             accelerator.backward(loss * math.inf if (rank, step) == (1, overflow) else loss)
             if clip:
                 accelerator.clip_grad_norm_(model.parameters(), clip)
@@ -211,8 +209,7 @@ def several_models(rank: int, folder: Path) -> None:
 
     def step(*models: nn.Module) -> None:
         for model in models:
-            x, y = batch(rank, 0)
-            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            accelerator.backward(loss_of(model, rank, 0))
 
     step(first, second, second)
     saved = handler.state_dict()
@@ -358,7 +355,7 @@ def test_the_names_load_nothing_until_they_are_used() -> None:
         "import sys, lightning_gqsgd; assert 'torch' not in sys.modules; lightning_gqsgd.enable; "
         "lightning_gqsgd.GQSGDKwargs; assert 'accelerate' in sys.modules; assert 'transformers' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    ended_well("-c", code)
     assert {"GQSGDKwargs", "enable"} <= set(lightning_gqsgd.__all__)
 
 
@@ -372,15 +369,7 @@ LAUNCH = [
 
 
 def output_of(*command: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ended_well(*command, timeout=240, **{"OMP_NUM_THREADS": "1", **environment})
     return done.stdout + done.stderr
 
 
@@ -443,8 +432,7 @@ def _forgets_the_model(rank: int) -> list[list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for step in range(2):
-                x, y = batch(rank, step)
-                accelerator.backward(nn.functional.cross_entropy(prepared(x), y))
+                accelerator.backward(loss_of(prepared, rank, step))
                 optimizer.step()
         results.append([str(warning.message) for warning in caught if "gqsgd" in str(warning.message)])
     return results

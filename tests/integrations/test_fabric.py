@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from torch import nn
 from lightning_gqsgd.config import ConfigError
 from tests.distributed.models import batch, mlp
 from tests.distributed.ranks import run
+from tests.errors import error_text
+from tests.processes import ended_well
 
 
 def fabric_of(case: dict[str, Any]) -> Any:
@@ -145,15 +146,11 @@ def refuses(rank: int, folder: Path) -> list[str]:
     first = fabric.setup(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))
     state = {"model": first[0], "optimizer": first[1]}
     messages = []
-    with pytest.raises(ConfigError) as caught:
-        fabric.save(folder / "x.ckpt", {**state, "gqsgd": 1})
-    messages.append(str(caught.value))
+    messages.append(error_text(ConfigError, fabric.save, folder / "x.ckpt", {**state, "gqsgd": 1}))
     fabric.save(folder / "weights.ckpt", {"model": first[0]})
     fabric.save(folder / "one.ckpt", state)
     fabric.setup(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))
-    with pytest.raises(ConfigError) as caught:
-        fabric.load(folder / "one.ckpt", state)
-    messages.append(str(caught.value))
+    messages.append(error_text(ConfigError, fabric.load, folder / "one.ckpt", state))
     for one in fabric.strategy.gqsgd_states:
         one.close()
     return messages
@@ -204,9 +201,6 @@ if __name__ == "__main__":
 def test_start_methods(strategy: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("STRATEGY", repr(strategy)))
-    command = [sys.executable, "-W", "ignore", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ended_well("-W", "ignore", str(script), PYTHONPATH=str(Path(__file__).parents[2]))
     assert "trained 0 of 2" in done.stdout
     assert "trained 1 of 2" in done.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import nn
@@ -14,6 +13,7 @@ from lightning_gqsgd import GQSGDFabricStrategy
 from lightning_gqsgd.errors import ConfigError
 from tests.distributed.models import batch, mlp
 from tests.distributed.ranks import run
+from tests.errors import error_text
 from tests.integrations.loops import bits_of
 
 
@@ -76,9 +76,7 @@ def _not_counted(rank: int) -> list[Any]:
     fabric.strategy.finish()
     raw = torch.optim.SGD(module.parameters(), lr=0.1)
     _train(fabric, model, raw, 2)
-    with pytest.raises(ConfigError) as error:
-        fabric.strategy.finish()
-    return [*results, str(error.value)]
+    return [*results, error_text(ConfigError, fabric.strategy.finish)]
 
 
 def test_steps_that_fabric_does_not_make_are_averaged_or_an_error(tmp_path: Path) -> None:

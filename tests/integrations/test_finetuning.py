@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 
 from lightning_gqsgd.config import ConfigError
 from tests.distributed.ranks import run
+from tests.errors import error_text
 from tests.integrations.loops import NATIVE, STRATEGIES, Classifier, data, fitted
 
 
@@ -119,9 +120,7 @@ class _Unfreezes(Classifier):
 def _in_the_step(_: int) -> str:
     module = _Unfreezes()
     module.backbone.requires_grad_(False)
-    with pytest.raises(ConfigError) as error:
-        fitted(module, {"bits": 8}, batches=data(4))
-    return str(error.value)
+    return error_text(ConfigError, fitted, module, {"bits": 8}, batches=data(4))
 
 
 def test_unfreezing_inside_a_step_is_an_error(tmp_path: Path) -> None:
@@ -150,9 +149,7 @@ class _Freezes(Classifier):
 def _frozen_in_the_step(_: int) -> list[str]:
     texts = []
     for strategy in ({"bits": 8}, {"auto": True}):
-        with pytest.raises(ConfigError) as error:
-            fitted(_Freezes(2, inside=True), strategy, batches=data(8))
-        texts.append(str(error.value))
+        texts.append(error_text(ConfigError, fitted, _Freezes(2, inside=True), strategy, batches=data(8)))
     return texts
 
 

@@ -23,12 +23,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
-from tests.distributed.models import batch, mlp, train
+from tests.distributed.models import batch, loss_of, mlp, train
 from tests.distributed.ranks import run
 from tests.integrations.fsdp_models import (
     bits,
     gradients,
-    loss_of,
     mesh,
     once,
     padded,

@@ -24,6 +24,7 @@ from lightning_gqsgd.frameworks.fsdp import register_gqsgd_fsdp
 from lightning_gqsgd.wire.communicator import CollectiveError
 from tests.distributed.models import mlp, train
 from tests.distributed.ranks import run
+from tests.errors import error_text
 from tests.integrations.fsdp_models import (
     mesh,
     once,
@@ -37,9 +38,7 @@ def _errors(rank: int) -> list[str]:
     texts = []
 
     def fails(call: Callable[[], Any]) -> None:
-        with pytest.raises(ConfigError) as caught:
-            call()
-        texts.append(str(caught.value))
+        texts.append(error_text(ConfigError, call))
 
     for odd in range(4):  # whoever differs, all hear of it
         fails(lambda odd=odd: quantised(on, {"bits": 4 if rank == odd else 8}))
@@ -153,10 +152,7 @@ def _sharded_later(rank: int) -> list[str]:
     fully_shard(model[2], mesh=on["shard"])
     register_gqsgd_fsdp(model, replicate=on["replicate"], bits=4)
     fully_shard(model, mesh=on["shard"])
-    texts = []
-    with pytest.raises(ConfigError) as error:
-        once(model, rank)
-    texts.append(str(error.value))
+    texts = [error_text(ConfigError, once, model, rank)]
 
     model = mlp()
     for layer in (model[0], model[2], model[4]):
@@ -165,9 +161,7 @@ def _sharded_later(rank: int) -> list[str]:
     once(model, rank)
     model.append(nn.Linear(10, 10))
     fully_shard(model[-1], mesh=on["shard"])
-    with pytest.raises(ConfigError) as error:
-        once(model, rank)
-    return [*texts, str(error.value)]
+    return [*texts, error_text(ConfigError, once, model, rank)]
 
 
 def test_what_is_sharded_after_hooks_were_installed_is_an_error_on_all_ranks(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
 import sys
 import typing
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS
 from lightning_gqsgd.spec.decisions import Decision
 from tests.distributed.ranks import RankFailed, run
 from tests.integrations.fit import fits
+from tests.processes import ended, ended_well
 
 SCRIPT = Path(__file__).with_name("fit.py")
 
@@ -39,17 +39,9 @@ def start(folder: Path, *runs: dict[str, Any], **environment: str) -> list[list[
     """Run the script in a new interpreter, which takes seconds; what each rank saw in each run."""
     folder.mkdir(exist_ok=True)
     options = json.dumps({"folder": str(folder), "runs": list(runs)})
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output
-    (folder / "output.txt").write_text(output)
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = ended_well(str(SCRIPT), options, timeout=240, **quiet, **environment)
+    (folder / "output.txt").write_text(done.stdout + done.stderr)
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
 
 
@@ -252,30 +244,18 @@ def test_counters_are_read_when_the_trainer_logs_and_only_then() -> None:
 NO_IMPORT = "import lightning.pytorch as pl; pl.Trainer(strategy='gqsgd', accelerator='cpu', devices=2, logger=False)"
 
 
-def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 @pytest.mark.slow
 def test_names_are_known_without_an_import() -> None:
-    done = _python(NO_IMPORT)
-    assert done.returncode == 0, done.stderr
+    ended_well("-c", NO_IMPORT)
 
 
 @pytest.mark.slow
 def test_names_are_known_unless_switched_off() -> None:
-    off = _python(NO_IMPORT, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    off = ended("-W", "ignore", "-c", NO_IMPORT, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert "strategy='gqsgd'" in off.stderr
     assert off.returncode != 0
-    assert _python("import lightning_gqsgd;" + NO_IMPORT, TORCH_DEVICE_BACKEND_AUTOLOAD="0").returncode == 0
-    assert _python(NO_IMPORT + ";import lightning_gqsgd", PL_TRAINER_STRATEGY="gqsgd").returncode == 0
+    ended_well("-c", "import lightning_gqsgd;" + NO_IMPORT, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    ended_well("-c", NO_IMPORT + ";import lightning_gqsgd", PL_TRAINER_STRATEGY="gqsgd")
 
 
 def test_importing_the_package_loads_nothing_but_the_standard_library() -> None:
@@ -283,17 +263,13 @@ def test_importing_the_package_loads_nothing_but_the_standard_library() -> None:
         "import sys; import lightning_gqsgd; loaded = {name.split('.')[0] for name in sys.modules};"
         "assert not loaded & {'torch', 'numpy', 'numba', 'lightning', 'pytorch_lightning'}, loaded"
     )
-    done = _python(code)
-    assert done.returncode == 0, done.stderr
+    ended_well("-c", code)
 
 
 @pytest.mark.slow
 def test_a_failure_does_not_break_torch_where_warnings_are_errors() -> None:
     code = "import lightning_gqsgd._autoload as a; a._warn(KeyError('x')); import torch"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = ended_well("-W", "error", "-c", code)
     assert "could not register its strategies by name (KeyError: 'x')" in done.stderr
 
 
@@ -350,8 +326,7 @@ def test_autoload_warns_and_never_raises(tmp_path: Path) -> None:
         "warnings.simplefilter('always');"
         "import torch, lightning.pytorch.strategies"
     )
-    done = _python(code, PYTHONPATH=str(tmp_path), PYTHONWARNINGS="always")
-    assert done.returncode == 0, done.stderr
+    done = ended_well("-c", code, PYTHONPATH=str(tmp_path), PYTHONWARNINGS="always")
     assert "could not register its strategies by name (ZeroDivisionError: division by zero)" in done.stderr
 
 

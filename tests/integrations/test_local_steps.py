@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_gqsgd import GQSGDFabricStrategy, GQSGDStrategy, LocalSteps
 from lightning_gqsgd.errors import ConfigError
-from tests.distributed.models import batch, mlp
+from tests.distributed.models import loss_of, mlp
 from tests.distributed.ranks import run
+from tests.errors import error_text
 from tests.integrations.loops import QUIET, Classifier, Gan, bits_of, data
 from tests.unit.test_weights_in_state import ScheduleFreeLike
 
@@ -220,9 +221,8 @@ def _fabric(rank: int, folder: Path) -> list[Any]:
         if resumes:
             fabric.load(folder / "fabric.ckpt", state)
         for step in range(state["step"], 11):
-            x, y = batch(rank, step)
             with fabric.no_backward_sync(model, enabled=False):
-                fabric.backward(nn.functional.cross_entropy(model(x), y))
+                fabric.backward(loss_of(model, rank, step))
             optimizer.step()
             optimizer.zero_grad()
             if step == 5 and not resumes:
@@ -233,8 +233,7 @@ def _fabric(rank: int, folder: Path) -> list[Any]:
     module = mlp()
     local = LocalSteps(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), 4, fragments=2, delay=1)
     for step in range(11):
-        x, y = batch(rank, step)
-        nn.functional.cross_entropy(module(x), y).backward()
+        loss_of(module, rank, step).backward()
         local.step()
         local.zero_grad()
     local.finish()
@@ -257,9 +256,8 @@ def _accelerate(rank: int) -> list[Any]:
     model = accelerator.prepare_model(module, evaluation_mode=True)
     optimizer = accelerator.prepare(LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=3))
     for step in range(16):
-        x, y = batch(rank, step)
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            accelerator.backward(loss_of(model, rank, step))
             optimizer.step()
             optimizer.zero_grad()
     optimizer.optimizer.finish()
@@ -268,8 +266,7 @@ def _accelerate(rank: int) -> list[Any]:
     module = mlp()
     local = LocalSteps(module, torch.optim.SGD(module.parameters(), lr=0.1), every=3)
     for step in range(16):
-        x, y = batch(rank, step)
-        (nn.functional.cross_entropy(module(x), y) / 2).backward()
+        (loss_of(module, rank, step) / 2).backward()
         if step % 2:
             local.step()
             local.zero_grad()
@@ -373,9 +370,7 @@ def _not_counted(rank: int) -> list[Any]:
     trainer_of({"local_steps": 16}).fit(module, data(7))
     results.append(bits_of(module))
     for wrong in (_OnlyTheSecond(seed=rank), _NewOptimizers()):
-        with pytest.raises(ConfigError) as error:
-            trainer_of({"local_steps": 2}).fit(wrong, data(7))
-        results.append(str(error.value))
+        results.append(error_text(ConfigError, trainer_of({"local_steps": 2}).fit, wrong, data(7)))
     return results
 
 
@@ -401,9 +396,7 @@ class _LoadsLate(Classifier):
 def _loaded_late(_: int) -> list[str]:
     results = []
     for only_second in (False, True):
-        with pytest.raises(ConfigError) as error:
-            trainer_of({"local_steps": 4}).fit(_LoadsLate(only_second), data(2))
-        results.append(str(error.value))
+        results.append(error_text(ConfigError, trainer_of({"local_steps": 4}).fit, _LoadsLate(only_second), data(2)))
     return results
 
 

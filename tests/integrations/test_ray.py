@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import ended_well
 
 pytest.importorskip("ray", reason="needs the extra ray")
 
@@ -64,11 +64,7 @@ def train(config: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_two_workers_compress_and_end_with_the_same_bits(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, check=False, cwd=Path(__file__).parents[2]
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ended_well("-c", PROGRAM, str(tmp_path), timeout=280, cwd=Path(__file__).parents[2])
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     assert (first["world_size"], first["steps"], first["bits"]) == (2, 3, 4)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
+
+from tests.processes import ended_well
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,11 +34,7 @@ def test_the_simulation_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     (example,) = examples("docs/api/simulate.md")
     file = tmp_path / "example.py"
     file.write_text(example)
-    done = subprocess.run(
-        [sys.executable, str(file)], capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "ecq_sgd " in done.stdout
+    assert "ecq_sgd " in ended_well(str(file), cwd=tmp_path).stdout
 
 
 def test_the_simulation_runs_with_fewer_steps(

@@ -83,6 +83,15 @@ def clean_process() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No W&B credentials anywhere, and W&B's files below the test's own folder."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
 def refusal(
     clean_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., str]]:

@@ -27,6 +27,7 @@ from recipes.strategies.choices import (
     strategies,
 )
 from recipes.training.building import ALLOWED_TARGETS, TargetError, build
+from tests.errors import check_refused_in_one_line
 from workloads.resnet import ResNet
 
 Compose = Callable[..., DictConfig]
@@ -152,9 +153,7 @@ def test_fields_are_added_or_changed(composed: Compose) -> None:
     ],
 )
 def test_a_misspelt_strategy_is_one_line(arguments: list[str], message: str) -> None:
-    with pytest.raises(UnknownStrategyError, match=message) as caught:
-        check_strategies(arguments)
-    assert "\n" not in str(caught.value)
+    check_refused_in_one_line(UnknownStrategyError, message, check_strategies, arguments)
 
 
 @pytest.mark.parametrize(

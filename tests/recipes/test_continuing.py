@@ -16,6 +16,7 @@ from recipes.overrides import composed
 from recipes.training.checkpoints import CheckpointError
 from recipes.training.continuing import check_continued, uncompared
 from recipes.training.train import train
+from tests.errors import check_refused_in_one_line
 
 
 def _earlier(folder: Path, *overrides: str) -> Path:
@@ -94,9 +95,8 @@ def test_a_checkpoint_without_settings_beside_it_is_not_compared_and_this_is_sai
 def test_settings_that_cannot_be_read_are_one_line(tmp_path: Path, text: str) -> None:
     checkpoint = _earlier(tmp_path / "run")
     (tmp_path / "run" / "hparams.yaml").write_text(text)
-    with pytest.raises(CheckpointError, match="delete it to go on without it") as caught:
-        check_continued(composed(["resume=true"]), str(checkpoint))
-    assert "\n" not in str(caught.value)
+    cfg = composed(["resume=true"])
+    check_refused_in_one_line(CheckpointError, "delete it to go on without it", check_continued, cfg, str(checkpoint))
 
 
 def test_a_file_that_is_no_checkpoint_is_one_line(refusal: Callable[..., str], tmp_path: Path) -> None:

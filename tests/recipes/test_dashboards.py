@@ -34,14 +34,6 @@ from tests.recipes.wandb_files import WandbFile, read_run
 GROUP = "compare-quickstart"
 
 
-@pytest.fixture
-def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No W&B credentials anywhere."""
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-
-
 # --- a comparison -----------------------------------------------------------------------------------------------------
 
 

@@ -33,15 +33,6 @@ STEPS = {
 
 
 @pytest.fixture
-def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No W&B credentials, and W&B's files below the test's own folder."""
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_DATA_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"NETRC": str(tmp_path / "none"), "WANDB_CACHE_DIR": str(tmp_path / "cache")}.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """Two strategies on three kinds of hardware, with two seeds on one of them, in folders as of run.py."""
     root = tmp_path / "outputs" / "quickstart"

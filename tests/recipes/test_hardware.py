@@ -23,6 +23,8 @@ from recipes.launch.environment import profile_environment
 from recipes.launch.hardware import HardwareError, described, hardware_facts
 from recipes.launch.processes import LaunchError
 from recipes.launch.slurm import SlurmError, prepare_submission
+from tests.errors import error_text
+from tests.marks import needs_root
 from tests.recipes import fake_slurm
 from tests.recipes.conftest import ROOT, TINY
 
@@ -31,10 +33,6 @@ Script = Callable[..., subprocess.CompletedProcess[str]]
 
 GPU_PROFILES = ("nvlink", "pcie", "multi_node", "slurm")
 SMALL = (*TINY, "data.batch_size=16")
-
-needs_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
-)
 
 
 @pytest.fixture
@@ -210,9 +208,7 @@ def test_several_nodes_by_hand_are_told_how_to_start(check: Callable[..., None])
         "hardware.devices=3",
         "title='a b'",
     ]
-    with pytest.raises(LaunchError) as caught:
-        check(*overrides)
-    lines = str(caught.value).splitlines()
+    lines = error_text(LaunchError, check, *overrides).splitlines()
     assert re.fullmatch(
         r"  GLOO_SOCKET_IFNAME=INTERFACE torchrun --nnodes=2 --nproc_per_node=3 --rdzv-backend=c10d "
         r"--rdzv-endpoint=\S+:29500 recipes/run\.py \+exp=quickstart hardware=multi_node hardware\.accelerator=cpu "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 
 from recipes.comparison.plan import Cell, make_plan
 from recipes.comparison.processes import FreshRun, Starter, can_fork, modules_of
+from tests.marks import needs_root
 from tests.recipes.conftest import ROOT, TINY, clean_environment
 
 #: Long enough to be interrupted.
@@ -118,23 +118,13 @@ def test_an_interrupt_before_the_training_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_are_loading_torch_are_ended_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_processes_that_are_loading_torch_are_ended_at_once(number: int, tmp_path: Path) -> None:
     code, output, started = _interrupted(
-        tmp_path, "run.py", "+exp=quickstart", sign="quickstart under", ranks=1, patience=5
+        tmp_path, "run.py", "+exp=quickstart", sign="quickstart under", number=number, ranks=1, patience=5
     )
-    assert code == 130
+    assert code == 128 + number
     assert "Traceback" not in output
-    assert "interrupted before the first checkpoint" in output
-    assert len(started) == 1
-    assert not psutil.wait_procs(started, timeout=5)[1]
-
-
-@pytest.mark.slow
-def test_sigterm_ends_processes_that_are_loading_torch(tmp_path: Path) -> None:
-    code, output, started = _interrupted(
-        tmp_path, "run.py", "+exp=quickstart", sign="quickstart under", number=signal.SIGTERM, ranks=1
-    )
-    assert code == 128 + signal.SIGTERM
     assert "interrupted before the first checkpoint" in output
     assert len(started) == 1
     assert not psutil.wait_procs(started, timeout=5)[1]
@@ -151,9 +141,6 @@ def test_an_interrupted_comparison_goes_on_with_the_same_command_and_leaves_no_p
     assert not psutil.wait_procs(started, timeout=20)[1]
 
 
-needs_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
-)
 LAB = ("hardware=netlab", "hardware.nodes=2", "hardware.rate=1gbit")
 
 

@@ -26,14 +26,6 @@ from tests.recipes.wandb_files import read_run
 Tiny = Callable[..., DictConfig]
 
 
-@pytest.fixture
-def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No W&B credentials anywhere."""
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("clean_process", "no_key")
 def test_wandb_without_a_key_is_offline_and_plots_against_training_time(

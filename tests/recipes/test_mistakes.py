@@ -233,29 +233,24 @@ def test_right_command_lines_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("environment", "is_said"),
-    [({}, True), ({"LOCAL_RANK": "1"}, False), ({"RANK": "2", "LOCAL_RANK": "0"}, True)],
-    ids=["alone", "second of a machine", "first of another machine"],
+    ("environment", "error", "is_said"),
+    [
+        ({}, DataError, True),
+        ({"LOCAL_RANK": "1"}, DataError, False),
+        ({"RANK": "2", "LOCAL_RANK": "0"}, DataError, True),
+        ({"LOCAL_RANK": "1"}, OtherDataError, True),
+    ],
+    ids=["alone", "second of a machine", "first of another machine", "what one process alone finds"],
 )
 def test_one_process_of_a_machine_says_what_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environment: dict[str, str], is_said: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environment: dict, error: type, is_said: bool
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as stopped, refusals_in_one_line():
-        raise DataError("too few samples")
+        raise error("too few samples")
     assert stopped.value.code == 2
-    assert capsys.readouterr().err == ("DataError: too few samples\n" if is_said else "")
-
-
-def test_what_one_process_alone_finds_is_always_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit) as stopped, refusals_in_one_line():
-        raise OtherDataError("process 1 has other data")
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == "OtherDataError: process 1 has other data\n"
+    assert capsys.readouterr().err == (f"{error.__name__}: too few samples\n" if is_said else "")
 
 
 def test_known_sizes_are_those_of_the_data() -> None:

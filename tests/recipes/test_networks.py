@@ -17,21 +17,16 @@ def _parameters(network: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters())
 
 
-def test_resnet18_is_torchvisions_with_another_stem() -> None:
+@pytest.mark.parametrize(
+    ("name", "blocks", "bottleneck", "numel"),
+    [("resnet18", (2, 2, 2, 2), False, 11_173_962), ("resnet50", (3, 4, 6, 3), True, 23_520_842)],
+)
+def test_a_resnet_is_torchvisions_with_another_stem(name: str, blocks: Sequence[int], bottleneck, numel: int) -> None:
     with torch.device("meta"):
-        theirs = torchvision.models.resnet18(num_classes=10)
+        theirs = getattr(torchvision.models, name)(num_classes=10)
         theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-        ours = ResNet((2, 2, 2, 2), width=64)
-    assert _parameters(ours) == _parameters(theirs) == 11_173_962
-    assert sorted(p.shape for p in ours.parameters()) == sorted(p.shape for p in theirs.parameters())
-
-
-def test_resnet50_is_torchvisions_with_another_stem() -> None:
-    with torch.device("meta"):
-        theirs = torchvision.models.resnet50(num_classes=10)
-        theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-        ours = ResNet((3, 4, 6, 3), width=64, bottleneck=True)
-    assert _parameters(ours) == _parameters(theirs) == 23_520_842
+        ours = ResNet(blocks, width=64, bottleneck=bottleneck)
+    assert _parameters(ours) == _parameters(theirs) == numel
     assert sorted(p.shape for p in ours.parameters()) == sorted(p.shape for p in theirs.parameters())
 
 

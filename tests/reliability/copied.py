@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.session.copies import DetachedState
-from tests.distributed.models import batch, fingerprint, train
+from tests.distributed.models import fingerprint, loss_of, train
 
 #: Seconds in which a child ends.
 CHILD_S = 120
@@ -113,8 +113,7 @@ def _use_without_ranks(module: nn.Module, pickled: bytes) -> None:
     as a copy without a hook.
     """
     torch.set_num_threads(1)
-    x, y = batch(0, 0)
-    nn.functional.cross_entropy(module(x), y).backward()
+    loss_of(module, 0, 0).backward()
     gradients = [p.grad for p in module.parameters() if p.requires_grad]
     assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
     with pytest.raises((RuntimeError, ValueError), match="process group"):

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.adaptive import clock as clock_module
 from lightning_gqsgd.adaptive import steering as steering_module
 from lightning_gqsgd.ddp.hook import GQSGDState
-from tests.distributed.models import batch, fingerprint, mlp, train, wrapped
+from tests.distributed.models import batch, fingerprint, loss_of, mlp, train, wrapped
 from tests.distributed.ranks import run
 from tests.reliability.knobs import SEED, chance, scaled
 
@@ -73,8 +73,7 @@ def _mean_gradient(model: nn.Module, steps: list[int], ranks: int) -> Tensor:
     twin.zero_grad()
     for rank in range(ranks):
         for step in steps:
-            x, y = batch(rank, step)
-            (nn.functional.cross_entropy(twin(x), y) / ranks).backward()
+            (loss_of(twin, rank, step) / ranks).backward()
     return torch.cat([parameter.grad.flatten() for parameter in twin.parameters() if parameter.grad is not None])
 
 

@@ -5,10 +5,7 @@ Needs root and iproute2, see `netlab.lab`.
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from netlab.lab import NetLab
+from tests.marks import needs_root
 from tests.reliability.chaos import BEYOND_S, RANKS, TrainingOnHosts
 from tests.reliability.knobs import chance, scaled
 from tests.reliability.test_chaos import check_checkpoints, check_error, check_results, check_survivor
@@ -23,9 +21,6 @@ from tests.reliability.trainings import STEPS, WAYS
 
 #: Ways whose start is short enough for several runs.
 CUT_WAYS = ("hook", "local steps", "Lightning")
-needs_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
-)
 #: Starts of a training at most after the first. Gloo may give up its connections before both ranks are there.
 STARTS = 4
 

@@ -21,6 +21,7 @@ from lightning_gqsgd.research.simulation import average
 from lightning_gqsgd.spec.decisions import LAG, Decision
 from lightning_gqsgd.wire import announcing
 from lightning_gqsgd.wire.agreement import Agreed
+from tests.errors import check_refused_in_one_line
 
 
 def test_candidates_are_the_configurations_that_bits_alone_would_give() -> None:
@@ -65,9 +66,7 @@ def test_a_configuration_with_auto_can_be_replaced_described_and_written() -> No
     ],
 )
 def test_what_auto_does_not_go_with_is_refused_in_one_line(fields: dict, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
-        GQSGDConfig(**{"auto": True, **fields})
-    assert "\n" not in str(caught.value)
+    check_refused_in_one_line(ConfigError, words, GQSGDConfig, **{"auto": True, **fields})
 
 
 def decided(bits: int) -> Decision:
@@ -110,9 +109,7 @@ def test_a_decision_in_the_place_of_auto_pins_its_bits(bits: int) -> None:
     ],
 )
 def test_what_is_no_decision_or_contradicts_it_is_refused_in_one_line(fields: dict, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
-        GQSGDConfig(**fields)
-    assert "\n" not in str(caught.value)
+    check_refused_in_one_line(ConfigError, words, GQSGDConfig, **fields)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +124,7 @@ def test_what_is_no_decision_or_contradicts_it_is_refused_in_one_line(fields: di
     ],
 )
 def test_presets_that_auto_does_not_go_with_are_refused_with_the_remedy(preset: str, fields: dict, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
-        make_config(preset, **fields)
-    assert "\n" not in str(caught.value)
+    check_refused_in_one_line(ConfigError, words, make_config, preset, **fields)
 
 
 def test_the_remedies_for_presets_work() -> None:

@@ -17,6 +17,7 @@ from benchmarks.roofline import Fact
 from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.predict.timing import EventClock, in_turns, stopwatch
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_NUMEL
+from tests.errors import error_text
 
 CPU = Target(torch.device("cpu"), stopwatch, lambda: None, cache_bytes=40_000)
 
@@ -167,9 +168,7 @@ def test_names_are_moved_apart() -> None:
 
 def _main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
     monkeypatch.setattr(sys, "argv", ["kernels.py", *arguments])
-    with pytest.raises(SystemExit) as error:
-        kernels.main()
-    return str(error.value)
+    return error_text(SystemExit, kernels.main)
 
 
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:

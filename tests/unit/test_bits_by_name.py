@@ -15,6 +15,7 @@ from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.session.parameters import number_parameters
 from lightning_gqsgd.spec.bits_by_name import BitsByName
 from lightning_gqsgd.wire.plan import Plan
+from tests.errors import error_text
 
 NAMES = {"body.0.weight": nn.Parameter(torch.zeros(64, 64)), "head.weight": nn.Parameter(torch.zeros(64, 64))}
 
@@ -47,9 +48,8 @@ def test_the_last_pattern_that_matches_decides() -> None:
     ],
 )
 def test_what_cannot_work_names_the_value_and_the_remedy(patterns: Any, fields: dict, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        bits_of(patterns, **fields)
-    assert all(word in str(error.value) for word in words), str(error.value)
+    text = error_text(ConfigError, bits_of, patterns, **fields)
+    assert all(word in text for word in words), text
 
 
 def test_a_parameter_that_travels_uncompressed_needs_no_bits() -> None:

@@ -8,11 +8,12 @@ import math
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import lightning_gqsgd
 from lightning_gqsgd.cli import probing
@@ -24,23 +25,20 @@ from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.local_steps.choosing import make_local
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS
 from lightning_gqsgd.research.systems import SYSTEMS
+from tests.commands import output_of, refusal
+from tests.processes import ended_well
 
-
-def _run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["presets", *arguments])
+_run = partial(output_of, "presets")
 
 
 def _json(*arguments: str) -> Any:
-    result = _run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    return json.loads(_run(*arguments, "--json"))
 
 
 def test_the_table_has_every_preset_in_a_line_of_its_own_and_nothing_is_cut_off() -> None:
-    result = _run()
-    assert result.exit_code == 0, result.output
-    assert "…" not in result.stdout
-    lines = result.stdout.splitlines()
+    output = _run()
+    assert "…" not in output
+    lines = output.splitlines()
     assert lines[0] == "Presets at n = 8"
     assert [heading for heading in HEADINGS if heading not in lines[2]] == []
     rows = {line.split()[0]: line for line in lines[4 : 4 + len(PRESETS)]}
@@ -50,7 +48,7 @@ def test_the_table_has_every_preset_in_a_line_of_its_own_and_nothing_is_cut_off(
 
 
 def test_systems_that_are_more_than_a_preset_have_a_second_table() -> None:
-    lines = _run().stdout.splitlines()
+    lines = _run().splitlines()
     second = lines.index("Optimizers, rules of training, topologies")
     assert [line.split()[0] for line in lines[second + 4 :] if line.split()[:1] and line.split()[0] in SYSTEMS] == [
         *SYSTEMS
@@ -98,7 +96,7 @@ def test_every_system_of_the_literature_has_a_row_in_the_terminal_and_on_the_pag
 
 
 def test_systems_of_local_steps_have_a_table_of_their_own() -> None:
-    lines = _run().stdout.splitlines()
+    lines = _run().splitlines()
     start = lines.index("Local steps")
     words = [line.split()[:1] for line in lines[start + 4 :]]
     assert [word[0] for word in words if word and word[0] in LOCAL_PRESETS] == [*LOCAL_PRESETS]
@@ -109,7 +107,7 @@ def test_a_system_of_local_steps_in_full(name: str) -> None:
     entry = _json(name)
     options, config = make_local(name, {}, {})
     assert (entry["local_steps"]["every"], entry["config"]) == (options.every, config.describe())
-    assert entry["what"] in " ".join(_run(name).stdout.split())
+    assert entry["what"] in " ".join(_run(name).split())
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -118,7 +116,7 @@ def test_a_system_says_where_it_lives_and_its_configuration_works(name: str) -> 
     module, _, attribute = entry["home"].rpartition(".")
     assert hasattr(importlib.import_module(module), attribute)
     assert resolve(SYSTEMS[name].config, 8).bits == SYSTEMS[name].config.bits
-    assert entry["guarantees"] in " ".join(_run(name).stdout.split())
+    assert entry["guarantees"] in " ".join(_run(name).split())
 
 
 def test_the_page_of_presets_has_the_systems_as_they_are() -> None:
@@ -130,7 +128,7 @@ def test_the_page_of_presets_has_the_systems_as_they_are() -> None:
 def test_no_warning_reaches_the_output() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = _run("--block-size", "1024")
+        result = CliRunner().invoke(app, ["presets", "--block-size", "1024"])
     assert result.exit_code == 0, result.output
     assert "Warning" not in result.output
     assert result.stderr == ""
@@ -183,11 +181,10 @@ def test_ranks_change_the_collective() -> None:
 
 
 def test_a_preset_that_cannot_sum_so_many_ranks_says_so_in_its_row() -> None:
-    result = _run("--ranks", "300")
-    assert result.exit_code == 0, result.output
-    row = next(line for line in result.stdout.splitlines() if line.split()[:1] == ["gqsgd_sum"])
+    output = _run("--ranks", "300")
+    row = next(line for line in output.splitlines() if line.split()[:1] == ["gqsgd_sum"])
     assert "not at n = 300" in row
-    assert "gqsgd_sum: not at n = 300: reducer='sum' at bits=8 with subtractive dither sums at most" in result.stdout
+    assert "gqsgd_sum: not at n = 300: reducer='sum' at bits=8 with subtractive dither sums at most" in output
     one = _json("gqsgd_sum", "--ranks", "300")
     assert one["works"] is False
     assert "at most 255 ranks" in one["problem"]
@@ -208,18 +205,17 @@ def test_a_block_size_that_does_not_fit_one_preset() -> None:
 
 
 def test_one_preset_in_full() -> None:
-    result = _run("diana")
-    assert result.exit_code == 0, result.output
+    output = _run("diana")
     for words in (PRESETS["diana"].paper, PRESETS["diana"].what, "up_reference 1, up_mean 1", "ω = 16", "norm"):
-        assert words in result.stdout
-    assert ["levels", "1", "*"] in [line.split() for line in result.stdout.splitlines()]
+        assert words in output
+    assert ["levels", "1", "*"] in [line.split() for line in output.splitlines()]
 
 
 def test_warnings_are_facts_of_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     unstable = {**PRESETS["ecq_sgd"].fields, "memory": "ef"}
     monkeypatch.setitem(PRESETS, "unstable", type(PRESETS["ecq_sgd"])(unstable, "none", "plain feedback"))
     assert facts_of("unstable", 8).warnings[0].startswith("memory with alpha=1, beta=1 may diverge")
-    assert "warning" in _run("unstable").stdout
+    assert "warning" in _run("unstable")
 
 
 @pytest.mark.parametrize(
@@ -233,10 +229,7 @@ def test_warnings_are_facts_of_the_preset(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_what_cannot_work_exits_with_2(arguments: list[str], words: str) -> None:
-    result = _run(*arguments)
-    assert result.exit_code == 2
-    assert words in result.stderr
-    assert "Traceback" not in result.output
+    assert words in refusal("presets", *arguments)
 
 
 @pytest.mark.parametrize("arguments", [["advise"], ["presets", "foo"], ["presets", "--ranks", "1"]], ids=" ".join)
@@ -247,8 +240,7 @@ def test_missing_options_and_unknown_names_need_no_torch(arguments: list[str]) -
         "try:\n    main()\n"
         "except SystemExit as stopped:\n    print(stopped.code, 'torch' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == "2 False\n"
+    assert ended_well("-c", program).stdout == "2 False\n"
 
 
 @pytest.mark.parametrize("group", [[], ["systems"]], ids=["all", "systems"])
@@ -279,9 +271,7 @@ def test_an_interrupt_is_one_line(
 
 @pytest.mark.slow
 def test_the_module_is_the_command() -> None:
-    command = [sys.executable, "-m", "lightning_gqsgd.cli", "presets", "gqsgd_sum", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    done = ended_well("-m", "lightning_gqsgd.cli", "presets", "gqsgd_sum", "--json")
     assert json.loads(done.stdout)["name"] == "gqsgd_sum"
 
 
@@ -296,8 +286,7 @@ def test_version_and_help_need_no_torch() -> None:
         "    print(result.stdout.splitlines()[0])\n"
         "print([name for name in ('torch', 'numpy', 'numba') if name in sys.modules])\n"
     )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    lines = finished.stdout.splitlines()
+    lines = ended_well("-c", program).stdout.splitlines()
     assert lines[0] == f"gqsgd {lightning_gqsgd.__version__}"
     assert lines[-1] == "[]"
 

@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import math
 import sys
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from lightning_gqsgd import simulate
-from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.cli.simulating import DEFAULT_PRESETS, PROBLEMS, Outcome
+from tests.commands import output_of, refusal
 
-
-def _run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["simulate", *arguments])
+_run = partial(output_of, "simulate")
 
 
 def test_rows_are_what_simulate_returns() -> None:
-    result = _run("gqsgd_4bit", "ddp", "--workers", "3", "--steps", "7", "--lr", "0.05", "--json")
-    assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)
+    output = _run("gqsgd_4bit", "ddp", "--workers", "3", "--steps", "7", "--lr", "0.05", "--json")
+    rows = json.loads(output)
     assert [row["preset"] for row in rows] == ["gqsgd_4bit", "ddp"]
     for row in rows:
         problem = PROBLEMS["least_squares"]()
@@ -33,17 +30,15 @@ def test_rows_are_what_simulate_returns() -> None:
 
 
 def test_the_table_has_a_line_for_each_preset() -> None:
-    result = _run("--workers", "2", "--steps", "2", "--problem", "logistic")
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
+    output = _run("--workers", "2", "--steps", "2", "--problem", "logistic")
+    lines = output.splitlines()
     assert lines[0] == "logistic, 2 virtual workers, 2 steps of SGD"
     assert [line.split()[0] for line in lines[4:] if line] == [*DEFAULT_PRESETS]
 
 
 def test_a_run_that_diverges_is_said_to() -> None:
-    result = _run("ddp", "--steps", "200", "--lr", "1e6")
-    assert result.exit_code == 0, result.output
-    assert "diverged" in result.stdout
+    output = _run("ddp", "--steps", "200", "--lr", "1e6")
+    assert "diverged" in output
     assert Outcome("x", math.inf, 4.0, 0.1, 0.2).to_dict()["loss"] is None
 
 
@@ -56,15 +51,10 @@ def test_a_run_that_diverges_is_said_to() -> None:
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(arguments: list[str], words: str) -> None:
-    result = _run(*arguments)
-    assert result.exit_code == 2
-    assert words in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    assert words in refusal("simulate", *arguments)
 
 
 def test_a_problem_whose_package_is_missing_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    result = _run("gqsgd", "--problem", "digits")
-    assert result.exit_code == 2
-    assert "pip install scikit-learn, or take --problem least_squares" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    line = refusal("simulate", "gqsgd", "--problem", "digits")
+    assert "pip install scikit-learn, or take --problem least_squares" in line

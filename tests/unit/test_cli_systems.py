@@ -16,6 +16,7 @@ from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.presets import FIXED, LOCAL_PRESETS
 from lightning_gqsgd.research.experiments import EXPERIMENTS, Row, source_of
 from lightning_gqsgd.research.systems import SYSTEMS
+from tests.commands import output_of, refusal
 
 #: Systems whose experiments take a second or less.
 QUICK = (
@@ -42,14 +43,13 @@ def test_what_a_system_claims_holds(name: str) -> None:
 
 
 def test_claims_measurements_and_sources_are_printed() -> None:
-    result = CliRunner().invoke(app, ["systems", "check", "wyner_ziv", "natural_compression"])
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
+    output = output_of("systems", "check", "wyner_ziv", "natural_compression")
+    lines = output.splitlines()
     assert lines[2].split() == ["system", "claim", "measured", "holds", "source"]
     (line,) = (line for line in lines if line.split()[:1] == ["natural_compression"])
     assert line.split()[-5:-4] == ["Horváth"] or source_of("natural_compression") in line
-    assert " ω ≤ 1/8 " in result.stdout
-    assert "5 of 5 claims hold" in result.stdout
+    assert " ω ≤ 1/8 " in output
+    assert "5 of 5 claims hold" in output
 
 
 def _of_numpy() -> Iterator[Row]:
@@ -58,9 +58,7 @@ def _of_numpy() -> Iterator[Row]:
 
 def test_a_verdict_of_numpy_is_written_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(checking.EXPERIMENTS, "qsgd", _of_numpy)
-    result = CliRunner().invoke(app, ["systems", "check", "qsgd", "--json"])
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)[0]["rows"][0]["holds"] is True
+    assert json.loads(output_of("systems", "check", "qsgd", "--json"))[0]["rows"][0]["holds"] is True
 
 
 def _failing() -> Iterator[Row]:
@@ -88,10 +86,7 @@ def test_a_claim_that_does_not_hold_is_exit_code_1(monkeypatch: pytest.MonkeyPat
     [("qsdg", "did you mean 'qsgd'"), ("gqsgd_auto", "chooses bits by the length of steps")],
 )
 def test_a_name_without_an_experiment_is_refused_in_one_line(name: str, message: str) -> None:
-    result = CliRunner().invoke(app, ["systems", "check", name])
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    assert message in refusal("systems", "check", name)
 
 
 def test_the_page_of_presets_says_what_is_left_out() -> None:

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import TopKCodec
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.research.simulation import average
-from tests.unit.test_kernels import layout_of, message
 
 BITS = (2, 3, 4)
 
@@ -65,17 +63,6 @@ def test_what_is_not_finite_makes_its_block_nan(bad: float) -> None:
     y = decoded(x, 2)
     assert y[256:].isnan().all()
     assert y[:256].isfinite().all()
-
-
-def test_a_place_outside_of_the_block_is_nan_there() -> None:
-    q = TopKCodec(0.05, 2).quantiser(64)
-    layout = layout_of([Segment(0, 100, False)], q, torch.float32)
-    wire = message(cpu, torch.randn(100), layout, (1, 2), q)
-    wire[2 * 4 : 2 * 4 + 2] = 255  # the first place of the first block, behind two means
-    y = torch.zeros(100)
-    assert cpu.decode(wire[None], layout.blocks, y, q, [(1, 2)]) == 1
-    assert y[:64].isnan().all()
-    assert y[64:].isfinite().all()
 
 
 def test_bytes_of_a_message() -> None:

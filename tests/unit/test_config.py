@@ -1,8 +1,6 @@
 import copy
 import json
-import os
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -16,6 +14,8 @@ from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers.base import step_key
 from lightning_gqsgd.wire import announcing
+from tests.errors import error_text
+from tests.processes import ended
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,8 @@ from lightning_gqsgd.wire import announcing
     ],
 )
 def test_bad_values_name_the_limit_and_the_remedy(fields: dict, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        GQSGDConfig(**fields)
-    assert all(word in str(error.value) for word in words), str(error.value)
+    text = error_text(ConfigError, GQSGDConfig, **fields)
+    assert all(word in text for word in words), text
 
 
 def test_unknown_names_come_with_the_nearest_known_one() -> None:
@@ -171,9 +170,8 @@ def test_a_closed_stderr_ends_no_training(error: type[Exception], monkeypatch: p
 @pytest.mark.slow
 def test_numba_that_must_not_compile_is_one_error_that_names_the_variable() -> None:
     code = "import torch; from lightning_gqsgd.kernels import kernels_for; kernels_for(torch.device('cpu'))"
-    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert "ConfigError: the environment variable NUMBA_DISABLE_JIT=1 keeps Numba from compiling" in ended.stderr
+    errors = ended("-c", code, NUMBA_DISABLE_JIT="1").stderr
+    assert "ConfigError: the environment variable NUMBA_DISABLE_JIT=1 keeps Numba from compiling" in errors
 
 
 @pytest.mark.parametrize(

@@ -117,46 +117,32 @@ def test_companded_codes(bits: int, dither: str) -> None:
     plain.check_messages(*plain.drawn(case), q, scales, PAIR, **turn)
 
 
-#: Bits, block size and dtype of EDEN codes: two cases by default; the others take as long.
-EDEN = [
-    pytest.param(bits, block, dtype, marks=() if (bits, block) == (2, 128) else pytest.mark.slow)
-    for bits, block, dtype in (
-        (1, 256, torch.float32),
-        (2, 128, torch.float32),
-        (2, 512, torch.float64),
-        (3, 256, torch.bfloat16),
-        (4, 256, torch.float16),
-        (4, 4096, torch.float32),
+#: Codecs of turned blocks with a block size and a dtype: one case of each by default; the others take as long.
+TURNED = [
+    pytest.param(codec, block, dtype, marks=() if block == 128 else pytest.mark.slow)
+    for codec, block, dtype in (
+        (EdenCodec(1), 256, torch.float32),
+        (EdenCodec(2), 128, torch.float32),
+        (EdenCodec(2), 512, torch.float64),
+        (EdenCodec(3), 256, torch.bfloat16),
+        (EdenCodec(4), 256, torch.float16),
+        (EdenCodec(4), 4096, torch.float32),
+        (TrellisCodec(1), 256, torch.float32),
+        (TrellisCodec(2), 128, torch.float32),
+        (TrellisCodec(2), 1024, torch.float32),
+        (TrellisCodec(2), 512, torch.float64),
+        (TrellisCodec(3), 512, torch.bfloat16),
+        (TrellisCodec(4), 256, torch.float16),
     )
 ]
 
 
-@pytest.mark.parametrize(("bits", "block", "dtype"), EDEN)
-def test_eden_codes(bits: int, block: int, dtype: torch.dtype) -> None:
-    """Of blocks of full length, of shorter ones that are filled up with zeros, and of raw ones."""
-    case = {**case_of(bits, rows=[*RAGGED, (129, False), (block, False)]), "block": block, "dtype": dtype, "ranks": 2}
-    plain.check_messages(*plain.drawn(case), EdenCodec(bits).quantiser(block), None, PAIR)
-
-
-#: Bits, block size and dtype of trellis codes: one case by default; the others take as long.
-TRELLIS = [
-    pytest.param(bits, block, dtype, marks=() if (bits, block) == (2, 128) else pytest.mark.slow)
-    for bits, block, dtype in (
-        (1, 256, torch.float32),
-        (2, 128, torch.float32),
-        (2, 1024, torch.float32),
-        (2, 512, torch.float64),
-        (3, 512, torch.bfloat16),
-        (4, 256, torch.float16),
-    )
-]
-
-
-@pytest.mark.parametrize(("bits", "block", "dtype"), TRELLIS)
-def test_trellis_codes(bits: int, block: int, dtype: torch.dtype) -> None:
-    """Of blocks of full length, of shorter ones, whose sequences end earlier, and of raw ones."""
-    case = {**case_of(bits, rows=[*RAGGED, (129, False), (block, False)]), "block": block, "dtype": dtype, "ranks": 2}
-    plain.check_messages(*plain.drawn(case), TrellisCodec(bits).quantiser(block), None, PAIR)
+@pytest.mark.parametrize(("codec", "block", "dtype"), TURNED)
+def test_codes_of_turned_blocks(codec: EdenCodec | TrellisCodec, block: int, dtype: torch.dtype) -> None:
+    """Of blocks of full length, of shorter ones, which are filled up with zeros or end earlier, and of raw ones."""
+    rows = [*RAGGED, (129, False), (block, False)]
+    case = {**case_of(codec.bits, rows=rows), "block": block, "dtype": dtype, "ranks": 2}
+    plain.check_messages(*plain.drawn(case), codec.quantiser(block), None, PAIR)
 
 
 @pytest.mark.parametrize("size", [3e38, pytest.param(1e-38, marks=pytest.mark.slow), 1e-43])

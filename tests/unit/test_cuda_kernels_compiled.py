@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.wire import compiling
 from lightning_gqsgd.wire.plan import Plan
+from tests.processes import ended_well
 from tests.unit import ptx
 
 if torch.cuda.is_available():
@@ -217,9 +216,7 @@ def test_the_table_of_host_time_keeps_its_bar() -> None:
 def test_a_bucket_takes_as_many_function_calls_as_the_table_of_host_time_says() -> None:
     """Not its time, which depends on the machine. The numbers differ by a few between versions of Python and Triton."""
     program = "import json; from benchmarks import host_time as h; h.stand_in(); print(json.dumps(h.facts(30)))"
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(RESULTS.parents[2])}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert not done.returncode, done.stderr
+    done = ended_well("-c", program, timeout=580, TRITON_INTERPRET="0", PYTHONPATH=str(RESULTS.parents[2]))
     table = json.loads(HOST_TIME.read_text())["facts"]
     for found, expected in zip(json.loads(done.stdout.splitlines()[-1]), table, strict=True):
         assert found["calls"] <= 1.1 * expected["calls"], found

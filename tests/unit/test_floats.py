@@ -17,6 +17,7 @@ from lightning_gqsgd.predict.costs import ESTIMATES, Link, collectives_between
 from lightning_gqsgd.predict.model import NATIVE, predict
 from lightning_gqsgd.predict.timeline import Bucket, Timeline
 from lightning_gqsgd.research.simulation import average, relative_error
+from tests.errors import check_refused_in_one_line
 
 ROWS = [Segment(0, 5001, raw=False), Segment(3, 1, raw=True), Segment(7, 3 * 1024, raw=False), Segment(9, 1023, False)]
 NUMEL = sum(segment.numel for segment in ROWS)
@@ -122,9 +123,7 @@ def test_names_of_16_and_32_bits() -> None:
     ],
 )
 def test_what_16_and_32_bits_do_not_go_with_is_refused_in_one_line(fields: dict, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
-        GQSGDConfig(**fields)
-    assert "\n" not in str(caught.value)
+    check_refused_in_one_line(ConfigError, words, GQSGDConfig, **fields)
 
 
 def test_the_performance_model_knows_16_bits() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +12,8 @@ import pytest
 
 from benchmarks import gpu_day
 from benchmarks.gpu_day import Part, run
+from tests.marks import needs_root
+from tests.processes import ended
 
 
 def _day(monkeypatch: pytest.MonkeyPatch, folder: Path, parts: dict[str, Part], *arguments: str) -> int:
@@ -106,13 +105,10 @@ def test_the_parts_are_commands_of_this_repository() -> None:
             assert module == "pytest" or Path(*module.split(".")).with_suffix(".py").exists(), module
 
 
+@needs_root
 @pytest.mark.slow
-@pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
-)
 def test_every_part_runs_to_its_end_without_a_gpu(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_day", "--dry", "--folder", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = ended("-m", "benchmarks.gpu_day", "--dry", "--folder", str(tmp_path), timeout=280)
     page = (tmp_path / "dry" / "page.md").read_text()
     assert done.returncode == 0, page
     assert all(f"| {name} | well |" in page for name in gpu_day.PARTS), page

@@ -92,15 +92,16 @@ def drawn(case: dict) -> tuple[list[Segment], list[torch.Tensor]]:
     return segments, [gradient(case["seed"] + rank, numel, case["dtype"]) for rank in range(case["ranks"])]
 
 
+@pytest.mark.parametrize("turn", [{}, {"rotation": (3, 4)}], ids=["as they are", "turned"])
 @settings(max_examples=40)
-@given(cases)
-def test_both_kernels_give_the_same_bits(case: dict) -> None:
+@given(case=cases)
+def test_both_kernels_give_the_same_bits(case: dict, turn: dict) -> None:
     segments, xs = drawn(case)
     try:
         q = quantiser(case["bits"], case["dither"], case["block"])
     except ConfigError:
         return
-    check_messages(segments, xs, q)
+    check_messages(segments, xs, q, **turn)
 
 
 @settings(max_examples=40)
@@ -142,17 +143,6 @@ def check_messages(segments: list[Segment], xs: list[Tensor], q: Quantiser, scal
         assert bad == 0
         results.append([*wires, *shards, two_shot, gathered, scattered])
     assert all(torch.equal(slow, fast) for slow, fast in zip(*results, strict=True))
-
-
-@settings(max_examples=20)
-@given(cases)
-def test_both_kernels_give_the_same_bits_with_a_rotation(case: dict) -> None:
-    segments, xs = drawn(case)
-    try:
-        q = quantiser(case["bits"], case["dither"], case["block"])
-    except ConfigError:
-        return
-    check_messages(segments, xs, q, rotation=(3, 4))
 
 
 def test_a_rotation_within_encoding_is_that_of_rotate() -> None:
@@ -235,12 +225,10 @@ def test_all_levels_are_used_and_none_is_passed(kernels, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_non_finite_blocks_stay_so_and_touch_no_other(kernels, dither: str, bad: float, dtype: torch.dtype) -> None:
-    q = quantiser(4, dither, 64)
     x = torch.randn(200).to(dtype)
     x[70] = bad
-    layout = layout_of([Segment(0, 200, False)], q, dtype)
-    y = torch.zeros_like(x)
-    assert kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, q, [(1, 2)]) == 1
+    y, count = there_and_back(kernels, x, quantiser(4, dither, 64))
+    assert count == 1
     assert y[64:128].isnan().all()
     assert y[:64].isfinite().all()
     assert y[128:].isfinite().all()

@@ -32,11 +32,15 @@ def test_top_k_keeps_the_largest(kernels, density: float) -> None:
 
 
 @pytest.mark.parametrize("kernels", BOTH)
-def test_top_k_with_a_place_outside_of_the_block_is_nan_there(kernels) -> None:
-    q = TopKCodec(0.05).quantiser(64)
+@pytest.mark.parametrize(
+    ("codec", "place"),
+    [(TopKCodec(0.05), 4 * 4), (TopKCodec(0.05, 2), 2 * 4)],  # behind four numbers, or behind two means
+)
+def test_top_k_with_a_place_outside_of_the_block_is_nan_there(kernels, codec: TopKCodec, place: int) -> None:
+    q = codec.quantiser(64)
     layout = layout_of([Segment(0, 100, False)], q, torch.float32)
     wire = message(kernels, torch.randn(100), layout, (1, 2), q)
-    wire[4 * 4 : 4 * 4 + 2] = 255  # the first place of the first block
+    wire[place : place + 2] = 255  # the first place of the first block
     y = torch.zeros(100)
     assert kernels.decode(wire[None], layout.blocks, y, q, [(1, 2)]) == 1
     assert y[:64].isnan().all()

@@ -19,6 +19,7 @@ from lightning_gqsgd.frameworks.fsdp_starting import check_request
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.research.simulation import average
 from lightning_gqsgd.wire.agreement import Agreed
+from tests.errors import check_refused_in_one_line
 
 RANKS, NUMEL = 4, 3 * SAMPLE_NUMEL + 500
 SEGMENTS = (Segment(0, 700, True), Segment(1, NUMEL, False))
@@ -308,9 +309,8 @@ def test_time_decides_among_the_bits_that_the_noise_allows() -> None:
     "state", [{"decisions": []} | {"noise": noise} for noise in ({}, {"bits": 3}, {"bits": [8], "floor": "x"}, 7)]
 )
 def test_a_damaged_state_of_the_noise_is_refused_in_one_line(state: dict) -> None:
-    with pytest.raises(ConfigError, match="'noise' that cannot be read") as caught:
-        Steering(GQSGDConfig(bits="auto"), RANKS).resume(state)
-    assert "\n" not in str(caught.value)
+    steering = Steering(GQSGDConfig(bits="auto"), RANKS)
+    check_refused_in_one_line(ConfigError, "'noise' that cannot be read", steering.resume, state)
 
 
 def test_a_state_of_another_number_of_ranks_keeps_the_bits_and_measures_anew() -> None:
@@ -342,9 +342,7 @@ def test_a_state_of_another_number_of_ranks_keeps_the_bits_and_measures_anew() -
     ],
 )
 def test_what_noise_does_not_go_with_is_refused_in_one_line_with_the_remedy(fields: dict, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
-        GQSGDConfig(**{"bits": "auto", **fields})
-    assert "\n" not in str(caught.value)
+    check_refused_in_one_line(ConfigError, words, GQSGDConfig, **{"bits": "auto", **fields})
 
 
 def test_a_configuration_with_noise_can_be_written_and_is_refused_where_no_ddp_is() -> None:

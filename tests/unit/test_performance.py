@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -37,6 +35,7 @@ from lightning_gqsgd.predict.profile import bucket_profiles
 from lightning_gqsgd.presets import FIXED, make_config
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.wire.plan import Plan
+from tests.processes import ended_well
 
 RANKS = 4
 BETA = 1e-9
@@ -314,5 +313,4 @@ def test_a_profile_does_not_load_torchs_compiler() -> None:
         "bucket_profiles(setting_of(resolve(GQSGDConfig(), 2), 2, torch.float32), [Segment(0, 1000, raw=False)])\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    ended_well("-c", code)

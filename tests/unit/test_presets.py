@@ -12,6 +12,7 @@ from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import FIXED, PRESETS, make_config
 from lightning_gqsgd.research.simulation import VirtualRanks, average, relative_error
+from tests.errors import error_text
 
 STATELESS = [name for name, preset in FIXED.items() if not preset.config.remembers]
 #: Rough relative L2 error of one step on Gaussian gradients of 3 ranks; those with memory lose more at first.
@@ -179,9 +180,8 @@ def test_rotation_makes_heavy_tails_harmless() -> None:
     ],
 )
 def test_configurations_that_cannot_work(fields: dict, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        GQSGDConfig(**fields)
-    assert all(word in str(error.value) for word in words), str(error.value)
+    text = error_text(ConfigError, GQSGDConfig, **fields)
+    assert all(word in text for word in words), text
 
 
 def test_too_many_ranks_for_a_tree() -> None:

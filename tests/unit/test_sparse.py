@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -159,9 +160,14 @@ def test_parameters_and_steps_and_rows_have_dither_of_their_own() -> None:
 )
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_stays_in_its_row_and_reaches_all_ranks(fields: dict[str, Any], bad: float) -> None:
+    check_one_bad_row(partial(_mean, **fields), bad)
+
+
+def check_one_bad_row(mean_of: Callable[[Sequence[Touched], int], Touched], bad: float) -> None:
+    """A number of one rank that is not finite makes its row so, and no other."""
     touched = [some_rows(rank, count=50) for rank in range(2)]
     touched[1].values[7, 3] = bad
-    mean = _mean(touched, 100, **fields)
+    mean = mean_of(touched, 100)
     is_bad = ~mean.values.isfinite().all(dim=1)
     assert mean.rows[is_bad].tolist() == [touched[1].rows[7].item()]
 
@@ -223,11 +229,7 @@ def test_sums_of_sketches_are_the_mean_to_rounding(width: int) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_in_its_row_of_a_sketch(bad: float) -> None:
-    touched = [some_rows(rank, count=50) for rank in range(2)]
-    touched[1].values[7, 3] = bad
-    mean = _sketched(touched, 100)
-    is_bad = ~mean.values.isfinite().all(dim=1)
-    assert mean.rows[is_bad].tolist() == [touched[1].rows[7].item()]
+    check_one_bad_row(_sketched, bad)
 
 
 def _failures(rows: int, draws: int) -> int:

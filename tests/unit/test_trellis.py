@@ -26,10 +26,8 @@ from lightning_gqsgd.codecs.trellis.codec import (
     costs_of,
     subset_of,
 )
-from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import LENGTH, Segment, cut
-from lightning_gqsgd.research.simulation import average
 from tests.unit.test_eden import check_blocks_side_by_side
 from tests.unit.test_kernels import DTYPES, check_messages, drawn, there_and_back
 
@@ -157,30 +155,3 @@ def test_messages_are_as_long_as_those_of_eden() -> None:
     for bits in WIDTHS:
         ours, others = (kind(bits).quantiser(1024).record_bytes(lengths, 4) for kind in (TrellisCodec, EdenCodec))
         assert np.array_equal(ours, others)
-
-
-@pytest.mark.parametrize("reducer", ["two_shot", "gather"])
-def test_all_ranks_hold_the_same_bits(reducer: str) -> None:
-    gradients = [torch.randn(3000, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
-    means = average(gradients, codec="trellis", bits=4, reducer=reducer)
-    assert all(torch.equal(means[0], mean) for mean in means[1:])
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"bits": 5}, ["codec='trellis'", "bits=1 to 4, not 5", "codec='companded'"]),
-        ({"rotation": True}, ["codec='trellis'", "rotation=False"]),
-        ({"block_size": 64}, ["codec='trellis'", "at least 128, not 64", "block_size=1024"]),
-        ({"norm": "l2"}, ["norm='l2'", "codec='trellis'", "leave it out"]),
-        ({"reducer": "sum"}, ["reducer='sum'", "codec='trellis'", "'two_shot' or 'gather'"]),
-    ],
-)
-def test_a_configuration_that_cannot_work_is_refused_with_the_remedy(fields: dict, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        GQSGDConfig(codec="trellis", **fields)
-    assert all(word in str(error.value) for word in words), str(error.value)
-
-
-def test_a_description_names_the_codec() -> None:
-    assert GQSGDConfig(codec="trellis").describe() == "2 bits (trellis, blocks of 1024)"

@@ -50,6 +50,7 @@ from lightning_gqsgd.local_steps.starting import (
     ROUNDING,
     OwnBuffers,
     Trained,
+    fitted_to_ranks,
     own_facts,
     take_from_first_rank,
     trained_by,
@@ -57,9 +58,7 @@ from lightning_gqsgd.local_steps.starting import (
 from lightning_gqsgd.local_steps.watching import WatchedModel
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
 from lightning_gqsgd.membership.requirement import torchft_for
-from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state
-from lightning_gqsgd.session.nodes import layouts
 from lightning_gqsgd.session.opening import Side, facts_of, open_engines
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.wire.communicator import parent_group
@@ -183,13 +182,9 @@ class MergedAverages:
         """Returns the ranks of a process group, with the first rank's parameters and buffers. A collective."""
         with meeting or open_meeting(model, group, timeout) as start:
             trained = self._train(model)
-            (layout,) = layouts(start, self.device)
-            numel = sum(entry.segment.numel for entry in trained.parameters)
-            fit = fitted(self.requested, layout, numel, trained.parameters[0].tensor.dtype)
-            self._note = fit.note
-            config = resolve(fit.config, len(layout.nodes))
+            config, self._note = fitted_to_ranks(start, trained, self.requested)
             refuse_memory(config)
-            facts = facts_of(config, own_facts(self.options, trained.outer, trained.parameters, trained.buffers))
+            facts = facts_of(config, own_facts(self.options, trained))
             dtypes = list(dict.fromkeys(COMPUTE_DTYPES[entry.tensor.dtype] for entry in trained.parameters))
             side = Side(group, facts, [config])
             with open_engines(start, [side], self.device, timeout=timeout, messages=_MESSAGES, dtypes=dtypes) as (
@@ -212,7 +207,7 @@ class MergedAverages:
                 "leave or join; start each process by itself, with the lighthouse's address"
             )
         refuse_memory(resolve(self.requested, 2))
-        facts = facts_of(self.requested, own_facts(self.options, trained.outer, trained.parameters, trained.buffers))
+        facts = facts_of(self.requested, own_facts(self.options, trained))
         return TorchftMembers(
             self.requested,
             facts,
