@@ -1,7 +1,8 @@
-"""The systems of the literature by name: each a configuration, and those of local steps (`LOCAL_PRESETS`) with options.
+"""Presets: the systems of the literature by name. Each is a configuration; those of local steps (`LOCAL_PRESETS`) also
+have options.
 
-The tables need no torch: command lines check names against them before anything heavy is imported, and `_autoload`
-makes the names of strategies of them.
+The tables do not import torch: the command line checks names against them before anything heavy is imported, and
+`_autoload` derives the names of strategies from them.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class Preset:
     Attributes:
         fields: the fields of the configuration that are not at their defaults.
         paper: where the system comes from.
-        what: the system in a few words.
-        optimizer: what its paper trains with, if it matters; the configuration does not set it.
-        fixed: the fields that the system's name stands for, which cannot be replaced by other values.
-        left_out: what of its paper is left out, and why; empty: nothing that changes what it is.
+        what: a short description of the system.
+        optimizer: the optimizer that its paper uses, if it matters. The configuration does not set it.
+        fixed: the fields that define the system. They cannot be changed under this name.
+        left_out: parts of its paper that are not implemented, and why. Empty if nothing essential is missing.
     """
 
     fields: Mapping[str, Any]
@@ -48,16 +49,16 @@ class Preset:
 
 @dataclass(frozen=True)
 class LocalPreset:
-    """A named way of local steps.
+    """A named configuration of local steps.
 
     Attributes:
         options: the fields of `LocalOptions` that are not at their defaults.
-        preset: name of the compression's preset.
+        preset: name of the preset for the compression.
         paper: where the system comes from.
-        what: the system in a few words.
-        fields: the fields of `GQSGDConfig` that are not those of ``preset``.
-        left_out: what of its paper is left out, and why; empty: nothing that changes what it is.
-        optimizer: what its paper makes local steps with, if it matters; the preset does not set it.
+        what: a short description of the system.
+        fields: the fields of `GQSGDConfig` that differ from those of ``preset``.
+        left_out: parts of its paper that are not implemented, and why. Empty if nothing essential is missing.
+        optimizer: the inner optimizer that its paper uses, if it matters. The preset does not set it.
     """
 
     options: Mapping[str, Any]
@@ -70,7 +71,7 @@ class LocalPreset:
 
     @property
     def compression(self) -> Preset:
-        """The compression, whose fields can be replaced by `make_config`."""
+        """The configuration of the compression. `make_config` can replace its fields."""
         return Preset({**PRESETS[self.preset].fields, **self.fields}, self.paper, self.what)
 
 
@@ -315,7 +316,7 @@ def make_config(preset: str | GQSGDConfig | Preset | None = None, **fields: Any)
         **fields: fields of `GQSGDConfig` to replace.
 
     Raises:
-        ConfigError: an unknown preset or field, a field that contradicts what the preset's name stands for, or a
+        ConfigError: for an unknown preset or field, a field that contradicts the preset's fixed fields, or a
             configuration that cannot work.
     """
     from lightning_gqsgd.config import GQSGDConfig  # imports torch
@@ -351,7 +352,7 @@ def make_config(preset: str | GQSGDConfig | Preset | None = None, **fields: Any)
 def bits_of_name(name: str) -> int | None:
     """Returns the number of bits that a name such as ``gqsgd_8bit`` or ``gqsgd16`` asks for.
 
-    None: the name asks for no number of bits, or it is a preset's own.
+    None if the name has no number of bits, or is itself the name of a preset.
     """
     matched = re.fullmatch(r"gqsgd[-_]?(1|2|3|4|5|6|7|8|16|32)[-_]?(?:bits?)?", name)
     if matched is None or f"gqsgd_{matched[1]}bit" in PRESETS:
@@ -360,10 +361,10 @@ def bits_of_name(name: str) -> int | None:
 
 
 def did_you_mean_preset(name: str, choices: Iterable[str]) -> str:
-    """Returns the preset that an unknown name was perhaps meant for, as the end of a sentence; empty where none is
-    near.
+    """Returns a suggestion for an unknown preset name, as the end of a sentence; empty if no preset has a similar name.
 
-    A name such as ``gqsgd_8bit`` is not spelled wrong: it asks for a number of bits that has no preset of that name.
+    A name such as ``gqsgd_8bit`` is not a misspelling: it asks for a number of bits for which there is no preset of
+    that name.
     """
     bits = bits_of_name(name)
     if bits is None:
