@@ -1,4 +1,4 @@
-"""Finds the fewest bits that the noise of gradients allows, from the gradient noise scale and the error of rounding.
+"""`bits="auto"`: finds the fewest bits that the noise of gradients allows, from the noise scale and the rounding error.
 
 `NoiseGauge` is a state machine without processes or tensors. Its inputs are sums that all ranks know, so ranks that
 give it the same sums get the same numbers of bits.

@@ -1,4 +1,4 @@
-"""Plain DDP in the place of the hook, and the hook in its place again, while a model is trained.
+"""Replaces the hook by plain DDP during a training, and plain DDP by the hook.
 
 Where `auto` has decided for 32 bits, no hook is as fast as DDP without one. DDP divides gradients by the number of
 ranks while it copies them into buckets, and calls no Python. A hook costs another pass over all gradients, and a call

@@ -1,4 +1,4 @@
-"""Chooses the configuration of each step where bits are chosen while training; the hook asks for it.
+"""Chooses the configuration of each step for the hook, if bits are chosen during the training.
 
 Two rules choose, and they go together. The noise of gradients says how few bits are allowed (`noise`). The length of
 steps says which of the allowed bits pay (`trials`); without that rule, the fewest bits that are allowed are taken.

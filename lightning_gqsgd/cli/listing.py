@@ -1,4 +1,4 @@
-"""The tables of ``gqsgd presets`` beside that of presets: local steps, and optimizers, rules and topologies."""
+"""The further tables of ``gqsgd presets``: local steps, and optimizers, rules and topologies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that values of several fields go together: scales, reducers, memories and sparse gradients."""
+"""Checks that the values of several fields can be combined: scales, reducers, memories and sparse gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of hooks for torch.distributed.checkpoint (DCP), with which every rank saves and loads.
+"""Saves and loads the states of hooks with torch.distributed.checkpoint (DCP), on all ranks.
 
 DCP flattens dictionaries, and loads into existing values: it asks for each entry of a checkpoint by its name, and
 refuses tensors of another size. The size of a hook's memory depends on the number of ranks, and its entries depend on

@@ -1,4 +1,4 @@
-"""`enable`: one call for Accelerate and for the Trainer of transformers, which is imported for a Trainer only."""
+"""`enable`: one call for Accelerate and for the Trainer of transformers. It imports transformers only for a Trainer."""
 
 from __future__ import annotations
 

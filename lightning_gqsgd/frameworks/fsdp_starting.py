@@ -1,4 +1,4 @@
-"""Checks before hooks are registered on a model under FSDP2: of the configuration, and of the modules."""
+"""Checks of the configuration and of the modules before hooks are registered on a model under FSDP2."""
 
 from __future__ import annotations
 

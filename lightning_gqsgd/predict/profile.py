@@ -1,4 +1,4 @@
-"""Profiles a reducer's computation and messages, stage by stage, by running its own `steps` on tensors without data.
+"""Records a reducer's computation and messages, stage by stage, by running its `steps` on tensors without data.
 
 No reducer is described a second time here. `profile_of` takes a reducer's `steps` on torch's device "meta", where a
 tensor has a size and no memory, and notes three things between two yields: the kernels that were called

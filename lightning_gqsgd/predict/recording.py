@@ -1,4 +1,4 @@
-"""The timeline of a real model: when DDP has its buckets ready, measured with a hook that sends nothing."""
+"""Measures the timeline of a real model, which is when DDP has each bucket ready, with a hook that sends nothing."""
 
 from __future__ import annotations
 

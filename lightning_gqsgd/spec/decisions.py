@@ -1,4 +1,4 @@
-"""The numbers by which `trials` decides, what it has decided, and a decision in the place of ``auto=True``.
+"""The constants by which `trials` decides, and its decisions, which can also be passed instead of ``auto=True``.
 
 Another run that is given a decision keeps the decided bits, and tries nothing.
 """

@@ -1,4 +1,4 @@
-"""The ranks of a process group as members: all of them, in every merge."""
+"""Members that are the ranks of a process group: all of them take part in every merge."""
 
 from __future__ import annotations
 

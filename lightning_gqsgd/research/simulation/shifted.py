@@ -1,4 +1,4 @@
-"""DGD-DEF: error feedback whose gradients are taken where the model would be without the errors (arXiv 2103.07578).
+"""DGD-DEF: error feedback with gradients at the point where the model would be without errors (arXiv 2103.07578).
 
 With the error memory e_i of worker i, as `spec.memories.Memory` has it for ``"ef"``, and the learning rate η, a step is
 

@@ -1,4 +1,4 @@
-"""The reducers on virtual ranks in one process: what a configuration does to given gradients, without a network."""
+"""Runs reducers on virtual ranks in one process, to see what a configuration does to given gradients."""
 
 from __future__ import annotations
 
