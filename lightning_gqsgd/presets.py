@@ -106,11 +106,11 @@ PRESETS: dict[str, Preset] = {
     "gqsgd": Preset({}, _GLOBAL, "block scales, companded levels, subtractive dither, 8 bits"),
     "gqsgd_4bit": Preset({"bits": 4}, _GLOBAL, "the same at 4 bits"),
     "gqsgd_3bit": Preset({"bits": 3}, _GLOBAL, "the same at 3 bits"),
-    "gqsgd_2bit": Preset({"codec": "eden", "bits": 2}, _EDEN, "turned coordinates at the best 2-bit levels"),
+    "gqsgd_2bit": Preset({"codec": "eden", "bits": 2}, _EDEN, "rotated coordinates at the best 2-bit levels"),
     "gqsgd_trellis": Preset(
         {"codec": "trellis", "bits": 2},
         "Marcellin, Fischer 1990, IEEE Trans. Commun. 38",
-        "turned coordinates at 2-bit levels along a trellis: the smallest error at 2 bits",
+        "rotated coordinates at 2-bit levels along a trellis: the smallest error at 2 bits",
         fixed=("codec",),
     ),
     "gqsgd_auto": Preset({"auto": True}, _GLOBAL, "32, 16, 8 or 4 bits, whichever makes steps shortest"),
@@ -210,13 +210,13 @@ PRESETS: dict[str, Preset] = {
     "drive": Preset(
         {"codec": "eden", "bits": 1, "block_size": 4096, "reducer": "gather"},
         "Vargaftik et al. 2021, arXiv 2105.08339",
-        "signs of turned coordinates, a scale without bias",
+        "signs of rotated coordinates, a scale without bias",
         fixed=("codec", "bits"),
     ),
     "eden": Preset(
         {"codec": "eden", "bits": 2, "block_size": 4096, "reducer": "gather"},
         _EDEN,
-        "turned coordinates at the best levels for Gaussian ones, a scale without bias",
+        "rotated coordinates at the best levels for Gaussian numbers, a scale without bias",
         fixed=("codec",),
     ),
     "signsgd_ef": Preset(
@@ -386,7 +386,7 @@ def _check_fixed(name: str, config: GQSGDConfig, fields: Mapping[str, Any]) -> N
 
 
 def _as_fields(value: object) -> str:
-    """Returns a hint at what a value in the place of a preset was perhaps meant to be."""
+    """Returns a hint for a wrong value of ``preset``: what it was perhaps meant to be."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name}={field!r}" for name, field in value.items()) or "bits=4"
     return f"bits={value}" if isinstance(value, int) and not isinstance(value, bool) else "bits=4"
