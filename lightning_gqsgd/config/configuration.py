@@ -191,7 +191,7 @@ class GQSGDConfig(Fields):
             ConfigError: if one of them cannot work, or has a memory, which would not survive a change of bits.
         """
         if self.remembers:
-            raise ConfigError("auto=True goes with codecs that remember nothing; leave memory and memory_down out")
+            raise ConfigError("auto=True does not work with a memory; leave memory and memory_down out")
         if self.max_slowdown is not None:
             self._check_noise()
         fixed: dict[str, Any] = {"auto": False, "allow": ALLOW, "max_slowdown": None}
@@ -321,8 +321,8 @@ class GQSGDConfig(Fields):
         for config in self.by_bits().values():
             if config.remembers:
                 raise ConfigError(
-                    f"bits={bits!r} goes with codecs that remember nothing; leave memory and memory_down out, or give "
-                    "bits as a number"
+                    f"bits={bits!r} does not work with a memory; leave memory and memory_down out, or give bits as a "
+                    "number"
                 )
             for name in ("exclude", "allow", "memory", "memory_down"):  # in the spelling of a checked configuration
                 object.__setattr__(self, name, getattr(config, name))
@@ -418,7 +418,7 @@ class GQSGDConfig(Fields):
         remembers = [name for name in ("memory", "memory_down") if getattr(self, name) not in ("auto", "none")]
         name, fields = ("auto=True", "auto") if self.max_slowdown is None else ('bits="auto"', "bits and max_slowdown")
         if self.codec in BIASED_CODECS:
-            weighs = "goes with codecs that remember nothing, and codec={!r} needs a memory"
+            weighs = "does not work with a memory, and codec={!r} needs one"
             if self.max_slowdown is not None:
                 weighs = "weighs the variance of a rounding, and codec={!r} has a bias instead"
             raise ConfigError(
@@ -427,8 +427,8 @@ class GQSGDConfig(Fields):
             )
         if remembers:
             raise ConfigError(
-                f"{name} goes with codecs that remember nothing; leave {remembers[0]} out, or the preset that has it, "
-                f"or leave {fields} out"
+                f"{name} does not work with a memory; leave {remembers[0]} out, or the preset that has it, or leave "
+                f"{fields} out"
             )
 
     def _check_allowed(self) -> None:
