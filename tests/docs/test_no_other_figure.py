@@ -117,7 +117,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "docs/paper.md": (
         # The paper's, or its logs'; or what the doctests of this page make of them.
         r"1\.56 times faster than QSGD and 1\.49 times than PowerSGD \(logs 2024\)",
-        r"a ring 1\.5 times\. With C .*? ring C \+ 0\.75h:",
+        r"a ring 1\.5 times\. Let C .*? ring C \+ 0\.75h:",
         r"So 3\.56 would be about 1\.4 against an fp32 ring",
         r"at n = 64, 96 and 15\.75",
         r"that the paper measured \(53\.9 GB/s for P2P, 5\.4 GB/s for SHM\)",

@@ -56,7 +56,7 @@ class FixedMembers(Members):
             return True
         raise CollectiveError(
             f"gqsgd: rank {self._engine.rank} of {self._engine.world_size} finds that ranks have different anchors, "
-            "although their merges were the same: processors may round differently, or a state was loaded on some "
+            "and their exchanges do not explain why: processors may round differently, or a state was loaded on some "
             "ranks only; load the same state on every rank, and make a new LocalSteps"
         )
 
