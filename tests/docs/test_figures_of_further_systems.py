@@ -107,7 +107,11 @@ SENTENCES: Sentences = {
     (SYSTEMS, r"and ([\d.]+) above Muon, which averages whole"): [
         lambda: of_way("dion", "Dion, rank 1/4") - of_way("dion", "Muon, gradients averaged"),
     ],
-    (SYSTEMS, r"the loss is ([\d.]+) nats higher with the same bytes\. DeMo ends ([\d.]+) above .*? with (\d+) times fewer bytes"): [
+    (
+        SYSTEMS,
+        r"the loss is ([\d.]+) nats higher with the same bytes\. DeMo ends ([\d.]+) above .*? with (\d+) times fewer "
+        r"bytes",
+    ): [
         lambda: of_way("demo", "the same without the transform") - of_way("demo", DEMO),
         lambda: of_way("demo", DEMO) - of_way("demo", SIGNS),
         lambda: of_way("demo", SIGNS, "sent (MB)") / of_way("demo", DEMO, "sent (MB)"),
