@@ -414,7 +414,7 @@ class BackwardWatch:
 
         Args:
             model: the DDP model.
-            has_hook: whether the hook carries the gradients, not plain DDP.
+            has_hook: whether the hook reduces the gradients, and not plain DDP.
 
         Raises:
             ConfigError: the backward pass before has not reached DDP.
