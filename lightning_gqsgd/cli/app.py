@@ -219,7 +219,7 @@ def probe(
     procs: Annotated[
         int | None, typer.Option(help="Number of processes to start here; not under torchrun.  [default: 2]")
     ] = None,
-    output: Annotated[Path, typer.Option(help="File to write; pass it to `gqsgd advise --probe`.")] = Path(
+    output: Annotated[Path, typer.Option(help="File to write; `gqsgd advise` reads it with --probe.")] = Path(
         "probe.json"
     ),
     bits: Annotated[
@@ -232,8 +232,8 @@ def probe(
 ) -> None:
     """Measure the network and the kernels on these machines.
 
-    Run this under torchrun on all nodes, or without it on one machine. It writes a file, which `gqsgd advise --probe`
-    reads.
+    Run this under torchrun on all nodes, or without it on one machine. It writes a file, which `gqsgd advise` reads
+    with --probe.
     """
     from lightning_gqsgd.cli import probing, tables
 
@@ -460,9 +460,10 @@ def lighthouse(
         str, typer.Option(help="How long after its last heartbeat a member counts as gone.")
     ] = "5s",
 ) -> None:
-    """Run the lighthouse, the server at which members of elastic trainings meet.
+    """Run the lighthouse of elastic trainings.
 
-    It runs until it is interrupted. Set TORCHFT_LIGHTHOUSE=HOST:PORT for the members (docs/elastic.md).
+    The lighthouse is the server at which members meet. It runs until it is interrupted. Set
+    TORCHFT_LIGHTHOUSE=HOST:PORT for the members (docs/elastic.md).
     """
     with _refusals_in_one_line():
         from lightning_gqsgd.membership.requirement import torchft_for
