@@ -55,19 +55,22 @@ REPEATS, REPEATED_RANKS = 16, 8
 DOCS_RANKS = 8
 #: What the columns of the page's first table mean.
 COLUMNS = (
-    ("preset", 'the name, for `preset="NAME"`'),
-    ("bits", "bits per coordinate of one rank's message, scales included; Elias codes: of Gaussian gradients"),
-    ("sent / fp32", "bytes that a rank sends in a step, over those of an fp32 ring all-reduce"),
+    ("preset", 'the name of the preset, for `preset="NAME"`'),
+    ("bits", "bits per coordinate of one rank's message, including scales; for Elias codes, of Gaussian gradients"),
+    ("sent / fp32", "bytes that a rank sends in a step, divided by those of an fp32 ring all-reduce"),
     ("collective", "how messages travel between ranks ([Method](method.md))"),
-    ("state", "numbers that a rank remembers per coordinate; what only the owner of a shard remembers counts 1/n"),
-    ("bias", "unbiased: the mean is right on average, so that errors average out over steps"),
+    (
+        "state",
+        "numbers per coordinate that a rank remembers; numbers that only the owner of a shard remembers count 1/n",
+    ),
+    ("bias", "unbiased: the mean is correct on average, so errors average out over steps"),
     (
         "ω or δ",
         "the worst error of one message x: E‖Q(x) - x‖² ≤ ω ‖x‖² of an unbiased codec Q, and "
-        "‖C(x) - x‖² ≤ (1 - δ) ‖x‖² of a biased codec C; x is what shares a scale, and typical gradients "
-        "stay below",
+        "‖C(x) - x‖² ≤ (1 - δ) ‖x‖² of a biased codec C; x are the coordinates that share a scale, and "
+        "typical gradients have smaller errors",
     ),
-    ("scale shared by", "coordinates that share a scale; 8 × 256: blocks of 256 of all 8 ranks"),
+    ("scale shared by", "coordinates that share a scale; 8 × 256 means blocks of 256 of all 8 ranks"),
     ("paper", "where the system was published"),
 )
 #: The page of errors, beside that of presets.
@@ -326,21 +329,21 @@ def how_to_read(raw: dict[str, Any]) -> list[str]:
         "span three decades, correlated 0.1 between ranks (heavy-tailed); 90 % zeros, mostly at the same places "
         f"(sparse); a ResNet-20 on {raw['images']} (CNN; GQSGD_DATA says where CIFAR-10 is, otherwise digits) "
         "and a decoder of two layers on the bytes of Python's help "
-        f"texts (LM), both new and after {raw['steps']} steps, 16 samples per rank. n gradients are the first n of the "
-        "same.",
-        "bits: of one rank's message per coordinate, scales included, in the first column of gradients. Elias codes "
-        f"take what the gradients need, {min(elias):.2f} to {max(elias):.2f} bits here. In the models they are more, "
-        "for parameters below 1,024 elements travel uncompressed, and shards, which are all as long as the longest, "
-        f"fill badly where many ranks share so few coordinates{_most_added(raw['facts'])}. A gather sends n - 1 "
-        "messages, the other collectives about two.",
-        "bound: 2^-bits, the least error on independent normal gradients, whatever the method: it holds in the column "
-        "gaussian; gradients that are alike on all ranks, uneven in size or zero can be had for less. An error above "
+        f"texts (LM), both new and after {raw['steps']} steps, 16 samples per rank. All rows use the same gradients; n "
+        "ranks use the first n of them.",
+        "bits: bits per coordinate of one rank's message, including scales, for the first column of gradients. The "
+        f"length of Elias codes depends on the gradients, {min(elias):.2f} to {max(elias):.2f} bits here. For the "
+        "models, bits are more, for two reasons: parameters below 1,024 elements are sent uncompressed, and all shards "
+        "are as long as the longest one, which wastes bits if many ranks share so few coordinates"
+        f"{_most_added(raw['facts'])}. A gather sends n - 1 messages, the other collectives about two.",
+        "bound: 2^-bits, the least error of any method on independent normal gradients. It holds in the column "
+        "gaussian; gradients that are similar on all ranks, uneven in size or zero need fewer bits. An error above "
         "100 % is worse than no gradient at all, but without bias it averages out over steps.",
-        "Presets with a memory: one step is their first, with an empty memory, so its error is the compressor's and "
-        f"not what training sees. The mean of {REPEATS} steps on the same gradients (up to {REPEATED_RANKS} ranks) has "
-        "the error that is left when the memory works; roundings without bias or memory would leave a quarter. "
-        "Constant gradients flatter wyner_ziv; on those of trainings it gains and loses, see docs/choosing_figures.md, "
-        "Memory.",
+        "Presets with a memory: one step is their first step, with an empty memory. So its error is that of the codec, "
+        f"and not the error in a training. The mean of {REPEATS} steps on the same gradients (up to {REPEATED_RANKS} "
+        "ranks) has the error that is left when the memory works; roundings without bias and without memory would "
+        "leave a quarter. Constant gradients favour wyner_ziv; on gradients of trainings it gains and loses, see "
+        "docs/choosing_figures.md, Memory.",
     ]
 
 
@@ -359,8 +362,9 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
     lines = [
         "# Presets",
         "",
-        "What the named configurations of the literature send, remember and guarantee. "
-        f"[Errors by preset]({ERRORS}) says how far one averaged gradient is off under each. This page is written by",
+        "This page shows what each preset sends, remembers and guarantees. A preset is a named configuration, usually "
+        f"a system of the literature. [Errors by preset]({ERRORS}) shows the error of an averaged gradient under each "
+        "preset. This page is written by",
         "",
         f"    {COMMAND}",
         "",
@@ -370,7 +374,8 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
         "",
         f"## At {DOCS_RANKS} ranks",
         "",
-        "The same, for any number of ranks: `gqsgd presets --ranks N`. All fields of one: `gqsgd presets NAME`.",
+        "`gqsgd presets --ranks N` prints this table for any number of ranks. `gqsgd presets NAME` prints all fields "
+        "of a preset.",
         "",
         *_markdown(HEADINGS, [preset_facts.row() for preset_facts in described], numbers=(1, 2, 4)),
         "",
@@ -392,8 +397,8 @@ def left_out() -> list[str]:
     return [
         "## What is left out",
         "",
-        "What the systems' papers have beside what is here, and why it is left out. `gqsgd systems check NAME` runs "
-        "the smallest experiment of a system, and prints what is claimed beside what is measured.",
+        "This table lists parts of the systems' papers that are not implemented, and the reasons. "
+        "`gqsgd systems check NAME` runs the smallest experiment of a system, and prints claims beside measurements.",
         "",
         *_markdown(("system", "left out, and why"), list(told.items()), numbers=()),
         "",
@@ -407,18 +412,18 @@ def _lines_of_errors(raw: dict[str, Any], order: Sequence[str], ranks: Sequence[
     lines = [
         "# Errors by preset",
         "",
-        "How far one averaged gradient is off under each [preset](presets.md). This page is written by",
+        "This page shows the error of an averaged gradient under each [preset](presets.md). It is written by",
         "",
         f"    {COMMAND}",
         "",
         "## Relative L2 error of one step",
         "",
-        "|estimate - mean|/|mean| in percent. Compare an error with its row's bound, and with others of about as many "
-        "bits.",
+        "The error is |estimate - mean|/|mean| in percent. Compare an error with the bound of its row, and with the "
+        "errors of presets that have about the same number of bits.",
         "",
         f"![relative error against bits]({picture.name})",
         "",
-        f"*n = {shown}. Nothing reaches the grey area on independent normal gradients.*",
+        f"*n = {shown}. No method can reach the grey area on independent normal gradients.*",
         "",
     ]
     lines += _spaced(how_to_read(raw))

@@ -1,7 +1,7 @@
 """Members that come and go on scikit-learn's digits: each makes as many steps as it can, merged every 2 seconds.
 
-Start `gqsgd lighthouse` on one machine, HOST, first. Then start this line as often as you like, there and on other
-machines, also later:
+Start `gqsgd lighthouse` on one machine, HOST, first. Then run this command as often as you like, on that machine and on
+others, at any time:
 
 TORCHFT_LIGHTHOUSE=HOST:29510 python examples/elastic.py
 """
@@ -17,12 +17,12 @@ if __name__ == "__main__":
     images = images.float() / 16
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    # With delay=1, training goes on beside each merge. Whoever joins takes the others' model here.
+    # With delay=1, training continues during each merge. A process that joins copies the others' model here.
     optimizer = LocalSteps(model, optimizer, every="2s", delay=1, elastic=True)
 
     known = 0
     while optimizer.samples < 5_000 * 64:  # of all members together
-        chosen = torch.randint(0, 1500, (64,))  # its own, because nobody has set a seed
+        chosen = torch.randint(0, 1500, (64,))  # each member draws its own, as no seed is set
         loss = nn.functional.cross_entropy(model(images[chosen]), labels[chosen])
         optimizer.zero_grad()
         loss.backward()

@@ -1,4 +1,4 @@
-"""A loop of one's own with Lightning Fabric, on scikit-learn's digits.
+"""A custom loop with Lightning Fabric, on scikit-learn's digits.
 
 python examples/fabric_loop.py
 """

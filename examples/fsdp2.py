@@ -1,4 +1,4 @@
-"""Hybrid sharding with FSDP2: nodes hold replicas, and the mean over them is quantised. On the CPU, offline:
+"""Hybrid sharding with FSDP2: each node has a replica, and the mean over replicas is quantised. On the CPU, offline:
 torchrun --nproc-per-node 2 examples/fsdp2.py
 """
 

@@ -1,4 +1,4 @@
-"""Local steps on scikit-learn's digits: each rank trains by itself, and changes are averaged every 16 steps at 4 bits.
+"""Local steps on scikit-learn's digits: each rank trains on its own, and changes are averaged every 16 steps at 4 bits.
 
 torchrun --nproc-per-node 2 examples/local_steps.py
 """
@@ -28,7 +28,7 @@ if __name__ == "__main__":
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    optimizer.finish()  # what was learnt since the last average
+    optimizer.finish()  # averages the changes since the last average
 
     if rank == 0:
         accuracy = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean()

@@ -1,4 +1,4 @@
-"""Registers the strategies with each Lightning package when that is imported, without importing it.
+"""Registers the strategies with a Lightning package when a script imports that package, without importing it earlier.
 
 `import torch` calls `install` through the entry point group ``torch.backends``, so that ``Trainer(strategy="gqsgd")``
 works without an import of ours; TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches that off. An error here would break ``import

@@ -1,4 +1,4 @@
-"""The errors that users see, and what their messages have in common."""
+"""The exceptions of the package, and helpers that build and check their messages."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot work. The message names the value, the limit and the remedy."""
+    """Raised for a configuration that cannot work. The message names the value, the limit and the remedy."""
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed. The message names the rank, the collective and the remedy."""
+    """Raised if a collective fails. The message names the rank, the collective and the remedy."""
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """The choice nearest to an unknown name, as the end of a sentence; empty where no choice is near."""
+    """Returns the choice nearest to an unknown name, as the end of a sentence; empty if no choice is near."""
     near = difflib.get_close_matches(name, choices, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def describe_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """The entries in which two flat dictionaries differ, as ``name: mine != theirs``."""
+    """Returns the entries in which two flat dictionaries differ, as ``name: mine != theirs``."""
     names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
     return ", ".join(f"{name}: {json.dumps(mine.get(name))} != {json.dumps(theirs.get(name))}" for name in names)
 
 
 def listed(names: list[str]) -> str:
-    """The first three names in quotes, and the number of the others."""
+    """Returns the first three names in quotes, and the number of the others."""
     shown = ", ".join(map(repr, names[:3]))
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """A number and its noun, in the plural unless the number is one: ``1 tensor``, ``2,000 tensors``.
+    """Returns a number and its noun, in the plural unless the number is one: ``1 tensor``, ``2,000 tensors``.
 
     Args:
         number: the number.
         noun: the noun in the singular.
-        plural: the noun in the plural, if that is not the singular and an s.
+        plural: the noun in the plural, if it is not the singular plus an s.
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
@@ -56,7 +56,7 @@ def check_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
 
 
 def plain_integer(value: Any) -> Any:
-    """Python's integer for one of another library, such as NumPy's, which JSON would not take; all else as it is."""
+    """Returns a Python integer for an integer of another library, such as NumPy, and any other value unchanged."""
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
 
 
@@ -75,7 +75,7 @@ def check_whole(**values: object) -> None:
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:
-    """Raise ConfigError for a value that is no integer, or out of a range that includes both ends."""
+    """Raise ConfigError for a value that is no integer, or outside a range that includes both ends."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name}={value!r} must be an integer from {low} to {high}")
     if not low <= value <= high:
@@ -83,7 +83,7 @@ def check_integer(name: str, value: object, low: int, high: int) -> None:
 
 
 def check_real(name: str, value: object, low: float, high: float) -> None:
-    """Raise ConfigError for a value that is no number, or out of a range that includes both ends."""
+    """Raise ConfigError for a value that is no number, or outside a range that includes both ends."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{name}={value!r} must be a number from {low} to {high}")
     if not low <= value <= high:

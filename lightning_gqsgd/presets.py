@@ -1,7 +1,8 @@
-"""The systems of the literature by name: each a configuration, and those of local steps (`LOCAL_PRESETS`) with options.
+"""Presets: the systems of the literature by name. Each is a configuration; those of local steps (`LOCAL_PRESETS`) also
+have options.
 
-The tables need no torch: command lines check names against them before anything heavy is imported, and `_autoload`
-makes the names of strategies of them.
+The tables do not import torch: the command line checks names against them before anything heavy is imported, and
+`_autoload` derives the names of strategies from them.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class Preset:
     Attributes:
         fields: the fields of the configuration that are not at their defaults.
         paper: where the system comes from.
-        what: the system in a few words.
-        optimizer: what its paper trains with, if it matters; the configuration does not set it.
-        fixed: the fields that the system's name stands for, which cannot be replaced by other values.
-        left_out: what of its paper is left out, and why; empty: nothing that changes what it is.
+        what: a short description of the system.
+        optimizer: the optimizer that its paper uses, if it matters. The configuration does not set it.
+        fixed: the fields that define the system. They cannot be changed under this name.
+        left_out: parts of its paper that are not implemented, and why. Empty if nothing essential is missing.
     """
 
     fields: Mapping[str, Any]
@@ -48,16 +49,16 @@ class Preset:
 
 @dataclass(frozen=True)
 class LocalPreset:
-    """A named way of local steps.
+    """A named configuration of local steps.
 
     Attributes:
         options: the fields of `LocalOptions` that are not at their defaults.
-        preset: name of the compression's preset.
+        preset: name of the preset for the compression.
         paper: where the system comes from.
-        what: the system in a few words.
-        fields: the fields of `GQSGDConfig` that are not those of ``preset``.
-        left_out: what of its paper is left out, and why; empty: nothing that changes what it is.
-        optimizer: what its paper makes local steps with, if it matters; the preset does not set it.
+        what: a short description of the system.
+        fields: the fields of `GQSGDConfig` that differ from those of ``preset``.
+        left_out: parts of its paper that are not implemented, and why. Empty if nothing essential is missing.
+        optimizer: the inner optimizer that its paper uses, if it matters. The preset does not set it.
     """
 
     options: Mapping[str, Any]
@@ -70,7 +71,7 @@ class LocalPreset:
 
     @property
     def compression(self) -> Preset:
-        """The compression, whose fields can be replaced by `make_config`."""
+        """The configuration of the compression. `make_config` can replace its fields."""
         return Preset({**PRESETS[self.preset].fields, **self.fields}, self.paper, self.what)
 
 
@@ -105,11 +106,11 @@ PRESETS: dict[str, Preset] = {
     "gqsgd": Preset({}, _GLOBAL, "block scales, companded levels, subtractive dither, 8 bits"),
     "gqsgd_4bit": Preset({"bits": 4}, _GLOBAL, "the same at 4 bits"),
     "gqsgd_3bit": Preset({"bits": 3}, _GLOBAL, "the same at 3 bits"),
-    "gqsgd_2bit": Preset({"codec": "eden", "bits": 2}, _EDEN, "turned coordinates at the best 2-bit levels"),
+    "gqsgd_2bit": Preset({"codec": "eden", "bits": 2}, _EDEN, "rotated coordinates at the best 2-bit levels"),
     "gqsgd_trellis": Preset(
         {"codec": "trellis", "bits": 2},
         "Marcellin, Fischer 1990, IEEE Trans. Commun. 38",
-        "turned coordinates at 2-bit levels along a trellis: the smallest error at 2 bits",
+        "rotated coordinates at 2-bit levels along a trellis: the smallest error at 2 bits",
         fixed=("codec",),
     ),
     "gqsgd_auto": Preset({"auto": True}, _GLOBAL, "32, 16, 8 or 4 bits, whichever makes steps shortest"),
@@ -209,13 +210,13 @@ PRESETS: dict[str, Preset] = {
     "drive": Preset(
         {"codec": "eden", "bits": 1, "block_size": 4096, "reducer": "gather"},
         "Vargaftik et al. 2021, arXiv 2105.08339",
-        "signs of turned coordinates, a scale without bias",
+        "signs of rotated coordinates, a scale without bias",
         fixed=("codec", "bits"),
     ),
     "eden": Preset(
         {"codec": "eden", "bits": 2, "block_size": 4096, "reducer": "gather"},
         _EDEN,
-        "turned coordinates at the best levels for Gaussian ones, a scale without bias",
+        "rotated coordinates at the best levels for Gaussian numbers, a scale without bias",
         fixed=("codec",),
     ),
     "signsgd_ef": Preset(
@@ -315,7 +316,7 @@ def make_config(preset: str | GQSGDConfig | Preset | None = None, **fields: Any)
         **fields: fields of `GQSGDConfig` to replace.
 
     Raises:
-        ConfigError: an unknown preset or field, a field that contradicts what the preset's name stands for, or a
+        ConfigError: for an unknown preset or field, a field that contradicts the preset's fixed fields, or a
             configuration that cannot work.
     """
     from lightning_gqsgd.config import GQSGDConfig  # imports torch
@@ -351,7 +352,7 @@ def make_config(preset: str | GQSGDConfig | Preset | None = None, **fields: Any)
 def bits_of_name(name: str) -> int | None:
     """Returns the number of bits that a name such as ``gqsgd_8bit`` or ``gqsgd16`` asks for.
 
-    None: the name asks for no number of bits, or it is a preset's own.
+    None if the name has no number of bits, or is itself the name of a preset.
     """
     matched = re.fullmatch(r"gqsgd[-_]?(1|2|3|4|5|6|7|8|16|32)[-_]?(?:bits?)?", name)
     if matched is None or f"gqsgd_{matched[1]}bit" in PRESETS:
@@ -360,10 +361,10 @@ def bits_of_name(name: str) -> int | None:
 
 
 def did_you_mean_preset(name: str, choices: Iterable[str]) -> str:
-    """Returns the preset that an unknown name was perhaps meant for, as the end of a sentence; empty where none is
-    near.
+    """Returns a suggestion for an unknown preset name, as the end of a sentence; empty if no preset has a similar name.
 
-    A name such as ``gqsgd_8bit`` is not spelled wrong: it asks for a number of bits that has no preset of that name.
+    A name such as ``gqsgd_8bit`` is not a misspelling: it asks for a number of bits for which there is no preset of
+    that name.
     """
     bits = bits_of_name(name)
     if bits is None:
@@ -385,7 +386,7 @@ def _check_fixed(name: str, config: GQSGDConfig, fields: Mapping[str, Any]) -> N
 
 
 def _as_fields(value: object) -> str:
-    """Returns a hint at what a value in the place of a preset was perhaps meant to be."""
+    """Returns a hint for a wrong value of ``preset``: what it was perhaps meant to be."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name}={field!r}" for name, field in value.items()) or "bits=4"
     return f"bits={value}" if isinstance(value, int) and not isinstance(value, bool) else "bits=4"

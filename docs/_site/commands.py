@@ -18,8 +18,8 @@ from lightning_gqsgd.cli.app import app
 PAGE = Path(__file__).resolve().parents[1] / "cli.md"
 HEAD = """# Command line
 
-The commands of `gqsgd`, which come with the package. None of them needs a GPU. In a terminal, `--help` behind a command
-prints the same. This page is written by
+This page lists the commands of `gqsgd`, which is installed with the package. None of them needs a GPU. In a terminal,
+`gqsgd COMMAND --help` prints the same text. This page is written by
 
     python docs/_site/commands.py
 

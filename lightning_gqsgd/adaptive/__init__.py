@@ -1,4 +1,4 @@
-"""Which number of bits makes the steps of a training shortest: tries, decisions, and a watch over the length of steps.
+"""`auto`: finds the number of bits with the shortest steps by trials, and watches the length of steps afterwards.
 
 `trials` decides from the lengths of steps alone. `clock` measures them. `steering` joins the two with the hook.
 """

@@ -1,4 +1,4 @@
-"""Finds the fewest bits that the noise of gradients allows, from the gradient noise scale and the error of rounding.
+"""`bits="auto"`: finds the fewest bits that the noise of gradients allows, from the noise scale and the rounding error.
 
 `NoiseGauge` is a state machine without processes or tensors. Its inputs are sums that all ranks know, so ranks that
 give it the same sums get the same numbers of bits.
@@ -8,15 +8,15 @@ A = (1/n) Σ |g_i|² and C = (1/n) Σ <g_i, m>, m the decoded mean, the sampling
 V = (A - C)/(n-1). The noise scale is B = S/|G|², in batches of one rank; |G|² is estimated by C - V.
 
 Let ρ = E|Q(g) - g|²/|g|² be the relative error of the codec on these gradients, which each rank measures by rounding
-its own gradient at every width of ``allow``. N messages of square norm A_N = C + (N-1) V each are averaged: those of
-all ranks, or of N nodes, inside of which means are exact. Then the variance of rounding is
+its own gradient at every width of ``allow``. N messages of square norm A_N = C + (N-1) V each are averaged: one from
+each rank, or one from each of N nodes if means inside a node are exact. Then the variance of rounding is
 
     gather:     R = ρ A_N / N
     two_shot:   R = u + ρ (|ḡ|² + u),    u = ρ A_N (N-1)/N²        (an owner has its own gradient exactly)
 
-bf16 numbers have ρ = 1.5e-5 and the first line; 32 bits have R = 0. Rounding makes a training at most 1 + R/V times as
-many steps long, so the fewest bits are taken with 1 + R/V <= 1 + max_slowdown. docs/theory.md derives all of this
-("How few bits the noise allows", after McCandlish et al., arXiv 1812.06162).
+bf16 numbers have ρ = 1.5e-5 and use the first formula; 32 bits have R = 0. With rounding, a training needs at most 1 +
+R/V times as many steps, so the fewest bits with 1 + R/V <= 1 + max_slowdown are chosen. docs/theory.md derives all of
+this ("How few bits the noise allows", after McCandlish et al., arXiv 1812.06162).
 """
 
 from __future__ import annotations

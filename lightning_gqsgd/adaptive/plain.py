@@ -1,18 +1,18 @@
-"""Plain DDP in the place of the hook, and the hook in its place again, while a model is trained.
+"""Replaces the hook by plain DDP during a training, and plain DDP by the hook.
 
-Where `auto` has decided for 32 bits, no hook is as fast as DDP without one. DDP divides gradients by the number of
-ranks while it copies them into buckets, and calls no Python. A hook costs another pass over all gradients, and a call
-for each bucket. Two ranks of one machine are the exception: the hook adds their gradients through shared memory, which
+If `auto` has decided for 32 bits, no hook is as fast as DDP without one. DDP divides gradients by the number of ranks
+while it copies them into buckets, and calls no Python. A hook costs another pass over all gradients, and a call for
+each bucket. Two ranks of one machine are the exception: the hook adds their gradients through shared memory, which
 saves more than that, so it stays (`ddp.hook.LEAST_IN_MEMORY`).
 
 DDP's Reducer keeps the first hook that it gets. So a new Reducer is built, by the same methods by which DDP builds one
 for a model that was unpickled. It is built before a forward pass, when no backward pass is under way. All ranks build
 it between the same two steps, because all of them follow the same decisions. Like every new Reducer, it has one bucket
-in its first step, and it builds its buckets anew in the next forward pass. Gradients that are views of buckets become
-views of the new buckets, as they do whenever DDP builds its buckets anew.
+in its first step, and rebuilds its buckets in the next forward pass. Gradients that are views of buckets become views
+of the new buckets, as they do whenever DDP rebuilds its buckets.
 
-While plain DDP carries the gradients, steps are counted and timed without DDP's help. Every few steps, ranks compare
-how long their steps took, and whether a state was loaded. The comparison has a process group of its own. It is started
+While plain DDP reduces the gradients, steps are counted and timed without DDP's help. Every few steps, ranks compare
+how long their steps took, and whether a state was loaded. The comparison uses a separate process group. It is started
 before one step and read before the next, so no rank waits for it.
 """
 
@@ -78,9 +78,9 @@ def obstacle(model: DistributedDataParallel) -> str:
 
 
 def rebuild_reducer(model: DistributedDataParallel, reduced: Sequence[Tensor], hook: Hook | None) -> bool:
-    """Build a DDP model's Reducer anew, with a hook or without one.
+    """Rebuild a DDP model's Reducer, with a hook or without one.
 
-    This is no collective. If an exception is raised, the model has its old Reducer, which is whole.
+    This is no collective. If an exception is raised, the model still has its old Reducer.
 
     Args:
         model: the DDP model.
@@ -138,17 +138,17 @@ def _build_anew(model: DistributedDataParallel, reduced: Sequence[Tensor], hook:
 
 
 class PlainPath:
-    """Lets plain DDP carry the gradients of one model while `auto` has decided for 32 bits.
+    """Lets plain DDP reduce the gradients of one model while `auto` has decided for 32 bits.
 
     Args:
         model: the DDP model, with the hook on it; `obstacle` is empty.
-        engine: that of the hook.
-        steering: that of the hook.
-        steps: number of the step, which is counted here while plain DDP carries the gradients.
-        is_countable: see below; as it was on the DDP model before, around the same module.
+        engine: the engine of the hook.
+        steering: the steering of the hook.
+        steps: number of the step, which is counted here while plain DDP reduces the gradients.
+        is_countable: the value of this attribute on the previous DDP model of the same module.
 
     Attributes:
-        is_on: whether plain DDP has the hook's place.
+        is_on: whether plain DDP replaces the hook.
         is_countable: whether the latest steps of the hook would have been counted correctly without it.
     """
 
@@ -227,15 +227,15 @@ class PlainPath:
         return self._steering.leaves_hook
 
     def go_on(self, model: DistributedDataParallel, stamp: Stamp, hook: Hook) -> None:
-        """Change places, or deal with a step that plain DDP has carried.
+        """Replace the hook by plain DDP or the other way round, or count a step that plain DDP has reduced.
 
         Args:
             model: the DDP model.
-            stamp: this rank's stamp of the step that begins, whose digest is that of all facts.
+            stamp: this rank's stamp of the step that begins, with the digest of all facts.
             hook: the hook, to be registered again.
 
         Raises:
-            ConfigError: ranks do not agree, because a state was loaded on some of them only.
+            ConfigError: if ranks do not agree, because a state was loaded on some of them only.
         """
         if not self.is_on:
             self._leave_hook(model, stamp.step)

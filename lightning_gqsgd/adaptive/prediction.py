@@ -1,4 +1,4 @@
-"""Predicts the length of steps at other numbers of bits from steps of the training itself.
+"""Predicts the length of steps at other numbers of bits from measured steps of the training.
 
 The performance model (`predict.model`) needs to know what a rank computes, and what the link and the codec cost.
 `StepPredictor` takes all of that from steps that were measured:

@@ -1,4 +1,4 @@
-"""Sums over a sample of a rank's own gradient and of the mean, from which the noise of gradients is estimated.
+"""Computes sums over a sample of a rank's gradient and of the mean; the noise of gradients is estimated from them.
 
 From each parameter that is compressed, at most `SAMPLE_NUMEL` consecutive coordinates are taken, from a coordinate on
 that a hash of seed, step and parameter names. After the last coordinate comes the first one. So samples do not depend

@@ -1,4 +1,4 @@
-"""The states of `trials.Trials`, and the watch over the length of steps that goes on through all of them."""
+"""The states of `trials.Trials`, and the watch over the length of steps that runs in all of them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Chooses the configuration of each step where bits are chosen while training; the hook asks for it.
+"""Chooses the configuration of each step for the hook, if bits are chosen during the training.
 
-Two rules choose, and they go together. The noise of gradients says how few bits are allowed (`noise`). The length of
-steps says which of the allowed bits pay (`trials`); without that rule, the fewest bits that are allowed are taken.
+There are two rules, which can be combined. The noise of gradients says how few bits are allowed (`noise`). The length
+of steps says which of the allowed numbers of bits is fastest (`trials`); without this rule, the fewest allowed bits are
+used.
 
-All that decides is known to all ranks. Each rank tells the others in its stamp of a step what it has measured in the
-step before (`wire.agreement.Stamp.numbers`), and all ranks use a stamp two steps later.
+All ranks know everything on which decisions depend. In its stamp of a step, each rank tells the others the measurements
+of its previous step (`wire.agreement.Stamp.numbers`), and all ranks use a stamp two steps later.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ class Steering:
     """Chooses the configuration of each step of one training.
 
     Args:
-        config: a configuration whose bits are chosen while training.
+        config: a configuration whose bits are chosen during the training.
         ranks: number of ranks.
         says: whether this rank announces decisions.
 
     Attributes:
         candidates: the configurations by their bits, widest first, with their reducers chosen.
-        trials: trials and decisions so far; None without ``auto``.
+        trials: the trials and decisions so far; None without ``auto``.
         gauge: the noise of the gradients; None without ``bits="auto"``.
         bits: the bits of the latest step; before the first step, those of the first.
         clock: measures the steps of this rank.
         sampler: measures the noise of this rank's gradients.
-        is_plain: whether plain DDP has the hook's place.
+        is_plain: whether plain DDP replaces the hook.
 
     Raises:
-        ConfigError: a candidate cannot work with so many ranks.
+        ConfigError: if a candidate cannot work with this number of ranks.
     """
 
     def __init__(self, config: GQSGDConfig, ranks: int, *, says: bool = False) -> None:

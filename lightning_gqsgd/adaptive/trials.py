@@ -13,17 +13,17 @@ the predictor says how long steps of the other candidates would be. The candidat
 turn next, and candidates that cannot win have none, as long as later steps do not say otherwise. The widest candidate
 always has its turns.
 
-Stay: all steps use the candidate that was kept. Where the median of the latest 50 steps differs from that of the
-decision by more than 15 %, there is a new trial. Where one of both is longer than the other by half, the median of the
-latest 20 steps is enough. Trials cost steps, so there is a credit of steps: each step adds a twentieth of a step, and a
-trial has to be paid for.
+Stay: all steps use the candidate that was kept. If the median of the latest 50 steps differs from that of the decision
+by more than 15 %, there is a new trial. If one of them is longer than the other by half, the median of the latest 20
+steps is enough. Trials cost steps, so there is a credit of steps: each step adds a twentieth of a step, and a trial has
+to be paid for.
 
-Rest: where 32 bits were kept, plain DDP may take the hook's place. Steps are then not chosen one by one. Every tenth
-step, ranks say how long their latest steps took, and the watch goes on with that.
+Rest: if 32 bits were kept, plain DDP may replace the hook. Steps are then not chosen one by one. Every tenth step,
+ranks exchange how long their latest steps took, and the watch uses these lengths.
 
-Challenge: trials measure 32 bits with the hook, which plain DDP does without. Where other bits win by less than the
-hook may cost, plain DDP carries the gradients until the median of 20 of its steps is known. It is kept unless it is
-longer by more than medians may err.
+Challenge: trials measure 32 bits with the hook, and plain DDP is faster because it has no hook. If other bits win by
+less than the hook may cost, plain DDP reduces the gradients until the median of 20 of its steps is known. It is kept
+unless this median is longer by more than the error of medians.
 
 Permit: something else, such as the noise of gradients, may forbid candidates for a while. The widest candidate is never
 forbidden. A candidate that is forbidden is left at once, and one that becomes permitted asks for a trial.

@@ -1,4 +1,4 @@
-"""Decisions of `auto` in words."""
+"""Puts decisions of `auto` into words, and reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``gqsgd advise``: from the words of its options to a cluster, and from predictions to a table."""
+"""The command ``gqsgd advise``: builds a cluster from the options, and a table from the predictions."""
 
 from __future__ import annotations
 

@@ -62,12 +62,13 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _gqsgd(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Quantised gradient allreduce.
 
-    `gqsgd doctor` looks at this machine, and `gqsgd advise --help` says how to ask what compression gains on a cluster.
+    `gqsgd doctor` checks this machine. `gqsgd advise` predicts what compression gains on a cluster; see `gqsgd advise
+    --help`.
     """
 
 
@@ -100,17 +101,17 @@ def _run_as_ranks(procs: int | None, arguments: list[str]) -> None:
 
 @app.command()
 def presets(
-    name: Annotated[str | None, typer.Argument(help="A preset to show in full; none: a table of all.")] = None,
+    name: Annotated[str | None, typer.Argument(help="A preset to show in full. Default: a table of all.")] = None,
     ranks: Annotated[int, typer.Option(help="Number of ranks n.")] = 8,
     block_size: Annotated[
         int | None,
-        typer.Option("--block-size", "--block-numel", help="Coordinates of a block."),
+        typer.Option("--block-size", "--block-numel", help="Number of coordinates of a block."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what each preset sends, remembers and guarantees.
 
-    Local steps, optimizers and topologies have tables of their own below.
+    Local steps, optimizers and topologies have separate tables below the first one.
     """
     from lightning_gqsgd.cli import asking
     from lightning_gqsgd.errors import check_integer
@@ -161,14 +162,14 @@ def _systems() -> None:
 @systems_app.command()
 def check(
     names: Annotated[
-        list[str], typer.Argument(metavar="NAME", help="Names of `gqsgd presets`, or all, which takes minutes.")
+        list[str], typer.Argument(metavar="NAME", help="Names from `gqsgd presets`, or all, which takes minutes.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Run the smallest experiment of each system.
+    """Run the smallest experiment of each named system.
 
-    It runs in this process, and prints what is claimed, what is measured, and the source. Ends with exit code 1 if a
-    claim does not hold.
+    The experiments run in this process. The command prints what is claimed, what is measured, and the source. The exit
+    code is 1 if a claim does not hold.
     """
     from lightning_gqsgd.cli import asking
 
@@ -190,16 +191,17 @@ def check(
 @app.command()
 def warmup(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="PRESET", help="Presets to compile for; none: all.")
+        list[str] | None, typer.Argument(metavar="PRESET", help="Presets to compile for. Default: all.")
     ] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Dtype of gradients, repeatable.  [default: float32]")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Dtype of gradients; repeatable.  [default: float32]")] = None,
     ranks: Annotated[
-        list[int] | None, typer.Option(min=2, help="Number of ranks, repeatable.  [default: 2 and 8]")
+        list[int] | None, typer.Option(min=2, help="Number of ranks; repeatable.  [default: 2 and 8]")
     ] = None,
 ) -> None:
     """Compile the kernels for the CPU ahead of time.
 
-    They go into the cache, where every training finds them, e.g. while an image of a container is built.
+    The compiled kernels are kept in a cache, where every training finds them. Use this e.g. while a container image is
+    built.
     """
     from lightning_gqsgd.cli import warming
     from lightning_gqsgd.presets import PRESETS
@@ -215,20 +217,23 @@ def warmup(
 @app.command()
 def probe(
     procs: Annotated[
-        int | None, typer.Option(help="Start so many processes on this machine; not under torchrun.  [default: 2]")
+        int | None, typer.Option(help="Number of processes to start here; not under torchrun.  [default: 2]")
     ] = None,
-    output: Annotated[Path, typer.Option(help="File to write, for --probe of `gqsgd advise`.")] = Path("probe.json"),
+    output: Annotated[Path, typer.Option(help="File to write; `gqsgd advise` reads it with --probe.")] = Path(
+        "probe.json"
+    ),
     bits: Annotated[
-        list[int] | None, typer.Option(min=1, max=8, help="Width of codes to time, repeatable.  [default: 8 4 3 2]")
+        list[int] | None, typer.Option(min=1, max=8, help="Number of bits to time; repeatable.  [default: 8 4 3 2]")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Also measure when this model's buckets are ready.")] = None,
+    model: Annotated[str | None, typer.Option(help="Also measure when the buckets of this model are ready.")] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples of each process in the model's step.  [default: 32]")
+        int | None, typer.Option(min=1, help="Samples per process in a step of the model.  [default: 32]")
     ] = None,
 ) -> None:
     """Measure the network and the kernels on these machines.
 
-    Run it under torchrun on all nodes, or alone on one machine. `gqsgd advise` reads the file that it writes.
+    Run this under torchrun on all nodes, or without it on one machine. It writes a file, which `gqsgd advise` reads
+    with --probe.
     """
     from lightning_gqsgd.cli import probing, tables
 
@@ -249,42 +254,49 @@ def probe(
 @app.command()
 def advise(
     model: Annotated[
-        str | None, typer.Option(help="torchvision:NAME, transformers:TYPE or FOLDER, or module:factory.")
+        str | None, typer.Option(help="The model: torchvision:NAME, transformers:TYPE or FOLDER, or module:factory.")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Samples of each rank in a step.  [default: the probe's, or 32]")
+        int | None, typer.Option(help="Samples per rank in a step.  [default: the probe's, or 32]")
     ] = None,
-    probe: Annotated[Path | None, typer.Option(help="What `gqsgd probe` has measured.")] = None,
+    probe: Annotated[Path | None, typer.Option(help="File that `gqsgd probe` has written.")] = None,
     link: Annotated[str | None, typer.Option(help="Rate of a node's link, e.g. 10gbit.")] = None,
     latency: Annotated[str | None, typer.Option(help="Latency of the link.  [default: 50us]")] = None,
     intra: Annotated[
         str | None,
         typer.Option(
-            help="Rate between the ranks of a node, each way.  [default: h100 3.6tbit, a100 2.4tbit, cpu 16gbit, else "
-            "200gbit]"
+            help="Rate between the ranks of a node, in each direction.  [default: h100 3.6tbit, a100 2.4tbit, cpu "
+            "16gbit, else 200gbit]"
         ),
     ] = None,
     nodes: Annotated[int | None, typer.Option(help="Number of nodes.  [default: the probe's, or 2]")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="Ranks per node.  [default: the probe's, or 1]")] = None,
-    backward: Annotated[str | None, typer.Option(help="Length of the backward pass, e.g. 120ms.")] = None,
-    forward: Annotated[str | None, typer.Option(help="Length of the forward pass.  [default: half of it]")] = None,
+    backward: Annotated[str | None, typer.Option(help="Duration of the backward pass, e.g. 120ms.")] = None,
+    forward: Annotated[
+        str | None, typer.Option(help="Duration of the forward pass.  [default: half of --backward]")
+    ] = None,
     codec: Annotated[
         str | None,
         typer.Option(
             help="Speed of the codec: h100 or a100 (from the rated memory bandwidth), cpu (measured on one server "
-            "core), or measured, the probe's.  [default: measured with --probe, else h100]"
+            "core), or measured (by the probe).  [default: measured with --probe, else h100]"
         ),
     ] = None,
     local_steps: Annotated[
-        Path | None, typer.Option(help="JSON of workers, server, learning and limits: plan local steps for it instead.")
+        Path | None, typer.Option(help="JSON file of workers, server, learning and limits: plan local steps instead.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it over nodes and over the link's rate.")] = None,
-    gantt: Annotated[Path | None, typer.Option(help="Draw what happens in a step: fp32, bf16, 8 and 4 bits.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the prediction over the number of nodes and over the link's rate.")
+    ] = None,
+    gantt: Annotated[
+        Path | None, typer.Option(help="Draw what happens in a step, at fp32, bf16, 8 and 4 bits.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict what compression gains on a cluster.
 
-    Recommends a number of bits. Needs no GPU and no network: give --model, --backward and --link, or --probe.
+    The command recommends a number of bits. It needs no GPU and no network. Give --model, --backward and --link, or
+    --probe.
     """
     if local_steps is None:
         from lightning_gqsgd.cli import asking
@@ -340,21 +352,24 @@ def bench(
     part: Annotated[
         str | None,
         typer.Argument(
-            help="kernels or reducers: that alone; training: steps of a small model.  [default: kernels, reducers]"
+            help="What to time: kernels, reducers, or training (steps of a small model).  [default: kernels, reducers]"
         ),
     ] = None,
     procs: Annotated[
-        int | None, typer.Option(help="Start so many processes on this machine; not under torchrun.  [default: 2]")
+        int | None, typer.Option(help="Number of processes to start here; not under torchrun.  [default: 2]")
     ] = None,
     megabytes: Annotated[
-        float | None, typer.Option(min=0.1, max=1024, help="MiB of fp32 gradient to average.  [default: 25]")
+        float | None,
+        typer.Option(min=0.1, max=1024, help="Size of the fp32 gradient to average, in MiB.  [default: 25]"),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=3, max=1000, help="Rounds in which all cases take turns.")] = 15,
+    rounds: Annotated[
+        int, typer.Option(min=3, max=1000, help="Number of rounds; all cases take turns in each round.")
+    ] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Time kernels, all-reduces or training steps here.
+    """Time kernels, all-reduces or training steps on this machine.
 
-    Kernels are timed against a copy; all-reduces and steps at fp32, bf16, 8 and 4 bits.
+    Kernels are compared with a copy of the same tensor. All-reduces and steps are timed at fp32, bf16, 8 and 4 bits.
     """
     from lightning_gqsgd.cli import benching, tables
 
@@ -375,10 +390,10 @@ def bench(
 @app.command()
 def simulate(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="PRESET", help="Presets to compare; none: a few well-known ones.")
+        list[str] | None, typer.Argument(metavar="PRESET", help="Presets to compare. Default: a few well-known ones.")
     ] = None,
     problem: Annotated[
-        str, typer.Option(help="least_squares, logistic, or digits, which needs scikit-learn.")
+        str, typer.Option(help="The problem: least_squares, logistic, or digits, which needs scikit-learn.")
     ] = "least_squares",
     workers: Annotated[int, typer.Option(min=1, max=256, help="Number of virtual workers.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Number of steps.")] = 200,
@@ -387,7 +402,7 @@ def simulate(
 ) -> None:
     """Train a small problem under several presets.
 
-    Its workers are virtual, in this process. Prints losses and bytes.
+    The workers are virtual and run in this process. The command prints losses and bytes.
     """
     from lightning_gqsgd.cli import simulating, tables, waiting
 
@@ -402,12 +417,12 @@ def simulate(
 @app.command()
 def doctor(
     nodes: Annotated[
-        bool, typer.Option("--nodes", help="Look at the network between the ranks of a launcher instead.")
+        bool, typer.Option("--nodes", help="Check the network between the ranks of a launcher instead.")
     ] = False,
 ) -> None:
-    """Say whether this machine has what is needed.
+    """Check whether this machine has what the package needs.
 
-    Ends with exit code 1 if something that the package needs is missing.
+    The exit code is 1 if something that the package needs is missing.
     """
     if nodes:
         _doctor_of_nodes()
@@ -436,18 +451,19 @@ def _doctor_of_nodes() -> None:
 
 @app.command()
 def lighthouse(
-    bind: Annotated[str, typer.Option(help="Host and port to listen at.")] = "[::]:29510",
-    min_replicas: Annotated[int, typer.Option(help="The least number of members for a merge.")] = 1,
+    bind: Annotated[str, typer.Option(help="Host and port to listen on.")] = "[::]:29510",
+    min_replicas: Annotated[int, typer.Option(help="Minimum number of members for a merge.")] = 1,
     join_timeout: Annotated[
-        str, typer.Option(help="How long members wait for one that is alive and does not come; longer than a round.")
+        str, typer.Option(help="How long members wait for a member that hangs; set it longer than a round.")
     ] = "60s",
     heartbeat_timeout: Annotated[
-        str, typer.Option(help="After how long without a sign of life a member counts as gone.")
+        str, typer.Option(help="How long after its last heartbeat a member counts as gone.")
     ] = "5s",
 ) -> None:
-    """Run the meeting place of elastic trainings.
+    """Run the lighthouse of elastic trainings.
 
-    Runs until an interrupt. Members find it by TORCHFT_LIGHTHOUSE=HOST:PORT (docs/elastic.md).
+    The lighthouse is the server at which members meet. It runs until it is interrupted. Set
+    TORCHFT_LIGHTHOUSE=HOST:PORT for the members (docs/elastic.md).
     """
     with _refusals_in_one_line():
         from lightning_gqsgd.membership.requirement import torchft_for

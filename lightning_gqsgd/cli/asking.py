@@ -1,4 +1,4 @@
-"""Checks of names and options, which ``gqsgd`` makes before it imports anything that takes long."""
+"""Checks of names and options that ``gqsgd`` makes before it imports slow modules such as torch."""
 
 from __future__ import annotations
 

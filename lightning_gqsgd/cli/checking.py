@@ -1,4 +1,4 @@
-"""The command ``gqsgd systems check``: claims of the literature beside measurements of small experiments."""
+"""The command ``gqsgd systems check``: compares claims of the literature with small experiments."""
 
 from __future__ import annotations
 

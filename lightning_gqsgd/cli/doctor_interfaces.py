@@ -1,4 +1,4 @@
-"""Network interfaces of a host, and warnings about those that traffic takes; for ``gqsgd doctor --nodes``."""
+"""Finds the network interfaces of a host and warns of slow ones that traffic uses; for ``gqsgd doctor --nodes``."""
 
 from __future__ import annotations
 

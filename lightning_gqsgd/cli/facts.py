@@ -43,11 +43,11 @@ HEADINGS = (
     "paper",
 )
 NOTES = (
-    "bits: of one rank's message, per coordinate, scales included (Elias codes: of Gaussian gradients). sent / fp32: "
-    "bytes that a rank sends, over those of an fp32 ring allreduce.",
-    "state: numbers that a rank remembers, per coordinate; what only the owner of a shard remembers counts 1/n.",
-    "ω: E|Q(x) - x|² <= ω |x|² of what shares a scale (under a scale of all ranks: their n blocks); "
-    "δ: |C(x) - x|² <= (1 - δ) |x|² of a biased codec. Worst cases, which typical gradients stay below.",
+    "bits: bits per coordinate of one rank's message, including scales (for Elias codes: of Gaussian gradients). "
+    "sent / fp32: bytes that a rank sends, divided by those of an fp32 ring all-reduce.",
+    "state: numbers per coordinate that a rank remembers; numbers that only the owner of a shard remembers count 1/n.",
+    "ω: E|Q(x) - x|² <= ω |x|² for the coordinates x that share a scale (if all ranks share a scale: their n blocks); "
+    "δ: |C(x) - x|² <= (1 - δ) |x|² of a biased codec. These are worst cases; typical gradients have smaller errors.",
 )
 
 

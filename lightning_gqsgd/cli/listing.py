@@ -1,4 +1,4 @@
-"""The tables of ``gqsgd presets`` beside that of presets: local steps, and optimizers, rules and topologies."""
+"""The further tables of ``gqsgd presets``: local steps, and optimizers, rules and topologies."""
 
 from __future__ import annotations
 
@@ -94,11 +94,13 @@ def _local_steps_to_dict(name: str) -> dict[str, Any]:
 
 LOCAL_STEPS = Listing(
     title="Local steps",
-    about="Ranks train by themselves and average seldom; [formulas and experiments](local_steps.md).",
+    about="With these presets, each rank trains on its own, and models are averaged every few steps; "
+    "[Local steps](local_steps.md) has formulas and experiments.",
     headings=("preset", "H", "outer", "rule", "an average sends", "paper"),
     whole=("preset",),
-    note="H: optimizer steps between two averages. outer: what moves the anchor by the mean change. rule: how changes "
-    "become their mean. All of one: gqsgd presets NAME. Every argument of LocalSteps replaces the preset's.",
+    note="H: number of optimizer steps between two averages. outer: the outer optimizer, which moves the anchor by the "
+    "mean change. rule: the rule by which changes become their mean. gqsgd presets NAME prints all values of a preset. "
+    "Every argument of LocalSteps overrides the preset's value.",
     names=LOCAL_PRESETS,
     row=_row_of_local_steps,
     to_dict=_local_steps_to_dict,
@@ -118,11 +120,13 @@ def _system_to_dict(name: str) -> dict[str, Any]:
 
 OTHER_SYSTEMS = Listing(
     title="Optimizers, rules of training, topologies",
-    about="What is more than a configuration; [formulas and experiments](systems.md).",
+    about="These systems need more than a configuration; [Optimizers, rules of training, topologies](systems.md) has "
+    "formulas and experiments.",
     headings=("system", "in", "sends", "keeps", "needs", "paper"),
     whole=("system", "in"),
     note="in: where a system runs, in training or in simulations. sends: what a rank sends, and bits per coordinate. "
-    "keeps: numbers that a rank remembers, per coordinate. All of one, with what it guarantees: gqsgd presets NAME.",
+    "keeps: numbers per coordinate that a rank remembers. gqsgd presets NAME prints all values of a system, and its "
+    "guarantees.",
     names=SYSTEMS,
     row=_row_of_a_system,
     to_dict=_system_to_dict,

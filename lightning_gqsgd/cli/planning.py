@@ -1,4 +1,5 @@
-"""The command ``gqsgd advise --local-steps``: the plan of least energy, beside plans with less freedom."""
+"""The command ``gqsgd advise --local-steps``: the plan of least energy, compared with plans that have fewer free
+choices."""
 
 from __future__ import annotations
 

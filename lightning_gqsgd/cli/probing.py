@@ -1,4 +1,5 @@
-"""The command ``gqsgd probe``, as one of a launcher's ranks or as their parent; ``gqsgd bench`` starts ranks alike."""
+"""The command ``gqsgd probe``, as one of a launcher's ranks or as their parent. ``gqsgd bench`` starts ranks in the
+same way."""
 
 from __future__ import annotations
 

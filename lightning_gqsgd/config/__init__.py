@@ -1,4 +1,4 @@
-"""Configurations, and the checks that one can work.
+"""Configurations, and the checks that a configuration can work.
 
 `GQSGDConfig` checks its fields when it is built, each by itself and in `combinations`. `resolving` gives it the reducer
 and the numbers that depend on the number of ranks, and parses it for that reducer: nothing below this room sees a

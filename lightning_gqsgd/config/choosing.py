@@ -1,4 +1,4 @@
-"""The reducer for a number of ranks, and whether it has one level or two."""
+"""Chooses the reducer for a number of ranks, and whether it has one level or two."""
 
 from __future__ import annotations
 

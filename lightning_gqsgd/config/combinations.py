@@ -1,4 +1,4 @@
-"""Checks that values of several fields go together: scales, reducers, memories and sparse gradients."""
+"""Checks that the values of several fields can be combined: scales, reducers, memories and sparse gradients."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def _check_norm_over_ranks(config: Fields) -> None:
             "scale='global' or reducer='sum', or leave norm_over_ranks out"
         )
     if config.norm == "power_of_two":
-        raise ConfigError(f"{named} of powers of two is none; take norm='max' or 'l2', or leave norm_over_ranks out")
+        raise ConfigError(
+            f"{named} of powers of two is not a power of two; take norm='max' or 'l2', or leave norm_over_ranks out"
+        )
     if config.clip:
         raise ConfigError(
             f"clip={config.clip:g} limits each rank's scale, and {named} would exceed the limit; leave one of the two "
@@ -163,7 +165,7 @@ def check_sparse(config: Fields) -> None:
     named = f"sparse={config.sparse!r}"
     if config.remembers:
         raise ConfigError(
-            f"{named} goes with codecs that remember nothing, because a memory has a number for every row of a table; "
+            f"{named} does not work with a memory, because a memory has a number for every row of a table; "
             "leave memory and memory_down out"
         )
     if config.scale == "global":

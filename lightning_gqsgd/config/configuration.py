@@ -1,4 +1,4 @@
-"""The configuration: one frozen value that says what to compress and how, whose fields can work together."""
+"""`GQSGDConfig`: one frozen value that says what to compress and how. It is checked when it is created."""
 
 from __future__ import annotations
 
@@ -58,98 +58,112 @@ _REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class GQSGDConfig(Fields):
-    """Compression of a gradient allreduce.
+    """Configuration of the compression.
 
     Attributes:
         codec: ``"linear"``, uniform levels with dither (QSGD, arXiv 1610.02132; Global-QSGD, arXiv 2305.18627);
-            ``"companded"``, levels that lie denser near zero, with subtractive dither: unbiased, a smaller error at the
-            same bits, but no sums of codes; ``"eden"``, turned coordinates at the best levels for Gaussian numbers
-            (EDEN, arXiv 2108.08842; at 1 bit DRIVE, arXiv 2105.08339), unbiased over its random rotations;
-            ``"trellis"``, EDEN with a trellis: the smallest error at 1 to 4 bits; ``"exponential"``, powers of two with
-            ``mantissa`` bits in between (natural compression, arXiv 1905.10988); ``"sign"``, one bit and the block's
-            mean magnitude; ``"top_k"``, the largest coordinates of each block; ``"dct_top_k"``, those of its cosine
-            transform (DeMo, arXiv 2411.19870). The last three are biased, so they need a memory. ``"auto"``: companded,
-            and eden at 2 bits; linear where another field asks for what only linear codes have: sums of codes, global
-            scales, Elias codes, a dither that is not taken off, ``levels``, or one bit; and ``"float"``, for 16 or 32
-            bits: floating-point numbers that the backend's own all-reduce adds up. At 2 bits, codes are companded where
-            another field asks for what eden does not have: other scales, ``rotation``, subtractive dither in every
-            block, blocks of another size, or sparse rows, which are shorter than its blocks. The field itself holds the
-            name of the codec, and a configuration whose fields are replaced chooses anew.
-        bits: bits per coordinate on the wire, whatever the number of ranks: 1 to 8 of a linear code, 2 to 8 of a
-            companded or an exponential one, 1 to 4 of eden and trellis. 16: bf16 numbers, rounded at random. 32: the
-            gradient as it is, in its own dtype (the reducer ``"native"``). None: the codec's own number, which is 8 for
-            the first three, 2 for eden and trellis, 1 for sign, and 32 for top_k, which sends whole what it keeps; with
-            2 to 4, top_k rounds what it keeps to so many bits. 1 excludes stochastic rounding. The field itself holds
-            the number.
-            ``"auto"``: the fewest of ``allow`` whose error is small against the noise of the gradients, see
-            ``max_slowdown``; the field then holds the most bits of a code that are allowed.
-            A dictionary, e.g. ``{"*": 4, "head.*": 8}``: bits by shell-style patterns of parameter names, of which the
-            last one that matches decides; DDP and FSDP2 only, and without a memory. All other fields hold for every
-            number of bits. The field then holds a `spec.bits_by_name.BitsByName`.
-        levels: number of non-zero magnitudes (s of the papers) of a stochastic linear or an exponential code; None: as
+            ``"companded"``, levels that are denser near zero, with subtractive dither: it is unbiased and has a smaller
+            error at the same number of bits, but its codes cannot be summed; ``"eden"``, a random rotation followed by
+            the best levels for Gaussian numbers (EDEN, arXiv 2108.08842; at 1 bit DRIVE, arXiv 2105.08339), unbiased
+            over its random rotations; ``"trellis"``, EDEN with a trellis: the smallest error at 1 to 4 bits;
+            ``"exponential"``, powers of two with ``mantissa`` bits in between (natural compression, arXiv 1905.10988);
+            ``"sign"``, one bit and the block's mean magnitude; ``"top_k"``, the largest coordinates of each block;
+            ``"dct_top_k"``, the largest coefficients of each block's cosine transform (DeMo, arXiv 2411.19870). The
+            last three are biased, so they need a memory. ``"float"``: floating-point numbers of 16 or 32 bits, which
+            the backend's own all-reduce adds. ``"auto"`` chooses companded, and eden at 2 bits, except in these cases:
+            it chooses linear if another field needs a property that only linear codes have (sums of codes, global
+            scales, Elias codes, a dither that the receiver does not subtract, ``levels``, or one bit); it chooses
+            companded at 2 bits if another field needs something that eden does not support (other scales, ``rotation``,
+            subtractive dither in every block, blocks of another size, or sparse rows, which are shorter than eden's
+            blocks); and it chooses float for 16 and 32 bits. The field then holds the name of the chosen codec. If
+            fields are replaced later, "auto" chooses again.
+        bits: bits per coordinate of a message, for any number of ranks: 1 to 8 for linear, 2 to 8 for companded and
+            exponential, 1 to 4 for eden and trellis. 16: bf16 numbers, rounded at random. 32: the uncompressed gradient
+            in its own dtype (the reducer ``"native"``). None: the codec's default, which is 8 for the first three, 2
+            for eden and trellis, 1 for sign, and 32 for top_k. With 32, top_k sends the coordinates that it keeps
+            uncompressed; with 2 to 4, it rounds them to this number of bits. With 1, stochastic rounding is not
+            possible. The field then holds the number. ``"auto"``: the smallest number of bits in ``allow`` whose error
+            is small compared with the noise of the gradients, see ``max_slowdown``; the field then holds the largest
+            number of bits in ``allow`` that is at most 8. A dictionary, e.g. ``{"*": 4, "head.*": 8}``: bits by
+            shell-style patterns of parameter names. The last pattern that matches a name decides. This works with DDP
+            and FSDP2 only, and without a memory. All other fields apply to every number of bits. The field then holds a
+            `spec.bits_by_name.BitsByName`.
+        levels: number of non-zero magnitudes (s in the papers) of a stochastic linear or an exponential code. None: as
             many as fit.
-        mantissa: bits between two powers of two of an exponential code, 0 to 3; m of the base 2^(1/2^m) of rows with
-            ``sparse="logarithmic"``.
-        density: share of coordinates that top_k and dct_top_k keep, of each block rounded up.
-        block_size: coordinates of one parameter that share a scale; a multiple of 8 from 16 to 65536, and for eden and
-            trellis a power of two from 128 on. 0: the codec's own number, which is 128 for companded, 1024 for trellis,
-            4096 for dct_top_k and 256 for all others; the field itself holds the number, and has that of the new codec
-            where "auto" chooses anew.
-        norm: what the scale is: ``"max"``, the largest magnitude; ``"l2"``; ``"power_of_two"``, the largest magnitude
-            rounded up to one.
-        clip: the scale is at most this many root mean squares, and larger coordinates are clipped (TernGrad, arXiv
-            1705.07878), which is a bias; 0: no limit.
-        scale: ``"global"`` (one for all ranks), ``"local"`` (each rank its own) or ``"auto"`` (what the reducer uses).
-        norm_over_ranks: what a scale that all ranks share is of the ranks' own scales: ``"max"``, the largest;
-            ``"l2"``, the root of the sum of squares; ``"l1"``, the sum. With ``norm``, that is the norm ‖·‖_{q,p} of
-            Global-QSGD (arXiv 2305.18627). The last two send the scales of all ranks to all ranks, and are larger, so
-            the error is larger, too.
-        scale_per: which coordinates a norm is computed from: ``"block"``, ``"parameter"``, or ``"bucket"``, all
-            quantised coordinates that travel together (DDP's bucket, FSDP's unit, a fragment of local steps, the tensor
-            of ``all_reduce``; of neighbours with the same bits, where bits are given by name). Results then depend on
-            buckets. With a ``bucket_cap_mb`` of DDP as large as the model, the scale is the model's.
-        dither: ``"subtractive"`` (the receiver takes the dither off again: error variance Δ²/12), ``"stochastic"``
-            (stochastic rounding: Δ²/6 on average, zeros stay zeros), ``"adaptive"`` (in each block the one with the
-            smaller error: stochastic where more than about half is zero, and with companded codes more than about nine
-            tenths; with the reducer ``"sum"``, subtractive; exponential, sign, top_k and eden codecs have their own
-            dither under this name) or ``"nearest"`` (no dither: biased, so it needs a memory). Companded codes take the
-            first or the third.
-        rotation: turn each block by a random Hadamard matrix first, which spreads large coordinates over all.
+        mantissa: number of mantissa bits between two powers of two of an exponential code, 0 to 3. With
+            ``sparse="logarithmic"``, it is m in the base 2^(1/2^m) of rows.
+        density: share of coordinates that top_k and dct_top_k keep, rounded up in each block.
+        block_size: number of coordinates of one parameter that share a scale: a multiple of 8 from 16 to 65536, and for
+            eden and trellis a power of two of at least 128. 0: the codec's default, which is 128 for companded, 1024
+            for trellis, 4096 for dct_top_k and 256 for all others. The field then holds the number; if "auto" later
+            chooses another codec, it holds the default of that codec.
+        norm: how the scale is computed: ``"max"``, the largest magnitude; ``"l2"``, the l2 norm; ``"power_of_two"``,
+            the largest magnitude rounded up to a power of two.
+        clip: limits the scale to this many root mean squares. Larger coordinates are clipped (TernGrad, arXiv
+            1705.07878), which is a bias. 0: no limit.
+        scale: ``"global"`` (all ranks share a scale), ``"local"`` (each rank has its own scale) or ``"auto"`` (the
+            choice of the reducer).
+        norm_over_ranks: how a shared scale is computed from the ranks' own scales: ``"max"``, the largest; ``"l2"``,
+            the root of the sum of squares; ``"l1"``, the sum. Together with ``norm``, this is the norm ‖·‖_{q,p} of
+            Global-QSGD (arXiv 2305.18627). For the last two, all ranks send their scales to all ranks. The resulting
+            scale is larger, so the error is larger, too.
+        scale_per: the coordinates from which the norm is computed: ``"block"``, ``"parameter"``, or ``"bucket"``, which
+            means all quantised coordinates that are sent together (a bucket of DDP, a unit of FSDP, a fragment of local
+            steps, the tensor of ``all_reduce``; with bits by name, neighbours that have the same bits). With
+            ``"bucket"``, results depend on the buckets. If DDP's ``bucket_cap_mb`` is as large as the model, there is
+            one scale for the whole model.
+        dither: ``"subtractive"`` (the receiver subtracts the dither again: error variance Δ²/12), ``"stochastic"``
+            (stochastic rounding: Δ²/6 on average, zeros stay zeros), ``"adaptive"`` (the one with the smaller error in
+            each block: stochastic if more than about half of the coordinates are zero, or more than about nine tenths
+            with companded codes; with the reducer ``"sum"``, always subtractive; exponential, sign, top_k and eden
+            codecs use their own dither under this name) or ``"nearest"`` (no dither: biased, so it needs a memory).
+            Companded codes support "subtractive" and "adaptive".
+        rotation: whether to rotate each block by a random Hadamard matrix first, which spreads large coordinates over
+            the whole block.
         coder: ``"fixed"`` width, or ``"elias"``: Elias omega codes (QSGD), for the reducer ``"gather"`` on the CPU.
         reducer: ``"sum"``, ``"two_shot"``, ``"gather"``, ``"tree"`` (exponential codes are added in pairs),
-            ``"hierarchical"`` (native inside each node; between nodes, what "auto" is for that number), ``"native"``
-            (no compression), ``"bf16"`` (the reducer of 16 bits), ``"lossless"`` (every gradient as it is, with
-            entropy-coded exponents, on the CPU) or ``"auto"`` (least predicted error).
-        node_size: consecutive ranks on each node, for the reducer ``"hierarchical"``; 0: found from LOCAL_WORLD_SIZE,
-            which torchrun sets, and from the ranks of the process group.
-        memory: of what a rank sends: ``"none"``, ``"ef"``, ``"ecq"``, ``"diana"``, ``"ef21"``, ``"shared"``, a `Memory`
-            or its numbers by name; ``"auto"``: none, where the codec is unbiased.
-        memory_down: of what the owner of a shard sends back, with the reducer ``"two_shot"``; ``"auto"``: none, but a
-            shared memory, which is of both ways.
-        min_numel: parameters with fewer elements travel uncompressed inside the same messages. 16 bits round all.
-        exclude: shell-style patterns of parameter names that travel uncompressed, e.g. ``("*.embedding.*",)``.
-        warmup_steps: number of first steps in which everything travels uncompressed.
-        seed: key of the counter-based dither; equal on all ranks.
-        sample_every: measure the relative error on a sample of coordinates every this many steps; 0 switches it off.
-        auto: choose ``bits`` among ``allow`` while training, by the length of steps (see `tuning`). Results depend on
-            the times that are measured then. All other fields are about codes of up to 8 bits; ``bits`` is left out.
-            A `spec.decisions.Decision`, or its dictionary, as ``state.decisions`` and checkpoints have them: the bits
-            that it has decided for. The field itself then holds False, and ``bits`` the number.
-        allow: with ``auto`` or ``bits="auto"``, the numbers of bits that may be taken, at least two.
-        max_slowdown: with ``bits="auto"``, the share by which rounding may lengthen a training, counted in steps: the
-            variance of the rounding of the mean is at most ``max_slowdown`` times the sampling variance of the mean
-            (see `adaptive.noise`); above 0. None: no limit, or 0.05 with ``bits="auto"``. Given alone, it means
-            ``bits="auto"``. With ``auto`` as well, the time decides among the bits that this leaves.
-        sparse: what is done with the sparse gradients of ``nn.Embedding(sparse=True)`` and ``nn.EmbeddingBag``:
-            ``"refuse"``; ``"gather"``, ranks gather the rows that they touch, in codes of this configuration;
-            ``"logarithmic"``, the same in powers of a base (FastSGD, arXiv 2112.04291), which is biased;
-            ``"sketch"``, sums of sketches of rows in the compute dtype (S2 Reducer, arXiv 2110.02140). DDP only.
-        sparse_limit: the touched rows of all ranks, added up, over the rows of the table, beyond which a table is
-            reduced as a dense gradient in a step; a row that two ranks touch counts twice. 0: always dense.
-        connections: of each pair of ranks, for each exchange; pieces of a bucket take them in turns (1 to 16; Gloo).
+            ``"hierarchical"`` (native inside each node; between nodes, the reducer that "auto" chooses for the number
+            of nodes), ``"native"`` (no compression), ``"bf16"`` (the reducer of 16 bits), ``"lossless"`` (exact
+            gradients with entropy-coded exponents, on the CPU) or ``"auto"`` (the reducer with the least predicted
+            error).
+        node_size: number of consecutive ranks on each node, for the reducer ``"hierarchical"``. 0: determined from
+            LOCAL_WORLD_SIZE, which torchrun sets, and from the ranks of the process group.
+        memory: memory of the messages that a rank sends: ``"none"``, ``"ef"``, ``"ecq"``, ``"diana"``, ``"ef21"``,
+            ``"shared"``, a `Memory`, or a dictionary of its numbers. ``"auto"``: none if the codec is unbiased.
+        memory_down: memory of the messages that the owner of a shard sends back, with the reducer ``"two_shot"``.
+            ``"auto"``: none, unless ``memory`` is shared, because a shared memory applies to both directions.
+        min_numel: parameters with fewer elements are sent uncompressed inside the same messages. With 16 bits, all
+            parameters are rounded.
+        exclude: shell-style patterns of the names of parameters that are sent uncompressed, e.g.
+            ``("*.embedding.*",)``.
+        warmup_steps: number of steps at the start in which everything is sent uncompressed.
+        seed: seed of the counter-based dither; it has to be equal on all ranks.
+        sample_every: number of steps from one measurement of the relative error, on a sample of coordinates, to the
+            next. 0 switches it off.
+        auto: whether to choose ``bits`` from ``allow`` during the training, by the length of steps (see
+            `adaptive.trials`). Results then depend on the measured times. Leave ``bits`` out. All other fields apply to
+            codes of up to 8 bits. A `spec.decisions.Decision`, or its dictionary, as ``state.decisions`` and
+            checkpoints have them, selects the bits of this decision: the field then holds False, and ``bits`` holds the
+            number.
+        allow: with ``auto`` or ``bits="auto"``, the numbers of bits that may be chosen, at least two.
+        max_slowdown: with ``bits="auto"``, the share by which rounding may increase the number of steps of a training,
+            above 0. The variance of the rounding of the mean is kept at or below ``max_slowdown`` times the sampling
+            variance of the mean (see `adaptive.noise`). None: no limit, or 0.05 with ``bits="auto"``. If it is given
+            alone, it implies ``bits="auto"``. With ``auto`` as well, the fastest of the remaining numbers of bits is
+            chosen.
+        sparse: how the sparse gradients of ``nn.Embedding(sparse=True)`` and ``nn.EmbeddingBag`` are handled:
+            ``"refuse"`` raises an error; ``"gather"`` gathers the touched rows of all ranks, in codes of this
+            configuration; ``"logarithmic"`` does the same in powers of a base (FastSGD, arXiv 2112.04291), which is
+            biased; ``"sketch"`` sums sketches of the rows in the compute dtype (S2 Reducer, arXiv 2110.02140). DDP
+            only.
+        sparse_limit: if the touched rows of all ranks, added up, are more than ``sparse_limit`` times the rows of the
+            table, the table is reduced as a dense gradient in this step. A row that two ranks touch counts twice. 0:
+            always dense.
+        connections: number of connections between each pair of ranks, for each exchange, 1 to 16. The pieces of a
+            bucket use them in turns. Gloo only.
 
     Raises:
-        ConfigError: a value out of its range, or a combination that cannot work.
+        ConfigError: if a value is out of its range, or if a combination cannot work.
     """
 
     def __post_init__(self) -> None:
@@ -171,23 +185,24 @@ class GQSGDConfig(Fields):
             self.candidates()
 
     def candidates(self) -> dict[int, GQSGDConfig]:
-        """With ``auto`` or ``bits="auto"``, the configurations to choose among, by their bits, widest first.
+        """With ``auto`` or ``bits="auto"``, the configurations from which bits are chosen, by their bits, widest first.
 
         Raises:
-            ConfigError: one of them cannot work, or has a memory, which would not survive a change of bits.
+            ConfigError: if one of them cannot work, or has a memory, which would not survive a change of bits.
         """
         if self.remembers:
-            raise ConfigError("auto=True goes with codecs that remember nothing; leave memory and memory_down out")
+            raise ConfigError("auto=True does not work with a memory; leave memory and memory_down out")
         if self.max_slowdown is not None:
             self._check_noise()
         fixed: dict[str, Any] = {"auto": False, "allow": ALLOW, "max_slowdown": None}
         return {bits: self._with_bits(bits, **fixed) for bits in self.allow}
 
     def by_bits(self) -> dict[int, GQSGDConfig]:
-        """Returns the configurations of all parameters, by their bits: this one alone, unless ``bits`` are given by
-        name.
+        """Returns the configurations of all parameters, by their bits. This is one configuration, unless ``bits`` are
+        given by name.
 
-        The first one is that of the first pattern. 16 and 32 bits keep the fields that are not about codes.
+        The first one belongs to the first pattern. Configurations of 16 and 32 bits keep only the fields that do not
+        concern codes.
         """
         by_name = self.bits_by_name
         if by_name is None:
@@ -197,7 +212,7 @@ class GQSGDConfig(Fields):
     @property
     def biased(self) -> bool:
         """Returns whether the mean of what the codec decodes differs from its input, so that training needs a memory.
-        (Clipping is a bias as well, but one that is asked for.)"""
+        (Clipping is a bias as well, but it does not count here, because the user asks for it.)"""
         return bool(codec_of(self).biased_by)
 
     def describe(self) -> str:
@@ -244,7 +259,7 @@ class GQSGDConfig(Fields):
 
     @classmethod
     def check_names(cls, names: Any) -> None:
-        """Raise ConfigError for a name that is no field, with the nearest one that is."""
+        """Raise ConfigError for a name that is not a field. The message suggests the nearest field."""
         for name in names:
             if name not in cls.field_names():
                 remedy = _REMEDIES.get(name)
@@ -261,10 +276,10 @@ class GQSGDConfig(Fields):
     def replaced(self, **fields: Any) -> GQSGDConfig:
         """Returns the configuration with some fields replaced.
 
-        With 16 or 32 bits, which are no codes, it keeps of its own fields those that are not about codes.
+        With 16 or 32 bits, which are no codes, only the fields that do not concern codes are kept.
 
         Raises:
-            ConfigError: the result cannot work.
+            ConfigError: if the result cannot work.
         """
         if not isinstance(fields.get("auto", False), bool):  # a decision takes the place of what chose bits
             fields = {"bits": None, "max_slowdown": None, **fields}
@@ -306,8 +321,8 @@ class GQSGDConfig(Fields):
         for config in self.by_bits().values():
             if config.remembers:
                 raise ConfigError(
-                    f"bits={bits!r} goes with codecs that remember nothing; leave memory and memory_down out, or give "
-                    "bits as a number"
+                    f"bits={bits!r} does not work with a memory; leave memory and memory_down out, or give bits as a "
+                    "number"
                 )
             for name in ("exclude", "allow", "memory", "memory_down"):  # in the spelling of a checked configuration
                 object.__setattr__(self, name, getattr(config, name))
@@ -403,7 +418,7 @@ class GQSGDConfig(Fields):
         remembers = [name for name in ("memory", "memory_down") if getattr(self, name) not in ("auto", "none")]
         name, fields = ("auto=True", "auto") if self.max_slowdown is None else ('bits="auto"', "bits and max_slowdown")
         if self.codec in BIASED_CODECS:
-            weighs = "goes with codecs that remember nothing, and codec={!r} needs a memory"
+            weighs = "does not work with a memory, and codec={!r} needs one"
             if self.max_slowdown is not None:
                 weighs = "weighs the variance of a rounding, and codec={!r} has a bias instead"
             raise ConfigError(
@@ -412,8 +427,8 @@ class GQSGDConfig(Fields):
             )
         if remembers:
             raise ConfigError(
-                f"{name} goes with codecs that remember nothing; leave {remembers[0]} out, or the preset that has it, "
-                f"or leave {fields} out"
+                f"{name} does not work with a memory; leave {remembers[0]} out, or the preset that has it, or leave "
+                f"{fields} out"
             )
 
     def _check_allowed(self) -> None:

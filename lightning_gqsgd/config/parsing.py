@@ -1,4 +1,4 @@
-"""The codec that plain fields stand for."""
+"""Builds the codec that the fields of a configuration describe."""
 
 from __future__ import annotations
 

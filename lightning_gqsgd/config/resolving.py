@@ -1,5 +1,5 @@
-"""A configuration once the number of ranks is known: its reducer is chosen, its memories have all their numbers, and it
-becomes the `Setting` that reducers are built for.
+"""Resolves a configuration for a number of ranks: chooses the reducer and the numbers of memories, and builds the
+`Setting` from which reducers are built.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The hook of DistributedDataParallel, and the mean of any tensor."""
+"""The hook for DistributedDataParallel, and `all_reduce` for any tensor."""

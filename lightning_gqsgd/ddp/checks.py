@@ -1,4 +1,4 @@
-"""Checks of a DDP model before it has the hook, and what the ranks that register it must share."""
+"""Checks of a DDP model before the hook is registered, and the facts that have to be equal on all ranks."""
 
 from __future__ import annotations
 

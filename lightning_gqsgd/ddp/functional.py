@@ -1,4 +1,4 @@
-"""Quantised mean of any tensor over the ranks of a process group, outside DDP."""
+"""`all_reduce`: the quantised mean of any tensor over the ranks of a process group, without DDP."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ _reductions: dict[tuple[dist.ProcessGroup, torch.device], _Reductions] = {}
 
 
 class Reduction:
-    """An allreduce under way."""
+    """Handle of an asynchronous `all_reduce`."""
 
     def __init__(self, job: Job, flat: Tensor, out: Tensor) -> None:
         self._job = job
@@ -86,19 +86,19 @@ class Reduction:
         self._out = out
 
     def done(self) -> bool:
-        """Returns True once there is a result or an error (on a GPU, once all work for the result is issued)."""
+        """Returns True if there is a result or an error (on a GPU: if all work for the result has been issued)."""
         return self._job.future.done()
 
     @untraced
     def wait(self) -> Tensor:
-        """Wait for the mean. On a GPU, the current stream waits, and the host does not.
+        """Wait for the mean. On a GPU, the current stream waits for it, but the host does not.
 
         Returns:
-            The mean, of the tensor's shape and dtype.
+            The mean, with the tensor's shape and dtype.
 
         Raises:
-            ConfigError: the ranks do not agree.
-            CollectiveError: a collective failed; the result is all NaN.
+            ConfigError: if the ranks do not agree.
+            CollectiveError: if a collective failed. The result is then all NaN.
         """
         try:
             self._job.wait()
@@ -146,27 +146,28 @@ def all_reduce(
     preset: str | GQSGDConfig | None = None,
     **fields: Unpack[FieldArguments],
 ) -> Tensor | Reduction:
-    """Returns the mean of a tensor over the ranks of a group, quantised on the wire, with the same bits on every rank.
+    """Returns the mean of a tensor over the ranks of a group, sent in quantised form and bit-identical on all ranks.
 
-    A collective: every rank calls it with a tensor of the same shape and dtype and the same configuration. Tensors of
-    fewer than ``min_numel`` elements (1024 by default) travel uncompressed. Autograd does not follow it: the mean
-    requires no gradient, whatever the tensor does.
+    This is a collective: every rank has to call it with a tensor of the same shape and dtype and with the same
+    configuration. Tensors of fewer than ``min_numel`` elements (1024 by default) are sent uncompressed. Autograd does
+    not record this call: the mean never requires a gradient.
 
     Args:
         tensor: floating-point tensor of any shape, fp32, fp16, bf16 or fp64; not changed unless it is ``out``.
         group: process group; None is the default group.
-        out: where to put the mean, of the tensor's shape, dtype and device; None makes a new tensor.
-        async_op: return a `Reduction` at once, whose `wait` gives the mean.
-        step: number of the dither, 0 to 2^63 - 1; the same number gives the same dither. None counts the calls on the
-            group.
+        out: the tensor that receives the mean, with the shape, dtype and device of ``tensor``. None creates a new
+            tensor.
+        async_op: return a `Reduction` at once; its `wait` returns the mean.
+        step: number from which the dither is derived, 0 to 2^63 - 1; the same number gives the same dither. None uses
+            the number of calls on the group so far.
         preset: name of a preset (see `presets.PRESETS`), or a configuration.
         **fields: fields of `GQSGDConfig`, except those that need names of parameters, steps or a memory.
 
     Raises:
-        ConfigError: a tensor or configuration that cannot work, or ranks that do not agree; on every rank, if one of
-            them refuses. Then ``out`` has what ``tensor`` has.
-        CollectiveError: a collective failed, and the result is all NaN; or not all ranks call this within the timeout.
-            The next call makes its process groups anew.
+        ConfigError: if the tensor or the configuration cannot work, or if ranks do not agree. If one rank refuses, all
+            ranks raise. ``out`` then has the values of ``tensor``.
+        CollectiveError: if a collective failed, and then the result is all NaN; or if not all ranks call this within
+            the timeout. The next call creates its process groups again.
     """
     parent = parent_group(group)
     step = plain_integer(step)
@@ -200,7 +201,7 @@ def all_reduce(
 
 
 def close() -> None:
-    """Stop the threads and destroy the process groups that `all_reduce` has made; the next call makes them anew."""
+    """Stop the threads and destroy the process groups of `all_reduce`. The next call creates them again."""
     while _reductions:
         _reductions.popitem()[1].engine.close()
 

@@ -1,9 +1,9 @@
 """The DDP communication hook and its state.
 
-DDP's contract, as far as it shapes this file: the hook is a plain function whose second parameter is called ``bucket``
-and carries no annotation; the result is the bucket's own buffer, in place; buckets are rebuilt after the first step
-(the first holds the whole model), so nothing is keyed by bucket index; the buffer is not divided by the number of
-ranks beforehand.
+These rules of DDP shape this file: the hook is a plain function whose second parameter is called ``bucket`` and has no
+annotation. The result is the bucket's own buffer, changed in place. DDP rebuilds its buckets after the first step, in
+which the first bucket holds the whole model, so nothing is keyed by bucket index. DDP does not divide the buffer by the
+number of ranks before it calls the hook.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ _MESSAGES = Messages(remedy="register it on a new DistributedDataParallel model"
 class GQSGDState:
     """State of the hook on one DDP model.
 
-    Creating one is a collective on the model's process group; `register_gqsgd` says what its arguments are.
+    Creating a state is a collective on the model's process group. `register_gqsgd` describes the arguments.
 
     Attributes:
         requested: the configuration as it was given.
-        config: the configuration, with its reducer chosen; with ``auto`` or ``bits="auto"``, that of the latest step;
-            with bits by name, that of the first pattern.
-        step: number of reduced backward passes; numbers the dither.
-        decisions: with ``auto`` or ``bits="auto"``, all changes of bits (see `spec.decisions.Decision`), in order:
-            what was predicted and measured, and why.
+        config: the configuration with the chosen reducer. With ``auto`` or ``bits="auto"``, it is the configuration of
+            the latest step; with bits by name, that of the first pattern.
+        step: number of reduced backward passes. The dither depends on it.
+        decisions: with ``auto`` or ``bits="auto"``, all decisions about the number of bits, in order: what was
+            predicted, what was measured, and the reason (see `spec.decisions.Decision`).
         telemetry: counters of this process.
     """
 
@@ -162,17 +162,18 @@ class GQSGDState:
 
     @property
     def config(self) -> GQSGDConfig:
-        """The configuration of the latest step, with its reducer chosen."""
+        """The configuration of the latest step, with the chosen reducer."""
         return self._configs[0]
 
     @property
     def is_plain(self) -> bool:
-        """True while `auto` lets plain DDP carry the gradients. Such a step is counted when the next one begins."""
+        """True while plain DDP reduces the gradients under `auto`. Such a step is counted when the next one begins."""
         return self._steering is not None and self._steering.is_plain
 
     @property
     def is_waiting(self) -> bool:
-        """True if DDP waits for gradients of the latest backward pass; then the optimizer's next step is an error."""
+        """True if the latest backward pass did not reach all parameters; the optimizer's next step then raises an
+        error."""
         watch = self._attachment.watch
         return watch is not None and watch.is_waiting
 
@@ -183,7 +184,7 @@ class GQSGDState:
 
     @property
     def step(self) -> int:
-        """Number of reduced backward passes. A rank that sets it compares it with others before it sends gradients."""
+        """Number of reduced backward passes. After setting it, a rank compares it with the others before it sends."""
         return self._steps.number
 
     @step.setter
@@ -195,7 +196,7 @@ class GQSGDState:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """All changes of bits so far, in order; empty where ``bits`` are given."""
+        """All decisions about the number of bits so far, in order; empty if ``bits`` is fixed."""
         return () if self._steering is None else self._steering.decisions
 
     @property
@@ -213,14 +214,14 @@ class GQSGDState:
 
     @untraced
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Start to replace a bucket's buffer by its mean over ranks: their sum, divided by the size of DDP's group.
+        """Start to replace a bucket's buffer by the mean of the buffers of all ranks of DDP's group.
 
-        Under torch's `Join`, a rank that has run out of inputs takes part with zeros, and still counts in the divisor.
-        After ``start_localSGD_iter`` steps of post-local SGD, the buffer is left to torch's hook.
+        Under torch's `Join`, a rank that has no inputs left contributes zeros and still counts in the divisor. After
+        ``start_localSGD_iter`` steps of post-local SGD, torch's hook reduces the buffer instead.
 
         Raises:
-            ConfigError: ranks do not agree on the seed or the step, DDP does not reduce a parameter that requires a
-                gradient, or `Join` asks for another divisor.
+            ConfigError: if ranks have different seeds or steps, if DDP does not reduce a parameter that requires a
+                gradient, or if `Join` needs another divisor.
         """
         x = bucket.buffer()
         attachment = self._attachment
@@ -347,12 +348,12 @@ class GQSGDState:
 
     @untraced
     def before_forward(self, model: DistributedDataParallel) -> None:
-        """Check that DDP reduces what is trained; let plain DDP take the hook's place, or the hook its own again, where
-        that is decided (see `adaptive.plain`).
+        """Check that DDP reduces all trained parameters. If `auto` has decided so, replace the hook by plain DDP, or
+        plain DDP by the hook (see `adaptive.plain`).
 
         Raises:
-            ConfigError: DDP does not reduce a parameter that requires a gradient, or the backward pass before has not
-                reached DDP.
+            ConfigError: if DDP does not reduce a parameter that requires a gradient, or if the previous backward pass
+                bypassed DDP.
         """
         # Activations are computed again while a backward pass is under way.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
@@ -371,29 +372,30 @@ class GQSGDState:
     # --- which parameters are trained --------------------------------------------------------------------------------
 
     def changes(self) -> tuple[list[str], list[str]]:
-        """Returns the names of the parameters that require a gradient although DDP does not reduce them, and of those
-        that DDP reduces although they require none.
+        """Returns two lists of parameter names: those that require a gradient but are not reduced by DDP, and those
+        that are reduced by DDP but do not require a gradient.
 
         DDP reduces the parameters that required a gradient when it was built.
         """
         return self._attachment.trained.unfrozen, self._attachment.trained.frozen
 
     def rewrap(self, build: Callable[[nn.Module], DistributedDataParallel]) -> DistributedDataParallel:
-        """Go on with a new DDP model around the same module, because other parameters require a gradient now, or the
-        module has other parameters.
+        """Wrap the same module in a new DDP model. Call this if other parameters require a gradient than before, or if
+        the module has other parameters.
 
-        A collective on the process group. Step, seed, counters and what is remembered of each parameter stay. A
-        parameter that is new in the module takes the values of the group's first rank, and nothing is remembered of it.
-        Gradients that frozen parameters have are averaged, because nobody would average them later. The old DDP model
-        cannot be trained any more: drop it. Tell the optimizer of new parameters.
+        This is a collective on the process group. The step, the seed, the counters and the memory of each parameter are
+        kept. A parameter that is new in the module gets the values of the group's first rank and an empty memory. If a
+        parameter was frozen and still has a gradient, that gradient is averaged now, because no later step would
+        average it. Do not use the old DDP model any more. Add new parameters to the optimizer yourself.
 
         Args:
-            build: makes the DDP model, as the old one was made, e.g. ``DistributedDataParallel``.
+            build: a function that wraps a module in DDP as the old model was wrapped, e.g. ``DistributedDataParallel``.
 
         Raises:
-            ConfigError: ranks do not agree on the parameters, a parameter cannot be reduced, some were frozen between a
-                forward and a backward pass, or ``build`` gives a model of another module or process group.
-            RuntimeError: the hook was closed, or other ranks do not call this.
+            ConfigError: if ranks have different parameters, if a parameter cannot be reduced, if parameters were frozen
+                between a forward and a backward pass, or if ``build`` returns a model of another module or process
+                group.
+            RuntimeError: if the hook was closed, or if other ranks do not call this.
         """
         self._engine.check_open()
         before = self._attachment
@@ -447,7 +449,7 @@ class GQSGDState:
 
     @property
     def is_closed(self) -> bool:
-        """True if the hook cannot train the model any more."""
+        """True if the hook was closed and cannot train the model any more."""
         return self._engine.is_closed
 
     def is_on(self, model: nn.Module) -> bool:
@@ -493,11 +495,11 @@ class GQSGDState:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state with which a resumed run gives the same bits: plain values and tensors.
+        """Returns the state of the hook, plain values and tensors. A run that resumes from it gives the same bits.
 
         Without a memory, the state is equal on all ranks, and this is no collective. With a memory, every rank has to
-        call this. Rank 0 alone gets all ranks' memory, tensors [ranks, numel] by kind and parameter number: save its
-        state.
+        call this. Only rank 0 gets the memory of all ranks (tensors [ranks, numel] by kind and parameter number), so
+        save the state of rank 0.
         """
         state: dict[str, Any] = {"schema": checkpoint.STATE_SCHEMA, "seed": self.config.seed, "step": self.step}
         state["config"] = self.requested.to_dict()
@@ -510,13 +512,15 @@ class GQSGDState:
         return {**state, "memory": self._all_memory()} if self.config.remembers else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the dither and the memory of a checkpoint. Not a collective; every rank loads the state of rank 0.
+        """Load a state, so that the dither and the memory continue. Every rank has to load the state of rank 0.
 
-        With a state of another number of ranks, or without memory, the memory starts empty, and a warning says so.
-        Where ranks load different states, the next backward pass raises ConfigError on all of them.
+        This is no collective. If the state has no memory, or comes from a different number of ranks, the memory starts
+        empty, and a warning says so. If ranks load different states, the next backward pass raises ConfigError on all
+        of them.
 
         Raises:
-            ConfigError: ``state`` is no state, has another schema, or is that of a model with other parameters.
+            ConfigError: if ``state`` is not a state of a hook, has another schema, or belongs to a model with other
+                parameters.
         """
         checkpoint.check_state(state, self.requested)
         if self._steering is not None:
@@ -552,8 +556,9 @@ class GQSGDState:
     # --- reports -----------------------------------------------------------------------------------------------------
 
     def report(self) -> str:
-        """Returns one line that says what is compressed, to how many bits and by which reducer, and what is not; with
-        ``auto`` or ``bits="auto"``, also the bits that are allowed, their average so far, and the latest decision."""
+        """Returns one line that says what is compressed, to how many bits and by which reducer, and what is sent
+        uncompressed. With ``auto`` or ``bits="auto"``, it also has the allowed numbers of bits, their average so far,
+        and the latest decision."""
         ranks = self._engine.world_size
         tables = frozenset() if self._sparse is None else self._sparse.numbers
         if self._steering is not None and ranks > 1:
@@ -565,17 +570,18 @@ class GQSGDState:
         return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe(self._configs)}"
 
     def summary(self) -> dict[str, float]:
-        """Returns bytes, bits, errors and waiting since the hook was made, by name (see `report.summary`)."""
+        """Returns bytes, bits, errors and waiting times since the hook was created, by name (see `report.summary`)."""
         return summary(self.telemetry, self._engine.world_size)
 
     def summary_line(self) -> str:
-        """Returns the summary as one line: bytes against those of fp32, bits, error, and the share of waiting."""
+        """Returns the summary as one line: bytes compared with fp32, bits, error, and the share of time spent
+        waiting."""
         return in_words(self.summary())
 
     def announce(self, say: Callable[[str], None]) -> None:
-        """Announce the `report`, and from now on each decision of ``auto`` or ``bits="auto"``, on rank 0.
+        """Call ``say`` on rank 0 with the `report` now, and with each later decision of ``auto`` or ``bits="auto"``.
 
-        ``say`` must not refer to the model, which would never be freed then.
+        ``say`` must not hold a reference to the model, because the model would then never be freed.
         """
         if self._steering is not None:
             self._steering.announce(say)
@@ -583,7 +589,7 @@ class GQSGDState:
             say(self.report())
 
     def close(self) -> None:
-        """Stop using threads and process groups. The model cannot be trained by this hook any more."""
+        """Release threads and process groups. After that, the hook cannot train the model any more."""
         self._attachment.close()
         self._engine.close()
 
@@ -617,20 +623,22 @@ def register_gqsgd(
 ) -> GQSGDState:
     """Compress the gradient allreduce of a DDP model.
 
-    A collective on the model's process group: every rank calls it. Returns the state (counters, checkpoints, `close`).
+    This is a collective on the model's process group: every rank has to call it. Returns the state of the hook, which
+    has counters, checkpoints and `close`.
 
     Args:
         model: the DDP model, before its first backward pass.
         preset: name of a preset (see `presets.PRESETS`), or a configuration.
-        timeout: of collectives; None takes that of the model's process group.
-        post_local_sgd: torch's state of post-local SGD: from its ``start_localSGD_iter`` on, gradients are averaged as
-            `post_localSGD_hook` does, uncompressed in its subgroup or not at all. Averaging the model is up to you.
+        timeout: timeout of collectives. None takes that of the model's process group.
+        post_local_sgd: torch's state of post-local SGD. From its ``start_localSGD_iter`` on, torch's
+            `post_localSGD_hook` averages gradients, uncompressed in its subgroup or not at all. You have to average the
+            model yourself.
         **fields: fields of `GQSGDConfig`.
 
     Raises:
-        ConfigError: a configuration or model that cannot work, or ranks that do not agree; on every rank, if one of
-            them refuses.
-        CollectiveError: not all ranks call it within the timeout.
+        ConfigError: if the configuration or the model cannot work, or if ranks do not agree. If one rank refuses, all
+            ranks raise.
+        CollectiveError: if not all ranks call this within the timeout.
     """
     check_is_ddp(model)
     patience = patience_of(timeout, parent_group(model.process_group), device_of(model))

@@ -1,4 +1,4 @@
-"""The DDP model that has the hook: its parameters with their memories, and what belongs to the wrapper alone.
+"""The parameters of a hooked DDP model with their memories, and the state that belongs to one DDP wrapper.
 
 Another DDP model may be wrapped around the same module later. `NumberedParameters` and their memories stay then; an
 `Attachment` belongs to one DDP model.

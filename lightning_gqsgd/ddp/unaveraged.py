@@ -1,4 +1,4 @@
-"""Finds gradients that DDP does not average: of parameters that it does not know, and of backward passes without it.
+"""Finds gradients that DDP does not average: of parameters it does not know, and of backward passes that bypass it.
 
 DDP fixes what it reduces when it is built: it hooks onto the gradient accumulators of the parameters that require a
 gradient then. It never looks again. A parameter that is unfrozen, replaced or added later trains on each rank's own
@@ -414,7 +414,7 @@ class BackwardWatch:
 
         Args:
             model: the DDP model.
-            has_hook: whether the hook carries the gradients, not plain DDP.
+            has_hook: whether the hook reduces the gradients, and not plain DDP.
 
         Raises:
             ConfigError: the backward pass before has not reached DDP.

@@ -64,15 +64,16 @@ class HandlerArguments(FieldArguments, total=False):
 class GQSGDKwargs(DistributedDataParallelKwargs):
     """Kwargs handler that makes an Accelerator compress the gradients of the models that it prepares.
 
-    Pass it as ``Accelerator(kwargs_handlers=[GQSGDKwargs(bits=4)])``, or call `enable`. Where Accelerate does not wrap
-    models in DDP (one process, FSDP, DeepSpeed), it asks no handler; `enable` says so.
+    Pass it as ``Accelerator(kwargs_handlers=[GQSGDKwargs(bits=4)])``, or call `enable`. If Accelerate does not wrap
+    models in DDP (one process, FSDP, DeepSpeed), it ignores the handler; `enable` says so.
 
-    Processes are started by ``torchrun``, or by ``accelerate launch --multi_gpu``. On CPUs these go with
-    ``Accelerator(cpu=True)`` or ACCELERATE_USE_CPU=true; ``accelerate launch --cpu`` starts one process, whatever its
-    ``--num_processes``.
+    Start processes with ``torchrun``, or with ``accelerate launch --multi_gpu``. On CPUs, also set
+    ``Accelerator(cpu=True)`` or ACCELERATE_USE_CPU=true; ``accelerate launch --cpu`` always starts one process,
+    whatever ``--num_processes`` says.
 
-    ``accelerator.register_for_checkpointing(handler)`` makes ``save_state`` and ``load_state`` keep the hook's state.
-    (Accelerate loads no folder that was saved with another number of registered objects, so none of a run without it.)
+    After ``accelerator.register_for_checkpointing(handler)``, ``save_state`` and ``load_state`` include the hook's
+    state. (Accelerate refuses a folder that was saved with a different number of registered objects, so it cannot load
+    the folder of a run without this call.)
 
     Args:
         preset: name of a preset (default ``gqsgd``), or a configuration.
@@ -82,7 +83,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         config: the configuration.
 
     Raises:
-        ConfigError: an unknown argument, a value that cannot work, or a communication hook of the user's.
+        ConfigError: for an unknown argument, a value that cannot work, or a communication hook of the user's.
     """
 
     config: GQSGDConfig
@@ -116,18 +117,18 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
 
     @property
     def states(self) -> list[GQSGDState]:
-        """The state of the hook on each model, in the order in which they were prepared, while the model lives."""
+        """The state of the hook on each model that still exists, in the order in which the models were prepared."""
         return [state for model, state in self._hooks if model() is not None]
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _HOOK_FIELDS) -> dict[str, Any]:
-        """Returns the arguments of DistributedDataParallel: the base takes all attributes, and copies them deeply."""
+        """Returns only the arguments of DistributedDataParallel: the base class would deep-copy all attributes."""
         return {name: getattr(self, name) for name in _BASE_FIELDS if name not in ignore_keys}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> GQSGDState:
-        """Install the hook, as Accelerate does when it has wrapped a model. A collective.
+        """Install the hook on a DDP model. Accelerate calls this after it has wrapped a model. A collective.
 
         Raises:
-            ConfigError: a model that cannot work, ranks that do not agree, or a communication hook of the user's.
+            ConfigError: if the model cannot work, if ranks do not agree, or if the user has set a communication hook.
         """
         self._refuse_hooks()
         destroy_at_exit()
@@ -142,10 +143,11 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         return state
 
     def keep_only(self, model: DistributedDataParallel) -> GQSGDState | None:
-        """Forget the hooks of all models but one, which may live on somewhere, and would be saved with it.
+        """Forget the hooks of all models except one. Other models may still exist, and their hooks would be saved with
+        it.
 
         Returns:
-            The state of the hook on ``model``; None: it has none of this handler.
+            The state of the hook on ``model``; None if this handler has no hook on it.
         """
         self._hooks = [(ref, state) for ref, state in self._hooks if ref() is model]
         return self._hooks[0][1] if self._hooks else None
@@ -153,18 +155,19 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state that a resumed run needs for the same bits; see `GQSGDState.state_dict`.
 
-        Call it on all ranks, and save what rank 0 has: Accelerate does both.
+        Call it on all ranks, and save the result of rank 0. Accelerate does both.
         """
         gc.collect()  # models that are in cycles end here at the latest, so that all ranks count the same ones
         return {"states": [*(state.state_dict() for state in self.states), *self._loaded]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the dither and the memory of the prepared models, in their order.
+        """Load the states of the hooks on the prepared models, in the order of the models.
 
-        States of models that are not prepared yet are loaded when those models are prepared.
+        If a model is not prepared yet, its state is loaded when the model is prepared.
 
         Raises:
-            ConfigError: ``state`` is not such a state, or has fewer models, or see `GQSGDState.load_state_dict`.
+            ConfigError: if ``state`` does not come from `state_dict`, or has fewer models; or see
+                `GQSGDState.load_state_dict`.
         """
         gc.collect()
         saved = state.get("states") if isinstance(state, dict) else None

@@ -1,4 +1,4 @@
-"""Arguments of Lightning's strategies, and the end of the process group, for all adapters."""
+"""Code that all adapters share: the arguments of Lightning's strategies, and the end of the process group."""
 
 from __future__ import annotations
 

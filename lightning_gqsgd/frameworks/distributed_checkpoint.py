@@ -1,9 +1,9 @@
-"""States of hooks for torch.distributed.checkpoint (DCP), with which every rank saves and loads.
+"""Saves and loads the states of hooks with torch.distributed.checkpoint (DCP), on all ranks.
 
-DCP flattens dictionaries, and reads into what is there: it asks for each entry of a checkpoint by its name, and refuses
-tensors of another size. What a hook remembers has a size that depends on the number of ranks, and other entries
-when the configuration differs. So a state travels as two entries that DCP does not look into: one that all ranks have
-in common, and the memory of all ranks, which only rank 0 of the hook's process group saves and loads.
+DCP flattens dictionaries, and loads into existing values: it asks for each entry of a checkpoint by its name, and
+refuses tensors of another size. The size of a hook's memory depends on the number of ranks, and its entries depend on
+the configuration. So a state is saved as two opaque entries: one that is the same on all ranks, and the memory of all
+ranks, which only rank 0 of the hook's process group saves and loads.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 
 class DCPState:
-    """A hook's state as torch.distributed.checkpoint saves and loads it: one of its `Stateful` objects.
+    """Lets torch.distributed.checkpoint save and load a hook's state; this is one of its `Stateful` objects.
 
     Saving and loading are collectives over the hook's process group, and DCP calls both on all ranks::
 
         dcp.save({"model": model.state_dict(), "gqsgd": DCPState(state)}, checkpoint_id=folder)
         dcp.load({"model": weights, "gqsgd": DCPState(state)}, checkpoint_id=folder)
 
-    `async_save` copies the state before it returns. A checkpoint of another number of ranks leaves the memory empty,
-    with a warning, as `GQSGDState.load_state_dict` does.
+    `async_save` copies the state before it returns. If a checkpoint comes from a different number of ranks, the memory
+    starts empty, with a warning, as in `GQSGDState.load_state_dict`.
 
     Args:
         state: the state that `register_gqsgd` or `register_gqsgd_fsdp` has returned.
 
     Raises:
-        ConfigError: ``state`` is no state of a hook.
+        ConfigError: if ``state`` is not a state of a hook.
     """
 
     def __init__(self, state: GQSGDState | GQSGDFSDPState) -> None:
@@ -49,7 +49,7 @@ class DCPState:
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state in entries that DCP takes as they are. A collective if the hook remembers anything."""
+        """Returns the state as entries that DCP does not change. This is a collective if the hook has a memory."""
         saved = self._state.state_dict()
         memory = saved.pop("memory", None)
         if not isinstance(self._state, GQSGDState):  # there is no memory with FSDP2
@@ -63,10 +63,11 @@ class DCPState:
         return {**entries, "memory": (memory,)} if hook._engine.rank == 0 else entries
 
     def load_state_dict(self, entries: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`. A collective if the hook remembers anything.
+        """Load the entries of a `state_dict`. This is a collective if the hook has a memory.
 
         Raises:
-            ConfigError: on all ranks; see `GQSGDState.load_state_dict`, or ``entries`` are not those of `state_dict`.
+            ConfigError: on all ranks, if ``entries`` do not come from `state_dict`, or see
+                `GQSGDState.load_state_dict`.
         """
         hook = self._state
         if not isinstance(hook, GQSGDState) or not hook.config.remembers:

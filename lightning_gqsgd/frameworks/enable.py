@@ -1,4 +1,4 @@
-"""`enable`: one call for Accelerate and for the Trainer of transformers, which is imported for a Trainer only."""
+"""`enable`: one call for Accelerate and for the Trainer of transformers. It imports transformers only for a Trainer."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class EnableArguments(HandlerArguments, StrategyArguments, total=False):
 def enable(
     target: Accelerator | Trainer, preset: str | GQSGDConfig | None = None, **fields: Unpack[EnableArguments]
 ) -> GQSGDKwargs | LocalStepsCallback:
-    """Compress the gradients of what an Accelerator or a transformers Trainer trains, and keep its other settings.
+    """Compress the gradients of an Accelerator or of a transformers Trainer, and keep its other settings.
 
-    What the hook needs to resume goes into checkpoints: of an Accelerator those of ``save_state``, of a Trainer those
-    that it writes. A Trainer also logs the hook's counters.
+    The hook's state is added to checkpoints: those of an Accelerator's ``save_state``, or those that a Trainer writes.
+    A Trainer also logs the hook's counters.
 
     Args:
         target: an Accelerator that has prepared no model yet, or a Trainer before ``evaluate`` and ``train``.
         preset: name of a preset (default ``gqsgd``), or a configuration.
-        **fields: fields of `GQSGDConfig`; fields of DistributedDataParallelKwargs replace the existing handler's. For a
-            Trainer, ``local_steps=32``, or the preset ``gqsgd_diloco``, gives local steps without
-            DistributedDataParallel, with the fields of `local_steps.options.LocalOptions`.
+        **fields: fields of `GQSGDConfig`, and fields of DistributedDataParallelKwargs, which override those of an
+            existing handler. For a Trainer, ``local_steps=32`` or the preset ``gqsgd_diloco`` selects local steps
+            without DistributedDataParallel; the fields of `local_steps.options.LocalOptions` are arguments then.
 
     Returns:
-        The handler, with the state of each model's hook (``states``); for local steps the callback, with ``averages``.
+        The handler, whose ``states`` are the states of the hooks; with local steps, a callback that has ``averages``.
 
     Raises:
-        ConfigError: an argument that cannot work, a target that trains without DDP, has prepared models, or has a
-            communication hook already.
+        ConfigError: if an argument cannot work, or if the target trains without DDP, has prepared models already, or
+            has a communication hook already.
     """
     if isinstance(target, Accelerator):
         return enable_accelerator(target, preset, **cast("dict[str, Any]", fields))

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 class FabricMixin(StrategyMixin):
     """DDP with quantised gradients.
 
-    Checkpoints that hold an optimizer also hold the states of the hooks. Loading such a checkpoint restores the states,
-    in the order in which the models are set up, whether they are set up before or after.
+    A checkpoint that has an optimizer also has the states of the hooks. Loading such a checkpoint restores the states
+    in the order in which the models are set up, before or after loading.
 
     With local steps (``local_steps=32``, or the preset ``gqsgd_diloco``), each rank trains its modules without
-    DistributedDataParallel, and what the steps of each optimizer change is averaged every so many of them. Call
+    DistributedDataParallel, and the changes are averaged every ``local_steps`` steps of an optimizer. Call
     ``fabric.strategy.finish()`` on every rank at the end of training, for the last average. With several optimizers,
-    each one's parameters are averaged by themselves.
+    the parameters of each optimizer are averaged separately.
 
     Args:
         preset: name of a preset (default ``gqsgd``, and with local steps ``gqsgd_diloco``), or a configuration.
@@ -51,11 +51,11 @@ class FabricMixin(StrategyMixin):
             of `local_steps.options.LocalOptions`.
 
     Attributes:
-        gqsgd_states: the state of each model's hook, in the order in which models were set up; with local steps, the
-            averages of each optimizer.
+        gqsgd_states: the state of each model's hook, in the order in which the models were set up; with local steps,
+            the averages of each optimizer.
 
     Raises:
-        ConfigError: an unknown argument, or a value that cannot work.
+        ConfigError: for an unknown argument, or a value that cannot work.
     """
 
     _rank_zero_info: Callable[[str], None]  # each flavour's log of the first process
@@ -104,7 +104,7 @@ class FabricMixin(StrategyMixin):
         return model
 
     def setup_optimizer(self, optimizer: optim.Optimizer) -> optim.Optimizer:
-        """With local steps, begin to average the parameters of an optimizer, whose model has been set up before."""
+        """With local steps, start to average the parameters of an optimizer. Its model has to be set up before."""
         optimizer = super().setup_optimizer(optimizer)
         if self._local is not None:
             trained = self._local.begin(self._module_of(optimizer), [optimizer], self.gqsgd_config, self._timeout)
@@ -113,7 +113,8 @@ class FabricMixin(StrategyMixin):
         return optimizer
 
     def finish(self) -> None:
-        """With local steps, make the last averages; without, do nothing. Every rank calls this after training."""
+        """Make the last averages of local steps. Every rank has to call this after training. Without local steps, it
+        does nothing."""
         if self._local is not None:
             self._local.finish()
             self._check_modules_without_optimizer()
@@ -148,7 +149,7 @@ class FabricMixin(StrategyMixin):
         raise ConfigError("the optimizer's model is not set up; call fabric.setup(model, optimizer) for both")
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Add the states of the hooks to what a run resumes from: whatever has an optimizer. A collective."""
+        """Save a checkpoint, with the states of the hooks if it has an optimizer. A collective."""
         if _is_to_resume(state) and self.gqsgd_states:
             if CHECKPOINT_KEY in state:
                 raise ConfigError(f"the key {CHECKPOINT_KEY!r} of a checkpoint is the strategy's; take another name")
@@ -158,7 +159,8 @@ class FabricMixin(StrategyMixin):
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Restore the hooks if the checkpoint restores an optimizer; otherwise leave the hooks as they are.
 
-        With local steps, weights without a state of local steps are where they begin again. Then this is a collective.
+        With local steps, if the checkpoint has weights but no state of local steps, local steps start again from these
+        weights, and this is a collective.
         """
         remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         if _is_to_resume(state):

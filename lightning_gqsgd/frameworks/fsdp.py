@@ -1,9 +1,10 @@
 """FSDP2 (`fully_shard`): quantised means over replicas, and quantised reduce-scatters.
 
-What torch does, as far as it shapes this file: a module's gradients are reduced when its backward pass is through. The
-reduce-scatter leaves on each rank the mean of its shards over the ranks that parameters are divided among (of fp16, a
-part of it, and FSDP divides by the rest afterwards); the all-reduce hook replaces that tensor in place. After
-`set_gradient_divide_factor`, gradients are sums over all ranks divided by that factor, as in torch's own HSDP.
+This behaviour of torch shapes this file: FSDP reduces a module's gradients at the end of the module's backward pass.
+The reduce-scatter leaves on each rank the mean of its shards over the ranks among which parameters are sharded (for
+fp16, only a part of the divisor is applied, and FSDP divides by the rest afterwards). The all-reduce hook replaces that
+tensor in place. After `set_gradient_divide_factor`, gradients are sums over all ranks divided by that factor, as in
+torch's own HSDP.
 """
 
 from __future__ import annotations
@@ -91,11 +92,12 @@ class _Collective:
 class GQSGDFSDPState:
     """State of the hooks on one model; see `register_gqsgd_fsdp`.
 
-    Creating one is a collective over all ranks that the model is sharded and replicated over.
+    Creating it is a collective over all ranks among which the model is sharded and replicated.
 
     Attributes:
         config: the configuration, as requested.
-        telemetry: counters of this process; a bucket is a module's all-reduce or, after those, its reduce-scatter.
+        telemetry: counters of this process. The buckets are the modules' all-reduces, followed by their
+            reduce-scatters.
     """
 
     def __init__(
@@ -160,8 +162,9 @@ class GQSGDFSDPState:
 
     @property
     def step(self) -> int:
-        """Number of times that a module's gradients have been reduced: of backward passes, unless some reduce the same
-        module several times. (Each module counts its own, and that number is the dither's.)"""
+        """Number of times that a module's gradients have been reduced. This is the number of backward passes, unless a
+        backward pass reduces a module several times. (Each module has its own count, from which its dither is
+        derived.)"""
         return max(self._reductions.values(), default=0)
 
     # --- called by FSDP -----------------------------------------------------------------------------------------------
@@ -169,10 +172,10 @@ class GQSGDFSDPState:
     def average(self, group: ShardedGroup, reduced: Tensor) -> None:
         """All-reduce hook: replace gradients by their mean over replicas.
 
-        While `set_requires_all_reduce(False)` holds, they are kept, and zero is handed on instead.
+        While `set_requires_all_reduce(False)` is set, gradients are kept for later, and FSDP gets zeros instead.
 
         Raises:
-            ConfigError: ranks do not agree, or replicas do not have the same parameters.
+            ConfigError: if ranks do not agree, or if replicas do not have the same parameters.
             CollectiveError: a collective failed; the gradients are all NaN.
         """
         assert self._average is not None
@@ -194,8 +197,8 @@ class GQSGDFSDPState:
             reduced *= self._average.engine.world_size
 
     def scatter(self, group: ShardedGroup, output: Tensor, gradients: Tensor, op: Any) -> None:
-        """Reduce-scatter: set ``output`` to this rank's row of the mean of all ranks' ``gradients``, times what ``op``
-        asks for. The gradients are left in any state.
+        """Reduce-scatter: set ``output`` to this rank's row of the mean of all ranks' ``gradients``, scaled as ``op``
+        says. The contents of ``gradients`` are undefined afterwards.
 
         Raises:
             ConfigError: ranks do not agree.
@@ -326,7 +329,8 @@ class GQSGDFSDPState:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs for the same bits: plain values, equal on all ranks. Not a collective."""
+        """Returns the state that a resumed run needs for the same bits: plain values, equal on all ranks. Not a
+        collective."""
         return {
             "schema": STATE_SCHEMA,
             "seed": self.config.seed,
@@ -336,13 +340,13 @@ class GQSGDFSDPState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the dither of a checkpoint. Not a collective.
+        """Load a state, so that the dither continues. Not a collective.
 
-        Modules that the checkpoint does not name, because others were sharded, continue from its step. Where ranks load
-        different states, the next backward pass raises ConfigError on all of them.
+        If other modules were sharded when the state was saved, modules that it does not name continue from its step. If
+        ranks load different states, the next backward pass raises ConfigError on all of them.
 
         Raises:
-            ConfigError: ``state`` is no state, has another schema, or is not that of hooks for FSDP.
+            ConfigError: if ``state`` is not a state of hooks for FSDP, or has another schema.
         """
         check_state(state, self.config, {"reductions": dict})
         for name, count in state["reductions"].items():
@@ -363,7 +367,8 @@ class GQSGDFSDPState:
     # --- reports ---------------------------------------------------------------------------------------------------
 
     def report(self) -> str:
-        """Returns one line that says what is compressed, to how many bits and in which collectives, and what is not."""
+        """Returns one line that says what is compressed, to how many bits and in which collectives, and what is sent
+        uncompressed."""
         every = [p for group in self._groups for p in group.parameters]
         raw = [p for p in every if p.raw]
         ways = []
@@ -392,7 +397,7 @@ class GQSGDFSDPState:
         return text
 
     def close(self) -> None:
-        """Stop using threads and process groups. The model cannot be trained any more."""
+        """Release threads and process groups. After that, the model cannot be trained any more."""
         self._checks.remove()
         if self._average is not None:
             self._average.engine.close()
@@ -430,32 +435,33 @@ def register_gqsgd_fsdp(
 ) -> GQSGDFSDPState:
     """Compress the gradient communication of a model on which `fully_shard` has been called.
 
-    A collective: every rank calls it, after the last `fully_shard` and before the first backward pass. Returns the
-    state (counters, checkpoints, `close`).
+    This is a collective: every rank has to call it, after the last `fully_shard` and before the first backward pass.
+    Returns the state of the hooks, which has counters, checkpoints and `close`.
 
-    Hybrid sharding: on a mesh of two dimensions, shard over the inner one alone, and let the mean over the outer one be
-    quantised; gradients are the mean over all ranks::
+    For hybrid sharding, create a mesh of two dimensions, and shard over the inner dimension only. The mean over the
+    outer dimension is then quantised, and gradients are the mean over all ranks::
 
         mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh["shard"])
         register_gqsgd_fsdp(model, replicate=mesh["replicate"], bits=4)
 
-    Nothing is broadcast: replicas have to start with the same parameters, and this is checked in the first backward
-    pass. Modules of which only some parameters get a gradient are reduced uncompressed.
+    Parameters are not broadcast: replicas have to start with the same parameters, which is checked in the first
+    backward pass. Modules of which only some parameters get a gradient are reduced uncompressed.
 
     Args:
         model: a model with sharded modules, all over one process group.
-        replicate: the ranks that hold the same shards as this one: a process group, or a mesh of one dimension. None:
-            nothing is done over replicas.
-        reduce_scatter: quantise the reduce-scatter over the ranks that parameters are divided among, too, or alone.
-            Codes are added once, in full precision, so that no reducer other than "auto" or "two_shot" makes sense.
+        replicate: the ranks that have the same shards as this one, as a process group or a mesh of one dimension. None:
+            means over replicas are not quantised.
+        reduce_scatter: whether to quantise the reduce-scatter over the ranks among which parameters are sharded, in
+            addition to ``replicate`` or alone. Codes are added only once, in full precision, so only the reducers
+            "auto" and "two_shot" make sense.
         preset: name of a preset (see `presets.PRESETS`), or a configuration.
-        timeout: of collectives; None takes those of the model's process groups.
-        **fields: fields of `GQSGDConfig`. Names, ``exclude`` and ``min_numel`` are about whole parameters,
-            ``warmup_steps`` and ``sample_every`` about each module's reductions. There is no memory.
+        timeout: timeout of collectives. None takes those of the model's process groups.
+        **fields: fields of `GQSGDConfig`. Names, ``exclude`` and ``min_numel`` refer to whole parameters,
+            ``warmup_steps`` and ``sample_every`` to the reductions of each module. Memories are not supported.
 
     Raises:
-        ConfigError: a configuration, model or version of torch that cannot work, or ranks that do not agree.
+        ConfigError: if the configuration, the model or the version of torch cannot work, or if ranks do not agree.
     """
     if isinstance(replicate, DeviceMesh):
         if replicate.ndim != 1:

@@ -1,4 +1,4 @@
-"""Changes of a model under FSDP2 with which its ranks would train apart, found before they do.
+"""Detects changes of a model under FSDP2 that would let the ranks' weights drift apart.
 
 FSDP reduces what `fully_shard` was given, and calls one all-reduce hook and one reduce-scatter for each module. So a
 hook that somebody else sets later replaces the one that averages, and a parameter that comes later gets the gradient of

@@ -1,4 +1,4 @@
-"""The hooks that FSDP2 calls for each module: they are set here, and checked to be still there."""
+"""Sets the hooks that FSDP2 calls for each module, and checks that they are still set."""
 
 from __future__ import annotations
 

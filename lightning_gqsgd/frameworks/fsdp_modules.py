@@ -1,4 +1,4 @@
-"""The modules of a model under FSDP2: which parameters each `fully_shard` reduces together, and where they lie.
+"""The modules of a model under FSDP2: which parameters are reduced together, and where they are in memory.
 
 This module alone reads torch's private structures. FSDP reduces gradients in flat tensors. Such a tensor is a row: the
 shards of a module's parameters one after the other, each padded to the same size on every rank. Before the

@@ -1,4 +1,4 @@
-"""Checks before hooks are registered on a model under FSDP2: of the configuration, and of the modules."""
+"""Checks of the configuration and of the modules before hooks are registered on a model under FSDP2."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_request(config: GQSGDConfig, replicate: dist.ProcessGroup | None, redu
                 )
     if config.up is not None or config.down is not None:
         raise ConfigError(
-            "what sharded gradients lose is not remembered: give memory='none' and memory_down='none' (with a biased "
+            "memories do not work with sharded gradients: give memory='none' and memory_down='none' (with a biased "
             "codec that is a bias), or train with DistributedDataParallel (register_gqsgd)"
         )
 

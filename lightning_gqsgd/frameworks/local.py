@@ -56,8 +56,8 @@ class Trained:
         if not self.averages.step and self.others > limit * (len(self.optimizers) - 1):
             raise ConfigError(
                 f"the first of {len(self.optimizers)} optimizers has made no step, and the others {self.others}: "
-                f"models are averaged every {limit} steps of the first one, so nothing would be; let "
-                "configure_optimizers return the optimizer first that steps in every batch"
+                f"models are averaged every {limit} steps of the first one, so they would never be averaged; "
+                "let configure_optimizers return an optimizer that steps in every batch first"
             )
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -16,11 +16,11 @@ _RayStrategy: Any = RayDDPStrategy
 
 
 class RayGQSGDStrategy(GQSGDStrategy, _RayStrategy):
-    """`GQSGDStrategy` for a Trainer inside of ``ray.train.torch.TorchTrainer``, with the same arguments.
+    """`GQSGDStrategy` for a Trainer that runs inside a ``ray.train.torch.TorchTrainer``, with the same arguments.
 
-    Ray has started the processes and their group. So the Trainer needs ``plugins=[RayLightningEnvironment()]`` and
-    ``devices="auto"``, and `ray.train.lightning.prepare_trainer` checks both.
+    Ray starts the processes and their process group. So the Trainer needs ``plugins=[RayLightningEnvironment()]`` and
+    ``devices="auto"``; `ray.train.lightning.prepare_trainer` checks both.
 
     Raises:
-        ConfigError: an unknown argument, a value that cannot work, or a communication hook of the user's.
+        ConfigError: for an unknown argument, a value that cannot work, or a communication hook of the user's.
     """

@@ -1,6 +1,6 @@
 """The Trainer strategy and its telemetry callback, for both flavours of Lightning.
 
-Mixins: `trainer_lightning` and `trainer_pytorch_lightning` put them on the classes of their package.
+They are mixins: `trainer_lightning` and `trainer_pytorch_lightning` add them to the classes of their package.
 """
 
 from __future__ import annotations
@@ -38,38 +38,40 @@ _Base: Any = object  # each flavour's Callback
 class TrainerMixin(StrategyMixin):
     """DDP with quantised gradients.
 
-    Every field of `GQSGDConfig` is an argument, and replaces the preset's value. None keeps the preset's value; to have
-    no memory, give ``memory="none"``.
+    Every field of `GQSGDConfig` is an argument, and overrides the preset's value. None keeps the preset's value; to
+    switch a memory off, pass ``memory="none"``.
 
     Args:
         preset: name of a preset (default ``gqsgd``, and with local steps ``gqsgd_diloco``), or a configuration.
-        telemetry: add the callback that logs counters, unless the Trainer has one.
-        local_steps: each rank trains by itself, without DistributedDataParallel, and the changes of the models are
-            averaged every so many optimizer steps (see `LocalSteps`); None: gradients are averaged in every step,
-            unless the preset is one of local steps, such as ``gqsgd_diloco``. A checkpoint has the first rank's
-            parameters, beside what every rank needs to resume. The last average is at the end of training. With
-            ``elastic``, also a time, e.g. ``"20s"``.
-        outer: with local steps, the outer optimizer; see `local_steps.options.LocalOptions` for this, for the next six
-            and for its other fields, which are arguments as well.
-        outer_after: with local steps, the number of steps whose averages leave ``outer`` out.
+        telemetry: whether to add the callback that logs counters, unless the Trainer already has one.
+        local_steps: number of optimizer steps between two averages: each rank trains on its own, without
+            DistributedDataParallel, and the changes of the models are averaged (see `LocalSteps`). None: gradients are
+            averaged in every step, unless the preset is for local steps, such as ``gqsgd_diloco``. A checkpoint has the
+            first rank's parameters, and the state that every rank needs to resume. The last average is made at the end
+            of training. With ``elastic``, a time such as ``"20s"`` is also possible.
+        outer: with local steps, the outer optimizer. `local_steps.options.LocalOptions` describes this argument, the
+            next six, and further fields, which are arguments as well.
+        outer_after: with local steps, the number of steps at the start whose averages do not use ``outer``.
         fragments: with local steps, the number of parts that are averaged at different times.
         delay: with local steps, the number of steps after which an average is used.
-        mixing: with local steps and a delay, the share of what was learnt meanwhile.
-        inner_state: with local steps, ``"keep"``, ``"reset"`` or ``"average"`` the inner optimizer's state.
-        rule: with local steps, how the changes of all ranks become one mean change.
-        elastic: with local steps, whether processes may leave and join. Each process is then a Trainer of its own, with
-            one device; they meet at a lighthouse (docs/elastic.md).
+        mixing: with local steps and a delay, the weight of the rank's own parameters when an average is used.
+        inner_state: with local steps, whether to ``"keep"``, ``"reset"`` or ``"average"`` the inner optimizer's state.
+        rule: with local steps, the rule by which the changes of all ranks become one mean change.
+        elastic: with local steps, whether processes may leave and join. Each process then runs its own Trainer with one
+            device, and the processes meet at a lighthouse (docs/elastic.md).
         min_replicas: with ``elastic``, the least number of processes for a merge.
-        outlier: by the clock, and with ``elastic``: how many times the median a change has to have to be left out.
-        validate_at: with local steps, which model validation sees while training: ``"local"``, the default, each rank's
-            own; or ``"anchor"``, which is the same on all ranks. Weights that are saved right after a validation are
-            those that it saw.
-        **kwargs: arguments of Lightning's DDPStrategy, and of DistributedDataParallel. ``model_averaging_period`` and,
-            as ``ddp_comm_state``, a `PostLocalSGDState` give post-local SGD: quantised averages of gradients first,
-            then each rank's own steps (or its node's), and every so many steps the average of all models.
+        outlier: if ``local_steps`` is a time, and with ``elastic``: a change whose norm per step is more than this many
+            times the median is left out.
+        validate_at: with local steps, the model that validation during training uses: ``"local"``, the default, is each
+            rank's own model; ``"anchor"`` is the anchor, which is the same on all ranks. A checkpoint that is saved
+            right after a validation has the weights that were validated.
+        **kwargs: arguments of Lightning's DDPStrategy, and of DistributedDataParallel. ``model_averaging_period``
+            together with a `PostLocalSGDState` as ``ddp_comm_state`` gives post-local SGD: gradients are first averaged
+            in quantised form; later, each rank (or each node) makes its own steps, and all models are averaged every
+            ``model_averaging_period`` steps.
 
     Raises:
-        ConfigError: an unknown argument, a value that cannot work, or a communication hook of the user's.
+        ConfigError: for an unknown argument, a value that cannot work, or a communication hook of the user's.
     """
 
     _telemetry: Callable[[], Any]  # each flavour's callback
@@ -123,7 +125,7 @@ class TrainerMixin(StrategyMixin):
 
     @property
     def gqsgd_state(self) -> GQSGDState | LocalAverages | MergedAverages | None:
-        """State of the hook on the model of the current, or latest, fit in this process; or its local steps."""
+        """State of the hook, or the local steps, of the current or latest fit in this process."""
         if self._local is None:
             return self._gqsgd_state
         return self._local.trained[0].averages if self._local.trained else None
@@ -176,7 +178,7 @@ class TrainerMixin(StrategyMixin):
         state.announce(self._rank_zero_info)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Wrap the model anew where callbacks or hooks have unfrozen or frozen parameters.
+        """Wrap the model again if callbacks or hooks have unfrozen or frozen parameters.
 
         DDP reduces the parameters that required a gradient when it was built. It would not reduce parameters that were
         unfrozen later, and would wait for the gradients of frozen ones, unless it looks for unused parameters.
@@ -218,8 +220,8 @@ class TrainerMixin(StrategyMixin):
             self._rank_zero_info(self._gqsgd_state.summary_line())
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers, and the hook where it is already there; with local steps, the optimizers of this
-        rank, and its parameters."""
+        """Restore the optimizers, and the hook if there already is one; with local steps, the optimizers and the
+        parameters of this rank."""
         super().load_optimizer_state_dict(checkpoint)
         if self._local is None:
             self._restore_hook()
@@ -268,7 +270,7 @@ class TrainerMixin(StrategyMixin):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Keep the hook's state until there is a hook: Lightning loads checkpoints before it wraps the model."""
+        """Keep the hook's state until the hook exists: Lightning loads checkpoints before it wraps the model."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == "fit":
@@ -301,7 +303,8 @@ class TelemetryMixin(_Base):
     """Logs the hook's counters under ``gqsgd/`` whenever the Trainer logs (``log_every_n_steps``); see
     `telemetry.Meter`.
 
-    Reading the counters waits for a GPU, so they are not read in other batches; times are means since the last reading.
+    Reading the counters waits for the GPU, so they are read only in batches in which the Trainer logs. Times are means
+    since the last reading.
     """
 
     def __init__(self) -> None:
@@ -313,7 +316,7 @@ class TelemetryMixin(_Base):
         self._meter = None if state is None else Meter(state.telemetry)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Log the counters since the last reading; nothing where no backward pass has reduced gradients."""
+        """Log the counters since the last reading, unless no backward pass has reduced gradients since then."""
         if self._meter is None or not trainer._logger_connector.should_update_logs:
             return
         values = self._meter.read()

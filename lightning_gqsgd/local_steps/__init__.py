@@ -1,1 +1,1 @@
-"""Local steps: each rank trains by itself, and the changes of all ranks' models are averaged seldom."""
+"""Local steps: each rank trains on its own, and the changes of all ranks are averaged every few steps."""

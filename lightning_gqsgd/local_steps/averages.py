@@ -1,4 +1,4 @@
-"""Counts optimizer steps, starts averages of what ranks have learnt, and moves the anchor by them.
+"""Counts optimizer steps, starts the averages of local steps, and moves the anchor by them.
 
 One average of a fragment goes as follows. Each rank takes the change of its parameters since the anchor,
 Δ_i = anchor − x_i. The engine replaces the changes by their mean over ranks, Δ = mean of Q(Δ_i), with the same bits on
@@ -127,32 +127,32 @@ class Average:
 
 
 class LocalAverages(AveragingLoop[Average]):
-    """Averages what ranks learn in their own optimizer steps.
+    """Averages the changes that the ranks' own optimizer steps make.
 
-    Creating one is a collective on the process group. All ranks then have the first rank's parameters and buffers.
+    Creating it is a collective on the process group. All ranks then have the first rank's parameters and buffers.
 
     Args:
         model: the module that each rank trains.
-        optimizers: the inner optimizers, of which one or more have each parameter that is to be averaged.
-        options: when to average, and what to do with the mean.
+        optimizers: the inner optimizers. A parameter is averaged if one or more of them have it.
+        options: when to average, and how to use the mean.
         config: the compression.
         group: process group; None is the default group.
-        timeout: of collectives; None takes that of the group.
-        meeting: what the caller has opened; None opens one.
+        timeout: timeout of collectives. None takes that of the group.
+        meeting: a meeting that the caller has opened; None opens one.
 
     Attributes:
-        requested: the compression as it was given.
-        config: the same with its reducer chosen.
+        requested: the compression that was passed.
+        config: the same compression, with the chosen reducer.
         outer: the outer optimizer; its tensors are the anchors.
         device: device of the model.
-        store: what this rank remembers of the compressed parameters.
+        store: this rank's memory of the compressed parameters.
         averagers: this rank's averagers, by fragment and bundle.
         compressed_numbers: numbers of the compressed parameters.
-        watched: what of the model must not change.
+        watched: the parts of the model that must not change.
 
     Raises:
-        ConfigError: a model, an optimizer or a value that cannot work, or ranks that do not agree; on every rank.
-        CollectiveError: not all ranks do this within the timeout.
+        ConfigError: on every rank, if the model, an optimizer or a value cannot work, or if ranks do not agree.
+        CollectiveError: if not all ranks do this within the timeout.
     """
 
     def __init__(
@@ -209,7 +209,8 @@ class LocalAverages(AveragingLoop[Average]):
 
     @property
     def telemetry(self) -> Telemetry:
-        """Counters of this process; a step of theirs is an average, and exposed seconds are those that steps waited."""
+        """Counters of this process. They count one step per average, and exposed seconds are the time that steps
+        waited."""
         return self._engine.telemetry
 
     @property
@@ -220,14 +221,14 @@ class LocalAverages(AveragingLoop[Average]):
     @untraced
     @torch.no_grad()
     def advance(self) -> None:
-        """Count an optimizer step; use the averages whose delay is over, and start those that are due.
+        """Count an optimizer step. Use the averages whose delay is over, and start those that are due.
 
-        Every rank calls this after each optimizer step, also after one that a GradScaler has skipped.
+        Every rank has to call this after each optimizer step, including steps that a GradScaler has skipped.
 
         Raises:
-            ConfigError: ranks are not at the same step, or an optimizer trains a parameter that is not averaged.
-            CollectiveError: a collective failed; the parameters are what they were.
-            RuntimeError: this was closed.
+            ConfigError: if ranks are not at the same step, or if an optimizer trains a parameter that is not averaged.
+            CollectiveError: if a collective failed. The parameters are then unchanged.
+            RuntimeError: if this was closed.
         """
         refuse_kept(self.fragments)
         self.check_open()
@@ -238,13 +239,13 @@ class LocalAverages(AveragingLoop[Average]):
     @untraced
     @torch.no_grad()
     def finish(self) -> None:
-        """Use the averages under way, and average what was learnt since. Then all ranks have the same bits.
+        """Use the averages under way, and average the changes since. All ranks then have the same bits.
 
-        Every rank calls this at the end of training. The round is cut off; where training goes on, the next one begins.
-        The anchor becomes the mean of the ranks' models: a momentum of the outer optimizer is made for whole rounds,
-        and would carry the anchor too far. Where a model is preserved (see `preserved`), the anchor becomes that one. A
-        second call in a row changes nothing, unless somebody has changed parameters in between, such as a callback that
-        puts averaged weights in.
+        Every rank has to call this at the end of training. It ends the current round early; if training continues, the
+        next round begins. The anchor becomes the mean of the ranks' models. The outer optimizer is not used, because
+        its momentum is meant for whole rounds and would move the anchor too far. If there is a preserved model (see
+        `preserved`), the anchor becomes that model. A second call in a row changes nothing, unless parameters have
+        changed in between, for example by a callback that sets averaged weights.
 
         Raises:
             ConfigError, CollectiveError, RuntimeError: see `advance`.
@@ -262,12 +263,14 @@ class LocalAverages(AveragingLoop[Average]):
 
     @torch.no_grad()
     def check_start(self) -> None:
-        """Before the very first step, check that parameters are the anchors on all ranks. A collective; once.
+        """Check before the very first step that parameters are equal to the anchors on all ranks. A collective; it runs
+        once.
 
-        Weights that were loaded since this was made would be the first round's change, and be quantised with it.
+        If weights were loaded after this object was created, they would count as a change of the first round and be
+        quantised.
 
         Raises:
-            ConfigError: a rank's parameters are not those that this was made with; on every rank.
+            ConfigError: on every rank, if a rank's parameters have changed since this was created.
         """
         self.check_open()
         self._look_at_loaded_weights()
@@ -289,7 +292,7 @@ class LocalAverages(AveragingLoop[Average]):
 
     @torch.no_grad()
     def start_anew(self, model: nn.Module) -> None:
-        """Begin again with the first rank's present parameters and buffers, as if this were made now. A collective.
+        """Start again from the first rank's current parameters and buffers, as if this were created now. A collective.
 
         Averages under way, memories and the outer optimizer's state are lost, and steps count from 0.
 
@@ -308,9 +311,10 @@ class LocalAverages(AveragingLoop[Average]):
 
     @contextmanager
     def at_anchor(self) -> Iterator[None]:
-        """A context in which the model has the anchor's values, which are the same on all ranks, e.g. for validation.
+        """Returns a context in which the model has the anchor's values, which are the same on all ranks, e.g. to
+        validate.
 
-        Afterwards, the model has this rank's own values again. No step is made in it.
+        After the context, the model has this rank's own values again. Do not make a step inside it.
         """
         self._buffers.take_back()
         with kept(self.fragments):
@@ -319,10 +323,11 @@ class LocalAverages(AveragingLoop[Average]):
 
     @contextmanager
     def at_preserved(self) -> Iterator[None]:
-        """A context in which the model has the values of the preserved model (see `preserved`), e.g. for validation.
+        """Returns a context in which the model has the values of the preserved model (see `preserved`), e.g. to
+        validate.
 
-        A collective: every rank enters it after the same step. Where no model is preserved, and as long as an average
-        is under way, the values are those of the anchor.
+        This is a collective: every rank has to enter it after the same step. If there is no preserved model, or while
+        an average is under way, the values are those of the anchor.
 
         Raises:
             ConfigError, CollectiveError, RuntimeError: see `advance`.
@@ -334,7 +339,7 @@ class LocalAverages(AveragingLoop[Average]):
             yield
 
     def report(self) -> str:
-        """Returns one line that says what is averaged how often, and how it is compressed."""
+        """Returns one line that says how often averages are made, and how changes are compressed."""
         options = self.options
         every = "a varying number of" if callable(options.every) else options.every
         text = report(self.requested, [self.config], self._facts, self.world_size, self.averages, "value")
@@ -360,7 +365,7 @@ class LocalAverages(AveragingLoop[Average]):
             )
 
     def close(self) -> None:
-        """Stop using threads and process groups. Averages under way are lost; `finish` uses them."""
+        """Release threads and process groups. Averages under way are lost; call `finish` before to use them."""
         self._engine.close()
 
     # --- for checkpoints ---------------------------------------------------------------------------------------------

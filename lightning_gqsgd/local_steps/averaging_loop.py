@@ -1,4 +1,4 @@
-"""The order in which averages are started and used: the same between processes and between virtual workers.
+"""The order in which averages are started and used, for processes and for virtual workers.
 
 A subclass says how an average is started, waited for and applied: `averages.LocalAverages` over process groups,
 `research.simulation.local.LocalWorkers` in one process.

@@ -1,4 +1,4 @@
-"""Checks of a state of local steps, before anything of it is loaded."""
+"""Checks of a state of local steps, before any part of it is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local steps in checkpoints: a rank's own state, and the states of all ranks in one place.
+"""Local steps in checkpoints: the state of one rank, and the gathered states of all ranks.
 
 The anchor, the outer optimizer and the averages under way are the same on all ranks. Parameters, buffers, the inner
 optimizers' state and the memory differ from rank to rank. So an undisturbed continuation needs every rank's own: either

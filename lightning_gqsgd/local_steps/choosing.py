@@ -1,4 +1,4 @@
-"""Options and compression of local steps, from a preset's name and what replaces its values."""
+"""Builds the options and the compression of local steps from a preset and the arguments that override it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of the inner optimizers: of some parameters it is forgotten, averaged, or cleared of what is not finite."""
+"""The state of the inner optimizers: it is reset, averaged, or cleared of values that are not finite."""
 
 from __future__ import annotations
 

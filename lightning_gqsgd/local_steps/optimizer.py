@@ -1,4 +1,5 @@
-"""`LocalSteps`: an optimizer around an optimizer, which averages seldom what ranks learn by themselves."""
+"""`LocalSteps`: wraps an optimizer so that each rank trains on its own, and all ranks average their changes now and
+then."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class LocalSteps(Optimizer):
-    """Trains a model on each rank by itself, and averages the changes every so many steps, quantised.
+    """Trains a model separately on each rank, and averages the quantised changes every ``every`` steps.
 
-    Use it in the place of the optimizer, with the module itself (not wrapped in DistributedDataParallel)::
+    Use it in place of the optimizer, with the module itself (not wrapped in DistributedDataParallel)::
 
         optimizer = LocalSteps(model, torch.optim.AdamW(model.parameters()), every=32)
         for batch in batches:               # each rank has its own, and all ranks have equally many
@@ -43,42 +44,44 @@ class LocalSteps(Optimizer):
         optimizer.finish()                  # the last average: all ranks have the same bits
         optimizer.close()
 
-    Creating one is a collective on the process group: all ranks take the first rank's parameters and buffers, and must
-    agree on everything below. Load a model's weights before: the first step refuses weights that were changed since.
-    The formulas are in `averages`.
+    Creating it is a collective on the process group. All ranks get the first rank's parameters and buffers, and must
+    have equal values for all arguments below. Load the weights of the model before: the first step raises an error if
+    weights have changed since. The formulas are in `averages`.
 
-    A rank whose change is NaN or infinite makes all ranks leave that average out and go back to the anchor; a warning
-    says so, and ``averages.skipped`` counts it. Gradients are clipped and accumulated on each rank by itself. With a
-    GradScaler, a rank that skips a step counts it all the same. Floating-point buffers are averaged uncompressed with
-    the last fragment, and other buffers are taken from the first rank.
+    If a rank's change is NaN or infinite, all ranks skip that average and go back to the anchor; a warning says so, and
+    ``averages.skipped`` counts it. Each rank clips and accumulates its own gradients. If a GradScaler skips a step on a
+    rank, the step still counts. Floating-point buffers are averaged uncompressed with the last fragment, and other
+    buffers are taken from the first rank.
 
     Args:
         model: the module that is trained.
-        optimizer: the inner optimizer of the model's parameters, or of some of them, which are then averaged.
-        every: optimizer steps between two averages, 1 or more; or a function of the number of rounds so far; or a time,
-            e.g. ``"20s"``, in which each rank makes as many steps as it can (see `merges.averages`). None: the preset's
-            number, which is 32 unless the preset says otherwise.
-        outer: what moves the anchor by the mean change: ``"nesterov"`` (DiLoCo, arXiv 2311.08105; it begins after 256
-            steps, see ``outer_after`` of `options.LocalOptions`), ``"sgd"`` (FedPAQ, arXiv 1909.13014), a torch.optim
-            class, or a function that makes an optimizer of tensors. None: the preset's.
-        preset: ``"gqsgd_diloco"``, ``"gqsgd_fedpaq"``, or the name of a compression's preset, or a configuration. None:
-            ``"gqsgd_diloco"``, which has 4 bits.
+        optimizer: the inner optimizer of all or some of the model's parameters. Only its parameters are averaged.
+        every: number of optimizer steps between two averages, 1 or more; or a function of the number of rounds so far;
+            or a time, e.g. ``"20s"``, in which each rank makes as many steps as it can (see `merges.averages`). None
+            takes the preset's number, which is 32 unless the preset says otherwise.
+        outer: the outer optimizer, which moves the anchor by the mean change: ``"nesterov"`` (DiLoCo, arXiv 2311.08105;
+            it begins after 256 steps, see ``outer_after`` of `options.LocalOptions`), ``"sgd"`` (FedPAQ, arXiv
+            1909.13014), a torch.optim class, or a function that takes a list of tensors and returns an optimizer. None
+            takes the preset's.
+        preset: ``"gqsgd_diloco"``, ``"gqsgd_fedpaq"``, the name of a preset for gradients, or a configuration. None
+            takes ``"gqsgd_diloco"``, which has 4 bits.
         fragments: number of parts of the parameters that are averaged at different steps of a round.
-        delay: steps between the start of an average and its use, so that no step waits for the network; less than
-            ``every``. By the clock, and with ``elastic``: 1 or more lets training go on beside each merge.
+        delay: number of steps between the start of an average and its use, so that no step waits for the network; less
+            than ``every``. If ``every`` is a time, and with ``elastic``, 1 or more lets training continue during each
+            merge.
         elastic: whether ranks may leave and join while training runs; see docs/elastic.md.
-        group: process group; None is the default group. Not with ``elastic``, whose ranks meet at a lighthouse.
-        timeout: of collectives; None takes that of the group.
+        group: process group; None is the default group. With ``elastic``, leave it out: ranks meet at a lighthouse.
+        timeout: timeout of collectives. None takes that of the group.
         **fields: further fields of `options.LocalOptions` and fields of `GQSGDConfig`, e.g. ``bits=2``.
 
     Attributes:
         inner: the inner optimizer.
-        averages: counters, anchors and the outer optimizer; see `averages.LocalAverages`, and for rounds by the clock
-            and ``elastic``, `merges.averages.MergedAverages`.
+        averages: counters, anchors and the outer optimizer; see `averages.LocalAverages`, or
+            `merges.averages.MergedAverages` if ``every`` is a time or with ``elastic``.
 
     Raises:
-        ConfigError: a value, a model or an optimizer that cannot work, or ranks that do not agree; on every rank.
-        CollectiveError: not all ranks call this within the timeout.
+        ConfigError: on every rank, if a value, the model or the optimizer cannot work, or if ranks do not agree.
+        CollectiveError: if not all ranks call this within the timeout.
     """
 
     # GradScaler then calls `step` in every step, so that all ranks count the same steps, and tells it what to skip.
@@ -158,13 +161,13 @@ class LocalSteps(Optimizer):
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step of the inner optimizer; start and use the averages that are due.
+        """Make a step of the inner optimizer. Start the averages that are due, and use those that are ready.
 
         Args:
             closure: see `torch.optim.Optimizer.step`.
 
         Returns:
-            What the inner optimizer returns.
+            The return value of the inner optimizer's step.
 
         Raises:
             ConfigError, CollectiveError, RuntimeError: see `LocalAverages.check_start` and `LocalAverages.advance`.
@@ -181,7 +184,7 @@ class LocalSteps(Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: what is averaged is fixed.
+        """Raise an error: the parameters that are averaged cannot change.
 
         Raises:
             ConfigError: always.
@@ -192,24 +195,24 @@ class LocalSteps(Optimizer):
         )
 
     def finish(self) -> None:
-        """Average what was learnt since the last average; see `LocalAverages.finish`, and `MergedAverages.finish`."""
+        """Average the changes since the last average; see `LocalAverages.finish` and `MergedAverages.finish`."""
         self.averages.finish()
 
     @property
     def samples(self) -> int:
         """Number of samples that have entered the model, of all ranks together; the same on all ranks after a merge.
 
-        Rounds by the clock and ``elastic`` only: ranks make different numbers of steps, and this says how far training
-        has come. Without `add_samples`, each step counts as one.
+        This is only for ``elastic``, and for an ``every`` that is a time: ranks then make different numbers of steps,
+        and this number says how far training has come. Without `add_samples`, each step counts as one sample.
         """
         return self._merged("samples").samples
 
     def add_samples(self, count: int) -> None:
-        """Count samples, or tokens, that the next step has seen; see `MergedAverages.add_samples`."""
+        """Count the samples, or tokens, that the next step uses; see `MergedAverages.add_samples`."""
         self._merged("add_samples").add_samples(count)
 
     def leave(self) -> None:
-        """Merge what was learnt since the last merge, and close, without waiting for ranks that go on."""
+        """Merge the changes since the last merge, and close, while the other ranks continue."""
         self._merged("leave").leave()
 
     def _merged(self, name: str) -> MergedAverages:
@@ -221,20 +224,20 @@ class LocalSteps(Optimizer):
         )
 
     def close(self) -> None:
-        """Stop using threads and process groups. The optimizer makes no step after that."""
+        """Release threads and process groups. After that, the optimizer cannot make a step."""
         self.averages.close()
 
     def report(self) -> str:
-        """One line that says what is averaged how often, and how it is compressed."""
+        """Returns one line that says how often averages are made, and how changes are compressed."""
         return self.averages.report()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: that of the inner optimizer, and under ``"local_steps"`` that of the averages.
+        """Returns this rank's state: that of the inner optimizer, and under ``"local_steps"`` that of the averages.
 
-        Not a collective; waits for averages under way. To continue with the same bits, each rank saves its own model
-        and its own state. A state of another rank is the start from the anchor.
+        This is no collective, but it waits for averages under way. To resume with the same bits, each rank has to save
+        its own model and its own state. A rank that loads the state of another rank starts from the anchor.
 
-        torch.distributed.checkpoint's ``get_state_dict`` and ``set_state_dict`` keep it, too; see
+        ``get_state_dict`` and ``set_state_dict`` of torch.distributed.checkpoint keep this state, too; see
         `distributed_checkpoint`.
         """
         inner = self.inner.state_dict()
@@ -242,10 +245,11 @@ class LocalSteps(Optimizer):
         return packed(inner, own) if is_called_by_it() else {**inner, STATE_KEY: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Not a collective; every rank does this, after its model has loaded its weights.
+        """Load a `state_dict`. Every rank calls this after it has loaded the weights of its model. This is no
+        collective.
 
         Raises:
-            ConfigError: the state was written without local steps; or see `checkpoint.load_state`.
+            ConfigError: if the state was written without local steps; or see `checkpoint.load_state`.
         """
         if not isinstance(state_dict, Mapping):
             raise ConfigError(f"the state is {state_dict!r:.50}, not a mapping; load what state_dict() has given")
@@ -262,7 +266,7 @@ class LocalSteps(Optimizer):
             load_state(self.averages, state_dict[STATE_KEY], lambda: self.inner.load_state_dict(inner))
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else that torch keeps in an optimizer, such as its hooks, is the inner optimizer's."""
+        """Returns an attribute of the inner optimizer: all other attributes, such as hooks, are delegated to it."""
         if name in ("_inner", "inner", "averages"):  # not made yet, because the constructor has failed
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -305,7 +309,7 @@ class LocalSteps(Optimizer):
 
 
 class DetachedLocalSteps:
-    """A copy of `LocalSteps`. It knows neither the copied model nor the other ranks, and makes no step."""
+    """A copy of `LocalSteps`. It has no model and no process group, and cannot make a step."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""Options of local steps beside the compression: one frozen value, which checks itself."""
+"""The options of local steps apart from the compression, as one frozen value that is checked when it is created."""
 
 from __future__ import annotations
 
@@ -53,41 +53,45 @@ class LocalArguments(FieldArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOptions:
-    """When changes are averaged, and what is done with their mean.
+    """Options of local steps: when changes are averaged, and how their mean is used.
 
     Attributes:
-        every: optimizer steps between two averages of a parameter, 1 or more; or a function that is given the number of
-            rounds so far (0 in the first round) and returns that number. It has to be the same function on all ranks.
-            Or a time, e.g. ``"20s"``, ``"2min"`` or a timedelta: each rank makes as many steps as it can in it, and
-            changes are weighted by what each rank has seen (see `merges`).
-        outer: what moves the anchor by the mean change: ``"nesterov"``, which is SGD with learning rate 0.7 and
-            Nesterov momentum 0.9 (DiLoCo, arXiv 2311.08105); ``"sgd"``, which is SGD with learning rate 1 (FedPAQ,
-            arXiv 1909.13014); ``"heavy_ball"``, the same with momentum 0.4; or a class or function that makes a torch
-            optimizer of a list of tensors.
-        outer_after: optimizer steps at the start of training whose averages leave ``outer`` out, 0 or more: the anchor
-            becomes the mean of the ranks' models. None: 256 with ``outer="nesterov"``, whose momentum would carry the
-            large changes of the first steps to where a network learns much less, and otherwise 0.
+        every: number of optimizer steps between two averages of a parameter, 1 or more. Or a function that takes the
+            number of rounds so far (0 in the first round) and returns the number of steps; it has to be the same
+            function on all ranks. Or a time, e.g. ``"20s"``, ``"2min"`` or a timedelta: each rank makes as many steps
+            as it can in this time, and changes are weighted by the number of samples that each rank has seen (see
+            `merges`).
+        outer: the outer optimizer, which moves the anchor by the mean change: ``"nesterov"``, which is SGD with
+            learning rate 0.7 and Nesterov momentum 0.9 (DiLoCo, arXiv 2311.08105); ``"sgd"``, which is SGD with
+            learning rate 1 (FedPAQ, arXiv 1909.13014); ``"heavy_ball"``, the same with momentum 0.4; or a class or
+            function that takes a list of tensors and returns a torch optimizer.
+        outer_after: number of optimizer steps at the start of training whose averages do not use ``outer``, 0 or more:
+            the anchor then becomes the mean of the ranks' models. None means 256 with ``outer="nesterov"``, and
+            otherwise 0. With Nesterov momentum from the start, the large changes of the first steps move a network to a
+            point where it learns much less.
         fragments: number of parts of about equal size whose averages start at different steps of a round, 1 or more.
-        delay: number of steps between the start of an average and its use, 0 or more, and less than ``every``. By the
-            clock, and with ``elastic``: 1 or more lets training go on beside the merge, which is used after the first
-            step that ends later than the merge.
+        delay: number of steps between the start of an average and its use, 0 or more, and less than ``every``. If
+            ``every`` is a time, and with ``elastic``, 1 or more lets training continue during the merge; its result is
+            used after the first step that ends later than the merge.
         mixing: weight α of a rank's own parameters when a delayed average is used, 0 to 1: x ← α x + (1 − α) anchor
-            (Streaming DiLoCo, arXiv 2501.18512). Without a delay it does not count.
-        inner_state: the inner optimizer's state of a parameter when its average is used: ``"keep"``, ``"reset"`` or
-            ``"average"`` over all ranks, uncompressed.
-        rule: how the changes of all ranks become one mean change: ``"mean"``, one message of each rank; or another name
-            of `rules.RULES`, a rule with numbers of your own, or a mapping of its numbers with its name as ``"name"``.
-        anchor_device: device of the anchor and of the outer optimizer's state, e.g. ``"cpu"``; None: the parameters'.
-        anchor_dtype: dtype of both, e.g. ``torch.bfloat16``; None: fp64 for fp64 parameters, and otherwise fp32.
+            (Streaming DiLoCo, arXiv 2501.18512). Without a delay, it has no effect.
+        inner_state: what happens to the inner optimizer's state of a parameter when its average is used: ``"keep"`` it,
+            ``"reset"`` it, or ``"average"`` it over all ranks, uncompressed.
+        rule: the rule by which the changes of all ranks become one mean change: ``"mean"``, with one message of each
+            rank; or another name of `rules.RULES`; or a rule object; or a mapping with the rule's name as ``"name"``
+            and its numbers.
+        anchor_device: device of the anchor and of the outer optimizer's state, e.g. ``"cpu"``. None: the device of the
+            parameters.
+        anchor_dtype: dtype of both, e.g. ``torch.bfloat16``. None: fp64 for fp64 parameters, and otherwise fp32.
         elastic: whether ranks may leave and join while training runs. They meet at torchft's lighthouse, whose address
             is in the environment variable TORCHFT_LIGHTHOUSE, and not in a process group of torch.distributed.
         min_replicas: with ``elastic``, the least number of ranks for a merge, 1 or more.
-        outlier: by the clock, and with ``elastic``: a change whose norm for each step is more than so many times the
-            median of all ranks' is left out, 1 or more; ``math.inf``: none is left out for its size. One that is not
-            finite always is.
+        outlier: used if ``every`` is a time, and with ``elastic``. A change is left out of a merge if its norm per step
+            is more than ``outlier`` times the median over all ranks; 1 or more. With ``math.inf``, no change is left
+            out for its size. A change that is not finite is always left out.
 
     Raises:
-        ConfigError: a value out of its range, or two that do not go together.
+        ConfigError: if a value is out of its range, or if two values cannot be combined.
     """
 
     every: Every = 32
@@ -157,7 +161,7 @@ class LocalOptions:
 
     @property
     def is_merged(self) -> bool:
-        """Whether changes are merged with weights (see `merges`), and not averaged after equally many steps."""
+        """Whether changes are merged with weights (see `merges`), and not averaged after equal numbers of steps."""
         return self.elastic or self.every_s is not None
 
     def _check_merges(self) -> None:

@@ -1,4 +1,4 @@
-"""Which fragments are averaged after which optimizer step."""
+"""Decides which fragments are averaged after which optimizer step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before local steps begin: checks, the facts that all ranks must share, and the same weights on all ranks."""
+"""The start of local steps: checks, facts that have to be equal on all ranks, and equal weights on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes of a model or of its optimizers after local steps began, with which an average would not make ranks equal."""
+"""Detects changes of a model or its optimizers after which an average would not make ranks equal."""
 
 from __future__ import annotations
 

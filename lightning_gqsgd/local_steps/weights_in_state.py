@@ -1,4 +1,4 @@
-"""Weights that an inner optimizer keeps in its state, and that an average of the parameters alone would miss.
+"""Detects weights in the state of an inner optimizer, which an average of the parameters would not include.
 
 A schedule-free optimizer trains one sequence of weights and keeps a second one, and evaluates at a mixture of both
 (arXiv 2405.15682). Lookahead goes back to slow weights of its own (arXiv 1907.08610). A 16-bit training may keep its

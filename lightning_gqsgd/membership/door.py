@@ -1,4 +1,4 @@
-"""What a member checks at the lighthouse before it joins: an address, and others that fit.
+"""The checks of a member before it joins: that the lighthouse has an address, and that the other members fit.
 
 A lighthouse has one list of members, whatever they train. So each member's name says what it needs in common with the
 others, and a newcomer reads their names first. Otherwise it would break the merges of those that are there.

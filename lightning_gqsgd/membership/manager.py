@@ -1,4 +1,4 @@
-"""torchft's members: they meet at a lighthouse, die, leave and join while training runs.
+"""Members that use torchft: they meet at a lighthouse, and may die, leave and join while a training runs.
 
 torchft's Manager asks the lighthouse who takes part, connects them, and gives a member that has made fewer merges the
 state of one that has made the most. A merge in which a member dies fails on those that were still sending. The

@@ -1,4 +1,4 @@
-"""What a merge of local steps asks of those that take part in it, and who answers.
+"""The interface between a merge of local steps and the members that take part in it.
 
 A merge issues no collective itself. It yields the requests below, and is resumed with the answer to each. So the same
 merge runs over a process group of fixed ranks, over torchft's members, and over virtual members of one process.

@@ -1,8 +1,8 @@
 """torchft: a process group that survives ranks that die, leave and join, with quantised all-reduces.
 
-torchft's Manager calls `configure` (in later versions: `reconfigure`) whenever the ranks have changed, and the engine
-is made anew for the new ranks. Whatever fails is an error of torchft's: the Manager hears of it through the work that
-it waits for and through `errored`, discards the step, and asks for new ranks.
+torchft's Manager calls `configure` (in later versions: `reconfigure`) whenever the ranks have changed, and a new engine
+is created for the new ranks. All failures are reported to the Manager, through the work that it waits for and through
+`errored`. The Manager then discards the step, and asks for a new group of ranks.
 """
 
 from __future__ import annotations
@@ -60,21 +60,22 @@ def quantised(
 ) -> QuantisedProcessGroup:
     """Returns a process group for torchft's Manager whose all-reduces of floating-point tensors are quantised.
 
-    Sums and means of fp32, fp16, bf16 and fp64 tensors go through the engine. Tensors of fewer than ``min_numel``
-    elements (1024 by default) travel uncompressed. Everything else goes to ``process_group`` as it is::
+    Sums and means of fp32, fp16, bf16 and fp64 tensors are quantised. Tensors of fewer than ``min_numel`` elements
+    (1024 by default) are sent uncompressed. All other calls are passed to ``process_group`` unchanged::
 
         manager = torchft.Manager(pg=quantised(torchft.ProcessGroupGloo(), bits=4), ...)
 
     Then torchft's ``DistributedDataParallel``, ``LocalSGD`` and ``DiLoCo`` send 4 bits.
 
     Args:
-        process_group: ``torchft.ProcessGroupGloo``; its timeout is that of quantised all-reduces as well.
-        device: device of the tensors that are reduced. Those on a GPU go through host memory.
+        process_group: a ``torchft.ProcessGroupGloo``. Its timeout also holds for quantised all-reduces.
+        device: device of the tensors that are reduced. Tensors on a GPU go through host memory.
         preset: name of a preset (see `presets.PRESETS`), or a configuration.
         **fields: fields of `GQSGDConfig`, e.g. ``bits=4``.
 
     Raises:
-        ConfigError: another kind of process group, or a configuration that cannot work for tensors without a name.
+        ConfigError: if the process group is of another kind, or if the configuration cannot work for tensors without a
+            name.
     """
     return QuantisedProcessGroup(process_group, make_config(preset, **fields), torch.device(device))
 
@@ -83,7 +84,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
     """The process group that `quantised` returns.
 
     Args:
-        process_group: what carries everything else, and is configured first.
+        process_group: the process group for all other calls; it is configured first.
         config: the compression.
         device: device of the tensors.
 
@@ -121,14 +122,14 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
 
     @torch.no_grad()
     def sum(self, flat: Tensor, segments: Sequence[Segment], number: int) -> Tensor:
-        """Replace a flat tensor by its sum over the ranks, and wait for it.
+        """Replace a flat tensor by its sum over the ranks, and wait for the result.
 
         Unlike `allreduce`, this does not compare what ranks reduce: the caller knows that they reduce the same.
 
         Args:
             flat: the tensor, [numel].
             segments: the parameters in it, in order.
-            number: that no other sum of the training has, the same on all ranks.
+            number: a number that no other sum of the training has; it is the same on all ranks.
 
         Raises:
             ConfigError: the ranks do not agree on kernels for a new dtype.
@@ -146,22 +147,22 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             raise
 
     def configure(self, *arguments: Any, **named: Any) -> None:
-        """Go on with other ranks. The Manager calls this; a collective of the new ranks.
+        """Switch to a new group of ranks. The Manager calls this; it is a collective of the new ranks.
 
         Args:
             *arguments: see ``torchft.process_group.ProcessGroup.configure``.
             **named: the same.
 
         Raises:
-            ConfigError: ranks have different configurations or versions; on all of them.
-            CollectiveError: a rank did not come in time, or gave no sign of life.
+            ConfigError: on all ranks, if they have different configurations or versions.
+            CollectiveError: if a rank did not arrive in time, or gave no sign of life.
         """
         self._close_beside()
         super().configure(*arguments, **named)
         self._open_or_abort()
 
     def reconfigure(self, options: Any) -> Any:
-        """Go on with other ranks, as later versions of torchft say it; see `configure`.
+        """Switch to a new group of ranks, in later versions of torchft; see `configure`.
 
         Args:
             options: see ``torchft.process_group.ProcessGroup.reconfigure``.
@@ -173,11 +174,11 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         return work
 
     def errored(self) -> Exception | None:
-        """Returns the error after which ranks have to be configured anew; None if there was none."""
+        """Returns the error after which the group has to be configured again; None if there was none."""
         return self._error or self._pg.errored()
 
     def abort(self, errored: bool = True) -> None:
-        """Fail what is under way.
+        """Let all calls under way fail.
 
         Args:
             errored: whether the cause is an error, which torchft logs.
@@ -192,7 +193,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         self._pg.shutdown()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of collectives, which counts from the next ranks on."""
+        """Set the timeout of collectives. It takes effect with the next group of ranks."""
         self._pg.set_timeout(timeout)
 
     @untraced
@@ -205,11 +206,11 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             opts: the operation, or torch's options with it.
 
         Returns:
-            The work, whose future has the tensors. After an error, tensors are all NaN; or, where the ranks do not
-            agree on what they reduce, they are what they were.
+            The work, whose future has the tensors. After an error, the tensors are all NaN; if the ranks do not agree
+            on what they reduce, the tensors are unchanged.
 
         Raises:
-            ConfigError: a tensor on another device.
+            ConfigError: if a tensor is on another device.
             RuntimeError: there are no ranks, because of an earlier error.
         """
         return self._quantised(tensors, opts) or super().allreduce(tensors, opts)
@@ -229,7 +230,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         return _Work([self._reduce(tensor, is_sum) for tensor in tensors], self._note)
 
     def compile_for(self, most_ranks: int) -> None:
-        """Compile the kernels that any number of ranks up to this one needs, before there are ranks that wait."""
+        """Compile the kernels for any number of ranks up to this one, before other ranks wait for this process."""
         for ranks in range(2, most_ranks + 1):
             config = resolve(self.config, ranks)
             if not self._is_compiled(config, ranks):
@@ -306,7 +307,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         return _Greeting(len(set(digests)) == 1 and all(ready), max(calls), f"{tokens[0]:x}")
 
     def rows_of_all(self, row: Tensor) -> Tensor:
-        """Returns the rows of all ranks, as the sum of rows that are zero but for one. A collective.
+        """Returns the rows of all ranks. A collective: it sums matrices in which only a rank's own row is not zero.
 
         Args:
             row: this rank's, int64, [numel].
@@ -497,7 +498,7 @@ class _Work(dist._Work):
 
 
 def check_process_group(process_group: object) -> None:
-    """Raise ConfigError for what `quantised` cannot go through."""
+    """Raise ConfigError for a process group that `quantised` does not support."""
     if not isinstance(process_group, ProcessGroupWrapper):
         raise ConfigError(f"process_group={process_group!r:.100} is none of torchft's; give torchft.ProcessGroupGloo()")
     if process_group.getBackendName() != "torchft-gloo":
@@ -510,7 +511,7 @@ def check_process_group(process_group: object) -> None:
 def check_config(config: GQSGDConfig) -> None:
     """Raise ConfigError for a configuration that needs to know what is reduced, or where ranks are.
 
-    The Manager calls for tensors without names, and ranks come and go, so nothing can be remembered of either.
+    The Manager reduces tensors without names, and ranks come and go, so no memory can be kept for either.
     """
     resolved = resolve(config, 2)
     refuse_for(config, "torchft, which reduces dense tensors")

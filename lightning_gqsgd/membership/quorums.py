@@ -1,4 +1,4 @@
-"""Numbers of quorums that a lighthouse does not give again after it was started again.
+"""Numbers of quorums that stay unique when a lighthouse is restarted.
 
 A lighthouse counts its quorums, and begins at 1 when it is started again. torchft's Manager connects to the members of
 a quorum only where its number is another one than before, and members find each other in a store under that number.

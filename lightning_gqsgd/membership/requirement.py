@@ -1,4 +1,4 @@
-"""torchft, which is an extra: what is said without it, and how much it says itself."""
+"""The optional dependency torchft: the error without it, and the level of its own logging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A member's state on its way to one that joins, without pickles that could run code.
+"""Sends a member's state to a joining member, without pickles that could run code.
 
 torchft sends it within a merge, where all know that a member needs it. A member that joins between two merges fetches
 what another one knows at that moment.

@@ -261,9 +261,9 @@ def recommendable(choices: Sequence[Candidate]) -> list[Candidate]:
 def best_of(choices: Sequence[Candidate]) -> Candidate:
     """Returns the most exact candidate among those whose steps are about as short as the shortest.
 
-    Plain DDP is the best one as long as the shortest step does not gain as much as is `WORTH` a change. If it does, a
-    more exact candidate may gain a little less than that. So faster links never lead to fewer bits. Candidates with
-    fewer than `FEWEST_BITS` bits do not count.
+    Plain DDP is the best candidate unless the shortest step gains at least `WORTH`. If it does, a more exact candidate
+    may gain a little less than that. So faster links never lead to fewer bits. Candidates with fewer than `FEWEST_BITS`
+    bits are ignored.
     """
     choices = recommendable(choices)
     shortest = min(candidate.prediction.step_s for candidate in choices)
@@ -326,7 +326,7 @@ def _share(made: Prediction) -> str:
 
 
 def advice_on_local_steps(choices: Sequence[Candidate], local: Candidate | None) -> str | None:
-    """Returns a sentence on local steps; None: steps wait little, or there is no prediction of local steps."""
+    """Returns a sentence on local steps; None if steps wait little, or if there is no prediction of local steps."""
     best = best_of(choices)
     made = best.prediction
     if local is None or made.exposed_s <= LONG_WAIT * made.step_s:
@@ -342,7 +342,7 @@ def advice_on_local_steps(choices: Sequence[Candidate], local: Candidate | None)
 def over_nodes(cluster: Cluster) -> dict[int, list[Candidate]]:
     """Returns the candidates that can be recommended over numbers of nodes, of up to `MOST_RANKS` ranks.
 
-    Those with fewer bits take as long to predict, so they are left out.
+    Candidates with fewer bits take equally long to predict, so they are left out.
     """
     counts = [nodes for nodes in SWEEP_NODES if 1 < nodes * cluster.per_node <= MOST_RANKS]
     widths = [bits for bits in BITS if bits >= FEWEST_BITS]
@@ -366,18 +366,19 @@ class Sweeps:
         """Returns both sweeps of a cluster.
 
         Raises:
-            ConfigError: nothing is known of several nodes.
+            ConfigError: if the costs of several nodes are not known.
         """
         return cls(over_nodes(cluster), over_rates(cluster))
 
     @classmethod
     def known(cls, cluster: Cluster) -> Sweeps:
-        """Returns both sweeps of a cluster; that over nodes is empty where nothing is known of several nodes."""
+        """Returns both sweeps of a cluster. The sweep over nodes is empty if the costs of several nodes are not
+        known."""
         return cls(over_nodes(cluster) if cluster.knows_other_nodes else {}, over_rates(cluster))
 
 
 def break_even(sweep: dict[float, list[Candidate]]) -> float | None:
-    """Returns the smallest factor from which on no candidate is worth a change; None: one is, even on the fastest
+    """Returns the smallest factor above which no candidate is worth a change; None if one is, even on the fastest
     links."""
     limit = None
     for factor, choices in sorted(sweep.items(), reverse=True):

@@ -15,15 +15,15 @@ _EPSILON_S = 1e-12
 
 
 class Event(NamedTuple):
-    """One occupation of a resource, with its times in seconds.
+    """One task of a resource, with its times in seconds.
 
     Attributes:
         resource: ``"backward"``, ``"codec"``, ``"stream 0"``, ``"link"``, ``"node"``, ...
-        label: what it did, e.g. ``"encode"``.
+        label: the kind of task, e.g. ``"encode"``.
         bucket: number of the bucket, in the order in which buckets are ready.
-        piece: number of the piece in its bucket; -1 for what belongs to the whole bucket.
-        start_s: from the start of the step.
-        end_s: from the start of the step.
+        piece: number of the piece in its bucket; -1 for a task of the whole bucket.
+        start_s: start, in seconds from the start of the step.
+        end_s: end, in seconds from the start of the step.
     """
 
     resource: str
@@ -43,7 +43,7 @@ class _Task:
 
 
 class Clock:
-    """Time, and the tasks that run.
+    """The virtual time, and the tasks that run.
 
     A task at full speed keeps some processors busy, or a part of one. Where tasks together want more processors than
     there are, the processors are shared as fairly as possible (max-min fairness): a task that wants less than an equal
@@ -55,7 +55,7 @@ class Clock:
 
     Attributes:
         now_s: seconds since the start.
-        events: what resources have done, in the order in which it ended.
+        events: the tasks of resources, in the order in which they ended.
     """
 
     def __init__(self, cores: float) -> None:

@@ -1,4 +1,4 @@
-"""Checks of files: of the values in JSON that was read, and of whether a file can be written.
+"""Checks of the values in JSON files, and of whether a file can be written.
 
 Each check of a value returns it with the type that the function's name says. ``value`` is what the file has, ``what``
 is where it stands there, for messages. The check raises ConfigError for a value of another type or range, and the

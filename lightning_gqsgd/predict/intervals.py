@@ -1,4 +1,4 @@
-"""The interval around a predicted step, in which nine of ten measured steps are to lie.
+"""The interval around a predicted step, which is meant to contain nine of ten measured steps.
 
 Its ends are the predictions at the ends of what is known of the network (`tcp.Terms`), times the shares by which
 measured steps of the package's own benchmarks differ from predicted ones. There, computation and network had been

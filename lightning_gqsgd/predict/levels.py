@@ -1,4 +1,4 @@
-"""The reducer for nodes of several ranks: one level or two, whichever is predicted to take less time.
+"""Chooses the reducer for nodes of several ranks: one level or two, whichever is predicted to be faster.
 
 Where several ranks share a node's link, a reducer of one level sends each rank's codes through it. `Hierarchical` sends
 them once per node, and sends uncompressed gradients inside of nodes for that. Which of the two takes less time depends

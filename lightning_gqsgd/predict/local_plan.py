@@ -1,5 +1,5 @@
-"""How many local steps each worker makes in a round, on which batches, for the least energy within limits of time and
-error: the plan of GenQSGD (Li, Cui, Lau, arXiv 2110.12987; journal 2111.13526).
+"""Plans how many local steps each worker makes in a round, and on which batch size, for the least energy within limits
+of time and error: the plan of GenQSGD (Li, Cui, Lau, arXiv 2110.12987; journal 2111.13526).
 
 Of n workers, worker i makes K_i steps on batches of B samples in each of K_0 rounds, and sends its change at s_i
 levels; the server sends the mean at s_0 levels. With M_s = 32 + d + d log2 s bits for d coordinates at s levels, the

@@ -3,8 +3,8 @@
 `predict` takes the computation of a rank (`Timeline`) and all costs (`Costs`). The reducers themselves tell their
 computation and messages (`profile`), and `runners` takes their pieces in the order of `wire.pipeline`.
 
-The model leaves this out: all ranks are alike, so none waits for a slower rank, and nothing varies from step to step;
-collectives that are under way together take turns on the link, where TCP would share it.
+The model makes these simplifications: all ranks are equally fast, so no rank waits for a slower one, and all steps are
+equal. Collectives that are under way together take turns on the link, although TCP would share it.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ LINKS = ("link", "node")
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step as the model sees it.
+    """The prediction of one training step.
 
     Attributes:
         step_s: seconds of the step.
-        compute_s: seconds of forward pass, backward pass and optimizer, with nothing beside them.
+        compute_s: seconds of forward pass, backward pass and optimizer, without any communication.
         codec_s: seconds in which gradients are encoded, reduced, decoded or copied.
         wire_s: seconds in which a link carries messages.
-        exposed_s: seconds that the step is longer than its computation.
+        exposed_s: seconds by which the step is longer than its computation.
         sent_bytes: bytes that each rank sends in a step.
-        events: what each resource did, and when.
-        node_bytes: those of ``sent_bytes`` that collectives between the ranks of one node carry.
+        events: the work of each resource, with times.
+        node_bytes: the part of ``sent_bytes`` that is sent in collectives between the ranks of one node.
     """
 
     step_s: float
@@ -64,7 +64,7 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """Length of a step that waits for nothing, over that of this one: the scaling efficiency, 0 to 1."""
+        """The scaling efficiency, 0 to 1: the length of a step that never waits, divided by the length of this step."""
         return self.compute_s / self.step_s if self.step_s else 1.0
 
     def throughput(self, batch: int, ranks: int) -> float:
@@ -76,13 +76,13 @@ def predict(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | 
     """Predict one step.
 
     Args:
-        timeline: what each rank computes.
-        costs: what everything costs, at this number of ranks.
+        timeline: the computation of each rank.
+        costs: all costs, for this number of ranks.
         ranks: number of ranks; 1 sends nothing.
         method: a configuration; ``"native"``, plain DDP; or ``"bf16"``, torch's ``bf16_compress_hook``.
 
     Raises:
-        ConfigError: the configuration cannot work at this number of ranks, or costs are missing.
+        ConfigError: if the configuration cannot work at this number of ranks, or if costs are missing.
     """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks} must be at least 1")

@@ -1,4 +1,4 @@
-"""Models by name: of torchvision, of transformers, or made by a function of the user's own."""
+"""Builds models by name: of torchvision, of transformers, or by a function of the user."""
 
 from __future__ import annotations
 

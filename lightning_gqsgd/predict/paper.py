@@ -17,7 +17,7 @@ def tree_seconds(
 ) -> float:
     """Returns the seconds of an all-reduce along a binary tree, T = 2 L α + 2 L S/(ρ β) + L ω S/(ρ γ) with L = log2 n.
 
-    The formula errs in five ways, of which `model.predict` has none:
+    The formula has five errors that `model.predict` does not have:
 
     * Nothing overlaps: neither a bucket with the backward pass, nor encoding with sending.
     * The baseline is the same tree, which sends log2 n times as much as a ring: against a ring, gains are smaller.
@@ -32,7 +32,7 @@ def tree_seconds(
         bytes_per_s: β, of a link.
         reduce_bytes_per_s: γ, at which a rank adds two gradients.
         ratio: ρ, the compression ratio; 4 for codes of 8 bits.
-        slowdown: ω, how much longer codes take to be added than integers.
+        slowdown: ω, the factor by which adding codes takes longer than adding integers.
     """
     depth = math.log2(ranks)
     sent = nbytes / ratio

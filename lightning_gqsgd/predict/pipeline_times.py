@@ -1,4 +1,4 @@
-"""Measures what computing takes within the package's own pipeline over Gloo, where collectives are under way meanwhile.
+"""Measures how long computation takes in the package's pipeline over Gloo, while collectives are under way.
 
 Times are seconds of the sequencing thread's own processor time.
 """

@@ -1,9 +1,9 @@
-"""Measures the constants of a device and of the network between ranks that the model needs: `measure`, a collective.
+"""`measure`, a collective: measures the constants of a device and of the network between ranks, for the model.
 
 Constants of collectives come from two sizes of message: a short one for the latency, and one as long as the package
-sends for the time per byte. The latter is measured twice: one collective at a time, and a row of them of which several
-are always under way in one process group, as in training, where they fill each other's pauses. The computation of
-a device is timed by `device_times`.
+sends for the time per byte. The latter is measured twice: with one collective at a time, and with several collectives
+under way in one process group, as in a training, where they fill each other's pauses. The computation of a device is
+timed by `device_times`.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Probe:
         per_node: ranks of each node.
         backend: ``"gloo"`` or ``"nccl"``.
         device: name of the device that computes.
-        seconds: how long the measurements took.
-        timelines: of models, if any were measured.
+        seconds: duration of the measurements.
+        timelines: timelines of models, if any were measured.
     """
 
     costs: Costs
@@ -97,7 +97,7 @@ class Probe:
     timelines: tuple[Timeline, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the probe as values that JSON has, with its version."""
+        """Returns the probe as values for JSON, with its version."""
         values = {**asdict(replace(self, timelines=())), "timelines": [line.to_dict() for line in self.timelines]}
         for name in _NOT_MEASURED:
             del values["costs"][name]
@@ -108,7 +108,7 @@ class Probe:
         """Returns the probe that `to_dict` gave as these values; ``source``: where they come from.
 
         Raises:
-            ConfigError: the values are not those of a probe of this version; the message names the entry.
+            ConfigError: if the values are not those of a probe of this version. The message names the entry.
         """
         own = dict(values) if isinstance(values, dict) else {}
         version = own.pop("version", None)
@@ -128,7 +128,7 @@ class Probe:
         """Read a probe that `save` wrote.
 
         Raises:
-            ConfigError: there is no such file, or it is no probe of this version.
+            ConfigError: if there is no such file, or if it is not a probe of this version.
         """
         try:
             values = json.loads(_text(path))
@@ -202,14 +202,14 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
 
     Args:
         device: device of gradients: the CPU over Gloo, or CUDA over NCCL.
-        key: a name that no other probe of this process group has had.
-        bits: the widths of codes, of the default configuration's codec, whose kernels are timed; one at least. With 2,
-            those of the preset ``gqsgd_trellis`` on a CPU as well.
+        key: a name that no other probe of this process group has used.
+        bits: the numbers of bits for which kernels of the default configuration's codec are timed; at least one. With
+            2, kernels of the preset ``gqsgd_trellis`` are timed as well on a CPU.
         per_node: ranks of each node.
 
     Raises:
-        ConfigError: a width has no codes, or there is none; there is one rank only; or ranks do not make nodes of this
-            size.
+        ConfigError: if there are no codes for a number of bits, if ``bits`` is empty, if there is only one rank, or if
+            the ranks cannot be divided into nodes of this size.
     """
     if not bits:
         raise ConfigError(f"bits={bits!r} has no width whose kernels could be timed; give one at least, e.g. bits=(4,)")

@@ -1,7 +1,7 @@
-"""Profiles a reducer's computation and messages, stage by stage, by running its own `steps` on tensors without data.
+"""Records a reducer's computation and messages, stage by stage, by running its `steps` on tensors without data.
 
-No reducer is described a second time here. `profile_of` takes a reducer's `steps` on torch's device "meta", where a
-tensor has a size and no memory, and notes three things between two yields: the kernels that were called
+Reducers are not described a second time here. `profile_of` runs a reducer's `steps` on torch's device "meta", where a
+tensor has a size but no memory, and records three things between two yields: the kernels that were called
 (`kernels.meta`), the bytes that PyTorch's own operations would touch, and the exchanges that were asked for.
 """
 
@@ -32,12 +32,12 @@ META = torch.device("meta")
 
 
 class Message(NamedTuple):
-    """A collective, by what one rank sends in it.
+    """A collective, described by the data that one rank sends in it.
 
     Attributes:
         kind: ``"all_to_all"``, ``"all_gather"``, ``"max"``, or ``"sum"`` with the dtype, e.g. ``"sum/float32"``.
         sent_bytes: bytes that a rank sends to other ranks; in a ring, where the collective is one.
-        scope: between whom.
+        scope: the ranks that take part, see `reducers.base.Scope`.
         members: number of ranks that take part.
     """
 
@@ -56,7 +56,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """One piece's way.
+    """The work and the messages of one piece.
 
     Attributes:
         stages: from the first stage to the last one.

@@ -1,4 +1,4 @@
-"""The timeline of a real model: when DDP has its buckets ready, measured with a hook that sends nothing."""
+"""Measures the timeline of a real model, which is when DDP has each bucket ready, with a hook that sends nothing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_gqsgd.session.parameters import number_parameters
 
 
 class Recorder:
-    """Steps of a model under DDP whose gradients stay where they are.
+    """Records the steps of a model under DDP, without sending gradients.
 
-    Creating one is a collective, since DDP's constructor is; so is `timeline`.
+    Creating it is a collective, because DDP's constructor is one. `timeline` is a collective, too.
 
     Args:
         module: the model.
@@ -70,7 +70,7 @@ class Recorder:
         self._rows.append([forward - begun, backward - forward, self._now() - backward, *ready])
 
     def forget(self) -> None:
-        """Leave the steps so far out of the timeline: those that warm up."""
+        """Discard the steps so far, which were for warm-up."""
         self._rows = []
 
     def timeline(self) -> Timeline:

@@ -1,4 +1,4 @@
-"""The time of collectives over TCP between nodes, beyond a ring's bytes at the rate of the link.
+"""The additional time of collectives over TCP between nodes, beyond a ring's bytes at the rate of the link.
 
 Of NCCL, as factors of the bytes (`Terms`):
 

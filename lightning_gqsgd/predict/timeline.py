@@ -31,7 +31,7 @@ class Bucket:
 
     Attributes:
         segments: the parameters, in order.
-        ready_s: seconds from the start of the backward pass until the last gradient is there.
+        ready_s: seconds from the start of the backward pass until the last gradient is ready.
     """
 
     segments: tuple[Segment, ...]
@@ -45,7 +45,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step of one rank with nobody to wait for.
+    """The computation of a step on one rank, without communication.
 
     Attributes:
         buckets: in the order in which they are ready.
@@ -149,7 +149,7 @@ def estimated(
 ) -> Timeline:
     """Returns the timeline of a model, which may lie on the device "meta", from the length of its backward pass.
 
-    Gradients are taken to come in the reverse order of the parameters.
+    It assumes that gradients become ready in the reverse order of the parameters.
 
     Args:
         model: the model; DDP's default bucket sizes are taken.

@@ -1,4 +1,5 @@
-"""Times of several cases in turns, so that slow changes of the machine meet all cases alike, on one rank or on several.
+"""Times several cases in turns, on one rank or on several, so that slow changes of the machine affect all cases
+equally.
 
 A *clock* runs a case, and returns a function that gives the duration of the case in seconds. That function is called at
 the end of a round, because on a device it waits.

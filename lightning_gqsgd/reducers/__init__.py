@@ -1,4 +1,4 @@
-"""Schedules of collectives that turn every rank's gradient into the mean of all.
+"""Reducers: schedules of collectives that replace every rank's gradient by the mean of all ranks.
 
 A reducer is one file with one class, and one line in `REDUCERS`.
 """

@@ -1,4 +1,5 @@
-"""The backend's own all-reduce of bf16 numbers, which each rank rounds at random: 16 bits per coordinate.
+"""The reducer `bf16`: each rank rounds to bf16 at random, and the backend's own all-reduce adds. 16 bits per
+coordinate.
 
 Gradients of 16 bits travel as they are, by `native`. fp64 gradients are rounded to fp32 first.
 """

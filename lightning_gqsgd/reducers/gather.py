@@ -1,4 +1,4 @@
-"""All-gather of every rank's codes (QSGD, arXiv 1610.02132), averaged by everyone in rank order.
+"""The reducer `gather`: an all-gather of all ranks' codes (QSGD, arXiv 1610.02132), which each rank averages.
 
 Wire: (n-1) bits per coordinate, as much as two shots at n = 2 and more beyond; one rounding only, error ω/n. Scales are
 local or, after a MAX or another norm over ranks, global (TernGrad's shared ones). Elias codes have no fixed length:

@@ -1,4 +1,4 @@
-"""Two levels: the gradient's own precision inside each node, quantised between nodes.
+"""The reducer `hierarchical`: uncompressed inside each node, and quantised between nodes.
 
 Every rank of a node owns a shard. The rank averages the shard over the ranks of its node, in rank order. It then
 averages the result with the ranks of the same place on the other nodes, by the reducer that "auto" chooses for their

@@ -1,4 +1,4 @@
-"""One direction of a reducer: rotation, scales and codes, and what its two ends remember.
+"""One direction of a reducer: rotation, scales, codes, and the memory at both ends.
 
 A sender with input x, error memory e and reference h sends the codes of u = x + α e - h; a receiver adds its mean of
 the senders' references to what it decodes. A reference that all ranks share moves by the reduced gradient, which all of

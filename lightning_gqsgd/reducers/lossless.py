@@ -1,4 +1,4 @@
-"""Two shots without any loss: every gradient arrives as it is, and its exponents travel in an entropy code.
+"""The reducer `lossless`: two shots with exact gradients, whose exponents are sent in an entropy code.
 
 Coordinates of a gradient differ by orders of magnitude, but few exponents are frequent: the exponents of normal numbers
 have an entropy of 2.54 bits, where bf16 and fp32 spend 8 (ZipCCL, arXiv 2604.27844). Signs and mantissas are noise, and

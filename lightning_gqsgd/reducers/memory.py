@@ -20,7 +20,7 @@ from lightning_gqsgd.spec.memories import Memory
 
 
 class StabilityWarning(UserWarning):
-    """A memory that may amplify errors without bound; the message names the reason and the number that works."""
+    """Warns of a memory that may amplify errors without bound. The message names the reason and a number that works."""
 
 
 class Keeps(str, Enum):

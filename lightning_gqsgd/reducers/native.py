@@ -1,4 +1,4 @@
-"""The backend's own allreduce in the gradient's dtype: what DDP does without a hook, bit for bit."""
+"""The reducer `native`: the backend's own all-reduce in the gradient's dtype, bit-identical to DDP without a hook."""
 
 from __future__ import annotations
 

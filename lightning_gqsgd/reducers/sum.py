@@ -1,4 +1,4 @@
-"""Global-QSGD (arXiv 2305.18627): block scales shared by all ranks, so that an integer allreduce adds the codes.
+"""The reducer `sum`: all ranks share scales, so an integer all-reduce adds codes (Global-QSGD, arXiv 2305.18627).
 
 The scales go through a MAX, or another norm over ranks, the codes through a SUM of lanes wide enough for all ranks: K
 levels per rank with n (K-1) < 2^bits. Nothing is scaled after rounding, so no sum can overflow. `summed` has the

@@ -1,4 +1,4 @@
-"""The frame of reducers that add the codes of all ranks before they decode them, once.
+"""The common base of reducers that add the codes of all ranks, and decode the sum once.
 
 The scales of blocks become their norm over ranks, usually the largest one, because codes can be added only under equal
 scales. The codes follow, and messages have no scales in them. Parameters that travel uncompressed take the

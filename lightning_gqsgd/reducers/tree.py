@@ -1,4 +1,4 @@
-"""Global-QSGD's exponential allreduce: codes that are powers of two are added in pairs, without bias, at every hop.
+"""The reducer `tree` of Global-QSGD: at every hop, exponential codes are added in pairs, without bias.
 
 A reduce-scatter by recursive halving and an all-gather by recursive doubling. Ranks beyond the largest power of two
 hand their codes to a partner first, and get the result from it. Every sum is a balanced tree of depth log2 n, rounded

@@ -1,4 +1,4 @@
-"""Two shots: every rank sends each shard's owner its codes, the owner averages and encodes the mean, all gather it.
+"""The reducer `two_shot`: ranks send codes to each shard's owner, which averages and encodes; all gather the mean.
 
 Wire: 2 (n-1)/n bits per coordinate at any n. Error: ω (n-1)/n² of the ranks' roundings plus ω of the mean's. An owner
 has its own gradient exactly, so its own message counts only where a memory holds what the message has lost.

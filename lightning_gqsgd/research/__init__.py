@@ -1,1 +1,1 @@
-"""Systems and bounds of the literature that are no configuration: simulations, optimizers, theory."""
+"""Systems and bounds of the literature that need more than a configuration: simulations, optimizers, theory."""

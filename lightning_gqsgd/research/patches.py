@@ -1,4 +1,4 @@
-"""PULSE: weights that others follow, of which only those that changed are sent, without any loss (arXiv 2602.03839).
+"""PULSE: sends only the bf16 weights that changed to processes that follow a training, without loss (arXiv 2602.03839).
 
 Workers that only compute with a model, such as those that generate text in reinforcement learning, hold its weights in
 bf16. A step of Adam moves a weight by about its learning rate, which at 1e-6 is less than half of the distance between

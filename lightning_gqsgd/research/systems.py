@@ -1,7 +1,7 @@
 """The systems of the literature that are more than a configuration: an optimizer, a rule of training or a topology.
 
-Each has a configuration of the compression where one is part of it, and a home in the package. What is a configuration
-only is in `presets`.
+Each system has a place in the package and, if it includes a compression, a configuration for it. Systems that are only
+a configuration are in `presets`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class System:
     Attributes:
         fields: the fields of its compression's configuration that are not at their defaults.
         paper: where the system comes from.
-        what: the system in a few words.
-        home: what to import, and where from.
-        needs: what it needs beside averaged gradients.
+        what: a short description of the system.
+        home: the name to import, and its module.
+        needs: its requirements besides averaged gradients.
         sends: what a rank sends, and how many bits per coordinate.
-        keeps: what a rank remembers, in numbers per coordinate, unless it says otherwise.
+        keeps: the state of a rank, in numbers per coordinate unless it says otherwise.
         guarantees: what its theory says, and on which problems.
         where: ``"training"``: in real training; ``"simulation"``: virtual workers in one process.
-        left_out: what of its paper is left out, and why; empty: nothing that changes what it is.
+        left_out: parts of its paper that are not implemented, and why. Empty if nothing essential is missing.
     """
 
     fields: Mapping[str, Any]
@@ -44,7 +44,7 @@ class System:
 
     @property
     def config(self) -> GQSGDConfig:
-        """The configuration of its compression, for the argument ``preset`` of all that takes one."""
+        """The configuration of its compression, for any argument ``preset``."""
         from lightning_gqsgd.config import GQSGDConfig  # imports torch
 
         return GQSGDConfig(**self.fields)

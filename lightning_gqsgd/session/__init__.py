@@ -1,1 +1,1 @@
-"""The start, the reports and the checkpoints that all ways to reduce have in common."""
+"""The start, the reports and the checkpoints that the hook, local steps, FSDP2 and `all_reduce` share."""

@@ -1,4 +1,4 @@
-"""States of hooks in checkpoints: the entries that all of them have, and the memories of all ranks in one place."""
+"""The states of hooks in checkpoints: the entries that all of them share, and the gathered memories of all ranks."""
 
 from __future__ import annotations
 

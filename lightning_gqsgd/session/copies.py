@@ -1,4 +1,4 @@
-"""Copies of models with a hook: the object in place of the hook's state, and a warning when a copy is trained.
+"""Copies of models that have a hook: the object that replaces the hook's state, and a warning when a copy is trained.
 
 A copy of a DDP model (by copy, pickle or torch.save) has a reducer of its own in C++, without a communication hook;
 this holds for every hook of DDP's. The gradients of the copy are averaged uncompressed.

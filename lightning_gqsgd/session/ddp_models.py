@@ -1,4 +1,4 @@
-"""The DDP models of this process that have some parameters, and whether they are used."""
+"""Finds the DDP models of this process that have given parameters, and whether they are used."""
 
 from __future__ import annotations
 

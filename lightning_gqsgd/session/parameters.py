@@ -1,4 +1,4 @@
-"""The parameters of a model, as far as their reduction is concerned."""
+"""The parameters of a model, numbered and described for their reduction."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def report(
 
     Args:
         requested: the configuration as the user gave it.
-        configs: the same with its reducer chosen, or that of each number of bits that is given by name.
+        configs: this configuration with the chosen reducer, or one configuration for each number of bits by name.
         trained: the parameters whose gradients are reduced.
         world_size: number of ranks.
         step: number of steps so far.
@@ -99,23 +99,23 @@ def _values(parameters: Sequence[Parameter], noun: str) -> str:
 
 
 def summary(telemetry: Telemetry, ranks: int) -> dict[str, float]:
-    """Returns bytes, bits, errors and times since the hook was made, as this rank has counted them. Waits for a GPU.
+    """Returns bytes, bits, errors and times since the hook was created, as counted on this rank. Waits for a GPU.
 
     Args:
         telemetry: counters of this process.
         ranks: number of ranks.
 
     Returns:
-        Numbers by name; NaN where nothing was measured:
+        Numbers by name, which are NaN if nothing was measured:
 
-        * ``steps``: averaged steps.
+        * ``steps``: number of averaged steps.
         * ``bytes_sent``: bytes of gradients that this rank has sent.
         * ``fp32_bytes``: bytes that this rank would have sent in ring all-reduces of the same gradients in fp32.
-        * ``compression_ratio``: ``fp32_bytes`` over ``bytes_sent``.
-        * ``bits_per_coordinate``: of one rank's messages, with scales, padding and what travels uncompressed.
+        * ``compression_ratio``: ``fp32_bytes`` divided by ``bytes_sent``.
+        * ``bits_per_coordinate``: bits of one rank's messages, including scales, padding and uncompressed parameters.
         * ``mean_rel_l2``: relative L2 error of the gradients' mean, over all sampled coordinates.
         * ``step_s``, ``exposed_s``: median seconds of a step, and of its wait for gradients, of the latest steps.
-        * ``waiting_share``: ``exposed_s`` over ``step_s``, 0 to 1.
+        * ``waiting_share``: ``exposed_s`` divided by ``step_s``, 0 to 1.
     """
     totals = telemetry.totals()
     numel = sum(bucket.numel for bucket in telemetry.buckets.values())

@@ -1,4 +1,4 @@
-"""A table of which ranks touch more rows than `GQSGDConfig.sparse_limit` allows, in one step.
+"""Reduces a table as a dense gradient if ranks touch more rows than `GQSGDConfig.sparse_limit` allows in a step.
 
 The whole table is reduced as the gradient of an embedding without ``sparse=True`` is, to the same bits. Beside the
 codes, ranks gather a bit for each row, so that all know which rows any of them has touched. The mean has these rows

@@ -182,7 +182,7 @@ class SparseGradients:
         if self._engine.rank == 0 and table.number not in self._said:
             logger.warning(
                 "gqsgd: the gradient of %r is reduced as a dense one in this step: ranks touch %d rows of %d, added "
-                "up, and sparse_limit=%s. This is said once; where it is usual, sparse=False is faster",
+                "up, and sparse_limit=%s. This is logged once; if it happens often, sparse=False is faster",
                 self._tables[table.number].name if table.number in self._tables else table.number,
                 rows,
                 table.height,

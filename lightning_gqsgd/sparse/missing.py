@@ -1,4 +1,4 @@
-"""Tables that a rank has not used in a step, where DDP looks for unused parameters.
+"""Empty gradients for tables that a rank has not used in a step, with `find_unused_parameters=True`.
 
 DDP ends a backward pass with an error where a parameter of which it expects a sparse gradient has none, even if it
 looks for unused parameters. An empty gradient says the same without an error: the rank has touched no row.

@@ -1,4 +1,4 @@
-"""The models and callers that cannot have sparse gradients."""
+"""Checks that refuse sparse gradients for models and callers that do not support them."""
 
 from __future__ import annotations
 

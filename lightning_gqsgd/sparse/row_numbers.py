@@ -1,4 +1,4 @@
-"""Row numbers in a message: ascending integers as gaps, in the shorter one of two forms.
+"""The format of row numbers in a message: gaps of ascending integers, in the shorter of two forms.
 
 The gap of the first row is its number, and that of a later row is the number of rows between the row and the one
 before. The first byte of a stream is the form:

@@ -1,4 +1,4 @@
-"""Rows in a message: as they are, as bf16 numbers, or as codes of the configuration's codec."""
+"""The format of rows in a message: uncompressed, as bf16 numbers, or as codes of the configuration's codec."""
 
 from __future__ import annotations
 

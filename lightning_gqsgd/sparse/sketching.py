@@ -1,4 +1,4 @@
-"""Sums of sketches: the S2 Reducer (Ge et al. 2022, arXiv 2110.02140), with rows in the place of coordinates.
+"""Sums of sketches: the S2 Reducer (Ge et al. 2022, arXiv 2110.02140), with rows instead of coordinates.
 
 Messages of one length that are added up are what an all-reduce takes, whatever the number of ranks. Ranks first gather
 a bit for each row of the table, so that all know the union U of the touched rows, |U| = m. Each rank then adds its rows

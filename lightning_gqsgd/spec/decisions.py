@@ -1,6 +1,6 @@
-"""The numbers by which `trials` decides, what it has decided, and a decision in the place of ``auto=True``.
+"""The constants by which `trials` decides, and its decisions, which can also be passed instead of ``auto=True``.
 
-Another run that is given a decision keeps the decided bits, and tries nothing.
+If another run is given a decision, it keeps the decided bits, and makes no trials.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ _REMEDY = "give a row of state.decisions, or its to_dict()"
 
 @dataclass(frozen=True)
 class Rules:
-    """The numbers of the state machine.
+    """The constants of the state machine.
 
     Attributes:
-        settling: steps before the first trial. DDP builds its buckets anew after its first step.
-        rounds: how often each candidate has its turn in a trial.
-        block: steps of one turn, of which the first one does not count.
-        tie: candidates whose medians differ by less, relatively, are equal.
-        widest_tie: the same, at most, where the errors of the medians are larger than ``tie``.
+        settling: number of steps before the first trial. DDP rebuilds its buckets after its first step.
+        rounds: number of turns of each candidate in a trial.
+        block: number of steps of one turn. The first of them does not count.
+        tie: candidates whose medians differ by less than this relative difference count as equal.
+        widest_tie: the upper limit of this difference, if the errors of the medians are larger than ``tie``.
         hopeless: a candidate has no further turn once its shortest step is this many times the shortest median.
         window: number of steps whose median is watched.
-        drift: relative difference of that median, and of the decision's, that starts a new trial.
+        drift: relative difference of that median and the decision's that starts a new trial.
         latest: number of steps whose median is watched for a jump.
-        jump: relative difference of that median, and of the decision's, that starts a new trial at once: one of both is
-            longer by so much.
-        hook: the share of a step that the hook costs at 32 bits, at most. Where other bits are shorter by less, plain
-            DDP has its turn.
-        doubt: the relative error of a prediction that is reckoned with, once the costs of the codec are known.
-        share: what each step adds to the credit of steps for trials.
-        most_trials: how many trials of full length the credit is enough for, at most. It begins with so many.
-        matches: steps in a row whose backward passes were counted correctly without the hook, before plain DDP may
-            take the hook's place.
-        compare_every: while plain DDP has the hook's place, steps from one comparison between ranks to the next.
+        jump: relative difference of that median and the decision's that starts a new trial at once: one of them is
+            longer than the other by this much.
+        hook: the largest share of a step that the hook may cost at 32 bits. If other bits are faster by less than this,
+            plain DDP has a turn.
+        doubt: the relative error that is assumed for a prediction when the costs of the codec are known.
+        share: the number by which each step increases the credit of steps for trials.
+        most_trials: the largest credit, as a number of trials of full length. The credit begins with this number.
+        matches: number of successive steps whose backward passes have to be counted correctly without the hook before
+            plain DDP may replace the hook.
+        compare_every: number of steps from one comparison between ranks to the next while plain DDP replaces the hook.
     """
 
     settling: int = 5
@@ -78,13 +78,13 @@ class Decision:
     """The end of a trial, or another change of bits.
 
     Attributes:
-        step: the first step that knows of it.
+        step: the first step to which it applies.
         bits: the candidate that is kept.
         seconds: the median length of the steps of each candidate that was tried, by its bits.
         reason: why there was a trial, or a change, and why this candidate is kept.
-        predicted: the prediction for each candidate before it was measured, in seconds; None: there was none.
-        at_least: the candidates whose predictions are lower bounds. What a code costs is known once a width with codes
-            was measured, and what rounding to 16 bits costs is never known.
+        predicted: the prediction for each candidate before it was measured, in seconds; None if there was none.
+        at_least: the candidates whose predictions are lower bounds. The time of the codec is known only after a number
+            of bits with codes was measured, and the time of rounding to 16 bits is never known.
     """
 
     step: int

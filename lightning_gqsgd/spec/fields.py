@@ -1,4 +1,4 @@
-"""The fields of a configuration, as a record that nothing has checked."""
+"""The fields of a configuration, as a record that has not been checked."""
 
 from __future__ import annotations
 

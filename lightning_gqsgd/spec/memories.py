@@ -1,4 +1,4 @@
-"""The numbers of memories, and the names of usual ones."""
+"""`Memory`: the numbers that define a memory, and the names of common memories."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from lightning_gqsgd.errors import ConfigError
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one direction of a reducer, for each compressed coordinate.
+    """Memory of one direction of a reducer, with numbers for each compressed coordinate.
 
-    With the input x, the error memory e and the reference h (both zero at first), and Q the codec there and back:
+    Let x be the input, e the error memory and h the reference (both are zero at first), and let Q encode and decode.
+    Then
 
         u = x + alpha e - h;   e <- beta e + (x - h - Q(u));   h <- h + rho Q(u);   the receiver takes Q(u) + h.
 
-    A shared reference is side information: all ranks have the same h, whose state is one number for each coordinate.
-    There is no error then, and with the reduced gradient m that all ranks end with:
+    A shared reference is side information: all ranks have the same h, which is one number for each coordinate. There is
+    no error memory then. Let m be the reduced gradient, which is the same on all ranks:
 
         u = x - h;   h <- beta h + rho m;   the receiver takes Q(u) + h.
 
     Attributes:
-        alpha: weight of remembered error in what is sent; None: 1/(1 + ω), the best one (ECQ-SGD, arXiv 1806.08054).
-        beta: how much of the old error is kept, or of a shared reference.
-        rho: step of the reference; None: 1/(2 (1 + ω)) (DIANA; Artemis, arXiv 2006.14591). 0: there is none.
-        shared: whether the reference is one of all ranks, and not a rank's own.
+        alpha: weight of the remembered error in a message. None: 1/(1 + ω), the best value (ECQ-SGD, arXiv 1806.08054).
+        beta: share of the old error, or of the shared reference, that is kept.
+        rho: step size of the reference. None: 1/(2 (1 + ω)) (DIANA; Artemis, arXiv 2006.14591). 0: there is no
+            reference.
+        shared: whether all ranks share one reference, instead of a reference for each rank.
 
     Raises:
-        ConfigError: a number out of its range, or a shared reference beside an error.
+        ConfigError: if a number is out of its range, or if a shared reference is combined with an error memory.
     """
 
     alpha: float | None

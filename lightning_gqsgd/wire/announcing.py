@@ -1,4 +1,4 @@
-"""What users are told while a training starts and runs: at level INFO, or on stderr where no logging was set up."""
+"""Reports messages to the user during a training: at level INFO, or on stderr if no logging was set up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups of our own, and collectives on them.
+"""The package's own process groups, and collectives on them.
 
 Own groups: the order of our collectives then depends on nothing but ours (DDP broadcasts buffers, and users reduce
 metrics, on theirs). Gloo keeps an order only within a group, so each stage of a piece's way has a group of its own, and

@@ -1,4 +1,4 @@
-"""Kernels are compiled before the first step needs them, and compared with the readable ones."""
+"""Compiles kernels before the first step, and compares them with the readable kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Native all-reduces over Gloo without a thread in between: as cheap as those that DDP issues itself.
+"""Native all-reduces over Gloo without a thread in between, which are as cheap as those of DDP itself.
 
 A native bucket needs no codec. So the thread that hands the bucket over starts the all-reduce, and the backend's thread
 completes the job. The order of collectives is that of the hook's calls, which is the same on every rank, on groups of

@@ -1,4 +1,4 @@
-"""All ranks agree on what they are about to do, before they have a process group of their own to do it on.
+"""Lets all ranks agree on a start over torch's store, before they have a process group of their own.
 
 A `Meeting` uses nothing but the store of torch.distributed. So a rank that calls something else, or dies, costs the
 others a timeout and an error that names it, and never a collective that finds the wrong partner.

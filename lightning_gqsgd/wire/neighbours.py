@@ -1,4 +1,4 @@
-"""Connects the ranks of one machine: each has memory that the others map, and a socket to each of them.
+"""Connects the ranks of one machine: each rank has memory that the others map, and a socket to each other rank.
 
 Whether ranks share memory is found out by trying. Each rank listens on a socket that only processes in the same network
 namespace can reach, under a random name that it tells the others over their process group. On a connection, ranks hand

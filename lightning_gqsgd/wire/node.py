@@ -1,4 +1,4 @@
-"""The node that a process runs on."""
+"""Finds the name of the node on which a process runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks that reduce together, and the store in which they meet: all that the engine asks of a process group.
+"""The ranks that reduce together, and their store: everything that the engine needs of a process group.
 
 A group that torch.distributed knows gives them (`peers_of`). So does one that it does not know, such as that of a
 framework whose groups change their size while a training runs (`peers_of_unregistered`).

@@ -1,4 +1,4 @@
-"""Jobs, and their runners: over Gloo one thread that puts steps in order, over NCCL streams of our own.
+"""Jobs and their runners: over Gloo, one thread that orders all steps; over NCCL, separate streams.
 
 A job is a flat tensor on its way to the mean over ranks, with a future that completes with it. Its pieces are the steps
 of reducers.

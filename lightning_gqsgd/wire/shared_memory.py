@@ -1,4 +1,4 @@
-"""Collectives between the ranks of one machine, through memory that they share, in the place of Gloo over loopback.
+"""Collectives between the ranks of one machine, through shared memory instead of Gloo over loopback.
 
 A rank writes its messages into its own memory, tells the others on their sockets where each of them lies, and copies
 theirs from their memory. A message takes two copies by the processor and one packet of 40 bytes, where loopback takes

@@ -1,4 +1,4 @@
-"""Collectives of CUDA tensors over Gloo, through pinned copies, because Gloo takes memory of the host only.
+"""Collectives of CUDA tensors over Gloo, through pinned copies in host memory, because Gloo needs host memory.
 
 A collective is requested while its input is still being computed, and must not start before the input is there. One
 thread per communicator waits for inputs, and starts the collectives in the order of the requests, which is the same on

@@ -1,4 +1,4 @@
-"""The store of torch.distributed, with an end to every wait for it."""
+"""The store of torch.distributed, with a timeout for every wait."""
 
 from __future__ import annotations
 

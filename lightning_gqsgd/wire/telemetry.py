@@ -1,4 +1,4 @@
-"""Counters of compression: bytes, seconds, and the error measured on samples.
+"""Counters of what compression sends and costs: bytes, seconds, and the error measured on samples.
 
 Nothing here waits for a GPU during a step. Numbers that a GPU computes are added up on the GPU, and copied to the host
 when they are read.
@@ -151,21 +151,21 @@ class BucketCounters:
 
 @dataclass
 class Telemetry:
-    """Counters of one process; all are totals since the start.
+    """Counters of one process. All of them are totals since the start.
 
     Reading ``error``, ``reference``, ``last_rel_l2`` or `totals` waits for a GPU; nothing else does.
 
     Attributes:
-        steps: number of reduced steps, those that plain DDP has carried included.
-        plain_steps: number of steps that plain DDP has carried, see `adaptive.plain`.
+        steps: number of reduced steps, including those that plain DDP has reduced.
+        plain_steps: number of steps that plain DDP has reduced, see `adaptive.plain`.
         wait_s: seconds in which pieces were on the wire and the processor had nothing to do for them.
-        exposed_s: seconds from the last bucket's arrival to the last result: what backward waited for. On a GPU, of the
-            steps that it has finished.
+        exposed_s: seconds from the last bucket's arrival to the last result, which is how long the backward pass
+            waited. On a GPU, this counts the steps that the GPU has finished.
         buckets: counters by bucket index (buckets are rebuilt once after the first step).
-        choice: of the latest step, where bits are chosen while training, what `adaptive.steering.Steering.choice` says:
-            ``bits``; ``trying``, 1 while candidates or plain DDP are tried and 0 otherwise; ``plain``, 1 while plain
-            DDP carries the gradients and 0 otherwise; ``noise_scale`` and ``predicted_step_s``, where they are known.
-            Otherwise empty.
+        choice: if bits are chosen during the training, the values of the latest step from
+            `adaptive.steering.Steering.choice`: ``bits``; ``trying``, 1 while candidates or plain DDP are tried and 0
+            otherwise; ``plain``, 1 while plain DDP reduces the gradients and 0 otherwise; ``noise_scale`` and
+            ``predicted_step_s``, if they are known. Otherwise empty.
     """
 
     steps: int = 0
@@ -299,11 +299,12 @@ class Telemetry:
 class Meter:
     """Reads counters for a logger, from here on.
 
-    Totals since the start: ``bytes_sent`` (by this rank), ``nonfinite_blocks``. Means since the last reading:
-    ``encode_s``, ``wait_s``, ``decode_s``, ``exposed_s`` (seconds per step), without the steps that plain DDP has
-    carried, whose times are not known; left out if there are no other steps. Mean since the start:
-    ``bits_per_coordinate``. Of the latest sampled step: ``rel_l2``, NaN before the first. Of the latest step, where
-    bits are chosen while training: what `Telemetry.choice` has.
+    ``bytes_sent`` (by this rank) and ``nonfinite_blocks`` are totals since the start. ``encode_s``, ``wait_s``,
+    ``decode_s`` and ``exposed_s`` are means since the last reading, in seconds per step. They do not count steps that
+    plain DDP has reduced, because the times of those steps are not known, and they are missing if there are no other
+    steps. ``bits_per_coordinate`` is a mean since the start. ``rel_l2`` is the error of the latest sampled step, and
+    NaN before the first one. If bits are chosen during the training, there are also the entries of `Telemetry.choice`,
+    for the latest step.
     """
 
     def __init__(self, telemetry: Telemetry) -> None:
@@ -311,7 +312,7 @@ class Meter:
         self._before = telemetry.totals()
 
     def read(self) -> dict[str, float]:
-        """Returns the values by name, with ``gqsgd/`` in front; none if no step was reduced since the last reading."""
+        """Returns the values by name, prefixed with ``gqsgd/``; empty if no step was reduced since the last reading."""
         before = self._before
         totals = self._telemetry.totals()
         steps = totals["steps"] - before["steps"]

@@ -1,4 +1,4 @@
-"""Threads that encode and decode beside the thread that starts collectives.
+"""Threads that encode and decode, besides the thread that starts collectives.
 
 One thread encodes and decodes about as fast as a link of 10 Gbit/s carries codes of 4 bits. Where a rank has processors
 to spare, several threads do that for different pieces of a bucket at once. They start no collective, so the order of

@@ -43,6 +43,6 @@ def _passed(rank: int) -> list[str]:
 
 
 def test_a_step_passes_the_files_that_the_page_lists(tmp_path: Path) -> None:
-    sentence = PAGE.read_text().split("A later step passes these files:")[1].partition(".\n")[0]
+    sentence = PAGE.read_text().split("A later step runs code of these files:")[1].partition(".\n")[0]
     for files in run(_passed, 2, tmp_path):
         assert {*files, *UNSEEN} == {*re.findall(r"`([\w/]+)`", sentence)}

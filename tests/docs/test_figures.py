@@ -110,7 +110,7 @@ SENTENCES = {
         lambda: convnet("times sooner than ddp"),
         lambda: convnet("than the best baseline"),
     ],
-    r"no width ends more than ([\d.]+) points below ddp, whose own seeds spread by\s([\d.]+)": [
+    r"no number of bits ends more than ([\d.]+) points below ddp, and the seeds of ddp itself spread by ([\d.]+)": [
         lambda: max(map(below_ddp, ("gqsgd", "gqsgd_4bit", "gqsgd_3bit", "gqsgd_2bit"))),
         lambda: convnet_seeds("mean (%)", "ddp").partition(" ± ")[2],
     ],

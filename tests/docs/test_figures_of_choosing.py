@@ -74,7 +74,7 @@ SENTENCES: Sentences = {
         lambda: -min(of_layers("difference")),
         lambda: max(of_layers("difference")),
     ],
-    (FIGURES, r"Their R/V is ([\d.]+) to\s+([\d.]+) times that of all"): [
+    (FIGURES, r"The R/V of single parameters is ([\d.]+) to\s+([\d.]+) times that of all"): [
         lambda: min(of_layers("R/V, least layer")),
         lambda: max(of_layers("R/V, largest layer")),
     ],
@@ -103,7 +103,7 @@ SENTENCES: Sentences = {
         lambda: float(step("ddp")) / 1000 / float(computing()),
         lambda: float(step("ddp")) / float(step("gqsgd_4bit")),
     ],
-    (FIGURES, r"it takes 4 bits from ([\d.]+) to ([\d.]+) %"): [
+    (FIGURES, r"the rotation lowers the error of 4 bits from ([\d.]+) to ([\d.]+) %"): [
         lambda: companded("t × lognormal", "companded, blocks of 128", "4.12"),
         lambda: companded("t × lognormal", "companded, blocks of 128, rotated", "4.12"),
     ],
@@ -115,7 +115,7 @@ SENTENCES: Sentences = {
         lambda: error("gqsgd_sum", "gaussian"),
         lambda: error("gqsgd", "gaussian"),
     ],
-    (PAGE, r"coordinates: ([\d.]+) % where magnitudes span decades .*?\[([\d.]+) % there\]"): [
+    (PAGE, r"span decades \(heavy-tailed, 8 ranks\), its error is ([\d.]+) %, but `gqsgd` has \[([\d.]+) % there\]"): [
         lambda: error("gqsgd_exponential", "heavy-tailed"),
         lambda: error("gqsgd", "heavy-tailed"),
     ],
@@ -161,7 +161,7 @@ def whole_row(row: tuple[str, ...]) -> list[str | None]:
 #: What the first cell of a row about bits has, and the column of errors.
 ERRORS = {
     "relative error of the mean of 8 Gaussian": "gaussian",
-    "of heavy-tailed ones": "heavy-tailed",
+    "of heavy-tailed gradients": "heavy-tailed",
     "of real gradients of a ResNet-20": "CNN trained",
     "of a small language model": "LM trained",
 }

@@ -107,7 +107,11 @@ SENTENCES: Sentences = {
     (SYSTEMS, r"and ([\d.]+) above Muon, which averages whole"): [
         lambda: of_way("dion", "Dion, rank 1/4") - of_way("dion", "Muon, gradients averaged"),
     ],
-    (SYSTEMS, r"the same bytes end ([\d.]+) nats higher\. DeMo ends ([\d.]+) above .*? with (\d+) times fewer bytes"): [
+    (
+        SYSTEMS,
+        r"the loss is ([\d.]+) nats higher with the same bytes\. DeMo ends ([\d.]+) above .*? with (\d+) times fewer "
+        r"bytes",
+    ): [
         lambda: of_way("demo", "the same without the transform") - of_way("demo", DEMO),
         lambda: of_way("demo", DEMO) - of_way("demo", SIGNS),
         lambda: of_way("demo", SIGNS, "sent (MB)") / of_way("demo", DEMO, "sent (MB)"),
@@ -128,12 +132,12 @@ SENTENCES: Sentences = {
         lambda: steps_cost("Muon"),
         lambda: steps_cost("AdamW"),
     ],
-    (LOCAL, r"2 bits cost ([\d.]+) nats of 32 bits with Muon, and ([\d.]+) with AdamW"): [
+    (LOCAL, r"Compared with 32 bits, 2 bits cost ([\d.]+) nats with Muon, and ([\d.]+) with AdamW"): [
         lambda: bits_cost("Muon"),
         lambda: bits_cost("AdamW"),
     ],
     (SYSTEMS, r"codes a gradient at (\d+) to (\d+) MB/s"): [lambda: min(rates()), lambda: max(rates())],
-    (SYSTEMS, r"It saves (\d+) to (\d+) % of bf16, and (\d+) to (\d+) % of fp32"): [
+    (SYSTEMS, r"This reducer saves (\d+) to (\d+) % of bf16, and (\d+) to (\d+) % of fp32"): [
         lambda: min(saved("bfloat16")),
         lambda: max(saved("bfloat16")),
         lambda: min(saved("float32")),

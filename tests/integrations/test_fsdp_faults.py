@@ -84,7 +84,7 @@ def _refused(rank: int) -> None:
     refuses("replicas hold the same shards", sharded(alone["shard"]), replicate=alone["shard"])
     refuses("timeout=5 must be a positive", timeout=5, **replicas)
     refuses("torch averages over replicas itself, uncompressed: apply fully_shard to mesh", sharded(on), **replicas)
-    refuses("not remembered: give memory='none'", preset="signsgd_ef", **replicas)
+    refuses("memories do not work with sharded gradients: give memory='none'", preset="signsgd_ef", **replicas)
     refuses("does not go with reducer='sum': take 'auto'", reducer="sum", reduce_scatter=True)
     refuses("does not go with reducer='native'", reducer="native", reduce_scatter=True)
     refuses("scale='global' does not fit reducer='two_shot'", scale="global", reduce_scatter=True, **replicas)

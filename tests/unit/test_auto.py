@@ -55,7 +55,7 @@ def test_a_configuration_with_auto_can_be_replaced_described_and_written() -> No
         ({"allow": (32, 12)}, "asks for bits=12.*allow 32, 16 and 2 to 8, e.g. allow=.32, 8, 4"),
         ({"bits": 5}, "leave bits out"),
         ({"reducer": "native"}, "leave reducer out"),
-        ({"memory": "ecq", "dither": "stochastic"}, "remember nothing"),
+        ({"memory": "ecq", "dither": "stochastic"}, "does not work with a memory"),
         ({"codec": "sign", "memory": "ef"}, "leave codec and memory out"),
         ({"allow": (9, 8)}, "allow=.9, 8. asks for bits=9"),
         ({"allow": (1, 8)}, "asks for bits=1, and"),

@@ -110,7 +110,7 @@ def test_the_largest_numbers_stay_finite_and_nan_reaches_all(dtype: torch.dtype)
         ({}, "codec='dct_top_k' is biased, so training needs a memory"),
         ({"memory": "ef", "bits": 2}, "sends whole what it keeps, which is bits=32, not bits=2"),
         ({"memory": "ef", "density": 0.0}, "density=0 keeps nothing"),
-        ({"auto": True}, "goes with codecs that remember nothing, and codec='dct_top_k' needs a memory"),
+        ({"auto": True}, "does not work with a memory, and codec='dct_top_k' needs one"),
         ({"memory": "ef", "rotation": True}, "leaves no large coordinates"),
     ],
 )

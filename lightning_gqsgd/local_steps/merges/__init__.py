@@ -1,1 +1,1 @@
-"""Weighted merges of what members have learnt: by the clock, beside training, with members that come and go."""
+"""Weighted merges of the members' changes: by the clock, during training, with members that come and go."""

@@ -1,14 +1,16 @@
 """Local steps whose changes are merged with weights: each member makes as many steps as it can.
 
-A member's parameters x are always the anchor that it knows, plus what it has learnt since. Between two of its steps,
-it hands over what it has learnt, and may go on. Once the merge is over, it takes x ← anchor′ + (x − x_h), where x_h is
-what x was when it was handed over. So what it has learnt in between is neither lost nor counted twice. A member that
-was late for a merge, and handed nothing over, takes x ← x + (anchor′ − anchor), and its change is in the next merge.
+A member's parameters x are always the sum of the anchor that it knows and its change since. Between two of its steps,
+it hands over this change, and may continue to train. When the merge is over, it sets x ← anchor′ + (x − x_h), where x_h
+is the value of x at the time of the handover. So steps between the handover and the end of the merge are neither lost
+nor counted twice. If a member was late for a merge and handed nothing over, it sets x ← x + (anchor′ − anchor), and its
+change enters the next merge.
 
-Decoupled DiLoCo (arXiv 2604.21428) has a syncer of its own, to which learners send fragments; merges directions and
-lengths of changes separately; and waits for a quorum with an adaptive grace. Here there is no syncer: members sum their
-messages with an all-reduce. A merge has the whole model. The weights are those of a mean over samples. The grace is the
-time of the fastest member's step (see `rounds`), because late members lose nothing by being late.
+Decoupled DiLoCo (arXiv 2604.21428) differs in three ways: it has a separate process, the syncer, to which learners send
+fragments; it merges directions and lengths of changes separately; and it waits for a quorum with an adaptive grace
+period. Here there is no syncer: members sum their messages with an all-reduce. A merge covers the whole model. Members
+are weighted by their numbers of samples. The grace period is the duration of the fastest member's step (see `rounds`),
+because the changes of late members are not lost.
 """
 
 from __future__ import annotations
@@ -78,30 +80,31 @@ _ENTRIES: dict[str, type] = {"merged": Mapping}
 
 
 class MergedAverages:
-    """Merges what members learn in their own optimizer steps.
+    """Merges the changes that the members' own optimizer steps make.
 
-    Creating one is a collective on the process group. All then have the same parameters and buffers. With
-    ``options.elastic``, it takes those of a member that the lighthouse knows, and does not wait for the next merge.
+    Creating it is a collective on the process group. All members then have the same parameters and buffers. With
+    ``options.elastic``, this process copies the state of a member that the lighthouse knows, and does not wait for the
+    next merge.
 
     Args:
         model: the module that each member trains.
-        optimizers: the inner optimizers, of which one or more have each parameter that is to be averaged.
-        options: when to merge, and what to do with the mean.
+        optimizers: the inner optimizers. A parameter is averaged if one or more of them have it.
+        options: when to merge, and how to use the mean.
         config: the compression.
-        group: process group; None is the default group. Not with ``options.elastic``.
-        timeout: of collectives; None takes that of the group, and 60 s with ``options.elastic``.
-        meeting: what the caller has opened; None opens one.
+        group: process group; None is the default group. With ``options.elastic``, there is none.
+        timeout: timeout of collectives. None takes that of the group, and 60 s with ``options.elastic``.
+        meeting: a meeting that the caller has opened; None opens one.
 
     Attributes:
         options: see above.
-        requested: the compression as it was given.
+        requested: the compression that was passed.
         outer: the outer optimizer; its tensors are the anchors.
         device: device of the model.
         step: number of this member's optimizer steps.
 
     Raises:
-        ConfigError: a model, an optimizer or a value that cannot work, or members that do not fit together.
-        CollectiveError: the others cannot be reached within the timeout.
+        ConfigError: if the model, an optimizer or a value cannot work, or if members do not fit together.
+        CollectiveError: if the others cannot be reached within the timeout.
     """
 
     def __init__(
@@ -238,7 +241,7 @@ class MergedAverages:
 
     @property
     def failed(self) -> int:
-        """Number of merges that came to nothing here, because a member has gone."""
+        """Number of merges that failed on this member, because another member has gone."""
         return self._thread.failed
 
     @property
@@ -257,7 +260,7 @@ class MergedAverages:
         return self._members.telemetry
 
     def counts(self) -> dict[str, float]:
-        """Returns what a logger wants to know of the merges so far, with ``gqsgd/`` in front."""
+        """Returns the counters of the merges so far for a logger, by names prefixed with ``gqsgd/``."""
         return {
             "gqsgd/merges": float(self.averages),
             "gqsgd/members": float(self.world_size),
@@ -268,18 +271,18 @@ class MergedAverages:
 
     @property
     def is_closed(self) -> bool:
-        """True if nothing can be merged any more."""
+        """True if this was closed, so that nothing can be merged any more."""
         return self._thread.is_closed
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def add_samples(self, count: int) -> None:
-        """Count samples, or tokens, that the next step has seen: the weight of this member's change.
+        """Count the samples, or tokens, that the next step uses. They are the weight of this member's change.
 
-        Once this was called, steps count nothing by themselves.
+        After the first call, a step without a call counts as no sample.
 
         Raises:
-            ConfigError: the count is no integer from 0 on.
+            ConfigError: if the count is not an integer of at least 0.
         """
         check_integer("count", count, 0, 2**62)
         self._counts_samples = True
@@ -288,13 +291,13 @@ class MergedAverages:
     @untraced
     @torch.no_grad()
     def advance(self) -> None:
-        """Count an optimizer step; use the merge that is over, and hand over what is due.
+        """Count an optimizer step. Use a merge that is over, and hand over the change when it is due.
 
         Raises:
-            ConfigError: the model or an optimizer was changed, or members do not fit together.
-            CollectiveError: nothing can be merged any more.
+            ConfigError: if the model or an optimizer was changed, or if members do not fit together.
+            CollectiveError: if nothing can be merged any more.
             RuntimeError: this was closed.
-            SystemExit: with ``elastic``, this process was sent SIGTERM. What it has learnt is merged, and this is
+            SystemExit: with ``elastic``, if this process was sent SIGTERM. Its change has been merged, and this is
                 closed.
         """
         refuse_kept([self._fragment])
@@ -321,10 +324,11 @@ class MergedAverages:
     @untraced
     @torch.no_grad()
     def finish(self) -> None:
-        """Merge what was learnt since, and wait until all members have finished. Then all have the same bits.
+        """Merge the changes since the last merge, and wait until all members have finished. All then have the same
+        bits.
 
-        Until then, this member takes part in the merges of the others, whose steps go on. A second call in a row does
-        nothing.
+        Until then, this member takes part in the merges of the others, which continue to train. A second call in a row
+        does nothing.
         """
         refuse_kept([self._fragment])
         self._thread.settled()  # raises what has gone wrong
@@ -342,12 +346,14 @@ class MergedAverages:
     @untraced
     @torch.no_grad()
     def leave(self) -> None:
-        """Merge what was learnt since with those that are there, and close: what a machine does that has to go.
+        """Merge the changes since the last merge with the present members, and close. Use this if the machine has to
+        go.
 
-        This gives up a timeout after the end of the round, and says so: the lighthouse may be gone.
+        If no merge succeeds within the timeout after the end of the round, for example because the lighthouse is gone,
+        this gives up and logs that.
 
         Raises:
-            ConfigError: this is not elastic, so that the others cannot go on without this rank.
+            ConfigError: without ``elastic``, because the others cannot continue without this rank.
         """
         if not self.options.elastic:
             raise ConfigError(
@@ -368,10 +374,10 @@ class MergedAverages:
 
     @torch.no_grad()
     def check_start(self) -> None:
-        """Before the very first step, check that parameters are the anchors.
+        """Check before the very first step that parameters are equal to the anchors.
 
         Raises:
-            ConfigError: weights were loaded since this was made.
+            ConfigError: if weights were loaded since this was created.
         """
         self._thread.settled()  # raises what has gone wrong
         if self.step or self._has_started:
@@ -389,7 +395,7 @@ class MergedAverages:
                 )
 
     def start_anew(self, model: nn.Module) -> None:
-        """Refuse: members have their weights in common from the start.
+        """Raise an error: members share their weights from the start.
 
         Raises:
             ConfigError: always.
@@ -401,9 +407,9 @@ class MergedAverages:
 
     @contextmanager
     def at_anchor(self) -> Iterator[None]:
-        """A context in which the model has the anchor's values, e.g. for validation.
+        """Returns a context in which the model has the anchor's values, e.g. to validate.
 
-        Afterwards, the model has this member's own values again. No step is made in it.
+        After the context, the model has this member's own values again. Do not make a step inside it.
         """
         self._buffers.take_back()
         with kept([self._fragment]):
@@ -412,7 +418,7 @@ class MergedAverages:
             yield
 
     def report(self) -> str:
-        """Returns one line that says what is merged how often, and how it is compressed."""
+        """Returns one line that says how often merges are made, and how changes are compressed."""
         if self._thread.latest is None:
             text = f"gqsgd: started from what another member had after merge {self.averages}"
         elif self.options.elastic and self.world_size == 1:
@@ -426,11 +432,12 @@ class MergedAverages:
         return f"{text}; outer {describe_outer(self.outer)}{after}{self._note}"
 
     def check_open(self) -> None:
-        """Raise what has ended the merges, if anything has."""
+        """Raise the error that has ended the merges, if there is one."""
         self._thread.settled()
 
     def close(self) -> None:
-        """Stop using threads and connections. What was learnt since the last merge is not merged; `finish` does."""
+        """Release threads and connections. Changes since the last merge are lost; call `finish` before to merge
+        them."""
         if self._notice is not None:
             self._notice.close()
         self._thread.close()
@@ -438,9 +445,9 @@ class MergedAverages:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what all members have in common: plain values and tensors. Not a collective.
+        """Returns the state that all members share: plain values and tensors. Not a collective.
 
-        A member that loads it starts from the anchor: what it had learnt since the last merge is not in it.
+        A member that loads it starts from the anchor: changes since the last merge are not in it.
         """
         return {
             "schema": STATE_SCHEMA,
@@ -452,14 +459,14 @@ class MergedAverages:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], load_beside: Callable[[], object]) -> None:
-        """Continue from `state_dict`. Not a collective; all members load the same, before their first step.
+        """Load a `state_dict`. All members have to load the same state, before their first step. Not a collective.
 
         Args:
-            state: what `state_dict` gave.
-            load_beside: loads what was saved beside it into the optimizers.
+            state: the result of `state_dict`.
+            load_beside: a function that loads the rest of the checkpoint into the optimizers.
 
         Raises:
-            ConfigError: this is no such state, or that of another model. Nothing was changed.
+            ConfigError: if this is not such a state, or is the state of another model. Nothing is changed then.
         """
         if isinstance(state, Mapping) and "merged" not in state:
             raise ConfigError(
@@ -582,7 +589,7 @@ class MergedAverages:
 
 
 def refuse_memory(config: GQSGDConfig) -> None:
-    """Raise ConfigError for a compression that remembers something of each rank, or begins uncompressed."""
+    """Raise ConfigError for a compression that has a memory, or that begins with uncompressed steps."""
     if config.remembers:
         raise ConfigError(
             "a merge by the clock, or with members that come and go, remembers nothing of the errors of earlier ones; "

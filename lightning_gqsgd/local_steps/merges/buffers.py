@@ -1,4 +1,4 @@
-"""Buffers that cannot be averaged, such as counters, as one row of numbers that travels with a merge."""
+"""Buffers that cannot be averaged, such as counters, as one row of numbers that is sent with a merge."""
 
 from __future__ import annotations
 

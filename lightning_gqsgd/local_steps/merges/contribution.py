@@ -1,4 +1,4 @@
-"""What one member adds to a merge: how far it has come since the anchor that it started from."""
+"""The contribution of one member to a merge: its change since the anchor from which it started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a process group as members: all of them, in every merge."""
+"""Members that are the ranks of a process group: all of them take part in every merge."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FixedMembers(Members):
             return True
         raise CollectiveError(
             f"gqsgd: rank {self._engine.rank} of {self._engine.world_size} finds that ranks have different anchors, "
-            "which no exchange of theirs explains: processors may round differently, or a state was loaded on some "
+            "and their exchanges do not explain why: processors may round differently, or a state was loaded on some "
             "ranks only; load the same state on every rank, and make a new LocalSteps"
         )
 

@@ -1,4 +1,4 @@
-"""One merge: the weighted mean of what members have learnt moves the anchors of all of them.
+"""One merge: the weighted mean of the members' changes moves the anchors of all members.
 
 Member i hands over the change Δ_i = start − x_i of its n_i samples. The anchors move by Σ_i (n_i / Σ_j n_j) Q(Δ_i).
 That is unbiased, because the weights are known exactly before anything is quantised. A member that sends nothing has

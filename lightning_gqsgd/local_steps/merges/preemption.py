@@ -1,4 +1,4 @@
-"""The notice that a machine is about to be taken away, which clouds and schedulers give as SIGTERM."""
+"""Handles SIGTERM, by which clouds and schedulers announce that a machine will be taken away."""
 
 from __future__ import annotations
 

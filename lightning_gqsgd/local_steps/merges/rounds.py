@@ -1,4 +1,4 @@
-"""When a member hands over what it has learnt: by the clock, or after a number of steps.
+"""Decides when a member hands over its change: by the clock, or after a number of steps.
 
 By the clock, all members begin a round at the same moment, when the merge before has gathered their rows, and it ends
 ``every`` seconds later. A member can hand over between two of its steps only. It does so at the last end of a step

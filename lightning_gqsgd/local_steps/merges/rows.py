@@ -1,4 +1,4 @@
-"""What each member says of itself at the start of a merge, and what all of them conclude from it."""
+"""The numbers that each member announces at the start of a merge, and the conclusions that all members draw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all members of a training by merges have in common, with the same bits."""
+"""The state that all members of a training share, with the same bits."""
 
 from __future__ import annotations
 

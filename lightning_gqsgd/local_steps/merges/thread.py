@@ -1,4 +1,4 @@
-"""The thread that merges beside training, so that a member answers the others also in the middle of a step."""
+"""The thread that merges during training, so that a member answers the others even in the middle of a step."""
 
 from __future__ import annotations
 

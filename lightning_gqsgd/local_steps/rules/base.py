@@ -1,4 +1,4 @@
-"""Interface of a rule of averages, which describes the requests of a rank until it has the mean change.
+"""The interface of a rule. A rule describes the requests that a rank makes until it has the mean change.
 
 A rule issues no collective itself. The `Averager` of a rank yields what it asks for and is resumed with the answer, so
 that the same objects run over process groups (`PendingMean`) and over virtual workers of one process

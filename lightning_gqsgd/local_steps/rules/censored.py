@@ -1,5 +1,5 @@
-"""Censoring: a rank whose change is nearly what it sent last says so in one bit, and sends nothing (CHB, arXiv
-2209.11944).
+"""Censoring: if a rank's change is nearly the one that it sent last, it says so in one bit and sends nothing (CHB,
+arXiv 2209.11944).
 
 Every rank remembers the last change that it sent, h_i, and the mean of all ranks' h_i, h̄. With this rank's change Δ_i
 and the latest move of the anchor, it sends

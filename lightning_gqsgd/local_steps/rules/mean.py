@@ -1,4 +1,4 @@
-"""The mean of all changes, in one message of each rank: what local steps do unless they are told otherwise."""
+"""The default rule `mean`: the mean of all changes, in one message of each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multi-step compression: a change travels in R messages, each of which holds what those before it have left out
+"""Multi-step compression: a change is sent in R messages, each of which contains what the previous ones have left out
 (NEOLITHIC, arXiv 2206.03665).
 
 With error feedback, the memory of the configuration is all that this needs. The first message holds the codes of the

@@ -1,4 +1,4 @@
-"""The smallest experiments of memories: what they take away on convex problems, and on a network."""
+"""The smallest experiments of memories: which errors they remove on convex problems, and on a network."""
 
 from __future__ import annotations
 

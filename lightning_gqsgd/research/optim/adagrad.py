@@ -12,9 +12,9 @@ a step is
     RDA:  x_{t+1} = argmin over x of  η <mean of g_1 .. g_t, x> + η λ |x|_1 + 1/(2t) <x, H_t x>
                   = -η soft(g_1 + .. + g_t, λ t) / H_t,
 
-where soft(z, c) = sign(z) max(|z| - c, 0) sets coordinates to zero, exactly. QCMD Adagrad and QRDA Adagrad (Xu, Wangni,
-Zhang, Ye, Wu, Zhao 2022) are these two on quantised gradients: the gradient that the communication hook leaves is the
-one that counts, also in S.
+where soft(z, c) = sign(z) max(|z| - c, 0) sets coordinates exactly to zero. QCMD Adagrad and QRDA Adagrad (Xu, Wangni,
+Zhang, Ye, Wu, Zhao 2022) are these two methods with quantised gradients: the gradient after the communication hook is
+used everywhere, including S.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ class CMDAdagrad(_ProximalAdagrad):
         lr: learning rate η, at least 0.
         l1: weight λ of the penalty λ |x|_1, at least 0.
         eps: ε, above 0.
-        foreach: update all parameters of a device in a few calls, which takes as much memory as they have, three
-            times; None: where all are on a GPU.
-        maximize: maximise the objective less the penalty.
+        foreach: whether to update all parameters of a device in a few calls, which needs three times the memory of the
+            parameters. None: only if all parameters are on a GPU.
+        maximize: whether to maximise the objective minus the penalty.
 
     Raises:
         ValueError: a number out of its range.

@@ -1,4 +1,4 @@
-"""The step that all optimizers of this package have."""
+"""The part of `step` that all optimizers of this package share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proximal step of an L1 penalty, SGD with it, and the measure of what the penalty is for."""
+"""The proximal step of an L1 penalty, SGD with this step, and the share of parameters that are zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Record of a simulated run: arrays, a table, a picture."""
+"""The record of a simulated run, as arrays, a table or a picture."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lightning_gqsgd.config import GQSGDConfig
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A run of `virtual.simulate`, in R rows. The first row is from before training.
+    """The record of a run of `simulate`, with R rows. The first row is from before the training.
 
     Attributes:
-        name: of the preset.
-        config: the configuration, with its reducer chosen and the numbers of its memories.
+        name: name of the preset.
+        config: the configuration, with the chosen reducer and the numbers of its memories.
         workers: number of workers.
         step: steps done, int64 [R].
-        loss: of the problem, float64 [R], as everything below unless it says otherwise.
-        metrics: of the problem, by name, each [R].
+        loss: loss of the problem, float64 [R]. All entries below have this type unless they say otherwise.
+        metrics: metrics of the problem, by name, each [R].
         bytes_sent: bytes that each worker has sent, int64 [R].
         relative_error: relative L2 error of the latest mean of gradients; NaN in the first row.
         wire_bits: bits of one worker's message per coordinate, scales included, in the latest step.
-        parameters: at the end, [d].
-        diverged_at: the step after which parameters or loss were not finite any more, with which the run ended; None if
-            they stayed finite. The rows before it are kept, that step has none.
+        parameters: the parameters at the end, [d].
+        diverged_at: the step after which parameters or loss were not finite; the run ended there. None if they stayed
+            finite. The rows before this step are kept, and the step itself has no row.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Rows:
     def record(
         self, name: str, config: GQSGDConfig, workers: int, parameters: Tensor, diverged_at: int | None = None
     ) -> Record:
-        """Returns the rows as the record of a run that has ended; see `Record` for the arguments."""
+        """Returns the rows as a `Record`, which describes the arguments."""
         return Record(
             name=name,
             config=config,

@@ -1,4 +1,4 @@
-"""Optimizers of matrices on virtual workers: a worker's flat vector, seen as the parameters that it consists of."""
+"""Lets optimizers of matrices train virtual workers: views of a worker's flat vector as its parameters."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""DGD-DEF: error feedback whose gradients are taken where the model would be without the errors (arXiv 2103.07578).
+"""DGD-DEF: error feedback with gradients at the point where the model would be without errors (arXiv 2103.07578).
 
 With the error memory e_i of worker i, as `spec.memories.Memory` has it for ``"ef"``, and the learning rate η, a step is
 
     z_i = x - η e_i,   u_i = ∇f_i(z_i) + e_i,   e_i <- u_i - Q(u_i),   x <- x - η mean of Q(u_i).
 
 The mean of all z_i moves by -η times the mean of ∇f_i(z_i), whatever Q is; so with one worker z is gradient descent
-without compression, and x stays as near to z as the errors are small. The codec is nearly democratic: a block is turned
-by a random Hadamard matrix, so that no coordinate is much larger than the others, and each goes to the nearest of 2^R
-levels. On a smooth, strongly convex problem the distance to the optimum shrinks by max(ν, C) per step, where ν is the
-factor of gradient descent, (L-μ)/(L+μ) with η = 2/(L+μ), and C is |Q(u) - u| / |u|. For less than one bit per
-coordinate, a share of the turned coordinates travels in each step; see `subspaces`.
+without compression, and x stays as near to z as the errors are small. The codec is nearly democratic: a block is
+rotated by a random Hadamard matrix, so that no coordinate is much larger than the others, and each coordinate is
+rounded to the nearest of 2^R levels. On a smooth, strongly convex problem the distance to the optimum shrinks by max(ν,
+C) per step, where ν is the factor of gradient descent, (L-μ)/(L+μ) with η = 2/(L+μ), and C is |Q(u) - u| / |u|. For
+less than one bit per coordinate, only a share of the rotated coordinates is sent in each step; see `subspaces`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class DGDDEF:
     Args:
         workers: number of workers, at least 1.
         lr: learning rate η, above 0.
-        shifted: take gradients at z_i; False: at x, which is classic error feedback.
-        share: turned coordinates that travel, over all, above 0 and at most 1.
+        shifted: whether to compute gradients at z_i. False computes them at x, which is classic error feedback.
+        share: share of the rotated coordinates that is sent, above 0 and at most 1.
 
     Raises:
         ConfigError: a number out of its range.
@@ -51,10 +51,10 @@ class DGDDEF:
         check_positive(lr=self.lr)
 
     def run(self, problem: Problem, steps: int, **fields: Any) -> Record:
-        """Train, with the codec, memory and reducer objects of training on virtual workers.
+        """Train virtual workers, with the codec, memory and reducer objects of a real training.
 
         Args:
-            problem: what to train on.
+            problem: the problem to train on.
             steps: number of steps, at least 1; each has a row.
             **fields: fields of `GQSGDConfig`, with an error memory, e.g. those of ``SYSTEMS["dgd_def"]``.
 
@@ -62,7 +62,7 @@ class DGDDEF:
             The record. If parameters or loss stop being finite, the run ends there; see `Record.diverged_at`.
 
         Raises:
-            ConfigError: a configuration without an error memory, or that cannot work.
+            ConfigError: if the configuration has no error memory, or cannot work.
         """
         check_whole(steps=steps)
         x = problem.start().clone()

@@ -1,4 +1,4 @@
-"""`simulate`: training in one process, with the codec, memory, reducer and local-step objects of training."""
+"""`simulate`: trains virtual workers in one process, with the objects of a real training."""
 
 from __future__ import annotations
 
@@ -82,38 +82,40 @@ def simulate(
     progress: bool = True,
     **fields: Any,
 ) -> Record:
-    """Train in this process, with the codec, memory and reducer objects of training on virtual workers.
+    """Train virtual workers in this process, with the codec, memory and reducer objects of a real training.
 
-    With ``local_steps``, or a preset of local steps, each worker trains by itself, and the workers' changes are
-    averaged every so many steps, as `LocalSteps` does. The record then shows the anchor, which all workers have in
-    common; its bytes are means over all workers. A round that the last step cuts off ends with a last average.
+    With ``local_steps``, or a preset of local steps, each worker trains on its own, and the workers' changes are
+    averaged every ``local_steps`` steps, as in `LocalSteps`. The record then describes the anchor, which all workers
+    share; its bytes are means over all workers. If the last step ends a round early, there is a last average.
 
     Args:
         preset: name of a preset (see `presets.PRESETS`), or of a preset of local steps (see
             `presets.LOCAL_PRESETS`), or ``"ddp"``: the exact mean.
-        problem: what to train on, e.g. of `problems`; the dtype of its gradients is the run's.
+        problem: the problem to train on, e.g. from `problems`. The run has the dtype of its gradients.
         workers: number of virtual workers.
         steps: number of steps.
-        optimizer: makes any optimizer of the list of one flat parameter; None: SGD with the step ``lr``. With local
-            steps, the inner optimizer, of a list of one flat parameter for each worker.
-        lr: step of the default optimizer; None: 0.1.
-        seed: of the dither, and of who takes part in a round. The problem's random numbers have a seed of their own.
-        record_every: steps between two rows of the record; None: such that there are about 100. The last step has one.
-        progress: show a bar.
-        **fields: fields of `GQSGDConfig` that replace the preset's. What is raw is the problem's choice, so
-            ``min_numel`` and ``exclude`` have no effect; nor have ``warmup_steps``, ``sample_every`` and
-            ``connections``. Also
-            ``local_steps``, the number of steps in a round, and the other fields of `local_steps.options.LocalOptions`.
-            Further, ``participation``: the number of workers that take part in a round, drawn at random for each round
-            (FedPAQ, arXiv 1909.13014); the anchor moves by the mean of their changes. And ``local_steps_of``: a list
-            with each worker's number of steps in a round, at most ``local_steps`` (GenQSGD, arXiv 2110.12987); without
-            ``local_steps``, a round has as many steps as the largest of them.
+        optimizer: a function that takes a list of one flat parameter and returns an optimizer. None: SGD with the
+            learning rate ``lr``. With local steps, it makes the inner optimizer, from a list with one flat parameter
+            for each worker.
+        lr: learning rate of the default optimizer. None: 0.1.
+        seed: seed of the dither, and of the choice of workers that take part in a round. The problem has its own seed.
+        record_every: number of steps between two rows of the record. None: there are about 100 rows. The last step has
+            a row.
+        progress: whether to show a progress bar.
+        **fields: fields of `GQSGDConfig` that override the preset's. The problem decides which parameters stay
+            uncompressed, so ``min_numel`` and ``exclude`` have no effect. ``warmup_steps``, ``sample_every`` and
+            ``connections`` have none, either. Also ``local_steps``, the number of steps in a round, and the other
+            fields of `local_steps.options.LocalOptions`. Further, ``participation``: the number of workers that take
+            part in a round, drawn at random for each round (FedPAQ, arXiv 1909.13014); the anchor moves by the mean of
+            their changes. And ``local_steps_of``: a list with each worker's number of steps in a round, at most
+            ``local_steps`` (GenQSGD, arXiv 2110.12987); without ``local_steps``, a round has as many steps as the
+            largest of them.
 
     Returns:
         The record. If parameters or loss stop being finite, the run ends there; see `Record.diverged_at`.
 
     Raises:
-        ConfigError: an unknown preset or an argument that cannot work.
+        ConfigError: for an unknown preset, or an argument that cannot work.
     """
     every = _interval(steps, record_every)
     trainer = _trainer(preset, problem, workers, {"seed": seed, **fields}, _maker(optimizer, lr))

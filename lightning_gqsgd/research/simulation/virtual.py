@@ -1,4 +1,4 @@
-"""The reducers on virtual ranks in one process: what a configuration does to given gradients, without a network."""
+"""Runs reducers on virtual ranks in one process, to see what a configuration does to given gradients."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ if TYPE_CHECKING:
 
 
 class VirtualRanks:
-    """Ranks in this process, with what each of them remembers: the codec, memory and reducer objects of training.
+    """Virtual ranks in this process, each with its own memory. They use the codec, memory and reducer objects of a
+    training.
 
     Args:
         ranks: number of ranks.
         segments: the parameters in a gradient, in order.
         dtype: dtype of the gradients.
         preset: name of a preset (see `presets.PRESETS`), or a configuration.
-        device: of the gradients, where ranks remember something; None: the CPU.
+        device: device of the gradients, if there is a memory. None: the CPU.
         **fields: fields of `GQSGDConfig`.
 
     Attributes:
-        config: the configuration, with its reducer chosen and the numbers of its memories.
+        config: the configuration, with the chosen reducer and the numbers of its memories.
         bytes_sent: bytes that each rank has sent so far.
 
     Raises:
@@ -72,7 +73,7 @@ class VirtualRanks:
         """Returns each rank's memory of its own messages' errors, e of `spec.memories.Memory`: [ranks, d].
 
         Raises:
-            ConfigError: the configuration has no error memory.
+            ConfigError: if the configuration has no error memory.
         """
         if self.config.up is None or not self.config.up.keeps_error:
             raise ConfigError("there is no error memory; take memory='ef' or 'ecq'")
@@ -90,10 +91,10 @@ class VirtualRanks:
         return torch.stack(kept)
 
     def average(self, gradients: Sequence[Tensor], step: int) -> list[Tensor]:
-        """Returns what each rank would hold after reducing its gradient; all with the same bits.
+        """Returns the mean that each rank would have after a reduction; all of them have the same bits.
 
         Raises:
-            ConfigError: the gradients and the segments have different numbers of coordinates.
+            ConfigError: if the gradients and the segments have different numbers of coordinates.
         """
         self._check_sizes(gradients)
         results = [gradient.clone() for gradient in gradients]
@@ -101,7 +102,7 @@ class VirtualRanks:
         return results
 
     def mean(self, gradients: Sequence[Tensor], step: int) -> Tensor:
-        """Returns what rank 0 would hold; see `average`. It is less work where nothing is remembered."""
+        """Returns the mean that rank 0 would have; see `average`. Without a memory, this is faster."""
         self._check_sizes(gradients)
         results = [gradient.clone() for gradient in gradients]
         only_first = not self.config.remembers
@@ -125,12 +126,12 @@ def average(
     preset: str | None = None,
     **fields: Unpack[FieldArguments],
 ) -> list[Tensor]:
-    """Returns what each rank would hold after reducing its gradient, with empty memory; see `VirtualRanks`.
+    """Returns the mean that each rank would have after a reduction with an empty memory; see `VirtualRanks`.
 
     Args:
         gradients: one flat floating-point tensor per rank, all of one shape, dtype and device; not changed.
         step: number of the dither.
-        segments: the parameters in a gradient, in order; None takes it as one compressed parameter.
+        segments: the parameters in a gradient, in order. None: the gradient is one compressed parameter.
         preset: name of a preset; see `presets.PRESETS`.
         **fields: fields of `GQSGDConfig`.
 
@@ -138,7 +139,7 @@ def average(
         One tensor per rank, all with the same bits.
 
     Raises:
-        ConfigError: gradients or a configuration that cannot work.
+        ConfigError: if the gradients or the configuration cannot work.
     """
     _check(gradients)
     first = gradients[0]

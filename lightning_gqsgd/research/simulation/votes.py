@@ -6,12 +6,12 @@ sends a vote b for each weight: +1 with probability (1 + W)/2, otherwise -1, so 
     p = Σ λ_i b_i,   h <- atanh(p clipped to ±(1 - 10⁻⁴)) / k.
 
 Equal λ_i = 1/n: the votes are summed as integers by the reducer ``sum``, exactly. With reputations, λ_i follows how
-often worker i agrees with the majority, c_i (the share of weights), so that attackers count little:
+often worker i agrees with the majority, c_i (the share of weights), so that attackers have little weight:
 
     r_i <- ½ r_i + ½ c_i,   λ_i = r_i / Σ r_j over the workers whose r_j is at least the mean, otherwise 0.
 
-These weights are only known once votes are decoded, so votes travel as signs by the reducer ``gather``, and every
-worker weighs all of them in the same way. The equations are those of the released code, KAI-YUE/fedvote.
+These weights are known only after votes are decoded, so votes are sent as signs by the reducer ``gather``, and every
+worker weighs them in the same way. The equations are those of the released code, KAI-YUE/fedvote.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class FedVote:
 
     Args:
         workers: number of workers n, at least 1.
-        reputations: weigh the votes by reputation.
-        attackers: the first so many workers send the opposite of each of their votes, 0 to ``workers``.
+        reputations: whether to weigh the votes by reputation.
+        attackers: number of workers, counted from the first, that send the opposite of each of their votes; 0 to
+            ``workers``.
         slope: k, above 0.
         local_steps: steps of Adam in a round, at least 1.
         lr: learning rate of Adam, above 0.
-        seed: of the votes' randomness.
+        seed: seed of the random votes.
 
     Raises:
         ConfigError: a number out of its range.
@@ -69,12 +70,12 @@ class FedVote:
         check_positive(slope=self.slope, lr=self.lr)
 
     def run(self, problem: Problem, rounds: int, voted: Sequence[int] = (0,)) -> Record:
-        """Train, with the codec and reducer objects of training on virtual workers.
+        """Train virtual workers, with the codec and reducer objects of a real training.
 
         Args:
-            problem: what to train on; it has the metric ``accuracy``.
+            problem: the problem to train on; it needs the metric ``accuracy``.
             rounds: number of rounds, at least 1.
-            voted: the numbers of the parameters that are voted on. All others stay as the problem starts with them.
+            voted: the numbers of the parameters that are voted on. All other parameters keep their initial values.
 
         Returns:
             A row for the start and for each round. The loss and ``accuracy`` are those of the weights p;
