@@ -100,7 +100,7 @@ class AveragingLoop(ABC, Generic[AnyPending]):
 
         Args:
             averages: the averages to use.
-            mixing: weight of a rank's own parameters; None: that of the options.
+            mixing: weight of a rank's own parameters; None means the weight of the options.
         """
         weight = (self.options.mixing if self.options.delay else 0.0) if mixing is None else mixing
         for average in list(averages):
@@ -119,7 +119,8 @@ class AveragingLoop(ABC, Generic[AnyPending]):
 
     @contextmanager
     def _or_broken(self) -> Iterator[None]:
-        """A context of waiting: what an exception leaves is broken, also one that a signal's handler raises."""
+        """Returns a context for a wait. If an exception leaves it, even from a signal handler, this object is
+        broken."""
         try:
             yield
         except BaseException:
@@ -127,12 +128,12 @@ class AveragingLoop(ABC, Generic[AnyPending]):
             raise
 
     def _is_plain(self, average: AnyPending) -> bool:
-        """Whether the anchor becomes the mean of the ranks' models by an average, without the outer optimizer."""
+        """Returns whether an average makes the anchor the mean of the ranks' models, without the outer optimizer."""
         return average.is_last or self.options.leaves_outer_out(average.use_after - self.options.delay)
 
     @abstractmethod
     def _start(self, number: int, delay: int) -> AnyPending:
-        """Start the average of a fragment, to be used ``delay`` steps later."""
+        """Start the average of a fragment. It is used ``delay`` steps later."""
 
     @abstractmethod
     def _wait(self, average: AnyPending) -> None:
@@ -142,9 +143,9 @@ class AveragingLoop(ABC, Generic[AnyPending]):
     def _apply(self, average: AnyPending, weight: float) -> None:
         """Move a fragment's anchor by its mean change, and the parameters to the anchor.
 
-        ``weight``: of the parameters' own values, see `Fragment.set_tensors`.
+        ``weight`` is the weight of the parameters' own values, see `Fragment.set_tensors`.
         """
 
     @abstractmethod
     def _go_back(self, average: AnyPending) -> None:
-        """Leave an average out, and go back to the anchors of all fragments: what was learnt since may be NaN."""
+        """Skip an average, and return to the anchors of all fragments, because later changes may be NaN."""
