@@ -353,7 +353,7 @@ class CPU:
             kernels at 2 bits take about as long.
         trellis: factors by which trellis codes take longer to encode and to decode, by their bits.
         hook: times of torch's bf16 hook.
-        note: how sure the numbers are.
+        note: how reliable the numbers are.
     """
 
     gamma: Gamma
@@ -376,7 +376,7 @@ class CPU:
         )
 
 
-#: Codecs by the name of their device. A GPU's kernels are taken to reach 60 % of its memory's rated bandwidth.
+#: Codecs by the name of their device. A GPU's kernels are assumed to reach 60 % of its memory's rated bandwidth.
 ESTIMATES: dict[str, GPU | CPU] = {
     "h100": GPU(0.6 * 3.35e12, 10e-6, "h100: an estimate from memory bandwidth, not a measurement"),
     "a100": GPU(0.6 * 1.56e12, 10e-6, "a100: an estimate from memory bandwidth, not a measurement"),
@@ -400,8 +400,8 @@ def estimated_costs(device: str, nodes: int, per_node: int, link: Link) -> Costs
     Args:
         device: a name of `ESTIMATES`.
         nodes: number of nodes.
-        per_node: ranks on each node.
-        link: of a node, to the other nodes.
+        per_node: number of ranks on each node.
+        link: link of a node to the other nodes.
     """
     return on_links(ESTIMATES[device].costs({}), nodes, per_node, link, inside_of(device, link))
 
@@ -409,15 +409,15 @@ def estimated_costs(device: str, nodes: int, per_node: int, link: Link) -> Costs
 def on_links(costs: Costs, nodes: int, per_node: int, link: Link, inside: Link) -> Costs:
     """Returns the costs of a device with collectives over links with given rates.
 
-    A link that carries TCP has terms of its own over NCCL.
+    Over NCCL, a link that uses TCP has additional terms.
 
     Args:
-        costs: of the codec, and of the rest that a rank computes. If they have a latency, the clock counts it as the
-            collectives of Gloo take it (`tcp.ways`), and that of the link counts no more.
+        costs: costs of the codec and of a rank's other work. If they have a latency, the clock uses it for the
+            collectives of Gloo (`tcp.ways`), and the latency of ``link`` is ignored.
         nodes: number of nodes.
-        per_node: ranks on each node.
-        link: of a node, to the other nodes.
-        inside: of a rank, to the ranks of its node.
+        per_node: number of ranks on each node.
+        link: link of a node to the other nodes.
+        inside: link of a rank to the ranks of its node.
     """
     counted = replace(link, latency_s=0.0) if costs.latency_s else link
     made = collectives_between(nodes, per_node, counted, inside)

@@ -1,5 +1,5 @@
-"""A row of an experiment: what is claimed, what was measured, and whether that holds; and what several experiments
-measure."""
+"""A row of an experiment: the claim, the measurement, and whether they agree; and measurements that several experiments
+share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Rows = Iterator[Row]
 
 
 def normal(seed: int, numel: int) -> Tensor:
-    """Returns independent normal numbers of a seed, [numel]."""
+    """Returns independent normal numbers from a seed, [numel]."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
@@ -60,9 +60,10 @@ def message(x: Tensor, preset: str, repeats: int = 40, **fields: Any) -> tuple[f
 
 
 def bias(preset: str, ranks: int = 3, numel: int = 4096, steps: int = 100, **fields: Any) -> Row:
-    """Returns the row of an unbiased preset: the errors of steps, on the same normal gradients, average out.
+    """Returns the row for an unbiased preset: the errors of different steps on the same normal gradients average out.
 
-    With independent errors of mean zero, the squared error of the mean over N steps is 1/N of that of one step.
+    If errors are independent with mean zero, the squared error of the mean over N steps is 1/N of the squared error of
+    one step.
     """
     ranks_of = virtual(ranks, numel, preset, **fields)
     gradients = [normal(rank, numel) for rank in range(ranks)]

@@ -41,7 +41,7 @@ class VirtualRanks:
         bytes_sent: bytes that each rank has sent so far.
 
     Raises:
-        ConfigError: a configuration that cannot work.
+        ConfigError: if the configuration cannot work.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class VirtualRanks:
 
     @property
     def wire_bits(self) -> float:
-        """Bits of one rank's message per coordinate, scales included; of variable lengths, the latest step's."""
+        """Bits of one rank's message per coordinate, including scales; if lengths vary, those of the latest step."""
         return 8 * self._plan.message_bytes / self._plan.numel
 
     def errors(self) -> Tensor:
