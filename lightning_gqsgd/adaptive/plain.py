@@ -86,7 +86,7 @@ def rebuild_reducer(model: DistributedDataParallel, reduced: Sequence[Tensor], h
     Args:
         model: the DDP model.
         reduced: the parameters that the old Reducer reduces, in DDP's order.
-        hook: the hook; None: plain DDP.
+        hook: the hook; None means plain DDP.
 
     Returns:
         False if the module has other parameters than those, or if a CUDA graph is captured, which keeps the buckets of

@@ -232,7 +232,8 @@ class LocalSteps(Optimizer):
         return self.averages.report()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state: that of the inner optimizer, and under ``"local_steps"`` that of the averages.
+        """Returns this rank's state: the inner optimizer's state and, under ``"local_steps"``, the state of the
+        averages.
 
         This is no collective, but it waits for averages under way. To resume with the same bits, each rank has to save
         its own model and its own state. A rank that loads the state of another rank starts from the anchor.

@@ -175,7 +175,7 @@ def merges_at(lighthouse: str, timeout_s: float) -> int:
         timeout_s: how long to wait for it.
 
     Raises:
-        ConfigError: no lighthouse answers there.
+        ConfigError: if no lighthouse answers at this address.
     """
     page = _page_of(lighthouse, timeout_s)
     return max((merges for merges, _ in _merged_on(page, _alive_on(page, _ALIVE_S))), default=0)
@@ -190,7 +190,7 @@ def members_at(lighthouse: str, timeout_s: float, alive_s: float = _ALIVE_S) -> 
         alive_s: seconds since the sign of life.
 
     Raises:
-        ConfigError: no lighthouse answers there.
+        ConfigError: if no lighthouse answers at this address.
     """
     return _alive_on(_page_of(lighthouse, timeout_s), alive_s)
 
@@ -203,7 +203,7 @@ def shortage_at(lighthouse: str, timeout_s: float) -> str | None:
         timeout_s: how long to wait for it.
 
     Raises:
-        ConfigError: no lighthouse answers there.
+        ConfigError: if no lighthouse answers at this address.
     """
     match = _TOO_FEW.search(_page_of(lighthouse, timeout_s))
     if match is None:

@@ -9,7 +9,7 @@ The first byte of a stream is the format:
 * 1, Elias gamma (P. Elias, IEEE Transactions on Information Theory 21, 1975) of each gap + 1: as many zeros as the
   number has binary digits after the first one, a one, and then these digits. The zeros and ones of all numbers come
   first, and then all digits. Each of the two parts is padded to whole bytes. This takes as many bits as the original
-  order, apart from padding, and allows to read all numbers at once.
+  order, apart from padding, and allows reading all numbers at once.
 
 Packed is shorter if gaps are similar, as for hashed features. Gamma is shorter if most gaps are zero and some are
 large.

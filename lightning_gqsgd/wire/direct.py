@@ -1,4 +1,4 @@
-"""Native all-reduces over Gloo without a thread in between, which are as cheap as those of DDP itself.
+"""Native all-reduces over Gloo without a thread in between, which cost no more than DDP's own all-reduces.
 
 A native bucket needs no codec. So the thread that calls the hook starts the all-reduce, and the backend's thread
 completes the job. Collectives are started on our own groups in the order of the hook's calls, which is the same on

@@ -69,7 +69,7 @@ class Record:
         """Returns all columns as a `pandas.DataFrame`.
 
         Raises:
-            ImportError: pandas is missing.
+            ImportError: if pandas is missing.
         """
         try:
             pandas = importlib.import_module("pandas")
@@ -81,7 +81,7 @@ class Record:
         """Write a picture of this and other runs: loss over steps, and over the bytes that a worker sends.
 
         Raises:
-            ImportError: matplotlib is missing.
+            ImportError: if matplotlib is missing.
         """
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -66,15 +66,15 @@ class SubspaceRanks:
         self.bytes_sent = 0
 
     def errors(self) -> Tensor:
-        """Returns each rank's memory of its own messages' errors, [ranks, d]."""
+        """Returns the error memory of each rank for its own messages, [ranks, d]."""
         return self._memory
 
     def mean(self, gradients: Sequence[Tensor], step: int) -> Tensor:
-        """Returns what each rank holds after a step, [d]."""
+        """Returns the mean that each rank has after a step, [d]."""
         ranks = len(gradients)
         sent = torch.stack(list(gradients)) + self._memory
         blocks = torch.from_numpy(cut([Segment(0, self._width, raw=False)], self._width)).expand(ranks, -1)
-        key = step_key(self.config.seed, step, ranks)  # ranks have the streams below
+        key = step_key(self.config.seed, step, ranks)  # ranks use the streams below
         places = torch.randperm(self._width, generator=torch.Generator().manual_seed(key[0]))[: self._kept]
         padded = torch.nn.functional.pad(sent, (0, self._width - self._dimension))
         inside = turned(padded, blocks, key)[:, places]

@@ -70,7 +70,7 @@ class VirtualRanks:
         return 8 * self._plan.message_bytes / self._plan.numel
 
     def errors(self) -> Tensor:
-        """Returns each rank's memory of its own messages' errors, e of `spec.memories.Memory`: [ranks, d].
+        """Returns the error memory of each rank for its own messages, e of `spec.memories.Memory`, [ranks, d].
 
         Raises:
             ConfigError: if the configuration has no error memory.
@@ -131,7 +131,7 @@ def average(
     Args:
         gradients: one flat floating-point tensor per rank, all of one shape, dtype and device; not changed.
         step: number of the dither.
-        segments: the parameters in a gradient, in order. None: the gradient is one compressed parameter.
+        segments: the parameters in a gradient, in order. None means that the gradient is one compressed parameter.
         preset: name of a preset; see `presets.PRESETS`.
         **fields: fields of `GQSGDConfig`.
 
