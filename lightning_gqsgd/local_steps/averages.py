@@ -137,7 +137,7 @@ class LocalAverages(AveragingLoop[Average]):
         options: when to average, and how to use the mean.
         config: the compression.
         group: process group; None is the default group.
-        timeout: timeout of collectives. None takes that of the group.
+        timeout: timeout of collectives. None uses the timeout of the group.
         meeting: a meeting that the caller has opened; None opens one.
 
     Attributes:

@@ -71,7 +71,7 @@ class LocalSteps(Optimizer):
             merge.
         elastic: whether ranks may leave and join while training runs; see docs/elastic.md.
         group: process group; None is the default group. With ``elastic``, leave it out: ranks meet at a lighthouse.
-        timeout: timeout of collectives. None takes that of the group.
+        timeout: timeout of collectives. None uses the timeout of the group.
         **fields: further fields of `options.LocalOptions` and fields of `GQSGDConfig`, e.g. ``bits=2``.
 
     Attributes:

@@ -1,8 +1,8 @@
 """The checks of a member before it joins: whether the lighthouse has an address, and whether the other members fit.
 
-A lighthouse has one list of members, whatever they train. So each member's name has a digest of the facts that it must
-have in common with the others, and a new member reads their names first. Otherwise it would break the merges of the
-existing members.
+A lighthouse has one list of all members, even if they train different models. So each member's name has a digest of the
+facts that it must have in common with the others, and a new member reads their names first. Otherwise it would break
+the merges of the existing members.
 """
 
 from __future__ import annotations

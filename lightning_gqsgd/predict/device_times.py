@@ -1,4 +1,4 @@
-"""Measures what a device takes to compute: kernels of codecs, torch's bf16 hook, and copies.
+"""Measures computing times of a device: kernels of codecs, torch's bf16 hook, and copies.
 
 On a CPU, times are seconds of the thread's own processor time, so other programs of the machine have no effect.
 """

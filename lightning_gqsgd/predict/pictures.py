@@ -24,7 +24,7 @@ _COLOURS = {
     "3": "#cc79a7",
     "2": "#e69f00",
 }
-#: Colours of a Gantt picture by what a resource does.
+#: Colours of a Gantt picture, by kind of task.
 _DOES = {"forward": "#bbbbbb", "backward": "#888888", "optimizer": "#bbbbbb", "codec": "#d55e00", "link": "#0072b2"}
 
 

@@ -2,11 +2,11 @@
 
 For NCCL, as factors of the bytes (`Terms`):
 
-* **Sockets.** NCCL spreads what a rank sends over several sockets: 32 on AWS (two channels, each with the 2 threads of
-  8 sockets that its source has for this vendor), and two if it does not know the vendor. Sockets that share the queue
-  of a slow link lose packets there, and the ring waits for the last socket. The factor by which a mean takes longer was
-  measured with sockets alone, as a function of the queue's bytes (``benchmarks/slow_rings.py``). The length of a link's
-  queue is unknown before a training. It is assumed to hold between 50 and 400 ms of traffic.
+* **Sockets.** NCCL spreads the bytes that a rank sends over several sockets: 32 on AWS (two channels, each with the 2
+  threads of 8 sockets that its source has for this vendor), and two if it does not know the vendor. Sockets that share
+  the queue of a slow link lose packets there, and the ring waits for the last socket. The factor by which a mean takes
+  longer was measured with sockets alone, as a function of the queue's bytes (``benchmarks/slow_rings.py``). The length
+  of a link's queue is unknown before a training. It is assumed to hold between 50 and 400 ms of traffic.
 * **Headers** of Ethernet, IP and TCP.
 * **Trees.** An all-reduce of S bytes by a ring of N ranks sends 2 (N-1)/N S through each link. A pair of binary trees
   (Sanders, Speck, Träff, Parallel Computing 35, 2009), which NCCL also implements, sends 2 S through the links of ranks

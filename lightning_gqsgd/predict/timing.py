@@ -64,7 +64,7 @@ class EventClock:
         self._cycles = 1 << 20
 
     def __call__(self, case: Case) -> Callable[[], float]:
-        """Run a case. Returns the function that waits for it and gives its seconds."""
+        """Run a case. Returns a function that waits for the case and returns its duration in seconds."""
         while True:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(self._cycles)

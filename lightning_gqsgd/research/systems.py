@@ -24,9 +24,9 @@ class System:
         what: a short description of the system.
         home: the name to import, and its module.
         needs: its requirements besides averaged gradients.
-        sends: what a rank sends, and how many bits per coordinate.
+        sends: the messages of a rank, and their bits per coordinate.
         keeps: the state of a rank, in numbers per coordinate unless it says otherwise.
-        guarantees: what its theory says, and on which problems.
+        guarantees: the guarantees of its theory, and the problems for which they hold.
         where: ``"training"``: in real training; ``"simulation"``: virtual workers in one process.
         left_out: parts of its paper that are not implemented, and why. Empty if nothing essential is missing.
     """

@@ -444,7 +444,7 @@ def rate_distortion(relative_error: float) -> float:
     Rate-distortion function of a normal source: R bits leave it with at least 2^-2R of its variance, so a relative
     squared error D needs R = ½ log2(1/D). The mean of n such sources, variance 1 and R_i bits each, has the variance
     1/n; given the messages the sources stay independent, so its error is at least (1/n²) Σ 2^(-2 R_i), which by
-    convexity is at least 2^-2R/n, R the mean of R_i. Relative to 1/n: 2^-2R, whatever n. The same R = ½ log2(1/D).
+    convexity is at least 2^-2R/n, R the mean of R_i. Relative to 1/n: 2^-2R, for every n. The same R = ½ log2(1/D).
 
     Args:
         relative_error: D = E|estimate - x̄|²/E|x̄|²; for D >= 1, no bits are needed.

@@ -1,7 +1,7 @@
 """Copies of models that have a hook: the object that replaces the hook's state, and a warning when a copy is trained.
 
 A copy of a DDP model (by copy, pickle or torch.save) has its own reducer in C++, and that reducer has no communication
-hook, whatever the hook. The gradients of the copy are averaged uncompressed.
+hook. This is true for every communication hook of DDP. The gradients of the copy are averaged uncompressed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Handles = list[RemovableHandle]
 
 
 class DetachedState:
-    """Stands in a copy of a model where the original has its `hook.GQSGDState`.
+    """Replaces the `hook.GQSGDState` in a copy of a model.
 
     Attributes:
         config: the configuration of the hook on the original, as plain values.
@@ -91,7 +91,7 @@ def _no_hook() -> Callable[..., None]:
 
 
 def _do_nothing(*_: Any) -> None:
-    """Stands in a copy of a model where the original has an `OwnHook`."""
+    """Replaces an `OwnHook` in a copy of a model."""
 
 
 def say_if_detached(model: nn.Module, inputs: Any) -> None:

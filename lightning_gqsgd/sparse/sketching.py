@@ -1,9 +1,8 @@
 """Sums of sketches: the S2 Reducer (Ge et al. 2022, arXiv 2110.02140), with rows instead of coordinates.
 
-An all-reduce adds up messages of equal length, whatever the number of ranks. Ranks first gather a bit for each row of
-the table, so that all ranks know the union U of the touched rows, |U| = m. Each rank then adds its rows g_j into a
-count sketch of 4 parts of c cells each, with hashes h_a and signs s_a that all ranks share and that change in every
-step:
+An all-reduce adds up messages of equal length, for any number of ranks. Ranks first gather a bit for each row of the
+table, so that all ranks know the union U of the touched rows, |U| = m. Each rank then adds its rows g_j into a count
+sketch of 4 parts of c cells each, with hashes h_a and signs s_a that all ranks share and that change in every step:
 
     S[a, h_a(j)] += s_a(j) g_j / n,   and S is summed over ranks, in the compute dtype
 

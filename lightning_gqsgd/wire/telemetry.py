@@ -1,4 +1,4 @@
-"""Counters of what compression sends and costs: bytes, seconds, and the error measured on samples.
+"""Counters of compression: bytes sent, seconds, and the error measured on samples.
 
 Nothing here waits for a GPU during a step. Numbers that a GPU computes are added up on the GPU, and copied to the host
 when they are read.

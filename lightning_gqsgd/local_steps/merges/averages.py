@@ -92,7 +92,7 @@ class MergedAverages:
         options: when to merge, and how to use the mean.
         config: the compression.
         group: process group; None is the default group. With ``options.elastic``, there is none.
-        timeout: timeout of collectives. None takes that of the group, and 60 s with ``options.elastic``.
+        timeout: timeout of collectives. None uses the timeout of the group, or 60 s with ``options.elastic``.
         meeting: a meeting that the caller has opened; None opens one.
 
     Attributes:
@@ -347,7 +347,7 @@ class MergedAverages:
     @untraced
     @torch.no_grad()
     def leave(self) -> None:
-        """Merge the changes since the last merge with the present members, and close. Use this if the machine has to
+        """Merge the changes since the last merge with the current members, and close. Use this if the machine has to
         go.
 
         If no merge succeeds within the timeout after the end of the round, for example because the lighthouse is gone,

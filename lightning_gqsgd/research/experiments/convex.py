@@ -52,7 +52,7 @@ def _excess(preset: str, memory: str = "") -> float:
 
 
 def differences(name: str) -> Rows:
-    """DIANA, Artemis and DORE where workers differ."""
+    """DIANA, Artemis and DORE with workers that differ."""
     found = _excess(name)
     without = _excess("diana" if name == "diana" else "artemis", "none")
     yield Row("linear convergence where workers differ: the loss goes to 0", f"{found:.2g}", found < 1e-9)
@@ -78,7 +78,7 @@ def _penalised_excess(memory: str) -> tuple[float, float]:
 
 
 def diana() -> Rows:
-    """DIANA where workers differ, without and with a penalty."""
+    """DIANA with workers that differ, without and with a penalty."""
     yield from differences("diana")
     found, wrong = _penalised_excess("diana")
     without = _penalised_excess("none")[0]

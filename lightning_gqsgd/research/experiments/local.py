@@ -93,7 +93,7 @@ def genqsgd() -> Rows:
 
 
 def sparseloco() -> Rows:
-    """SparseLoCo on the digits, each worker with digits of its own."""
+    """SparseLoCo on the digits, in which each worker has its own digits."""
     problem = DigitsMLP(by_label=True)
 
     def run(preset: str, **fields: Any) -> Record:

@@ -107,7 +107,7 @@ class Rates:
 
 
 def dgd_def() -> Rows:
-    """DGD-DEF's linear rate, which is that of gradient descent."""
+    """DGD-DEF's linear rate, which equals the rate of gradient descent."""
     rates = Rates()
     exact = rates.exact()
     cases: list[tuple[int, dict[str, Any]]] = [(1, SIGN), (2, {"bits": 2}), (4, {"bits": 4})]

@@ -20,8 +20,8 @@ class Row:
     """A claim about a system, and its measurement.
 
     Attributes:
-        claim: what is claimed, with its numbers.
-        measured: what was measured, with its numbers.
+        claim: the claim, with its numbers.
+        measured: the measurement, with its numbers.
         holds: whether the measurement agrees with the claim.
     """
 
@@ -75,7 +75,7 @@ def bias(preset: str, ranks: int = 3, numel: int = 4096, steps: int = 100, **fie
         total += mean
         squares += float((mean - exact).square().sum()) / steps
     left = float((total / steps - exact).square().sum()) / (squares / steps)
-    # A mean of numel squares has a standard deviation of sqrt(2 / numel), and a little more where blocks are turned.
+    # A mean of numel squares has a standard deviation of sqrt(2 / numel), and a little more if blocks are rotated.
     return Row(
         f"unbiased: the mean of {steps} steps has 1/{steps} of the squared error of one",
         f"{left:.2f}/{steps}",

@@ -8,8 +8,8 @@ same on all ranks. With the projection P on k places, the rotation R and the cod
 
 * With an error memory, c = 1. Since R keeps lengths and E |P R x|² = k/m |x|², a code that loses at most 1 - δ of its
   input's square loses at most 1 - δ k/m of that of x, on average over places.
-* Without one, c = m/k, so that the decoded vector is unbiased where Q is, and the error has the places that are left
-  out: E |decoded - x|² <= ((1 + ω) m/k - 1) |x|².
+* Without one, c = m/k, so that the decoded vector is unbiased if Q is. The error includes the places that are left out:
+  E |decoded - x|² <= ((1 + ω) m/k - 1) |x|².
 """
 
 from __future__ import annotations

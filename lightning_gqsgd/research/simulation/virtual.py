@@ -1,4 +1,4 @@
-"""Runs reducers on virtual ranks in one process, to see what a configuration does to given gradients."""
+"""Runs reducers on virtual ranks in one process, to measure the effect of a configuration on given gradients."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class FedVote:
 
     def _votes(self, weights: Tensor, number: int) -> Tensor:
         """Returns the votes that the workers send, each 1 or -1: [workers, voted]."""
-        generator = generator_of(self.seed, 5 if self.seed else 0, number)  # 5: a use of its own, see there
+        generator = generator_of(self.seed, 5 if self.seed else 0, number)  # 5: a separate use, see there
         uniform = torch.rand(weights.shape, generator=generator, dtype=weights.dtype)
         votes = torch.where(2 * uniform < 1 + weights, 1.0, -1.0).to(weights)
         votes[: self.attackers] *= -1
