@@ -1,4 +1,4 @@
-"""Measures the length of steps on one rank, and tells which of them can be compared."""
+"""Measures the duration of steps on one rank, and says which of them can be compared."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from lightning_gqsgd.session.copies import OwnHook
 class StepClock:
     """Measures steps from their first bucket to the first bucket of the next step.
 
-    A step counts if it has as many forward passes as the step before, and if no forward pass without gradients, such as
-    those of a validation, came in between. Steps that accumulate other numbers of micro-batches take other times.
+    A step counts if it has as many forward passes as the previous step, and if there was no forward pass without
+    gradients in between, such as in a validation. Steps that accumulate different numbers of micro-batches take
+    different times.
 
     Attributes:
-        backward_s: seconds from the first to the last bucket of the latest step whose last bucket has come.
+        backward_s: seconds from the first to the last bucket, for the latest step whose last bucket has arrived.
     """
 
     def __init__(self) -> None:
@@ -31,14 +32,14 @@ class StepClock:
 
     def watch(self, model: nn.Module) -> None:
         """Count the forward passes of a model."""
-        clock = weakref.ref(self)  # the model's hooks do not keep the clock alive
+        clock = weakref.ref(self)  # so that the model's hooks do not keep the clock alive
 
         def count(module: nn.Module, inputs: Any) -> None:
             here = clock()
-            # A compiled model would be compiled anew whenever a counter changes.
+            # A compiled model would be recompiled whenever a counter changes.
             if here is None or torch.compiler.is_compiling():
                 return
-            # After a validation, Lightning puts the module back into training mode, and not DDP around it.
+            # After a validation, Lightning sets training mode only on the module, not on the DDP model around it.
             inner = getattr(module, "module", module)
             if inner.training and torch.is_grad_enabled():
                 here._forwards += 1
@@ -48,7 +49,7 @@ class StepClock:
         model.register_forward_pre_hook(OwnHook(model, count))
 
     def begin_step(self) -> int:
-        """Begin a step; returns the length of the step before in microseconds, at least 1, or 0 if it does not
+        """Begin a step. Returns the duration of the previous step in microseconds, at least 1; 0 if that step does not
         count."""
         now = time.perf_counter()
         before = self._begun
@@ -60,15 +61,15 @@ class StepClock:
         return max(1, round(1e6 * (now - before))) if counts and before is not None else 0
 
     def end_backward(self) -> None:
-        """Note that the last bucket of a step has come."""
+        """Note that the last bucket of a step has arrived."""
         if self._begun is not None:
             self.backward_s = time.perf_counter() - self._begun
 
     def skip(self, seconds: float) -> None:
-        """Take time that the package itself has needed once off the step under way."""
+        """Subtract time that the package itself has used once from the current step."""
         if self._begun is not None:
             self._begun += seconds
 
     def interrupt(self) -> None:
-        """Leave the step under way out."""
+        """Ignore the current step."""
         self._begun = None

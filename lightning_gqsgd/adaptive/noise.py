@@ -1,7 +1,7 @@
 """`bits="auto"`: finds the fewest bits that the noise of gradients allows, from the noise scale and the rounding error.
 
-`NoiseGauge` is a state machine without processes or tensors. Its inputs are sums that all ranks know, so ranks that
-give it the same sums get the same numbers of bits.
+`NoiseGauge` is a state machine without processes or tensors. Its inputs are sums that all ranks know, so all ranks get
+the same numbers of bits.
 
 Rank i of n has the gradient g_i of its own batch: E g_i = G and E|g_i - G|² = S on all ranks, whose mean is ḡ. With
 A = (1/n) Σ |g_i|² and C = (1/n) Σ <g_i, m>, m the decoded mean, the sampling variance E|ḡ - G|² = S/n is estimated by
@@ -41,10 +41,10 @@ class NoiseRules:
 
     Attributes:
         every: steps from one measurement to the next one.
-        decay: of the exponential moving averages, for each measurement.
-        least: measurements before the first change of bits.
-        margin: fewer bits are taken only if R/V is below ``(1 - margin) max_slowdown`` there, so that bits do not go
-            back and forth.
+        decay: decay of the exponential moving averages per measurement.
+        least: number of measurements before the first change of bits.
+        margin: fewer bits are chosen only if their R/V is at most ``(1 - margin) max_slowdown``, so that bits do not
+            alternate.
     """
 
     every: int = 10
@@ -73,7 +73,7 @@ class NoiseSums(NamedTuple):
 
     @classmethod
     def mean(cls, several: Sequence[NoiseSums]) -> NoiseSums:
-        """Returns the mean over ranks; the same whatever the order of the ranks."""
+        """Returns the mean over ranks. It does not depend on the order of the ranks."""
         square, inner, *errors = (
             math.fsum(column) / len(several) for column in zip(*map(NoiseSums._row, several), strict=True)
         )
@@ -85,7 +85,7 @@ class NoiseSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Way:
-    """The way in which the messages of one candidate are averaged.
+    """How the messages of one candidate are averaged.
 
     Attributes:
         reducer: ``"native"``, ``"bf16"``, ``"gather"`` or ``"two_shot"``.
@@ -97,10 +97,10 @@ class Way:
 
     @classmethod
     def of(cls, config: GQSGDConfig, ranks: int) -> Way:
-        """Returns the way of a configuration with its reducer chosen.
+        """Returns the way of a configuration with the chosen reducer.
 
         Raises:
-            ConfigError: its reducer rounds in a way that is not predicted.
+            ConfigError: if there is no formula for the rounding error of its reducer.
         """
         reducer = config.reducer
         messages = ranks
@@ -115,10 +115,10 @@ class Way:
         return cls(reducer, messages)
 
     def variance(self, relative_error: float, mean_square: float, sampling_variance: float) -> float:
-        """Returns R of the module.
+        """Returns R, as defined in the module's docstring.
 
         Args:
-            relative_error: ρ; of bf16 and native messages, their own is taken.
+            relative_error: ρ; bf16 and native messages use their own ρ instead.
             mean_square: |ḡ|².
             sampling_variance: V.
         """
@@ -168,7 +168,8 @@ class NoiseGauge:
 
     @property
     def sampling_variance(self) -> float:
-        """V, smoothed, in units that only ratios to other smoothed numbers remove; may be negative by chance."""
+        """V, smoothed. Its scale is only meaningful in ratios to other smoothed numbers. It may be negative by
+        chance."""
         square, inner, *_ = self._sums
         return (square - inner) / max(1, self.ranks - 1)
 
@@ -193,16 +194,16 @@ class NoiseGauge:
         return rounding / sampling if sampling > 0 else math.inf
 
     def observe(self, of_ranks: Sequence[NoiseSums]) -> None:
-        """Take the measurement of one step; ``of_ranks``: that of every rank, in the order of ranks.
+        """Add the measurement of one step; ``of_ranks`` has the sums of every rank, in rank order.
 
-        The measurement is left out if that of any rank cannot be used: a gradient that was not finite, or a state that
-        was saved before the measurement could be exchanged.
+        If the sums of one rank cannot be used, the measurement is ignored: a gradient was not finite, or a state was
+        saved before the sums could be exchanged.
         """
         if not all(sums.is_usable for sums in of_ranks):
             return
         mean = NoiseSums.mean(of_ranks)
         keep = self.rules.decay
-        # Sums begin at zero. All of them are too small by the same factor then, which no ratio shows.
+        # Sums start at zero. So all of them are too small by the same factor at first, which does not change ratios.
         fresh = (mean.square, mean.inner, *mean.errors)
         self._sums = [keep * old + (1 - keep) * new for old, new in zip(self._sums, fresh, strict=True)]
         self.count += 1
@@ -226,19 +227,19 @@ class NoiseGauge:
         return f"variance of rounding over sampling variance: {ratios}; at most {self.max_slowdown:g} is allowed"
 
     def state(self) -> dict[str, Any]:
-        """Returns the state that a resumed run begins with, as plain values."""
+        """Returns the state for a resumed run, as plain values."""
         return {"bits": list(self.ways), "floor": self.floor, "count": self.count, "sums": list(self._sums)}
 
     def resume(self, state: object, *, is_same_world: bool) -> None:
-        """Restore a `state`. Start anew if it is None or has other numbers of bits.
+        """Load a `state`. Start again if it is None or has other numbers of bits.
 
         Args:
-            state: from `state`.
-            is_same_world: whether the number of ranks is that of the saved run. If not, what was measured does not
-                count, and the bits stay until it is measured anew.
+            state: the result of `state`.
+            is_same_world: whether the number of ranks equals that of the saved run. If not, earlier measurements are
+                ignored, and the bits stay until there are new ones.
 
         Raises:
-            ConfigError: ``state`` is no such state.
+            ConfigError: if ``state`` is no such state.
         """
         self.__post_init__()
         if state is None:

@@ -38,7 +38,7 @@ from lightning_gqsgd.wire.agreement import Stamp, StepCounter
 from lightning_gqsgd.wire.engine import Engine
 from lightning_gqsgd.wire.pipeline import Job
 
-#: Attributes of a DDP model, beyond the documented ones, that are needed to build its Reducer anew.
+#: Undocumented attributes of a DDP model that are needed to rebuild its Reducer.
 _NEEDED = (
     "reducer",
     "logger",
@@ -54,7 +54,7 @@ _NEEDED = (
 #: Parameters of DDP's method that builds the Reducer.
 _BUILDER = ["parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph"]
 
-#: A hook of DDP's: the state and the function.
+#: A communication hook of DDP: the state and the function.
 Hook = tuple[Any, Callable[..., Any]]
 
 
@@ -67,7 +67,8 @@ def obstacle(model: DistributedDataParallel) -> str:
         return f"torch {torch.__version__}, which has no {', '.join(missing)}"
     if list(inspect.signature(model._ddp_init_helper).parameters) != _BUILDER:
         return f"torch {torch.__version__}, whose DDP builds its Reducer in another way"
-    # A static graph is learnt in a Reducer's first step, which Lightning ends by a call of its own, once per model.
+    # A Reducer learns a static graph in its first step, and Lightning ends that step with its own call, only once per
+    # model.
     if model.static_graph:
         return "static_graph=True"
     if getattr(model, "_delay_all_reduce_params", ()):
@@ -85,7 +86,7 @@ def rebuild_reducer(model: DistributedDataParallel, reduced: Sequence[Tensor], h
     Args:
         model: the DDP model.
         reduced: the parameters that the old Reducer reduces, in DDP's order.
-        hook: the hook; None: plain DDP.
+        hook: the hook; None means plain DDP.
 
     Returns:
         False if the module has other parameters than those, or if a CUDA graph is captured, which keeps the buckets of
@@ -93,7 +94,7 @@ def rebuild_reducer(model: DistributedDataParallel, reduced: Sequence[Tensor], h
     """
     if model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
-    # A rank that freezes a parameter where parameters may be unused has to change places with the others. The new
+    # If a rank has frozen a parameter and parameters may be unused, it has to rebuild together with the others. The new
     # Reducer reduces that parameter, as the old one did.
     frozen = [parameter for parameter in reduced if not parameter.requires_grad]
     for parameter in frozen:
@@ -106,7 +107,7 @@ def rebuild_reducer(model: DistributedDataParallel, reduced: Sequence[Tensor], h
 
 
 def _build_anew(model: DistributedDataParallel, reduced: Sequence[Tensor], hook: Hook | None) -> bool:
-    """Build the Reducer anew, where all of the parameters require a gradient; see `rebuild_reducer`."""
+    """Rebuild the Reducer. All parameters require a gradient here; see `rebuild_reducer`."""
     built = zip(*model._build_params_for_reducer(), strict=True)
     known = set(map(id, reduced))
     # A parameter that was unfrozen since is not reduced; `ddp.unaveraged.TrainedParameters.check` refuses it.
@@ -122,7 +123,7 @@ def _build_anew(model: DistributedDataParallel, reduced: Sequence[Tensor], hook:
         model._ddp_init_helper(parameters, expects_sparse, names, model.static_graph)
         if hook is not None:
             state, function = hook
-            assert model.logger is not None  # DDP's method has made it
+            assert model.logger is not None  # DDP's method has created it
             # `register_comm_hook` would also add the hook to the model's list, which still has it.
             model.logger._set_comm_hook_name(function.__qualname__)
             dist._register_comm_hook(model.reducer, state, function)
@@ -170,57 +171,59 @@ class PlainPath:
         self._parameters, _ = model._build_params_for_reducer()
         self._bytes = sum(p.numel() * p.element_size() for p in self._parameters)
         self._numel = sum(p.numel() for p in self._parameters)
-        self._expects = False  # a forward pass has announced a backward pass that was not counted yet
-        # backward passes so far, and those of them that were dealt with
+        self._expects = False  # whether a forward pass has announced a backward pass that is not counted yet
+        # number of backward passes so far, and of those that were processed
         self._counted = 0
         self._seen = 0
         self._matches = 0
-        self._since = 0  # steps since plain DDP took the hook's place
+        self._since = 0  # steps since plain DDP replaced the hook
         self._lengths: deque[int] = deque(maxlen=self._rules.window)  # in microseconds
         self._comparing: tuple[int, Job] | None = None
         self._goes_back = False
-        # Any parameter may be one that a backward pass does not use, if DDP allows for such parameters.
+        # If DDP allows unused parameters, a backward pass may not use the last parameter, so all are watched.
         watched = self._parameters if model.find_unused_parameters else self._parameters[-1:]
         self._handles = on_gradients(watched, model, partial(_count_gradient, weakref.ref(self)))
 
     def forget_comparison(self) -> None:
-        """Draw no conclusion from a comparison that is under way: the step was set, perhaps by a state that was loaded.
+        """Ignore a comparison that is under way, because the step was set, perhaps by a loaded state.
 
-        Other ranks might have loaded nothing. The next comparison finds that.
+        If other ranks have loaded no state, the next comparison detects that.
         """
         self._comparing = None
 
     def forget(self) -> None:
-        """Count no backward pass before the next forward pass, and let go of the parameters: the hook was closed."""
+        """Count no backward pass before the next forward pass, and release the parameters, because the hook was
+        closed."""
         self._expects = False
         self._comparing = None
         self._parameters = []
 
     def remove(self) -> None:
-        """Count no backward pass any more: another DDP model is wrapped around the module."""
+        """Stop counting backward passes, because the module was wrapped in another DDP model."""
         self.forget()
         self._steps.compares_first = True
         self._steering.end_plain()
         remove_all(self._handles)
 
     def end_hook_step(self) -> None:
-        """Note that the hook has got the last bucket of a step, and whether the step was counted without the hook.
+        """Note that the hook has received the last bucket of a step, and whether the step was also counted without the
+        hook.
 
-        The two counts differ where forward passes and reductions do not alternate, such as in training loops that
-        prepare DDP for several backward passes after one forward pass. There, the hook stays.
+        The two counts differ if forward passes and reductions do not alternate, such as in training loops that prepare
+        DDP for several backward passes after one forward pass. The hook stays then.
         """
         self._matches = self._matches + 1 if self._counted == self._seen + 1 else 0
         self._seen = self._counted
         self.is_countable = self._matches >= self._rules.matches
 
     def is_due(self, model: DistributedDataParallel) -> bool:
-        """Returns whether `go_on` is to be called before a forward pass. The backward pass that may follow is counted.
+        """Returns whether to call `go_on` before a forward pass. The backward pass that may follow is counted.
 
         Under torch's `Join`, some ranks make no forward passes. So nothing is counted or changed there, nor afterwards,
         because torch keeps a model prepared for `Join` once it was used.
         """
         self._expects = model.require_backward_grad_sync and not model._join_config.enable
-        if not self._expects or self._engine.is_closed:  # if it is closed, the backward pass raises that
+        if not self._expects or self._engine.is_closed:  # if it is closed, the backward pass raises the error
             return False
         if self.is_on:
             return self._goes_back or self._counted != self._seen
@@ -303,13 +306,13 @@ class PlainPath:
         self._goes_back = False
         self._matches = 0
         self.is_countable = False
-        self._steps.compares_first = True  # before the hook sends anything again
+        self._steps.compares_first = True  # before the hook sends any message again
         self._steering.end_plain()
         self._steering.say(f"the hook carries the gradients again from step {step} on")
 
 
 def _count_gradient(path: weakref.ref[PlainPath], _: Tensor) -> None:
-    """Hook on a watched parameter, for as long as the path is there."""
+    """Hook on a watched parameter, which does nothing once the path is deleted."""
     here = path()
     if here is not None:
         here.count_gradient()

@@ -1,20 +1,20 @@
-"""Predicts the length of steps at other numbers of bits from measured steps of the training.
+"""Predicts the duration of steps at other numbers of bits from measured steps of the training.
 
-The performance model (`predict.model`) needs to know what a rank computes, and what the link and the codec cost.
-`StepPredictor` takes all of that from steps that were measured:
+The performance model (`predict.model`) needs a rank's computing time and the costs of the link and the codec.
+`StepPredictor` derives all of them from measured steps:
 
-* Steps at 32 bits say how long a step is, how long its buckets arrive, and how much of it waits for gradients. The rest
-  of the step is computation. The cost β of a byte on the link is the number at which the model's step of 32 bits waits
-  as long as the measured one.
-* Steps at one width with codes say what the codec costs: the processor-seconds γ for a coordinate, at which the model's
-  step is as long as the measured one. As long as there is no such step, γ is 0, and predictions with codes are lower
-  bounds.
+* Steps at 32 bits give the duration of a step, the time from its first to its last bucket, and the time in which it
+  waits for gradients. The rest of the step is computation. The cost β of a byte on the link is chosen so that the
+  model's step of 32 bits takes as long as the measured one.
+* Steps at one number of bits with codes give the cost of the codec: the processor-seconds γ per coordinate at which the
+  model's step takes as long as the measured one. Before there is such a step, γ is 0, and predictions with codes are
+  lower bounds.
 
-The model sees a few equal buckets in the place of the real ones, whose coordinates stand for more coordinates of the
-training. So a prediction takes milliseconds. The start of a collective costs nothing here, and one β stands for all
-collectives. `hierarchical` has two links, so there is no prediction for it.
+The model uses a few equal buckets instead of the real ones, and each of their coordinates stands for several real
+coordinates. So a prediction takes milliseconds. Starting a collective is free in this model, and one β holds for all
+collectives. `hierarchical` uses two links, so there is no prediction for it.
 
-All inputs are numbers that all ranks know, and nothing is random, so that all ranks predict alike.
+All inputs are known to all ranks, and nothing is random, so all ranks make the same predictions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 #: Buckets of the model, and coordinates of each; a bucket is one piece.
 BUCKETS = 4
 BUCKET_NUMEL = 1 << 16
-#: Halvings of the interval in which a cost is searched: 2^-20 of the largest cost that is possible.
+#: Halvings of the interval in which a cost is searched. The cost is accurate to 2^-20 of the largest possible cost.
 _HALVINGS = 20
 
 
@@ -43,9 +43,9 @@ class Measured(NamedTuple):
     """Medians over steps at one number of bits, in seconds.
 
     Attributes:
-        step_s: from a step's first bucket to that of the next step, of the slowest rank.
-        exposed_s: waiting for the last gradients, of the rank that waits least. NaN: not known.
-        backward_s: from the first bucket to the last one, of the rank that takes longest.
+        step_s: from a step's first bucket to the first bucket of the next step, on the slowest rank.
+        exposed_s: waiting for the last gradients, on the rank that waits least; NaN if unknown.
+        backward_s: from the first bucket to the last one, on the rank that takes longest.
     """
 
     step_s: float
@@ -54,10 +54,10 @@ class Measured(NamedTuple):
 
 
 class StepPredictor:
-    """Predicts the length of steps.
+    """Predicts the duration of steps.
 
     Args:
-        candidates: the configurations by their bits, with their reducers chosen.
+        candidates: the configurations by their bits, with the chosen reducers.
         ranks: number of ranks.
     """
 
@@ -66,10 +66,10 @@ class StepPredictor:
         self._ranks = ranks
 
     def __call__(self, measured: Mapping[int, Measured]) -> dict[int, float | None]:
-        """Returns the seconds of a step at every number of bits; None: there is no prediction.
+        """Returns the seconds of a step at every number of bits; None if there is no prediction.
 
         Args:
-            measured: the medians of the widths that were measured so far.
+            measured: the medians of the numbers of bits that were measured so far.
         """
         nothing: dict[int, float | None] = dict.fromkeys(self._candidates)
         base = measured.get(32)
@@ -94,12 +94,12 @@ class _Model:
     Args:
         candidates: see `StepPredictor`.
         ranks: number of ranks.
-        compute_s: seconds of a step that waits for nothing.
-        backward_s: of these, from the first bucket to the last one.
+        compute_s: seconds of a step without waiting.
+        backward_s: the part of these seconds from the first bucket to the last one.
     """
 
     def __init__(self, candidates: Mapping[int, GQSGDConfig], ranks: int, compute_s: float, backward_s: float) -> None:
-        # Imported here, because only trainings that try several widths need the model.
+        # Imported here, because only trainings that try several numbers of bits need the model.
         from lightning_gqsgd.predict.timeline import Bucket, Timeline
 
         self._candidates = candidates
@@ -113,7 +113,8 @@ class _Model:
         self._codecs = [codec_name(codec_of(c).quantiser(c.block_size).kind, c.num_bits) for c in coded]
 
     def largest_beta_s(self, step_s: float) -> float:
-        """Returns a cost of a byte at which a step of 32 bits takes longer than ``step_s``, even if it hides a part."""
+        """Returns a cost of a byte at which a step of 32 bits takes longer than ``step_s``, even if part of the
+        exchange is hidden."""
         from lightning_gqsgd.predict.model import predict
 
         sent = predict(self._timeline, self._costs(0.0, 0.0), self._ranks, self._candidates[32]).sent_bytes
@@ -135,7 +136,8 @@ class _Model:
 
 
 def _solved(excess: Callable[[float], float], most: float) -> float:
-    """Returns the root of a growing function between 0 and ``most``, by bisection; if it has none, the nearer end."""
+    """Returns the root of an increasing function between 0 and ``most``, by bisection; if there is none, the nearer
+    end."""
     if excess(0.0) >= 0 or most <= 0:
         return 0.0
     low = 0.0

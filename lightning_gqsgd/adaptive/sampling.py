@@ -1,12 +1,12 @@
 """Computes sums over a sample of a rank's gradient and of the mean; the noise of gradients is estimated from them.
 
-From each parameter that is compressed, at most `SAMPLE_NUMEL` consecutive coordinates are taken, from a coordinate on
-that a hash of seed, step and parameter names. After the last coordinate comes the first one. So samples do not depend
-on buckets, and every coordinate is in a sample with the same probability. A sum over the sample, times the number of
-all coordinates over that of sampled ones, has the mean of the sum over the whole parameter. Blocks of a sample begin
-elsewhere than those of the parameter, which makes no difference to the error of rounding on average.
+From each compressed parameter, at most `SAMPLE_NUMEL` consecutive coordinates are taken. A hash of seed, step and
+parameter gives the first of them; after the parameter's last coordinate, its first one follows. So samples do not
+depend on buckets, and every coordinate is in a sample with the same probability. Multiplied by the number of all
+coordinates over the number of sampled ones, a sum over the sample has the sum over the whole parameter as its mean.
+Blocks of a sample begin at other places than blocks of the parameter, which does not change the mean error of rounding.
 
-Nothing here exchanges anything, and nothing waits for a GPU before `GradientSampler.collect` is called.
+No function here exchanges messages, and none except `GradientSampler.collect` waits for a GPU.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import REDUCERS, new_store
 from lightning_gqsgd.wire.plan import Plan, PlanCache, PlanKey
 
-#: Coordinates of a parameter that are sampled, at most.
+#: Number of sampled coordinates of a parameter, at most.
 SAMPLE_NUMEL = 4096
 
-#: Steps after which the plan of a sample is dropped. There is one for each bucket and width, and DDP makes its buckets
-#: anew once.
+#: Steps after which an unused plan of a sample is dropped. There is a plan for each bucket and number of bits, and DDP
+#: rebuilds its buckets once.
 _STEPS_KEPT = 100
 
 
 class Run(NamedTuple):
-    """The coordinates of a parameter that are sampled.
+    """The sampled coordinates of a parameter.
 
     Attributes:
         parameter: number of the parameter.
-        parts: where they are in the flat tensor, in order.
+        parts: their places in the flat tensor, in order.
         numel: number of coordinates.
-        weight: number of coordinates of the parameter, over the number of those that are sampled.
+        weight: number of coordinates of the parameter, divided by the number of sampled ones.
     """
 
     parameter: int
@@ -56,8 +56,8 @@ class Taken(NamedTuple):
 
     Attributes:
         runs: the coordinates, by parameter.
-        values: the rank's own gradient there, one run after the other, in the compute dtype of sums: fp64.
-        original: the same in the gradient's dtype.
+        values: the rank's own gradient at these places, one run after the other, in fp64, the dtype of sums.
+        original: the same values in the gradient's dtype.
         step: number of the step.
     """
 
@@ -71,12 +71,12 @@ class GradientSampler:
     """Measures `NoiseSums` of this rank, bucket by bucket.
 
     Args:
-        candidates: the configurations by their bits, widest first, with their reducers chosen.
+        candidates: the configurations by their bits, widest first, with the chosen reducers.
     """
 
     def __init__(self, candidates: Mapping[int, GQSGDConfig]) -> None:
         self._coded = {
-            # One rank that gathers its own message decodes what it has encoded.
+            # A single rank that gathers its own message decodes its own codes.
             bits: replace(config, reducer="gather", coder="fixed", node_size=0, scale="auto", sample_every=0)
             for bits, config in candidates.items()
             if REDUCERS[config.reducer].compresses and config.codec != "float"
@@ -87,13 +87,13 @@ class GradientSampler:
         self._inner: dict[int, Tensor] = {}
 
     def take(self, x: Tensor, segments: Sequence[Segment], step: int, seed: int) -> Taken | None:
-        """Copy the sample of a bucket; None if nothing in the bucket is compressed.
+        """Copy the sample of a bucket. Returns None if no parameter of the bucket is compressed.
 
         Args:
             x: the bucket before it is reduced, [numel].
             segments: the parameters in it.
             step: number of the step.
-            seed: of the dither, the same on all ranks.
+            seed: seed of the dither, the same on all ranks.
         """
         runs = tuple(_runs(segments, step, seed))
         if not runs:
@@ -102,7 +102,8 @@ class GradientSampler:
         return Taken(runs, original.double(), original, step)
 
     def measure(self, taken: Taken) -> None:
-        """Measure what needs this rank's gradient alone: its square, and the error of rounding it at each width."""
+        """Measure the sums that only need this rank's gradient: its square, and its rounding error at each number of
+        bits."""
         numels = [run.numel for run in taken.runs]
         segments = tuple(Segment(run.parameter, run.numel, False) for run in taken.runs)
         rows = [_squares(taken.values, numels)]
@@ -116,7 +117,7 @@ class GradientSampler:
         """Returns a function that takes the bucket's mean, and adds its products with the sample to the sums."""
 
         def add(mean: Tensor) -> None:
-            if mean.is_cuda:  # another stream made the sample, and its memory is not to be used again before this one
+            if mean.is_cuda:  # keep the memory of the other stream's sample until this stream is done
                 taken.values.record_stream(torch.cuda.current_stream(mean.device))
             products = (_sampled(mean, taken.runs).double() * taken.values).split([run.numel for run in taken.runs])
             for run, product in zip(taken.runs, products, strict=True):
@@ -127,7 +128,7 @@ class GradientSampler:
     def collect(self) -> NoiseSums | None:
         """Returns the sums measured since the last call, or None if any of them is missing. Waits for a GPU.
 
-        Sums over parameters are exact, so that they do not depend on the order of buckets.
+        Sums over parameters are exact, so they do not depend on the order of buckets.
         """
         own = self._own
         inner = self._inner
@@ -141,18 +142,18 @@ class GradientSampler:
         return NoiseSums(square, product, tuple(errors))
 
     def drop(self) -> None:
-        """Forget what has been measured since the last call of `collect`."""
+        """Discard the measurements since the last call of `collect`."""
         self._own = {}
         self._inner = {}
 
     def compile(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Round a few numbers once, so that no step waits for a compiler."""
+        """Compile the kernels by rounding a few numbers once, so that no step waits for a compiler."""
         for config in self._coded.values():
             self._rounded(torch.ones(64, dtype=dtype, device=device), config, (Segment(0, 64, False),), 0)
 
     def _rounded(self, x: Tensor, config: GQSGDConfig, segments: tuple[Segment, ...], step: int) -> Tensor:
-        """Returns a flat tensor as it is decoded after a rank has encoded it."""
-        # The plan rounds the sample as one rank gathers it.
+        """Returns a flat tensor after encoding and decoding."""
+        # The plan rounds the sample as a gather with one rank does.
         key = PlanKey((config,), segments, x.dtype, compressed=True)
         plan = self._plans.get(key, step, lambda: Plan(segments, setting_of(config, 1, x.dtype)))
         self._plans.drop_unused(step - _STEPS_KEPT)
@@ -162,7 +163,7 @@ class GradientSampler:
 
 
 def _runs(segments: Sequence[Segment], step: int, seed: int) -> list[Run]:
-    """Returns where the samples of a bucket are."""
+    """Returns the places of the samples of a bucket."""
     at = 0
     runs = []
     for segment in segments:

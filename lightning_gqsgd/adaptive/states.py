@@ -1,4 +1,4 @@
-"""The states of `trials.Trials`, and the watch over the length of steps that runs in all of them."""
+"""The states of `trials.Trials`, and the watch on the duration of steps that runs in all of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_gqsgd.spec.decisions import Rules, positive, width
 
 @dataclass
 class Settle:
-    """The first steps, which no candidate is judged by: DDP builds its buckets anew after its first step.
+    """The first steps, which are not used to judge candidates, because DDP rebuilds its buckets after its first step.
 
     Attributes:
         why: why there is a trial afterwards.
-        left: steps that are left.
+        left: number of remaining steps.
     """
 
     why: str
@@ -27,34 +27,34 @@ class Settle:
 
 
 class Stay:
-    """All steps use the candidate that was kept, and the watch goes on."""
+    """All steps use the kept candidate, and the watch continues."""
 
 
 class Rest(Stay):
-    """Plain DDP has the hook's place, so that steps are not chosen one by one, and ranks say now and then how long
-    their steps took."""
+    """Plain DDP replaces the hook, so candidates are not chosen for each step. From time to time, ranks report the
+    duration of their steps."""
 
 
 @dataclass
 class Try:
-    """A trial under way: candidates take turns.
+    """A trial that is under way. Candidates take turns.
 
     Attributes:
         why: why there is a trial.
         turns: candidates whose turns are still to come in this round.
         round: number of the round, from 0.
         bits: the candidate whose turn it is.
-        left: steps that are left of the turn.
+        left: number of remaining steps of the turn.
         used: number of steps so far.
-        samples: lengths of steps in seconds, by candidate.
-        waits: for the same steps, how long they waited for gradients, and how long their buckets arrived, in seconds.
-        predicted: predictions, by candidate; those of measured candidates are from before they were measured.
-        at_least: candidates whose predictions leave out what their codes cost.
-        hopeless: candidates that have no further turn.
-        skipped: candidates that have no turn because of what was predicted for them.
+        samples: durations of steps in seconds, by candidate.
+        waits: for the same steps, seconds of waiting for gradients, and seconds from the first to the last bucket.
+        predicted: predictions, by candidate. Those of measured candidates were made before the measurement.
+        at_least: candidates whose predictions do not include the cost of their codes.
+        hopeless: candidates that get no further turn.
+        skipped: candidates that get no turn because of their predictions.
         tried: candidates that have had a turn.
         is_new_turn: whether the next step is the first one of its turn.
-        draining: steps until the last length is known; None while there are turns.
+        draining: number of steps until the last duration is known; None while there are turns.
     """
 
     why: str
@@ -74,20 +74,22 @@ class Try:
     draining: int | None = None
 
     def measured(self) -> dict[int, Measured]:
-        """Returns the medians of the candidates that have two counted steps or more."""
+        """Returns the medians of the candidates that have at least two counted steps."""
         counted = {bits: seconds for bits, seconds in self.samples.items() if len(seconds) > 1}
         return {bits: Measured(median(seconds), *_medians(self.waits[bits])) for bits, seconds in counted.items()}
 
 
 @dataclass
 class Challenge:
-    """Bits that have won a trial by so little that plain DDP may be shorter: they wait for the lengths of its steps.
+    """Bits that have won a trial by so little that plain DDP may be faster. They wait until the steps of plain DDP are
+    measured.
 
     Attributes:
-        bits: their number.
+        bits: the number of bits.
         seconds: the medians of the trial.
-        left: steps with the hook until they are taken, because plain DDP does not come.
-        passed: steps that plain DDP has carried.
+        left: number of steps with the hook after which these bits are used, because plain DDP has not replaced the
+            hook.
+        passed: number of steps that plain DDP has reduced.
     """
 
     bits: int
@@ -97,16 +99,16 @@ class Challenge:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any] | None) -> Challenge | None:
-        """Restore a challenge from what `Trials.state` has written; None if it has written none.
+        """Restore a challenge from its entry in `Trials.to_dict`; None if the entry is None.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: it is no such state.
+            KeyError, TypeError, ValueError, AttributeError: if it is no such entry.
         """
         if state is None:  # versions before challenges wrote none
             return None
         seconds = {width(bits): positive(value) for bits, value in state["seconds"].items()}
         challenge = cls(width(state["bits"]), seconds)
-        challenge.seconds[challenge.bits]  # it has to be there
+        challenge.seconds[challenge.bits]  # raises KeyError if it is missing
         return challenge
 
 
@@ -114,16 +116,16 @@ State = Settle | Try | Stay | Challenge
 
 
 class Watch:
-    """Notices that the length of steps has changed since a decision.
+    """Detects that the duration of steps has changed since a decision.
 
     Args:
-        keeps: how many lengths are kept.
-        reference_s: the length of steps that others are compared with, in seconds; None: the next median becomes it.
+        keeps: number of durations that are kept.
+        reference_s: the duration of steps with which others are compared, in seconds; None means the next median.
 
     Attributes:
         reference_s: see above.
         is_refined: whether the reference is a median of steps after the decision.
-        window: lengths of the latest steps with the hook.
+        window: durations of the latest steps with the hook.
     """
 
     def __init__(self, keeps: int, reference_s: float | None = None) -> None:
@@ -132,12 +134,12 @@ class Watch:
         self.window: deque[float] = deque(maxlen=keeps)
 
     def length(self, lengths: Sequence[float], rules: Rules, *, at_once: bool) -> float | None:
-        """Returns the length of steps that is to be compared; None: too few steps are known.
+        """Returns the duration of steps to compare; None if too few steps are known.
 
         Args:
-            lengths: of the latest steps, in seconds, up to `Rules.window` of them.
+            lengths: durations of the latest steps, in seconds, at most `Rules.window`.
             rules: the numbers.
-            at_once: whether few steps are enough in any case, and not only where they are of quite another length.
+            at_once: whether few steps are always enough, and not only if their duration is very different.
         """
         if len(lengths) >= rules.latest:
             now = median(list(lengths)[-rules.latest :])
@@ -148,19 +150,19 @@ class Watch:
         return median(lengths) if len(lengths) == rules.window else None
 
     def change(self, now: float, rules: Rules, *, expects_shorter: bool = False) -> float | None:
-        """Returns the relative change of the length of steps, if it is large enough for a trial.
+        """Returns the relative change of the duration of steps if it is large enough for a trial, and otherwise None.
 
         Args:
-            now: the median length of the latest steps, in seconds.
+            now: the median duration of the latest steps, in seconds.
             rules: the numbers.
-            expects_shorter: whether steps that are shorter than the decision's are no reason for a trial.
+            expects_shorter: whether to start no trial if steps are shorter than those of the decision.
         """
         if self.reference_s is None:
             self.reference_s = now
         change = now / self.reference_s - 1
         if abs(change) > rules.drift and not (expects_shorter and change < 0):
             return change
-        # Steps after a decision are a better reference than those of the trial, once.
+        # Once, steps after a decision replace those of the trial, because they are a better reference.
         if not self.is_refined:
             self.reference_s = now
             self.is_refined = True
@@ -168,7 +170,7 @@ class Watch:
 
 
 def _medians(waits: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns the medians of both columns over the rows that are known; NaN if none is."""
+    """Returns the medians of both columns over the known rows; NaN if no row is known."""
     known = [row for row in waits if not any(map(math.isnan, row))]
     return (median(row[0] for row in known), median(row[1] for row in known)) if known else (math.nan, math.nan)
 

@@ -45,7 +45,7 @@ class Steering:
         says: whether this rank announces decisions.
 
     Attributes:
-        candidates: the configurations by their bits, widest first, with their reducers chosen.
+        candidates: the configurations by their bits, widest first, with the chosen reducers.
         trials: the trials and decisions so far; None without ``auto``.
         gauge: the noise of the gradients; None without ``bits="auto"``.
         bits: the bits of the latest step; before the first step, those of the first.
@@ -78,16 +78,16 @@ class Steering:
     def _begin_run(self) -> None:
         """Forget all steps so far."""
         self._changes: list[Decision] = []  # without trials
-        self._inherited = 0  # decisions of the run whose state was loaded
-        self._inbox: dict[int, Agreed] = {}  # stamps that are not used yet, by the step that they were exchanged in
-        self._measuring: int | None = None  # the step that is measured, until its sums are sent
+        self._inherited = 0  # number of decisions from the loaded state
+        self._inbox: dict[int, Agreed] = {}  # stamps that are not used yet, by the step in which they were exchanged
+        self._measuring: int | None = None  # the measured step, until its sums are sent
         self._exposed_s: float | None = None
         self._total_bits = 0
         self._total_steps = 0
 
     @property
     def config(self) -> GQSGDConfig:
-        """The configuration of the latest step; before the first step, that of the first."""
+        """The configuration of the latest step; before the first step, the configuration of the first step."""
         return self.candidates[self.bits]
 
     @property
@@ -97,8 +97,7 @@ class Steering:
 
     @property
     def average_bits(self) -> float:
-        """Mean of the bits of all steps so far, those of a resumed run's earlier part included; NaN before the first
-        step."""
+        """Mean number of bits over all steps so far, including those before a resume; NaN before the first step."""
         return self._total_bits / self._total_steps if self._total_steps else math.nan
 
     def compile(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -109,24 +108,24 @@ class Steering:
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def receive(self, agreed: Mapping[int, Agreed]) -> None:
-        """Take the agreed stamps of all ranks, by the step in which they were exchanged.
+        """Store the agreed stamps of all ranks, by the step in which they were exchanged.
 
-        Stamps without numbers are those of steps that plain DDP has carried, and are left out: they say nothing of the
-        hook's steps. One may be left unread where a state was loaded or the model was wrapped anew.
+        Stamps without numbers belong to steps that plain DDP has reduced. They are ignored, because they say nothing
+        about the hook's steps. One may be left unread if a state was loaded or the model was wrapped again.
         """
         self._inbox |= {number: told for number, told in agreed.items() if any(told.numbers)}
 
     def begin_step(self, step: int, exposed_s: float | None, *, digest: int = 0, is_countable: bool = False) -> Stamp:
-        """Begin a step: choose its bits. What was received of steps up to ``step - 2`` counts.
+        """Begin a step: choose its bits, from stamps that were exchanged in steps up to ``step - 2``.
 
         Args:
             step: number of the step.
-            exposed_s: seconds in which this rank's backward passes have waited for gradients so far; None: not known.
-            digest: of what ranks compare beside the bits.
+            exposed_s: seconds in which this rank's backward passes have waited for gradients so far; None if unknown.
+            digest: digest of the facts that ranks compare in addition to the bits.
             is_countable: whether this rank can count its steps without the hook (see `plain.PlainPath`).
 
         Returns:
-            The stamp of the step, which tells other ranks what this one has measured in the step before.
+            The stamp of the step, which tells other ranks the measurements of this rank in the previous step.
         """
         period_us = self.clock.begin_step()
         begun = time.perf_counter()
@@ -138,11 +137,11 @@ class Steering:
         self._say_from(known)
         told = (int(is_countable),) if self.gauge is None else self._sums(step)
         numbers = (*self._waits(exposed_s), *told)
-        self.clock.skip(time.perf_counter() - begun)  # a prediction takes a while, once per trial
+        self.clock.skip(time.perf_counter() - begun)  # a prediction takes some time, once per trial
         return Stamp(self.config.seed, step, digest_of(f"{digest} {self.bits}"), period_us, numbers)
 
     def take(self, x: Tensor, segments: Sequence[Segment], step: int) -> Taken | None:
-        """Copy the sample of a bucket before it is reduced; None: nothing is measured in this step."""
+        """Copy the sample of a bucket before it is reduced. Returns None if nothing is measured in this step."""
         if self.gauge is None or self._ranks == 1 or step % self.gauge.rules.every:
             return None
         self._measuring = step
@@ -150,7 +149,7 @@ class Steering:
 
     def choice(self) -> dict[str, float]:
         """Returns the latest step in numbers, for telemetry: ``bits``; ``trying`` and ``plain``, with ``auto``;
-        ``noise_scale``, in batches of one rank, and ``predicted_step_s`` of these bits, where they are known."""
+        ``noise_scale``, in batches of one rank, and ``predicted_step_s`` of these bits, if they are known."""
         values: dict[str, float] = {"bits": self.bits}
         if self.trials is not None:
             values |= {"trying": float(self._is_trying), "plain": float(self.is_plain)}
@@ -160,11 +159,11 @@ class Steering:
         return values if predicted is None else {**values, "predicted_step_s": predicted}
 
     def _use(self, compared_in: int, agreed: Agreed, step: int) -> None:
-        """Let the stamps of an earlier step decide from ``step`` on."""
+        """Use the stamps of an earlier step for decisions from ``step`` on."""
         waits = [row[:2] for row in agreed.numbers]
         sums = [row[2:] for row in agreed.numbers]
         if self.trials is not None:
-            # A rank that waits longer than others waits for them, and not for the link alone.
+            # If a rank waits longer than others, it waits for them, and not only for the link.
             exposed_s = _seconds(min((row[0] for row in waits), default=0))
             backward_s = _seconds(max((row[1] for row in waits), default=0))
             period_s = agreed.period_us * 1e-6 if agreed.period_us else None
@@ -175,7 +174,7 @@ class Steering:
             self._permit(step)
 
     def _permit(self, step: int) -> None:
-        """Let the trials, or this object itself, know which bits the noise allows."""
+        """Tell the trials which bits the noise allows; without trials, use the fewest allowed bits."""
         if self.gauge is None:
             return
         why = self.gauge.describe()
@@ -194,8 +193,8 @@ class Steering:
             self.say(self._described(decision))
 
     def _waits(self, exposed_s: float | None) -> tuple[int, int]:
-        """Returns how long the step before has waited for gradients, and its buckets have arrived, in microseconds plus
-        1; 0: not known."""
+        """Returns two times of the previous step in microseconds plus 1: the wait for gradients, and the time from the
+        first to the last bucket. 0 means unknown."""
         before = self._exposed_s
         self._exposed_s = exposed_s
         if exposed_s is None or before is None:
@@ -203,7 +202,7 @@ class Steering:
         return 1 + round(1e6 * max(0.0, exposed_s - before)), 1 + round(1e6 * self.clock.backward_s)
 
     def _sums(self, step: int) -> tuple[int, ...]:
-        """Returns the sums of the step before, as integers with the bits of fp64 numbers; zeros if there are none."""
+        """Returns the sums of the previous step, as integers with the bits of fp64 numbers; zeros if there are none."""
         if self.gauge is None:
             return ()
         measured = self._measuring
@@ -219,21 +218,21 @@ class Steering:
 
     @property
     def rests(self) -> bool:
-        """Returns whether 32 bits were kept by time alone, so that nothing needs the hook until the length of steps
-        changes."""
+        """Returns whether 32 bits were kept because of their duration alone, so that the hook is not needed until the
+        duration of steps changes."""
         return self.trials is not None and self.gauge is None and self.trials.is_resting
 
     @property
     def leaves_hook(self) -> bool:
-        """Returns whether all ranks let plain DDP take the hook's place after the step under way."""
+        """Returns whether plain DDP replaces the hook on all ranks after the current step."""
         return self.rests and self._plain.can_come
 
     def permit_plain(self, obstacle: str) -> None:
-        """Note whether plain DDP can take the hook's place; ``obstacle``: why not, empty if it can."""
+        """Note whether plain DDP can replace the hook; ``obstacle`` is the reason why not, empty if it can."""
         self._plain = self._plain._replace(obstacle=obstacle)
 
     def begin_plain(self) -> None:
-        """Note that plain DDP has taken the hook's place, and forget the lengths of the hook's steps."""
+        """Note that plain DDP has replaced the hook, and forget the durations of the hook's steps."""
         assert self.trials is not None
         self.trials.begin_rest()
         self.is_plain = True
@@ -242,23 +241,23 @@ class Steering:
         self.clock.interrupt()
 
     def end_plain(self) -> None:
-        """Note that the hook is in its place again."""
+        """Note that the hook has replaced plain DDP."""
         if self.trials is not None:
             self.trials.end_rest()
         self.is_plain = False
         self.clock.interrupt()
 
     def count_step(self) -> None:
-        """Count a step at the present bits, for their average."""
+        """Count a step at the current bits, for the average."""
         self._total_bits += self.bits
         self._total_steps += 1
 
     def watch_plain(self, steps: int, period_us: int, step: int) -> None:
-        """Take the agreed length of plain DDP's steps. Afterwards, `rests` is False if plain DDP has to end.
+        """Use the agreed duration of plain DDP's steps. Afterwards, `rests` is False if the hook has to return.
 
         Args:
-            steps: their number since the last call.
-            period_us: what `watched_us` gave, the longest over ranks.
+            steps: number of steps since the last call.
+            period_us: the result of `watched_us`, as a maximum over ranks.
             step: the step that begins.
         """
         if self.trials is not None:
@@ -267,16 +266,17 @@ class Steering:
             self._say_from(known)
 
     def watched_us(self, lengths_us: Sequence[int]) -> int:
-        """Returns the length that this rank reports of plain DDP's steps, in microseconds; 0 if too few are known.
+        """Returns the duration that this rank reports for plain DDP's steps, in microseconds; 0 if too few are known.
 
         Args:
-            lengths_us: lengths of the latest steps.
+            lengths_us: durations of the latest steps.
         """
         seconds = None if self.trials is None else self.trials.watched([1e-6 * length for length in lengths_us])
         return 0 if seconds is None else round(1e6 * seconds)
 
     def plain_digest(self, digest: int) -> int:
-        """Returns the digest that ranks compare while plain DDP has the hook's place; ``digest``: of all others."""
+        """Returns the digest that ranks compare while plain DDP replaces the hook; ``digest`` is the digest of all
+        other facts."""
         return digest_of(f"{digest} {None if self.trials is None else self.trials.describe_rest()}")
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -286,10 +286,11 @@ class Steering:
         self.candidates = {bits: replace(config, seed=seed) for bits, config in self.candidates.items()}
 
     def state(self) -> dict[str, Any]:
-        """Returns the state that a resumed run begins with, as plain values.
+        """Returns the state for a resumed run, as plain values.
 
-        A measurement of noise that was not exchanged yet is dropped, because a state has what all ranks know. A rank
-        that has dropped its measurement makes all ranks leave it out, so that the run goes on as a resumed run does.
+        A measurement of noise that was not exchanged yet is dropped, because a state contains only values that all
+        ranks know. If one rank has dropped its measurement, all ranks ignore that measurement, so this run continues
+        exactly as a resumed run does.
         """
         self.sampler.drop()
         self._measuring = None
@@ -304,10 +305,10 @@ class Steering:
         return state
 
     def resume(self, state: object) -> None:
-        """Restore a `state`. Start anew if it is None.
+        """Load a `state`. Start again if it is None.
 
         Raises:
-            ConfigError: ``state`` is no such state.
+            ConfigError: if ``state`` is no such state.
         """
         self.clock.interrupt()
         self._plain = self._plain._replace(is_countable=False)
@@ -331,7 +332,7 @@ class Steering:
 
     def _resume_trials(self, state: Mapping[str, Any] | None, is_same_world: bool) -> None:
         allow = tuple(self.candidates)
-        # A run whose bits were chosen by the noise alone has no trials to go on with.
+        # If bits were chosen by the noise alone in the saved run, there are no trials to continue.
         if state is None or ("noise" in state and "credit" not in state):
             self.trials = Trials(allow, predictor=self._predictor)
         else:
@@ -343,7 +344,7 @@ class Steering:
     def _read(self, state: Mapping[str, Any], is_same_world: bool) -> None:
         """Read the entries of a state that neither trials nor gauge have read."""
         try:
-            # Versions before these entries wrote none.
+            # States of earlier versions do not have these entries.
             totals = count(state.get("total_bits", 0)), count(state.get("total_steps", 0))
             inbox = {
                 count(number): Agreed(0, tuple((0, 0, *map(_told, row)) for row in rows))
@@ -374,7 +375,7 @@ class Steering:
             self._say(f"gqsgd: {text}")
 
     def report(self, ranks: int) -> str:
-        """Returns a line on the bits that are allowed, their average so far, and the latest decision."""
+        """Returns a line on the allowed bits, the average so far, and the latest decision."""
         allowed = ", ".join(map(str, self.candidates))
         rules = ["whichever makes steps shortest"] if self.trials is not None else []
         if self.gauge is not None:
@@ -400,7 +401,7 @@ class Steering:
 
 
 def _seconds(microseconds: int) -> float:
-    """Returns the seconds of a number of `Steering._waits`; NaN: not known."""
+    """Returns the seconds for a number of `Steering._waits`; NaN if unknown."""
     return (microseconds - 1) * 1e-6 if microseconds else math.nan
 
 
@@ -411,10 +412,10 @@ def _sums_of(row: Sequence[int]) -> NoiseSums:
 
 
 def _told(value: Any) -> int:
-    """Returns a number of a stamp that a state has.
+    """Returns a number of a stamp in a state.
 
     Raises:
-        TypeError, ValueError: it is no integer of 64 bits.
+        TypeError, ValueError: if it is no integer of 64 bits.
     """
     number = int(value)
     if not -(2**63) <= number < 2**63:

@@ -52,7 +52,7 @@ class PlainDDP(NamedTuple):
     """The knowledge of all ranks on whether plain DDP can take the hook's place (see `plain`).
 
     Attributes:
-        obstacle: why it cannot, in a few words; empty: nothing prevents it; None: nobody has looked.
+        obstacle: why it cannot, in a few words; empty if nothing prevents it; None if this was not checked.
         is_countable: whether all ranks can count their steps without the hook.
     """
 
@@ -61,17 +61,17 @@ class PlainDDP(NamedTuple):
 
     @property
     def can_come(self) -> bool:
-        """Returns whether nothing keeps the hook in its place."""
+        """Returns whether plain DDP can replace the hook."""
         return self.obstacle == "" and self.is_countable
 
     def after_native(self) -> str:
-        """Returns the part of a decision's reason that says whether plain DDP takes the hook's place."""
+        """Returns the part of a decision's reason that says whether plain DDP replaces the hook."""
         if self.obstacle is None:
             return ""
         return f"; the hook stays, because of {self.obstacle}" if self.obstacle else "; plain DDP takes over"
 
 
-#: Nobody has looked whether plain DDP can take the hook's place.
+#: It was not checked whether plain DDP can replace the hook.
 UNKNOWN = PlainDDP()
 
 
@@ -81,14 +81,14 @@ class Trials:
     Args:
         allow: the candidates, by their bits.
         rules: the numbers.
-        predictor: predicts the lengths of steps; None: there are no predictions.
+        predictor: predicts the durations of steps; None means no predictions.
 
     Attributes:
         allow: the candidates, widest first.
-        permitted: those of them that may be used at present.
-        bits: the candidate of the latest step, at first the widest.
+        permitted: the candidates that may currently be used.
+        bits: the candidate of the latest step; at first, the widest candidate.
         decisions: the ends of all trials and all other changes of bits, in order.
-        state: the present state, see `states`.
+        state: the current state, see `states`.
     """
 
     def __init__(self, allow: Sequence[int], rules: Rules | None = None, predictor: Predictor | None = None) -> None:
@@ -102,8 +102,8 @@ class Trials:
         self._watch = Watch(self.rules.window)
         self._cost = self.rules.longest_trial(len(self.allow)) + (2 * LAG if predictor else 0)
         self._credit = float(self.rules.most_trials * self._cost)
-        self._asked: str | None = None  # why there is to be a trial as soon as the credit is enough
-        self._counted: dict[int, int | None] = {}  # candidate of each recent step; None: its length does not count
+        self._asked: str | None = None  # why a trial is due as soon as the credit is enough
+        self._counted: dict[int, int | None] = {}  # candidate of each recent step; None if its duration does not count
 
     @property
     def is_trying(self) -> bool:
@@ -112,7 +112,7 @@ class Trials:
 
     @property
     def is_resting(self) -> bool:
-        """Returns whether 32 bits were measured and kept, and nothing else is to be tried at present."""
+        """Returns whether 32 bits were measured and kept, and no trial is due or under way."""
         if isinstance(self.state, Settle | Try) or self._asked is not None or not self.decisions:
             return False
         return REDUCER_OF_BITS.get(self.bits) == "native" and self.bits in self.decisions[-1].seconds
@@ -120,10 +120,10 @@ class Trials:
     def observe(
         self, step: int, seconds: float | None, exposed_s: float = math.nan, backward_s: float = math.nan
     ) -> None:
-        """Note how long a step took, the longest over all ranks; None: the length says nothing.
+        """Note the duration of a step, the maximum over all ranks; None if the duration cannot be used.
 
-        Steps are observed in order, each before `choose` is called for a step that is `LAG` later. ``exposed_s`` and
-        ``backward_s`` are those of `prediction.Measured`.
+        Steps are observed in order, each before `choose` is called for the step that is `LAG` later. For ``exposed_s``
+        and ``backward_s``, see `prediction.Measured`.
         """
         bits = self._counted.pop(step, None)
         if seconds is None or bits is None:
@@ -135,12 +135,12 @@ class Trials:
             self._watch.window.append(seconds)
 
     def permit(self, bits: Collection[int], step: int, why: str) -> None:
-        """Say which candidates may be used from a step on, before `choose` is called for the step.
+        """Set which candidates may be used from a step on. Call it before `choose` is called for the step.
 
         Args:
-            bits: the candidates, among them the widest.
+            bits: the candidates, including the widest.
             step: the step.
-            why: why others may not be used, for people.
+            why: why others may not be used, in words.
         """
         before = self.permitted
         self.permitted = tuple(width for width in self.allow if width in bits)
@@ -152,7 +152,7 @@ class Trials:
         if self.bits not in self.permitted:
             self._retreat(step, why)
         new = [str(width) for width in self.permitted if width not in before]
-        # The first trial comes anyway.
+        # The first trial takes place anyway.
         if new and (self.decisions or not isinstance(self.state, Settle)):
             self._asked = self._asked or f"{', '.join(new)} bits are allowed"
 
@@ -183,12 +183,12 @@ class Trials:
         return self.bits
 
     def begin_rest(self) -> None:
-        """Forget the lengths of the steps in which the hook carried gradients: the hook's place is taken now."""
+        """Forget the durations of the hook's steps, because plain DDP has replaced the hook."""
         self._watch.is_refined = False
         self._enter(self.state if isinstance(self.state, Challenge) else Rest())
 
     def end_rest(self) -> None:
-        """Go on with steps that are chosen one by one: the hook is in its place again."""
+        """Choose candidates for each step again, because the hook has replaced plain DDP."""
         if isinstance(self.state, Rest):
             self._enter(Stay())
 
@@ -197,8 +197,8 @@ class Trials:
         other bits were taken.
 
         Args:
-            steps: their number since the last call.
-            seconds: the median length of the latest steps, the longest over all ranks; None: it is not known.
+            steps: number of steps since the last call.
+            seconds: the median duration of the latest steps, as a maximum over all ranks; None if unknown.
             step: the step that begins.
         """
         self._earn(steps)
@@ -207,27 +207,27 @@ class Trials:
             if seconds is not None:
                 self._end_challenge(self.state, step, seconds)
         elif seconds is not None and self.is_resting:
-            # The steps of the trial had the cost of the hook in them, so the first median may be shorter.
+            # The steps of the trial included the cost of the hook, so the first median may be shorter.
             self._compare(seconds, expects_shorter=not self._watch.is_refined)
 
     def watched(self, lengths: Sequence[float]) -> float | None:
-        """Returns the length of steps that the watch compares with the decision's; see `Watch.length`."""
+        """Returns the duration of steps that the watch compares with that of the decision; see `Watch.length`."""
         return self._watch.length(lengths, self.rules, at_once=isinstance(self.state, Challenge))
 
     # --- from state to state -----------------------------------------------------------------------------------------
 
     def _enter(self, state: State) -> None:
-        """Change the state. Lengths of steps that were chosen before say nothing about it."""
+        """Change the state. Durations of earlier steps are forgotten, because they say nothing about the new state."""
         self.state = state
         self._watch.window.clear()
         self._counted.clear()
 
     def _earn(self, steps: int) -> None:
-        """Add what steps are worth to the credit for trials."""
+        """Add the share of these steps to the credit for trials."""
         self._credit = min(self._credit + steps * self.rules.share, self.rules.most_trials * self._cost)
 
     def _begin_if_due(self) -> None:
-        """Begin a trial if one was asked for, or if the length of steps has changed, and if the credit is enough."""
+        """Begin a trial if one was requested, or if the duration of steps has changed, and if the credit is enough."""
         if len(self.permitted) < 2:
             return
         if self._asked is None:
@@ -238,10 +238,10 @@ class Trials:
             self._begin(self._asked)
 
     def _retreat(self, step: int, why: str) -> None:
-        """Leave a candidate that may not be used any more, for the permitted one whose steps were shortest."""
+        """Switch from a forbidden candidate to the permitted one whose steps were shortest."""
         latest = self.decisions[-1] if self.decisions else None
         seconds = {} if latest is None else {b: s for b, s in latest.seconds.items() if b in self.permitted}
-        # The fewest bits are the nearest to those that were the shortest so far.
+        # Without measurements, the fewest permitted bits are closest to the previous choice.
         self.bits = min(seconds, key=lambda bits: (seconds[bits], -bits)) if seconds else self.permitted[-1]
         if not isinstance(self.state, Try):
             decision = Decision(step, self.bits, seconds, why)
@@ -250,7 +250,8 @@ class Trials:
             self._decide(decision, self.state)
 
     def _compare(self, now: float, *, expects_shorter: bool = False) -> None:
-        """Begin a trial if the median length of steps has changed, and if the credit is enough; see `Watch.change`."""
+        """Begin a trial if the median duration of steps has changed, and if the credit is enough; see
+        `Watch.change`."""
         change = self._watch.change(now, self.rules, expects_shorter=expects_shorter)
         if change is not None and self._credit >= self._cost:
             self._begin(f"steps became {abs(change):.0%} {'longer' if change > 0 else 'shorter'}")
@@ -261,13 +262,13 @@ class Trials:
         self._enter(Try(why, deque(self.permitted), hopeless=set(self.allow) - set(self.permitted)))
 
     def _decide(self, decision: Decision, state: State) -> None:
-        """Note a decision, and watch the steps that follow."""
+        """Record a decision, and watch the following steps."""
         self.decisions.append(decision)
         self._watch = Watch(self.rules.window, decision.seconds.get(self.bits))
         self._enter(state)
 
     def _end_trial(self, trial: Try, step: int, plain: PlainDDP) -> None:
-        """Decide for the candidate with the shortest steps; or for 32 bits, where plain DDP may be as short."""
+        """Choose the candidate with the shortest steps; or 32 bits, if plain DDP may be as fast."""
         self._credit -= trial.used if self.decisions else 0  # the first trial is free
         medians = {bits: median(trial.samples[bits]) for bits in self.allow if trial.samples.get(bits)}
         state: State = Stay()
@@ -288,14 +289,15 @@ class Trials:
         self._decide(Decision(step, self.bits, medians, reason, predicted, at_least), state)
 
     def _is_challenged(self, medians: Mapping[int, float]) -> bool:
-        """Returns whether the best candidate is shorter than 32 bits by less than the hook may cost there."""
+        """Returns whether the best candidate beats 32 bits by less than the hook may cost at 32 bits."""
         widest = self.allow[0]
         if REDUCER_OF_BITS.get(widest) != "native" or widest not in medians:
             return False
         return widest != self.bits and medians[self.bits] > medians[widest] * (1 - self.rules.hook)
 
     def _end_challenge(self, challenge: Challenge, step: int, seconds: float | None) -> None:
-        """Keep plain DDP or the bits that it was compared with; ``seconds``: its median; None: it did not come."""
+        """Keep plain DDP or the bits with which it was compared. ``seconds`` is the median of plain DDP; None if it did
+        not replace the hook."""
         medians = dict(challenge.seconds)
         reason = "the hook has not left its place"
         stays = False
@@ -314,7 +316,7 @@ class Trials:
     # --- a trial -----------------------------------------------------------------------------------------------------
 
     def _go_on(self, trial: Try, step: int, plain: PlainDDP) -> bool:
-        """Choose the candidate of the next step of a trial, or end the trial. Returns whether the step's length
+        """Choose the candidate of the next step of a trial, or end the trial. Returns whether the step's duration
         counts."""
         self._give_up_hopeless(trial)
         if not trial.left and trial.draining is None:
@@ -331,7 +333,7 @@ class Trials:
             trial.used += 1
             return False
         self._end_trial(trial, step, plain)
-        return False  # it follows a step of another candidate, perhaps
+        return False  # it may follow a step of another candidate
 
     def _give_up_hopeless(self, trial: Try) -> None:
         medians = {bits: median(seconds) for bits, seconds in trial.samples.items() if len(seconds) > 1}
@@ -345,7 +347,7 @@ class Trials:
                     trial.left = 0
 
     def _next_turn(self, trial: Try) -> None:
-        """Give the next candidate its turn; where there is none, wait for the lengths of the last steps."""
+        """Give the next candidate its turn. If there is none, wait for the durations of the last steps."""
         while True:
             self._predict(trial)
             while trial.turns:
@@ -354,7 +356,7 @@ class Trials:
                     is_new = trial.bits not in trial.tried
                     trial.tried.add(trial.bits)
                     trial.is_new_turn = True
-                    # What is to be predicted from has to be known when the turn ends.
+                    # The durations from which others are predicted have to be known when the turn ends.
                     is_longer = self._predictor is not None and is_new and len(trial.tried) <= 2
                     trial.left = self.rules.block + (LAG if is_longer else 0)
                     return
@@ -369,7 +371,7 @@ class Trials:
         self.bits = self._best(trial)[0] if self._counting(trial) else self.bits
 
     def _best(self, trial: Try) -> tuple[int, str]:
-        """Returns the candidate to keep, and why."""
+        """Returns the candidate to keep, and the reason."""
         samples = self._counting(trial)
         medians = {bits: median(seconds) for bits, seconds in samples.items()}
         shortest = min(medians, key=lambda bits: (medians[bits], -bits))
@@ -385,14 +387,14 @@ class Trials:
         return bits, f"it is within {tie:.0%} of {shortest} bits, the shortest"
 
     def _counting(self, trial: Try) -> dict[int, list[float]]:
-        """Returns the lengths of steps by candidates that were measured and may be used, widest first."""
+        """Returns the durations of steps of the candidates that were measured and are permitted, widest first."""
         return {bits: trial.samples[bits] for bits in self.permitted if trial.samples.get(bits)}
 
     def _predict(self, trial: Try) -> None:
-        """Predict the steps of candidates that had no turn yet, and give no turn to those that cannot win.
+        """Predict the steps of candidates that had no turn yet, and skip those that cannot win.
 
-        That is done before each turn of the first round, and after each round, so that a candidate has a turn after all
-        if later steps give it a chance.
+        This is done before each turn of the first round, and after each round, so that a skipped candidate still gets a
+        turn if later steps give it a chance.
         """
         untried = [bits for bits in self.permitted if bits not in trial.tried]
         if self._predictor is None or not untried or (trial.round and trial.turns):
@@ -408,15 +410,15 @@ class Trials:
             seconds = trial.predicted[bits] = predictions[bits]
             leaves_out = REDUCER_OF_BITS[bits] == "bf16" if bits in REDUCER_OF_BITS else not knows_codec
             trial.at_least = trial.at_least - {bits} | ({bits} if leaves_out and seconds is not None else set())
-            # Predictions that leave the codec out are lower bounds, so that no doubt is left to be reckoned with.
+            # Predictions without the codec's cost are lower bounds, so they need no allowance for doubt.
             share = 1 - self.rules.doubt if knows_codec else 1 + self.rules.tie
             if seconds is not None and bits != self.allow[0] and seconds * share > best_s:
                 trial.skipped.add(bits)
         trial.turns = deque(sorted(trial.turns, key=lambda bits: (trial.predicted[bits] or math.inf, -bits)))
 
     def _is_refuted(self, trial: Try, measured: Mapping[int, Measured]) -> bool:
-        """Returns whether steps turned out shorter than the lower bound that was predicted for them: something else has
-        changed since the first turn, so that nothing can be concluded from that turn."""
+        """Returns whether steps were shorter than their predicted lower bound. Then something else has changed since
+        the first turn, so no conclusion can be drawn from that turn."""
         pairs = [(trial.predicted.get(bits), medians.step_s) for bits, medians in measured.items()]
         return any(seconds is not None and length < seconds * (1 - self.rules.doubt) for seconds, length in pairs)
 
@@ -429,7 +431,7 @@ class Trials:
         return f"{len(self.decisions)} {facts}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run begins with, as plain values."""
+        """Returns the state for a resumed run, as plain values."""
         challenge = self.state if isinstance(self.state, Challenge) else None
         return {
             "allow": list(self.allow),
@@ -449,18 +451,19 @@ class Trials:
         is_same_world: bool,
         predictor: Predictor | None = None,
     ) -> Trials:
-        """Begin with what `to_dict` gave. The candidate of the latest decision is used until there is a new trial.
+        """Create trials from the result of `to_dict`. The candidate of the latest decision is used until there is a new
+        trial.
 
-        A trial follows soon where more bits are allowed than in the saved run, because they have never been measured.
+        If more bits are allowed than in the saved run, a trial follows soon, because they were never measured.
 
         Args:
             allow: the candidates, by their bits.
-            state: from `to_dict`.
-            is_same_world: whether the number of ranks is that of the saved run; if not, a trial follows soon.
+            state: the result of `to_dict`.
+            is_same_world: whether the number of ranks equals that of the saved run; if not, a trial follows soon.
             predictor: see the class.
 
         Raises:
-            ConfigError: ``state`` is no such state.
+            ConfigError: if ``state`` is no such state.
         """
         try:
             decisions = [Decision.from_dict(row) for row in state["decisions"]]
@@ -493,10 +496,10 @@ class Trials:
 
 
 def _credit(value: Any) -> float:
-    """Returns a credit of steps that a state has. Plain DDP's turn is paid for afterwards, so that a debt is possible.
+    """Returns the credit of steps in a state. Plain DDP's turn is paid for afterwards, so the credit may be negative.
 
     Raises:
-        TypeError, ValueError: it is no finite number.
+        TypeError, ValueError: if it is no finite number.
     """
     credit = float(value)
     if not math.isfinite(credit):

@@ -10,9 +10,10 @@ def describe(decision: Decision, *, is_plain: bool = False, is_earlier: bool = F
 
     Args:
         decision: the decision.
-        is_plain: whether plain DDP takes the hook's place where this decision holds.
-        is_earlier: whether it is that of the run whose state this run has loaded, so that other bits may be in use.
-        is_open: whether something is tried at present that may change the decision.
+        is_plain: whether plain DDP replaces the hook under this decision.
+        is_earlier: whether it is a decision of the run whose state this run has loaded, so that other bits may be in
+            use.
+        is_open: whether a trial is under way that may change the decision.
     """
     what = f"{'the run before took' if is_earlier else 'auto takes'} {decision.bits} bits from step {decision.step} on"
     text = f"{what} ({': '.join([*_times(decision), decision.reason])})"
@@ -30,7 +31,7 @@ def _times(decision: Decision) -> list[str]:
 
 
 def _how_to_keep(decision: Decision, is_plain: bool) -> str:
-    # The hook is slower at 32 bits than plain DDP, which was what was decided for.
+    # At 32 bits, the hook is slower than plain DDP, and the decision was for plain DDP.
     how = "use plain DDP, without gqsgd" if is_plain else f"give auto=False, bits={decision.bits}"
     return f"To keep that in other runs, {how}"
 

@@ -1,13 +1,13 @@
 """Counts optimizer steps, starts the averages of local steps, and moves the anchor by them.
 
-One average of a fragment goes as follows. Each rank takes the change of its parameters since the anchor,
-Δ_i = anchor − x_i. The engine replaces the changes by their mean over ranks, Δ = mean of Q(Δ_i), with the same bits on
-every rank. The outer optimizer takes Δ for the gradient of the anchor and makes a step. Then all ranks go on from the
-anchor (DiLoCo, arXiv 2311.08105, algorithm 1; with SGD of learning rate 1: FedPAQ, arXiv 1909.13014).
+One average of a fragment has these steps. Each rank computes the change of its parameters since the anchor, Δ_i =
+anchor − x_i. The engine replaces the changes by their mean over ranks, Δ = mean of Q(Δ_i), with the same bits on every
+rank. The outer optimizer makes a step in which Δ is the gradient of the anchor. Then all ranks continue from the anchor
+(DiLoCo, arXiv 2311.08105, algorithm 1; with SGD of learning rate 1: FedPAQ, arXiv 1909.13014).
 
-With a delay of τ steps, the average of the changes after step t is used after step t + τ. By then, a rank has gone on
-to x_i(t + τ), and takes x_i ← α x_i(t + τ) + (1 − α) anchor (arXiv 2501.18512, algorithm 2). The anchor itself has the
-same bits on all ranks at all times.
+With a delay of τ steps, the average of the changes after step t is used after step t + τ. By then, a rank has
+parameters x_i(t + τ), and sets x_i ← α x_i(t + τ) + (1 − α) anchor (arXiv 2501.18512, algorithm 2). The anchor itself
+has the same bits on all ranks at all times.
 """
 
 from __future__ import annotations
@@ -80,18 +80,18 @@ _MESSAGES = Messages(
 
 @dataclass(eq=False)
 class Average:
-    """The average of a fragment's changes, under way or not used yet.
+    """The average of a fragment's changes, which is under way or not used yet.
 
     Attributes:
         fragment: number of the fragment.
         use_after: the step after which it is used.
-        changes: the mean change of each bundle of the fragment, a flat tensor; empty as long as it is under way.
-        pending_means: what finds the mean change of each bundle; empty once the means are there.
-        inner_job: what averages the inner optimizers' tensors; None: nothing does, or it is over.
+        changes: the mean change of each bundle of the fragment, a flat tensor; empty while the average is under way.
+        pending_means: for each bundle, the object that computes its mean change; empty once the means are complete.
+        inner_job: the job that averages the inner optimizers' tensors; None if there is none, or if it has ended.
         integers: the first rank's values of buffers that are not averaged.
-        works: what sends them.
-        inner: the inner optimizers' tensors, and their mean as one flat tensor; None: they are not averaged.
-        is_last: whether it cuts a round off. Then the anchor becomes the mean of the ranks' models.
+        works: the broadcasts that send them.
+        inner: the inner optimizers' tensors, and their mean as one flat tensor; None if they are not averaged.
+        is_last: whether the average ends a round early. Then the anchor becomes the mean of the ranks' models.
     """
 
     fragment: int
@@ -108,8 +108,8 @@ class Average:
         """Wait for the mean.
 
         Raises:
-            ConfigError: the ranks do not agree.
-            CollectiveError: a collective failed.
+            ConfigError: if the ranks do not agree.
+            CollectiveError: if a collective failed.
         """
         self.changes = [pending.wait() for pending in self.pending_means]
         if self.inner_job is not None:
@@ -137,7 +137,7 @@ class LocalAverages(AveragingLoop[Average]):
         options: when to average, and how to use the mean.
         config: the compression.
         group: process group; None is the default group.
-        timeout: timeout of collectives. None takes that of the group.
+        timeout: timeout of collectives. None uses the timeout of the group.
         meeting: a meeting that the caller has opened; None opens one.
 
     Attributes:
@@ -183,7 +183,8 @@ class LocalAverages(AveragingLoop[Average]):
             with open_engines(start, [side], self.device, timeout=timeout, messages=_MESSAGES, dtypes=[dtype]) as (
                 self._engine,
             ):
-                # Behind the last round of the meeting: no rank can refuse any more and leave others in a broadcast.
+                # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
+                # broadcast.
                 take_from_first_rank(model, self.group)
         self._digest = digest_of_facts(facts)
         self._sizes = {entry.segment.parameter: entry.segment.numel for entry in parameters if not entry.segment.raw}
@@ -194,7 +195,7 @@ class LocalAverages(AveragingLoop[Average]):
         self._buffers, self._integers = OwnBuffers(model), IntegerBuffers(model, self.group)
         self._has_started = False
         self._begin_at_anchors()
-        # Also at exit: Gloo groups that are still open then can abort the process.
+        # This also runs at exit, because Gloo groups that are still open then can abort the process.
         weakref.finalize(model, self._engine.close)
 
     @property
@@ -233,7 +234,7 @@ class LocalAverages(AveragingLoop[Average]):
         refuse_kept(self.fragments)
         self.check_open()
         if not self.step:
-            self._check_state()  # where one step has been made, what looks like weights is nearest to them
+            self._check_state()  # after one step, state that holds weights is closest to the parameters
         super().advance()
 
     @untraced
@@ -305,7 +306,7 @@ class LocalAverages(AveragingLoop[Average]):
         self._buffers.take_back()
         take_from_first_rank(model, self.group)
         self.outer.state.clear()
-        self._engine.plans.clear()  # they have the memory that is left
+        self._engine.plans.clear()  # they hold the old memory
         self.step, self.rounds, self._has_started = 0, Rounds(self.options), False
         self._begin_at_anchors()
 
@@ -371,14 +372,14 @@ class LocalAverages(AveragingLoop[Average]):
     # --- for checkpoints ---------------------------------------------------------------------------------------------
 
     def waited_for(self) -> list[Average]:
-        """The averages under way, as means."""
+        """Wait for the averages under way, and return them."""
         for average in self.under_way:
             with self._or_broken():
                 self._wait(average)
         return self.under_way
 
     def take_counters(self, state: Mapping[str, Any]) -> None:
-        """Take seed and counters of a state (see `checkpoint.state_of`)."""
+        """Load the seed and the counters of a state (see `checkpoint.state_of`)."""
         self.config = replace(self.config, seed=state["seed"])
         self.requested = replace(self.requested, seed=state["seed"])
         self.step = state["step"]
@@ -388,37 +389,40 @@ class LocalAverages(AveragingLoop[Average]):
         self._engine.plans.clear()
 
     def mix_into_digest(self, number: int) -> None:
-        """Let ranks compare one more number whenever they average; they have to have taken the same states."""
+        """Add a number to the facts that ranks compare in every average, so that they detect different loaded
+        states."""
         self._digest = digest_of(f"{self._digest} {number}")
 
     @torch.no_grad()
     def start_from_anchors(self) -> None:
-        """Put the anchors' values into this rank's parameters and buffers."""
+        """Copy the anchors to this rank's parameters and buffers."""
         for fragment in self.fragments:
             fragment.set_tensors()
 
     def _look_at_loaded_weights(self) -> None:
-        """After a state was loaded, say if the weights are others than those that were saved beside it."""
+        """After a state was loaded, warn if the weights are not those that were saved with it."""
         if self.watched.expects is not None:
             bundles = [bundle for fragment in self.fragments for bundle in fragment.bundles]
             is_at_anchor = not any(bundle.has_changed(buffers=False, tolerance=0.0) for bundle in bundles)
             self.watched.say_if_others_were_loaded(is_at_anchor=is_at_anchor)
 
     def _check_changes(self) -> None:
-        """Raise ConfigError if this rank has changed something since, so that an average would not make ranks equal.
+        """Raise ConfigError if this rank has changed the model or an optimizer so that an average would not make ranks
+        equal.
 
-        The other ranks get the same error if they have done the same, and otherwise an error that names this rank.
+        If the other ranks made the same change, they raise the same error; otherwise, their error names this rank.
         """
         self.watched.check()
         self._check_state()
 
     def _check_state(self) -> None:
-        """Raise ConfigError if the inner optimizers keep weights, of which every rank would keep its own."""
+        """Raise ConfigError if the inner optimizers keep weights in their state, because each rank would keep its
+        own."""
         if self.options.inner_state == "keep" and self.world_size > 1:
             self._weights_in_state.check(self.options.delay)
 
     def _notice_changes(self) -> None:
-        """Find the fragments whose tensors left the anchor on some rank after the last average. A collective."""
+        """Find the fragments whose tensors have left the anchor on some rank since the last average. A collective."""
         self._buffers.take_back()
         settled = [number for number, part in enumerate(self.fragments) if part.settled_after == self.step]
         if not settled:
@@ -438,14 +442,14 @@ class LocalAverages(AveragingLoop[Average]):
         """Returns, for each of some fragments, True if its tensors have left the anchor on some rank. A collective.
 
         Args:
-            numbers: of the fragments.
-            buffers: whether buffers count.
-            tolerance: the change of a tensor that does not count, relative to its norm at the anchor.
+            numbers: numbers of the fragments.
+            buffers: whether to check buffers.
+            tolerance: the largest change of a tensor that is ignored, relative to the norm of its anchor.
         """
         parts = [self.fragments[number].bundles for number in numbers]
         changed = [float(any(bundle.has_changed(buffers, tolerance) for bundle in bundles)) for bundles in parts]
         sums = torch.tensor(changed, device=self.device)
-        # Other ranks may be in a step, where they average: so steps are compared before this is sent.
+        # Other ranks may be averaging in a step, so steps are compared before this is sent.
         request = self._request((Segment(0, len(numbers), raw=True),), numbers[0])._replace(varies=True)
         with self._or_broken():
             self._engine.reduce(sums, request).wait()
@@ -456,20 +460,20 @@ class LocalAverages(AveragingLoop[Average]):
 
     @torch.no_grad()
     def _errors(self) -> dict[int, Tensor]:
-        """Returns what owners remember of the way back, by parameter number. A collective."""
+        """Returns the errors that owners remember for the way back, by parameter number. A collective."""
         if not self.compressed_numbers:
             return {}
         own = own_errors(self.store, self.compressed_numbers)
         everyone = own.repeat(self.world_size, 1)
         exchanges = gathered_errors(own, everyone)
-        # Other ranks may be in a step, where they average: so steps are compared before this is sent.
+        # Other ranks may be averaging in a step, so steps are compared before this is sent.
         request = self._request((), 0)._replace(varies=True)
         with self._or_broken():
             self._engine.run(exchanges.x, request, exchanges.counted).wait()
         return errors_by_parameter(self.store, self.compressed_numbers, everyone)
 
     def _begin_at_anchors(self) -> None:
-        """Take the present tensors, which all ranks have in common, for the anchors; remember nothing."""
+        """Set the anchors to the current tensors, which are equal on all ranks, and start with empty memories."""
         for fragment in self.fragments:
             fragment.settled_after = 0
             for bundle in fragment.bundles:
@@ -484,7 +488,7 @@ class LocalAverages(AveragingLoop[Average]):
     # --- one average -------------------------------------------------------------------------------------------------
 
     def _start(self, number: int, delay: int) -> Average:
-        """Start to average a fragment, to be used ``delay`` steps later."""
+        """Start to average a fragment. The average is used ``delay`` steps later."""
         self._check_changes()
         self._buffers.take_back()
         fragment = self.fragments[number]
@@ -501,16 +505,16 @@ class LocalAverages(AveragingLoop[Average]):
     def _start_inner(self, average: Average) -> None:
         """Start to average the inner optimizers' state of a fragment, uncompressed."""
         tensors = self._inner.tensors(entry.tensor for entry, _ in self.fragments[average.fragment].entries())
-        one = torch.zeros(1, device=self.device)  # so that there is something to send
+        one = torch.zeros(1, device=self.device)  # so that the message is not empty
         flat = torch.cat([tensor.flatten().to(self.device, torch.float32) for tensor in [*tensors, one]])
-        # Where a parameter was not used on some rank, its state is missing there, and messages would differ in size.
+        # If a rank has not used a parameter, its state is missing there, and messages would differ in size.
         card = Card("LocalSteps(inner_state='average')", {"values of the inner optimizer's state": flat.numel()})
         average.inner = (tensors, flat)
         request = self._request((Segment(0, flat.numel(), raw=True),), average.fragment)
         average.inner_job = self._engine.reduce(flat, request._replace(agreement=card))
 
     def _put(self, asked: RuleRequest, count: int, fragment: int) -> Job:
-        """Start to answer a rule's request; ``count`` counts those of one bundle's average."""
+        """Start to answer a rule's request; ``count`` is the number of the request in one bundle's average."""
         if isinstance(asked, Exchanges):
             return self._engine.run(asked.x, self._request((), fragment)._replace(varies=True), asked.counted)
         return self._engine.reduce(asked.x, self._request(asked.segments, fragment, count))
@@ -522,7 +526,7 @@ class LocalAverages(AveragingLoop[Average]):
             segments=segments,
             step=self.averages * self.options.averaging.most_requests + count,
             store=self.store,
-            # The step, and not the number of the average: ranks that make different numbers of steps find out.
+            # The step, not the number of the average, so that different numbers of steps are detected.
             agreement=Stamp(self.config.seed, self.step, self._digest),
             bucket=fragment,
             compressed=self.averages >= self.config.warmup_steps,
@@ -537,7 +541,8 @@ class LocalAverages(AveragingLoop[Average]):
             self.telemetry.end_step()
 
     def _apply(self, average: Average, weight: float) -> None:
-        """Move the anchor by an average, and the parameters to it; ``weight``: the share of their own values."""
+        """Move the anchor by an average, and the parameters to the anchor; ``weight`` is the share of their own
+        values."""
         fragment = self.fragments[average.fragment]
         self._buffers.take_back()
         fragment.move_anchors(average.changes, self.outer, plain=self._is_plain(average))
@@ -552,7 +557,7 @@ class LocalAverages(AveragingLoop[Average]):
             self._inner.forget(entry.tensor for entry, _ in fragment.entries())
 
     def _go_back(self, average: Average) -> None:
-        """Go back to the anchor, because an average is not finite."""
+        """Return to the anchor, because an average is not finite."""
         self.start_from_anchors()
         cleared = self._inner.clear_what_is_not_finite()
         own = f" and cleared its optimizer's state of {cleared} parameters" if cleared else ""
@@ -568,7 +573,7 @@ class LocalAverages(AveragingLoop[Average]):
 
 
 def open_meeting(model: object, group: dist.ProcessGroup, timeout: timedelta | None) -> Meeting:
-    """The meeting in which ranks agree on local steps; an error within it is raised on all ranks."""
+    """Returns the meeting in which ranks agree on local steps. An error within it is raised on all ranks."""
     parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     device = torch.device("cpu") if parameter is None else parameter.device
     return Meeting("LocalSteps", [group], patience_of(timeout, group, device))

@@ -1,6 +1,6 @@
 """The order in which averages are started and used, for processes and for virtual workers.
 
-A subclass says how an average is started, waited for and applied: `averages.LocalAverages` over process groups,
+A subclass implements how an average is started, waited for and applied: `averages.LocalAverages` over process groups,
 `research.simulation.local.LocalWorkers` in one process.
 """
 
@@ -24,7 +24,7 @@ class Pending(Protocol):
     Attributes:
         fragment: number of the fragment.
         use_after: the step after which it is used.
-        is_last: whether it cuts a round off. Then the anchor becomes the mean of the ranks' models.
+        is_last: whether the average ends a round early. Then the anchor becomes the mean of the ranks' models.
     """
 
     fragment: int
@@ -32,7 +32,7 @@ class Pending(Protocol):
     is_last: bool
 
     def is_finite(self) -> bool:
-        """Whether all means are finite, which is the same on all ranks."""
+        """Returns whether all means are finite, which is the same on all ranks."""
         ...
 
 
@@ -45,7 +45,7 @@ class AveragingLoop(ABC, Generic[AnyPending]):
     Attributes:
         options: when to average.
         fragments: the parts of the model, with their anchors.
-        rounds: when which fragment is averaged.
+        rounds: the rounds, which say when each fragment is averaged.
         under_way: the averages that were started and not used yet, oldest first.
         step: number of optimizer steps so far.
         averages: number of averages that were started.
@@ -66,7 +66,7 @@ class AveragingLoop(ABC, Generic[AnyPending]):
         """Count an optimizer step; use the averages whose delay is over, and start those that are due."""
         self.step += 1
         due = self.rounds.due_after(self.step)
-        # With a schedule that gets shorter, an average may be due although the last one of its fragment is not used.
+        # If rounds get shorter, an average may be due although the previous average of its fragment is not used yet.
         self._use([average for average in self.under_way if average.use_after <= self.step or average.fragment in due])
         for fragment in due:
             self._begin(fragment, self.options.delay)
@@ -76,11 +76,11 @@ class AveragingLoop(ABC, Generic[AnyPending]):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Use the averages under way, and average what was learnt since. Then all ranks have the same bits.
+        """Use the averages under way, and average the changes since. Then all ranks have the same bits.
 
-        The round is cut off; where training goes on, the next one begins. The anchor becomes the mean of the ranks'
-        models: a momentum of the outer optimizer is made for whole rounds, and would carry the anchor too far. A second
-        call in a row does nothing.
+        The round ends early; if training continues, the next round begins. The anchor becomes the mean of the ranks'
+        models, because the outer optimizer's momentum is meant for whole rounds and would move the anchor too far. A
+        second call in a row does nothing.
         """
         self._use(self.under_way)
         for number, fragment in enumerate(self.fragments):
@@ -99,8 +99,8 @@ class AveragingLoop(ABC, Generic[AnyPending]):
         """Wait for some averages, and move the anchor by them, in the order in which they were started.
 
         Args:
-            averages: those to use.
-            mixing: weight of a rank's own parameters; None: that of the options.
+            averages: the averages to use.
+            mixing: weight of a rank's own parameters; None means the weight of the options.
         """
         weight = (self.options.mixing if self.options.delay else 0.0) if mixing is None else mixing
         for average in list(averages):
@@ -119,7 +119,8 @@ class AveragingLoop(ABC, Generic[AnyPending]):
 
     @contextmanager
     def _or_broken(self) -> Iterator[None]:
-        """A context of waiting: what an exception leaves is broken, also one that a signal's handler raises."""
+        """Returns a context for a wait. If an exception leaves it, even from a signal handler, this object is
+        broken."""
         try:
             yield
         except BaseException:
@@ -127,12 +128,12 @@ class AveragingLoop(ABC, Generic[AnyPending]):
             raise
 
     def _is_plain(self, average: AnyPending) -> bool:
-        """Whether the anchor becomes the mean of the ranks' models by an average, without the outer optimizer."""
+        """Returns whether an average makes the anchor the mean of the ranks' models, without the outer optimizer."""
         return average.is_last or self.options.leaves_outer_out(average.use_after - self.options.delay)
 
     @abstractmethod
     def _start(self, number: int, delay: int) -> AnyPending:
-        """Start the average of a fragment, to be used ``delay`` steps later."""
+        """Start the average of a fragment. It is used ``delay`` steps later."""
 
     @abstractmethod
     def _wait(self, average: AnyPending) -> None:
@@ -142,9 +143,9 @@ class AveragingLoop(ABC, Generic[AnyPending]):
     def _apply(self, average: AnyPending, weight: float) -> None:
         """Move a fragment's anchor by its mean change, and the parameters to the anchor.
 
-        ``weight``: of the parameters' own values, see `Fragment.set_tensors`.
+        ``weight`` is the weight of the parameters' own values, see `Fragment.set_tensors`.
         """
 
     @abstractmethod
     def _go_back(self, average: AnyPending) -> None:
-        """Leave an average out, and go back to the anchors of all fragments: what was learnt since may be NaN."""
+        """Skip an average, and return to the anchors of all fragments, because later changes may be NaN."""

@@ -12,7 +12,7 @@ from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.reducers.memory import Keeps
 from lightning_gqsgd.session.checkpoint import is_count
 
-#: What to do with a state that has other entries than `checkpoint.state_of` writes.
+#: What to do if a state has entries that `checkpoint.state_of` does not write.
 REMEDY = "load what state_dict has written"
 
 
@@ -20,13 +20,13 @@ def check_local_state(averages: LocalAverages, state: Mapping[str, Any], own: bo
     """Check that a state fits this run.
 
     Args:
-        averages: of this run.
+        averages: the averages of this run.
         state: a rank's state, whose entries have the right types.
-        own: whether it is that of this very rank.
+        own: whether it is the state of this rank.
 
     Raises:
-        ConfigError: it is the state of another model, rule, number of fragments or, with a memory, rank; or it has
-            nested entries that `checkpoint.state_of` does not write.
+        ConfigError: if it is the state of another model, rule, number of fragments or, with a memory, rank; or if it
+            has nested entries that `checkpoint.state_of` does not write.
     """
     _check_anchors(averages, state["anchors"])
     if state["fragments"] != averages.options.fragments:
@@ -47,15 +47,15 @@ def check_local_state(averages: LocalAverages, state: Mapping[str, Any], own: bo
 
 
 def check_tensors(here: Mapping[str, Tensor], saved: object, what: str) -> None:
-    """Check that saved tensors have the names and shapes of those that are here.
+    """Check that saved tensors have the names and shapes of this run's tensors.
 
     Args:
-        here: tensors by name.
-        saved: what the checkpoint has in their place.
-        what: what they are, for the error.
+        here: this run's tensors by name.
+        saved: the checkpoint's entry for them.
+        what: a word for the tensors, for the error.
 
     Raises:
-        ConfigError: names or shapes differ.
+        ConfigError: if names or shapes differ.
     """
     if not isinstance(saved, Mapping) or set(saved) != set(here):
         raise ConfigError(f"the checkpoint is that of a model with other {what}; resume with that model")
@@ -85,7 +85,7 @@ def _check_tensor(name: str, saved: object, here: Tensor) -> None:
 
 
 def _check_order(averages: LocalAverages, state: Mapping[str, Any]) -> None:
-    """Check where in its rounds the other run was."""
+    """Check the position of the saved run in its rounds."""
     settled = state["settled_after"]
     rounds = state["rounds"]
     if len(settled) != len(averages.fragments) or not all(step is None or is_count(step) for step in settled):
@@ -111,7 +111,7 @@ def _check_average(averages: LocalAverages, saved: Any) -> None:
 
 
 def _check_own(averages: LocalAverages, state: Mapping[str, Any]) -> None:
-    """Check what this rank itself remembered."""
+    """Check the memories of this rank."""
     here = [averager.state() for row in averages.averagers for averager in row]
     saved = state["rule"]
     if len(saved) != len(here) or any(set(one) != set(other) for one, other in zip(saved, here, strict=True)):
@@ -137,5 +137,5 @@ def _check_kinds(memory: Mapping[str, Any]) -> None:
 
 
 def rows_of(memory: Mapping[str, Mapping[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
-    """One rank's memory in the shape of all ranks': tensors [1, numel] by kind and parameter number."""
+    """Returns one rank's memory in the format for all ranks: tensors [1, numel] by kind and parameter number."""
     return {kind: {number: row[None] for number, row in rows.items()} for kind, rows in memory.items()}

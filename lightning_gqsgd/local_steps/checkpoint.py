@@ -1,8 +1,8 @@
 """Local steps in checkpoints: the state of one rank, and the gathered states of all ranks.
 
 The anchor, the outer optimizer and the averages under way are the same on all ranks. Parameters, buffers, the inner
-optimizers' state and the memory differ from rank to rank. So an undisturbed continuation needs every rank's own: either
-each rank saves a file of its own, or the first rank gathers them (`gathered_state`).
+optimizers' state and the memory differ from rank to rank. So an exact continuation needs the state of every rank:
+either each rank saves its own file, or the first rank gathers the states (`gathered_state`).
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state
 
 logger = logging.getLogger(__name__)
 
-#: Entries of every state, beside those of all hooks' states.
+#: Entries of every state of local steps, in addition to those of all hooks' states.
 _ENTRIES: dict[str, type] = {"rank": int, "world_size": int, "anchors": Mapping, "outer": Mapping, "under_way": list}
 _ENTRIES |= {"averages": int, "skipped": int, "fragments": int, "rounds": Mapping, "settled_after": list}
 _ENTRIES |= {"memory": Mapping, "rule": list}
-#: The digest of this rank's parameters, which are saved beside the state. States of earlier versions have none.
+#: The digest of this rank's parameters, which are saved separately. States of earlier versions have none.
 _WEIGHTS = "weights"
-#: Entries of each rank in what `gathered_state` gives.
+#: Entries of each rank in the result of `gathered_state`.
 _OWN_ENTRIES = ("memory", "rule", "model", "optimizers")
 
 
 def state_of(averages: LocalAverages) -> dict[str, Any]:
-    """Returns the state beside models and optimizers that this rank needs to continue: plain values and tensors.
+    """Returns the state that this rank needs to continue, in addition to models and optimizers: plain values and
+    tensors.
 
     Not a collective; waits for the averages under way, whose means are part of the state.
     """
@@ -69,7 +70,7 @@ def state_of(averages: LocalAverages) -> dict[str, Any]:
     }
 
 
-@torch.inference_mode(False)  # training changes some of what is made here
+@torch.inference_mode(False)  # training changes tensors that are created here
 @torch.no_grad()
 def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: Callable[[], object]) -> None:
     """Continue from a rank's state. Not a collective.
@@ -78,14 +79,14 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
     starts empty. A warning says so.
 
     Args:
-        averages: of this run.
-        state: what `state_of` gave.
-        load_beside: loads what was saved beside it, such as the optimizers' states, or raises and changes nothing;
-            called once the state was checked.
+        averages: the averages of this run.
+        state: the result of `state_of`.
+        load_beside: function that loads the rest of the checkpoint, such as the optimizers' states, or raises and
+            changes nothing; called after the state was checked.
 
     Raises:
-        ConfigError: ``state`` is no state, or does not fit this run (see `checking.check_local_state`). Nothing was
-            changed.
+        ConfigError: if ``state`` is no state, or does not fit this run (see `checking.check_local_state`). Nothing is
+            changed then.
     """
     check_state(state, averages.requested, _ENTRIES)
     own = (state["rank"], state["world_size"]) == (averages.rank, averages.world_size)
@@ -94,12 +95,12 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
         load_outer(averages.outer, state["outer"])
         load_beside()
     for fragment, settled in zip(averages.fragments, state["settled_after"], strict=True):
-        fragment.settled_after = settled  # at the anchor, where ranks were settled, a rank is that starts from it
+        fragment.settled_after = settled  # also true for a rank that starts from the anchor
         for entry, anchor in fragment.entries():
             anchor.copy_(state["anchors"][entry.name])
     averages.take_counters(state)
     averages.under_way[:] = [_loaded(saved, averages.fragments[saved["fragment"]]) for saved in state["under_way"]]
-    # Ranks that load different states would keep different anchors for ever, so the ranks compare this, too.
+    # Ranks that load different states would keep different anchors for ever, so ranks also compare this.
     averages.mix_into_digest(digest_of_tensors(state["anchors"]))
     averages.watched.expects = state.get(_WEIGHTS) if own else None
     if own:
@@ -121,7 +122,8 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
 
 
 def gathered_state(averages: LocalAverages, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any] | None:
-    """The states of all ranks, on the CPU: what the ranks have in common, and each rank's own; None but on rank 0.
+    """Returns the states of all ranks, on the CPU: the shared entries, and each rank's own entries. All ranks except
+    rank 0 return None.
 
     A collective on the process group. The first rank receives every other rank's parameters, buffers, optimizer state
     and memory.
@@ -142,13 +144,13 @@ def gathered_state(averages: LocalAverages, model: nn.Module, optimizers: Sequen
 def load_gathered(
     averages: LocalAverages, state: Mapping[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> None:
-    """Continue from what `gathered_state` gave on rank 0: this rank's parameters, buffers, optimizers and memory.
+    """Load the result of `gathered_state` on rank 0: this rank's parameters, buffers, optimizers and memory.
 
-    Not a collective; every rank loads it. With another number of ranks, all start from the anchor, with the first
-    rank's buffers and optimizer state; a warning says so.
+    Not a collective; every rank loads it. If the number of ranks differs, all ranks start from the anchor, with the
+    first rank's buffers and optimizer state; a warning says so.
 
     Raises:
-        ConfigError: see `load_state`.
+        ConfigError: for the reasons of `load_state`.
     """
     if not isinstance(state, Mapping) or not isinstance(state.get("ranks"), list):
         raise ConfigError("this is no state of local steps of all ranks; load what rank 0 has saved")
@@ -177,12 +179,12 @@ def load_gathered(
 
 
 def _averagers(averages: LocalAverages) -> list[Averager]:
-    """This rank's averagers, in order."""
+    """Returns this rank's averagers, in order."""
     return [averager for row in averages.averagers for averager in row]
 
 
 def _saved(average: Average, fragment: Fragment) -> dict[str, Any]:
-    """A waited-for average as plain values and tensors."""
+    """Returns a complete average as plain values and tensors."""
     means: dict[str, Tensor] = {}
     for bundle, change in zip(fragment.bundles, average.changes, strict=True):
         parts = zip(bundle.entries, bundle.split(change), strict=True)
@@ -192,17 +194,17 @@ def _saved(average: Average, fragment: Fragment) -> dict[str, Any]:
 
 
 def _loaded(saved: Mapping[str, Any], fragment: Fragment) -> Average:
-    """The average that `_saved` has written."""
+    """Returns the average from the result of `_saved`."""
     changes = [torch.cat([saved["means"][entry.name].flatten() for entry in part.entries]) for part in fragment.bundles]
     changes = [change.to(part.entries[0].tensor.device) for change, part in zip(changes, fragment.bundles, strict=True)]
     return Average(saved["fragment"], saved["use_after"], changes, integers=list(saved["integers"]))
 
 
 def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers by name, also those that a state_dict leaves out."""
+    """Returns parameters and buffers by name, including those that a state_dict leaves out."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _on_cpu(value: Any) -> Any:
-    """The same with all tensors on the CPU."""
+    """Returns the same value with all tensors on the CPU."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)

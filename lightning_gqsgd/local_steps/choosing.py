@@ -14,15 +14,15 @@ from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, Preset, did_you_mean
 def make_local(
     preset: str | GQSGDConfig | None, given: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> tuple[LocalOptions, GQSGDConfig]:
-    """Options and compression of a preset, with some of them replaced.
+    """Returns the options and the compression of a preset, with some of them replaced.
 
     Args:
-        preset: name of a way of local steps, or of a compression's preset, or a configuration; None: ``gqsgd_diloco``.
-        given: fields of `LocalOptions`; None stands for the preset's value.
+        preset: name of a preset of local steps or of a compression, or a configuration; None means ``gqsgd_diloco``.
+        given: fields of `LocalOptions`; None means the preset's value.
         fields: fields of `GQSGDConfig`.
 
     Raises:
-        ConfigError: an unknown preset or field, or values that cannot work.
+        ConfigError: if a preset or field is unknown, or if values cannot work.
     """
     known = (*LocalOptions.field_names(), *GQSGDConfig.field_names())
     for name in fields:
@@ -35,14 +35,14 @@ def make_local(
 def options_of(
     preset: str | GQSGDConfig | None, given: Mapping[str, Any]
 ) -> tuple[LocalOptions, str | GQSGDConfig | Preset]:
-    """Options of a preset, with some of them replaced; and its compression.
+    """Returns the options of a preset, with some of them replaced, and its compression.
 
     Args:
         preset: see `make_local`.
-        given: fields of `LocalOptions`; None stands for the preset's value.
+        given: fields of `LocalOptions`; None means the preset's value.
 
     Raises:
-        ConfigError: an unknown preset, or values that cannot work.
+        ConfigError: if the preset is unknown, or if values cannot work.
     """
     preset = "gqsgd_diloco" if preset is None else preset
     if isinstance(preset, str) and preset not in LOCAL_PRESETS and preset not in PRESETS:
@@ -58,27 +58,28 @@ def options_of(
 
 
 def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of `LocalOptions`, and the others."""
+    """Split fields into those of `LocalOptions` and the others."""
     names = LocalOptions.field_names()
     own = {name: value for name, value in fields.items() if name in names}
     return own, {name: value for name, value in fields.items() if name not in names}
 
 
 def pop_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Take the fields of `LocalOptions` out of arguments, which call ``every`` ``local_steps``; None: not given."""
+    """Remove the fields of `LocalOptions` from arguments and return them; None if not given. In the arguments,
+    ``every`` is called ``local_steps``."""
     given = {name: arguments.pop(name, None) for name in LocalOptions.field_names() if name != "every"}
     return {**given, "every": arguments.pop("local_steps", None)}
 
 
 def asks_for_local_steps(preset: object, *given: Mapping[str, Any]) -> bool:
-    """Whether arguments ask for local steps: by their number, or by a preset.
+    """Returns whether arguments ask for local steps, by their number or by a preset.
 
     Args:
-        preset: the argument, which may name a compression only.
-        *given: further arguments of local steps, by name; None: not given.
+        preset: the argument, which may also be a preset of a compression alone.
+        *given: more arguments of local steps, by name; None if not given.
 
     Raises:
-        ConfigError: arguments that are for local steps, which nothing asks for.
+        ConfigError: if there are arguments for local steps, but none asks for local steps.
     """
     together = {name: value for arguments in given for name, value in arguments.items()}
     if together["every"] is not None or (isinstance(preset, str) and preset in LOCAL_PRESETS):

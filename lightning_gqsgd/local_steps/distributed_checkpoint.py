@@ -1,9 +1,9 @@
 """The state of `LocalSteps` under torch.distributed.checkpoint, whose functions expect an optimizer of torch.optim.
 
-``get_state_dict`` and ``set_state_dict`` of `torch.distributed.checkpoint.state_dict` first let an optimizer without
-state make a step with gradients and learning rates of zero. Of its state they keep two entries, ``"state"`` and
-``"param_groups"``, and of a group everything. So the state of local steps travels in the first group, as bytes. They
-are a single value in a checkpoint, and so need not have the shape that they have in the run that loads them.
+If an optimizer has no state, ``get_state_dict`` and ``set_state_dict`` of `torch.distributed.checkpoint.state_dict`
+first make it do a step with gradients and learning rates of zero. They keep only two entries of its state, ``"state"``
+and ``"param_groups"``, but they keep all entries of a group. So the state of local steps is stored in the first group,
+as bytes. Bytes are a single value in a checkpoint, so their length may differ from that in the run that loads them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import Any
 
 import torch
 
-#: Where a state has what local steps need, beside the entries of the inner optimizer's state.
+#: Entry of a state that holds the state of local steps, next to the entries of the inner optimizer's state.
 STATE_KEY = "local_steps"
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 
-#: Frames between that module and this one: the optimizer's, and what profilers and schedulers put around its methods.
+#: Frames between that module and this one at most: the optimizer's, and those of profilers and schedulers that wrap its
+#: methods.
 _MOST_FRAMES = 8
 
 
 def is_called_by_it() -> bool:
-    """Whether a function of torch.distributed.checkpoint.state_dict is what calls the optimizer."""
+    """Returns True if a function of torch.distributed.checkpoint.state_dict calls the optimizer."""
     frame = sys._getframe(1)
     for _ in range(_MOST_FRAMES):
         if frame.f_globals.get("__name__") == _MODULE:
@@ -37,11 +38,11 @@ def is_called_by_it() -> bool:
 
 
 def packed(inner: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """An inner optimizer's state, with that of local steps in its first group.
+    """Returns an inner optimizer's state that has the state of local steps in its first group.
 
     Args:
-        inner: the inner optimizer's.
-        own: that of local steps.
+        inner: the inner optimizer's state.
+        own: the state of local steps.
     """
     file = io.BytesIO()
     torch.save(dict(own), file)
@@ -50,7 +51,8 @@ def packed(inner: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unpacked(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state in the form of `LocalSteps.state_dict`; one that `packed` has not made is returned as it is."""
+    """Returns a state in the form of `LocalSteps.state_dict`. If `packed` has not made the state, it is returned
+    unchanged."""
     groups = state.get("param_groups") or [{}]
     if STATE_KEY in state or not isinstance(groups[0].get(STATE_KEY), bytes):
         return state

@@ -21,8 +21,8 @@ class AnchorOptions(Protocol):
 
     Attributes:
         fragments: number of parts.
-        anchor_dtype: dtype of the anchor; None: the compute dtype of the parameters.
-        anchor_device: device of the anchor; None: that of the parameters.
+        anchor_dtype: dtype of the anchor; None means the compute dtype of the parameters.
+        anchor_device: device of the anchor; None means the device of the parameters.
     """
 
     @property
@@ -37,10 +37,10 @@ class Entry(NamedTuple):
     """A tensor of the model that is averaged.
 
     Attributes:
-        segment: its number, its size, and whether it travels uncompressed.
+        segment: its number, its size, and whether it is sent uncompressed.
         name: its name in the model.
-        tensor: a parameter or a buffer, of which every rank has its own values.
-        is_buffer: whether it is a buffer, whose mean the anchor takes as it is.
+        tensor: a parameter or a buffer. Every rank has its own values.
+        is_buffer: whether it is a buffer. The anchor of a buffer becomes the mean, without the outer optimizer.
     """
 
     segment: Segment
@@ -50,18 +50,18 @@ class Entry(NamedTuple):
 
 
 class Bundle:
-    """Tensors of one fragment that travel as one flat tensor, and their anchors.
+    """Tensors of one fragment that are sent as one flat tensor, and their anchors.
 
-    The anchor is what all ranks have in common: where they start from, with the same bits on all of them.
+    The anchor is the common starting point of all ranks, with the same bits on all of them.
 
     Args:
-        entries: the tensors, in order, of one device and one dtype to compute in.
-        options: where the anchor lies, and its dtype.
+        entries: the tensors, in order, with one device and one compute dtype.
+        options: the device and dtype of the anchor.
 
     Attributes:
         entries: the tensors.
-        segments: how they lie in the flat tensor.
-        anchors: the anchor of each tensor, of the tensor's shape.
+        segments: their places in the flat tensor.
+        anchors: the anchor of each tensor, with the tensor's shape.
     """
 
     def __init__(self, entries: Sequence[Entry], options: AnchorOptions) -> None:
@@ -78,12 +78,13 @@ class Bundle:
         self._check_range()
 
     def take_anchors(self) -> None:
-        """Take the tensors' present values for the anchors."""
+        """Set the anchors to the current values of the tensors."""
         for entry, anchor in zip(self.entries, self.anchors, strict=True):
             anchor.copy_(entry.tensor.detach())
 
     def _check_range(self) -> None:
-        """Raise ConfigError where a tensor's value is beyond the anchors' dtype: it would be infinite for ever."""
+        """Raise ConfigError if a tensor's value exceeds the range of the anchors' dtype, because it would stay
+        infinite."""
         for entry, anchor in self._pairs():
             limit = torch.finfo(anchor.dtype).max
             if limit >= torch.finfo(self._dtype).max:
@@ -101,34 +102,34 @@ class Bundle:
         return self._gathered().view(torch.uint8)
 
     def flat_anchors(self) -> Tensor:
-        """The anchors as one flat tensor on the tensors' device, in the dtype to compute in: [numel]."""
+        """Returns the anchors as one flat tensor on the tensors' device, in the compute dtype, [numel]."""
         return self._gathered().to(self._device, self._dtype, copy=True)
 
     def zeros(self) -> Tensor:
-        """Returns zeros for all tensors, in the dtype to compute in: [numel]."""
+        """Returns zeros for all tensors, in the compute dtype, [numel]."""
         return torch.zeros(self._numel, dtype=self._dtype, device=self._device)
 
     def flat_starts(self) -> Tensor:
-        """Returns what tensors are that start from the anchors, in the dtype to compute in: [numel].
+        """Returns the values of tensors that start from the anchors, in the compute dtype, [numel].
 
-        In 16-bit parameters the anchor's values are rounded, as they were when the rank started from them.
+        For 16-bit parameters, the anchor's values are rounded, as they were when the rank started from them.
         """
         starts = (_like(anchor, entry.tensor).flatten().to(self._dtype) for entry, anchor in self._pairs())
         return torch.cat(list(starts))
 
     def flat_tensors(self) -> Tensor:
-        """Returns a copy of the tensors' present values, in the dtype to compute in: [numel]."""
+        """Returns a copy of the tensors' current values, in the compute dtype, [numel]."""
         return torch.cat([entry.tensor.detach().flatten().to(self._dtype) for entry in self.entries])
 
     def put(self, flat: Tensor) -> None:
-        """Put values into the tensors: [numel]."""
+        """Copy a flat tensor, [numel], to the tensors."""
         for entry, part in zip(self.entries, self.split(flat), strict=True):
             entry.tensor.copy_(part)
 
     def change(self) -> Tensor:
-        """How far this rank has come since the anchor: the tensors' values at the anchor minus those of now, [numel].
+        """Returns the change of this rank since the anchor: the values at the anchor minus the current values, [numel].
 
-        A buffer may hold infinities, such as a mask of attention, whose difference to themselves is none.
+        A buffer may hold infinities, such as an attention mask; the difference of two equal infinities is set to 0.
         """
         flat = torch.empty(self._numel, dtype=self._dtype, device=self._device)
         for (entry, anchor), part in zip(self._pairs(), self.split(flat), strict=True):
@@ -139,11 +140,11 @@ class Bundle:
         return flat
 
     def has_changed(self, buffers: bool = True, tolerance: float = 0.0) -> bool:
-        """Whether a tensor has left its anchor. Waits for a GPU.
+        """Returns whether a tensor has left its anchor. Waits for a GPU.
 
         Args:
-            buffers: whether buffers count.
-            tolerance: the change of a tensor that does not count, relative to the norm of its anchor.
+            buffers: whether to check buffers.
+            tolerance: the largest change of a tensor that is ignored, relative to the norm of its anchor.
         """
         for (entry, anchor), part in zip(self._pairs(), self.split(self.change()), strict=True):
             if (entry.is_buffer and not buffers) or not bool(part.any()):
@@ -153,11 +154,11 @@ class Bundle:
         return False
 
     def set_gradients(self, change: Tensor, plain: bool = False) -> None:
-        """Make a mean change the gradient of the parameters' anchors, and take it off the buffers' anchors.
+        """Set a mean change as the gradient of the parameters' anchors, and subtract it from the buffers' anchors.
 
         Args:
             change: the mean change, [numel].
-            plain: take it off the parameters' anchors as well, which become the mean of the ranks' parameters.
+            plain: also subtract it from the parameters' anchors, which become the mean of the ranks' parameters.
         """
         for (entry, anchor), part in zip(self._pairs(), self.split(change), strict=True):
             if entry.is_buffer or plain:
@@ -166,7 +167,7 @@ class Bundle:
                 anchor.grad = _like(part, anchor)
 
     def clear_gradients(self) -> None:
-        """Forget the gradients of the anchors."""
+        """Set the gradients of the anchors to None."""
         for anchor in self.anchors:
             anchor.grad = None
 
@@ -182,14 +183,14 @@ class Bundle:
                 entry.tensor.copy_(anchor)
 
     def split(self, flat: Tensor) -> Iterator[Tensor]:
-        """The part of each tensor in a flat one, as a view of the tensor's shape."""
+        """Returns the part of each tensor in a flat tensor, as a view with the tensor's shape."""
         parts = flat.split([segment.numel for segment in self.segments])
         return (part.view(entry.tensor.shape) for entry, part in zip(self.entries, parts, strict=True))
 
     def _gathered(self) -> Tensor:
-        """Returns the anchors as one flat tensor, in their own dtype: not a copy."""
+        """Returns the anchors as one flat tensor, in their own dtype, without a copy."""
         for anchor, part in zip(self.anchors, self.split(self._flat), strict=True):
-            if anchor.data_ptr() != part.data_ptr():  # an outer optimizer has given it other memory
+            if anchor.data_ptr() != part.data_ptr():  # an outer optimizer has replaced its memory
                 part.copy_(anchor)
         return self._flat
 
@@ -201,14 +202,14 @@ class Fragment:
     """A part of the model whose tensors are averaged together.
 
     Args:
-        entries: its tensors; those that are computed in one dtype travel together.
+        entries: its tensors. Tensors with the same compute dtype are sent together.
         options: see `Bundle`.
 
     Attributes:
-        bundles: what travels as one flat tensor each.
-        settled_after: the step after which all ranks had the same bits in its tensors, which they have at the start;
-            None: some rank has changed them since.
-        is_kept: whether its tensors get values back that they had, see `kept`.
+        bundles: the bundles, each of which is sent as one flat tensor.
+        settled_after: the step after which all ranks had the same bits in its tensors, as they do at the start; None if
+            a rank has changed them since.
+        is_kept: whether its tensors will get their previous values back, see `kept`.
     """
 
     def __init__(self, entries: Sequence[Entry], options: AnchorOptions) -> None:
@@ -223,8 +224,8 @@ class Fragment:
 
         Args:
             means: the mean change of each bundle, [numel].
-            outer: the outer optimizer, which has the anchors. Anchors of other fragments stay, without a gradient.
-            plain: take the changes off the anchors instead, which become the mean of the ranks' parameters.
+            outer: the outer optimizer of the anchors. Anchors of other fragments have no gradient, and do not change.
+            plain: subtract the changes from the anchors instead, which become the mean of the ranks' parameters.
         """
         for bundle, mean in zip(self.bundles, means, strict=True):
             bundle.set_gradients(mean, plain)
@@ -238,13 +239,14 @@ class Fragment:
             bundle.set_tensors(weight)
 
     def entries(self) -> Iterator[tuple[Entry, Tensor]]:
-        """Each tensor with its anchor."""
+        """Returns each tensor with its anchor."""
         return ((entry, anchor) for bundle in self.bundles for entry, anchor in bundle._pairs())
 
 
 @contextmanager
 def kept(fragments: Sequence[Fragment]) -> Iterator[None]:
-    """A context after which the tensors of fragments have the values that they had before. No step is made in it."""
+    """Returns a context after which the tensors of fragments get their previous values back. No step may be made in
+    it."""
     tensors = [entry.tensor for fragment in fragments for entry, _ in fragment.entries()]
     own = [tensor.detach().clone() for tensor in tensors]
     for fragment in fragments:
@@ -268,10 +270,10 @@ def refuse_kept(fragments: Iterable[Fragment]) -> None:
 
 
 def fragments_of(parameters: Sequence[Entry], buffers: Sequence[Entry], options: AnchorOptions) -> list[Fragment]:
-    """Parameters in consecutive parts of about equal size; the buffers go with the last part.
+    """Returns fragments of consecutive parameters, about equal in size. The buffers are added to the last fragment.
 
     Raises:
-        ConfigError: there are more parts than parameters.
+        ConfigError: if there are more fragments than parameters.
     """
     count = options.fragments
     if count > len(parameters):
@@ -282,7 +284,7 @@ def fragments_of(parameters: Sequence[Entry], buffers: Sequence[Entry], options:
     ends = list(accumulate(entry.segment.numel for entry in parameters))
     cuts = [0]
     for part in range(1, count):
-        # At least one parameter for this part, and for each of those that follow.
+        # At least one parameter for this part, and for each of the following parts.
         choices = range(cuts[-1] + 1, len(parameters) - (count - part) + 1)
         cuts.append(min(choices, key=lambda cut: abs(ends[cut - 1] * count - ends[-1] * part)))
     cuts.append(len(parameters))
@@ -292,5 +294,5 @@ def fragments_of(parameters: Sequence[Entry], buffers: Sequence[Entry], options:
 
 
 def _like(tensor: Tensor, other: Tensor) -> Tensor:
-    """The tensor in the dtype and on the device of another one."""
+    """Returns the tensor in the dtype and on the device of another tensor."""
     return tensor.to(other.device, other.dtype)

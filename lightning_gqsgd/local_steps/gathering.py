@@ -1,4 +1,4 @@
-"""Values of all ranks on one rank, without pickles that could run code."""
+"""Gathers values of all ranks on one rank, without pickles that could run code."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.nn import functional as F
 
 
 def gathered(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any] | None:
-    """The values of all ranks, by rank, on the first rank of a group; None on the others.
+    """Returns the values of all ranks, by rank, on the first rank of a group; None on the others.
 
     A collective on the group. The first rank holds the values of all ranks at once.
 
     Args:
         value: plain values and tensors on the CPU, as ``torch.load(..., weights_only=True)`` reads them.
         group: process group.
-        device: where messages lie.
+        device: device of the messages.
 
     Raises:
-        pickle.UnpicklingError: a rank sent something else.
+        pickle.UnpicklingError: if a rank sent something else.
     """
     file = io.BytesIO()
     torch.save(value, file)

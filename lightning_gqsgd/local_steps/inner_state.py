@@ -12,7 +12,7 @@ from lightning_gqsgd.errors import ConfigError
 
 
 class InnerState:
-    """The state that inner optimizers keep of parameters, e.g. their momenta.
+    """The state that inner optimizers keep for parameters, e.g. momenta.
 
     Args:
         optimizers: the inner optimizers.
@@ -22,15 +22,15 @@ class InnerState:
         self._optimizers = list(optimizers)
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Drop the state of some parameters, so that the optimizers make it anew."""
+        """Delete the state of some parameters, so that the optimizers create it again."""
         for parameter in parameters:
             for optimizer in self._optimizers:
                 optimizer.state.pop(parameter, None)
 
     def tensors(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """The tensors that are kept of some parameters and can be averaged, in the same order on all ranks.
+        """Returns the state tensors of some parameters that can be averaged, in the same order on all ranks.
 
-        Counters of steps, which are single values, are not among them: all ranks make equally many steps.
+        Step counters, which are single values, are left out, because all ranks make equally many steps.
         """
         return [
             value
@@ -41,7 +41,8 @@ class InnerState:
         ]
 
     def clear_what_is_not_finite(self) -> int:
-        """Drop the state of each parameter of which a value is NaN or infinite; returns the number of parameters."""
+        """Delete the state of each parameter whose state has a NaN or infinite value. Returns the number of such
+        parameters."""
         cleared = 0
         for optimizer in self._optimizers:
             for parameter in list(optimizer.state):
@@ -57,10 +58,11 @@ class InnerState:
 
 @contextmanager
 def all_or_nothing(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """A context in which states are loaded into optimizers. After an error, all of them have what they had before.
+    """Returns a context in which to load states into optimizers. After an error, all optimizers have their previous
+    states.
 
     Raises:
-        ConfigError: a state does not fit; what torch's optimizers raise is a part of the message.
+        ConfigError: if a state does not fit. The message includes the error of torch's optimizers.
     """
     before = [optimizer.state_dict() for optimizer in optimizers]
     try:

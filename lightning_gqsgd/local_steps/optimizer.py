@@ -71,7 +71,7 @@ class LocalSteps(Optimizer):
             merge.
         elastic: whether ranks may leave and join while training runs; see docs/elastic.md.
         group: process group; None is the default group. With ``elastic``, leave it out: ranks meet at a lighthouse.
-        timeout: timeout of collectives. None takes that of the group.
+        timeout: timeout of collectives. None uses the timeout of the group.
         **fields: further fields of `options.LocalOptions` and fields of `GQSGDConfig`, e.g. ``bits=2``.
 
     Attributes:
@@ -101,7 +101,7 @@ class LocalSteps(Optimizer):
         timeout: timedelta | None = None,
         **fields: Unpack[LocalArguments],
     ) -> None:
-        # Optimizer.__init__ is not called: everything that it would make is the inner optimizer's.
+        # Optimizer.__init__ is not called, because the inner optimizer has everything that it would create.
         own, rest = split_fields(fields)
         own.update(every=every, outer=outer, fragments=fragments, delay=delay, elastic=elastic)
         self.averages: LocalAverages | MergedAverages
@@ -120,7 +120,7 @@ class LocalSteps(Optimizer):
     def _made(
         self, optimizer: Optimizer, preset: str | GQSGDConfig | None, own: dict[str, Any], rest: dict[str, Any]
     ) -> tuple[LocalOptions, GQSGDConfig]:
-        """Returns options and compression, and takes the inner optimizer."""
+        """Returns the options and the compression, and stores the inner optimizer."""
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LocalSteps):
             raise ConfigError(f"LocalSteps goes around a torch optimizer, not a {type(optimizer).__name__}")
         options, config = make_local(preset, own, rest)
@@ -129,7 +129,7 @@ class LocalSteps(Optimizer):
 
     @property
     def inner(self) -> Optimizer:
-        """See the class."""
+        """The inner optimizer."""
         return self._inner
 
     @inner.setter
@@ -141,17 +141,17 @@ class LocalSteps(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the inner optimizer."""
+        """The parameter groups of the inner optimizer."""
         return self.inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the inner optimizer."""
+        """The state of the inner optimizer."""
         return self.inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the inner optimizer."""
+        """The defaults of the inner optimizer."""
         return self.inner.defaults
 
     @property
@@ -172,7 +172,7 @@ class LocalSteps(Optimizer):
         Raises:
             ConfigError, CollectiveError, RuntimeError: see `LocalAverages.check_start` and `LocalAverages.advance`.
         """
-        if is_called_by_it():  # a step of zeros that makes the inner optimizer's state, perhaps on one rank only
+        if is_called_by_it():  # a step of zeros that creates the inner optimizer's state, perhaps on one rank only
             return self._step_inner(closure)
         self.averages.check_start()
         result = self._step_inner(closure)
@@ -232,7 +232,8 @@ class LocalSteps(Optimizer):
         return self.averages.report()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state: that of the inner optimizer, and under ``"local_steps"`` that of the averages.
+        """Returns this rank's state: the inner optimizer's state and, under ``"local_steps"``, the state of the
+        averages.
 
         This is no collective, but it waits for averages under way. To resume with the same bits, each rank has to save
         its own model and its own state. A rank that loads the state of another rank starts from the anchor.
@@ -267,7 +268,7 @@ class LocalSteps(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the inner optimizer: all other attributes, such as hooks, are delegated to it."""
-        if name in ("_inner", "inner", "averages"):  # not made yet, because the constructor has failed
+        if name in ("_inner", "inner", "averages"):  # not set yet, because the constructor has failed
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -281,7 +282,7 @@ class LocalSteps(Optimizer):
         return DetachedLocalSteps, ()
 
     def _step_inner(self, closure: Callable[[], Any] | None) -> Any:
-        """The inner optimizer's step, with what a GradScaler has asked for."""
+        """Make a step of the inner optimizer, as a GradScaler has requested."""
         found_inf = self.__dict__.get("found_inf")
         grad_scale = self.__dict__.get("grad_scale")
         if found_inf is None:

@@ -20,10 +20,10 @@ from lightning_gqsgd.spec.quantities import TIMES, quantity
 #: What happens to the state of the inner optimizer when an average is applied.
 INNER_STATES = ("keep", "reset", "average")
 
-#: Between two averages: a number of optimizer steps, a function of the number of rounds so far, or a time.
+#: The interval between two averages: a number of optimizer steps, a function of the number of rounds so far, or a time.
 Every = int | Callable[[int], int] | str | timedelta
 
-#: The most steps that a number can say.
+#: The largest number of steps.
 MOST_STEPS = 2**31 - 1
 
 #: The longest time between two averages.
@@ -34,12 +34,12 @@ _LONGEST = timedelta(days=7)
 #: 2.05 and 2.06.
 _OUTER_AFTER = 256
 
-#: How many times the median of all members' norms for each step a change has to have to be left out of a merge.
+#: A change is left out of a merge if its norm per step is more than this times the median over all members.
 _OUTLIER = 10.0
 
 
 class LocalArguments(FieldArguments, total=False):
-    """Keyword arguments of `LocalSteps` beside those that it names: fields of `LocalOptions` and of a configuration."""
+    """Keyword arguments of `LocalSteps` other than its named ones: fields of `LocalOptions` and of a configuration."""
 
     outer_after: int
     mixing: float
@@ -156,7 +156,7 @@ class LocalOptions:
 
     @property
     def every_s(self) -> float | None:
-        """Seconds of a round; None where rounds have a number of steps."""
+        """Seconds of a round; None if rounds have a number of steps."""
         return self.every.total_seconds() if isinstance(self.every, timedelta) else None
 
     @property
@@ -165,7 +165,7 @@ class LocalOptions:
         return self.elastic or self.every_s is not None
 
     def _check_merges(self) -> None:
-        """Raise ConfigError for what goes with averages after equally many steps only."""
+        """Raise ConfigError for options that only work for averages after equally many steps."""
         asked = "elastic=True" if self.elastic else f"every={self.every_s:g} s"
         if self.fragments > 1:
             raise ConfigError(
@@ -186,10 +186,10 @@ class LocalOptions:
         return parse_rule(self.rule)
 
     def steps_of_round(self, number: int) -> int:
-        """Optimizer steps of a round; ``number`` counts the rounds from 0.
+        """Returns the number of optimizer steps of a round; ``number`` is the number of the round, from 0.
 
         Raises:
-            ConfigError: ``every`` gives no number of steps, or one that is not above ``delay``.
+            ConfigError: if ``every`` gives no number of steps, or one that is not larger than ``delay``.
         """
         assert not isinstance(self.every, str | timedelta)  # those have `every_s`
         steps = plain_integer(self.every(number)) if callable(self.every) else self.every
@@ -203,7 +203,7 @@ class LocalOptions:
         return steps
 
     def leaves_outer_out(self, step: int) -> bool:
-        """Whether the average that starts after an optimizer step is used without the outer optimizer."""
+        """Returns whether the average that starts after an optimizer step is used without the outer optimizer."""
         return self.outer_after is not None and step <= self.outer_after
 
     def every_in_words(self) -> str:
@@ -222,12 +222,12 @@ def parse_time(name: str, value: str | timedelta, otherwise: str = "") -> timede
     """Returns a time that a user has written, such as ``"20s"``.
 
     Args:
-        name: of the option, for messages.
-        value: what was written.
-        otherwise: what the option may be besides a time, which ends the message.
+        name: name of the option, for messages.
+        value: the value that the user has written.
+        otherwise: end of the message, which says what the option may be other than a time.
 
     Raises:
-        ConfigError: it is none, or below a microsecond, or above seven days.
+        ConfigError: if the value is no time, or is below a microsecond or above seven days.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else quantity(value, TIMES)
     if seconds is None:
@@ -241,7 +241,8 @@ def parse_time(name: str, value: str | timedelta, otherwise: str = "") -> timede
 
 
 def _check_device(device: torch.device | str | None) -> None:
-    """Raise ConfigError for an anchor_device that is none, or has no memory. Whether it is here, a start finds out."""
+    """Raise ConfigError for an anchor_device that is no device, or has no memory. The start checks whether it
+    exists."""
     remedy = "give 'cpu', or the device of a GPU, or leave it out"
     if device is None:
         return

@@ -15,11 +15,11 @@ from lightning_gqsgd.errors import ConfigError, check_one_of, describe_differenc
 
 logger = logging.getLogger(__name__)
 
-#: A name in `OUTERS`, or what makes an optimizer of a list of tensors.
+#: A name in `OUTERS`, or a function that creates an optimizer from a list of tensors.
 OuterOptimizer = str | Callable[..., Optimizer]
 
 #: Outer optimizers by name: DiLoCo's (arXiv 2311.08105), FedPAQ's (arXiv 1909.13014), and the heavy ball of CHB (arXiv
-#: 2209.11944), whose momentum is ours.
+#: 2209.11944), whose momentum is our choice.
 OUTERS: dict[str, Callable[..., Optimizer]] = {
     "nesterov": partial(SGD, lr=0.7, momentum=0.9, nesterov=True),
     "sgd": partial(SGD, lr=1.0),
@@ -28,7 +28,7 @@ OUTERS: dict[str, Callable[..., Optimizer]] = {
 
 
 def check_outer(outer: object) -> None:
-    """Raise ConfigError for what is neither a name of an outer optimizer nor able to make one."""
+    """Raise ConfigError for a value that is neither the name of an outer optimizer nor able to create one."""
     if isinstance(outer, str):
         check_one_of("outer", outer, OUTERS)
     elif isinstance(outer, Optimizer):
@@ -41,10 +41,10 @@ def check_outer(outer: object) -> None:
 
 
 def make_outer(outer: OuterOptimizer, anchors: list[Tensor]) -> Optimizer:
-    """The outer optimizer of some tensors.
+    """Create the outer optimizer of some tensors.
 
     Raises:
-        ConfigError: ``outer`` makes something else, an optimizer of other tensors, or one whose steps need the loss.
+        ConfigError: if ``outer`` creates no optimizer, an optimizer of other tensors, or one whose steps need the loss.
     """
     try:
         optimizer = (OUTERS[outer] if isinstance(outer, str) else outer)(anchors)
@@ -71,19 +71,19 @@ def make_outer(outer: OuterOptimizer, anchors: list[Tensor]) -> Optimizer:
 
 
 def load_outer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Continue with an outer optimizer's state, and with its numbers, as torch's optimizers do.
+    """Load an outer optimizer's state, including its hyperparameters, as torch's optimizers do.
 
-    Numbers of the checkpoint that differ from those that this run asked for are logged.
+    If the checkpoint's hyperparameters differ from those of this run, the difference is logged.
 
     Raises:
-        ConfigError: the state is that of an optimizer of another kind; nothing was loaded.
+        ConfigError: if the state belongs to another kind of optimizer. Nothing is loaded then.
     """
     asked = _numbers(optimizer)
     before = optimizer.state_dict()
     try:
         optimizer.load_state_dict(dict(state))
         missing = sorted(set(asked) - set(_numbers(optimizer)))
-        if missing:  # torch has taken the numbers of another class of optimizers
+        if missing:  # torch has loaded the hyperparameters of another class
             optimizer.load_state_dict(before)
             raise ValueError(f"it has no {missing[0]!r}")
     except (KeyError, TypeError, ValueError) as error:
@@ -104,12 +104,13 @@ def load_outer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def _numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns the entries of an optimizer's first group that are no tensors."""
+    """Returns the hyperparameters in an optimizer's first group."""
     return {name: value for name, value in optimizer.param_groups[0].items() if name not in ("params", "initial_lr")}
 
 
 def describe_outer(optimizer: Optimizer) -> str:
-    """Class and numbers, e.g. ``SGD(lr=0.7, momentum=0.9, nesterov=True)``; what is zero, false or None is left out."""
+    """Returns class and hyperparameters, e.g. ``SGD(lr=0.7, momentum=0.9, nesterov=True)``, without those that are
+    zero, False or None."""
     present = sorted(_numbers(optimizer).items())
     numbers = ", ".join(f"{name}={_plain(value)}" for name, value in present if value)
     return f"{type(optimizer).__name__}({numbers})"

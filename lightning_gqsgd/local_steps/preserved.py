@@ -1,12 +1,12 @@
-"""The preserved model: what the anchor would be if the way back lost nothing (MCM, arXiv 2102.12528).
+"""The preserved model: the value that the anchor would have if the way back lost nothing (MCM, arXiv 2102.12528).
 
-The owner of a shard sends the mean change back in codes, and remembers what they have lost, e. If all of it is fed back
-(``memory_down`` with beta = 1), the means that ranks have taken off the anchor a so far are short of the exact ones by
-e, so a - e is the model of a server that keeps the true one. Each owner knows e of its own shard. `own_errors` of all
-ranks together are the whole of it, which `LocalAverages.at_preserved` and `LocalAverages.finish` gather.
+The owner of a shard sends the mean change back in codes, and remembers the error e of these codes. If all of e is fed
+back (``memory_down`` with beta = 1), the sum of the means that ranks have subtracted from the anchor a is smaller than
+the exact sum by e. So a - e is the model of a server that keeps the exact model. Each owner knows e for its own shard.
+The `own_errors` of all ranks together make up e; `LocalAverages.at_preserved` and `LocalAverages.finish` gather them.
 
-The anchor has to be moved by the mean changes themselves, as SGD of learning rate 1 does without a momentum. Under
-other outer optimizers there is no such model.
+The anchor has to move by exactly the mean changes, as with SGD of learning rate 1 without momentum. With other outer
+optimizers, there is no preserved model.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from lightning_gqsgd.reducers.base import Exchange
 from lightning_gqsgd.reducers.memory import Keeps, MemoryStore
 from lightning_gqsgd.spec.fields import Fields
 
-#: Numbers of torch's SGD with which a step takes the gradient off, and nothing else.
+#: Hyperparameters of torch's SGD with which a step only subtracts the gradient.
 _PLAIN = {"lr": 1, "momentum": 0, "weight_decay": 0, "maximize": False}
 
 
 def is_preserved(config: Fields, outer: Optimizer) -> bool:
-    """Returns whether owners remember all that the way back has lost of the anchors.
+    """Returns whether owners remember the whole error of the anchors from the way back.
 
     Args:
-        config: the compression, with its reducer chosen.
+        config: the compression, with the chosen reducer.
         outer: the outer optimizer.
     """
     down = config.down
@@ -44,16 +44,17 @@ def is_preserved(config: Fields, outer: Optimizer) -> bool:
 
 
 def own_errors(store: MemoryStore, numbers: Sequence[int]) -> Tensor:
-    """Returns what this rank remembers of the way back, of parameters one after the other. As long on every rank."""
+    """Returns the errors of the way back that this rank remembers, concatenated over parameters. The length is equal on
+    all ranks."""
     return torch.cat([store.row(Keeps.DOWN_ERROR, number) for number in numbers])
 
 
 def errors_by_parameter(store: MemoryStore, numbers: Sequence[int], everyone: Tensor) -> dict[int, Tensor]:
-    """Returns what all owners remember of the way back, by parameter number: [numel] each.
+    """Returns the errors of the way back that all owners remember, by parameter number, [numel] each.
 
     Args:
-        store: of any rank.
-        numbers: of the compressed parameters, in the order of `own_errors`.
+        store: the memory of any rank.
+        numbers: numbers of the compressed parameters, in the order of `own_errors`.
         everyone: `own_errors` of all ranks, [ranks, numel].
     """
     lengths = [len(store.row(Keeps.DOWN_ERROR, number)) for number in numbers]
@@ -73,14 +74,14 @@ def gathered_errors(own: Tensor, everyone: Tensor) -> Exchanges:
 
 @torch.no_grad()
 def take_off_anchors(fragments: Iterable[Fragment], errors: Mapping[int, Tensor]) -> None:
-    """Move anchors to the preserved model; ``errors``: of `errors_by_parameter`."""
+    """Move anchors to the preserved model; ``errors`` come from `errors_by_parameter`."""
     for anchor, _, error in _with_errors(fragments, errors):
         anchor.sub_(error.to(anchor.device, anchor.dtype))
 
 
 @torch.no_grad()
 def take_off_tensors(fragments: Iterable[Fragment], errors: Mapping[int, Tensor]) -> None:
-    """Move parameters to the preserved model, and leave the anchors as they are; see `take_off_anchors`."""
+    """Move parameters to the preserved model, and leave the anchors unchanged; see `take_off_anchors`."""
     for anchor, tensor, error in _with_errors(fragments, errors):
         tensor.copy_(anchor - error.to(anchor.device, anchor.dtype))
 
@@ -88,7 +89,8 @@ def take_off_tensors(fragments: Iterable[Fragment], errors: Mapping[int, Tensor]
 def _with_errors(
     fragments: Iterable[Fragment], errors: Mapping[int, Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields the anchor, the parameter and the error of each parameter that has one, of one shape."""
+    """Yield the anchor, the parameter and the error of each parameter that has an error; all three have the same
+    shape."""
     for fragment in fragments:
         for entry, anchor in fragment.entries():
             if entry.segment.parameter in errors:

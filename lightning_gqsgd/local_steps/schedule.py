@@ -11,12 +11,12 @@ from lightning_gqsgd.local_steps.options import LocalOptions
 class Rounds:
     """Rounds of optimizer steps, in each of which every fragment is averaged once.
 
-    In a round of H steps, the average of fragment f of F starts after step ⌈(f + 1) H / F⌉ of the round. So with one
-    fragment it starts after the last step, and with several they are spread evenly.
+    In a round of H steps, the average of fragment f of F starts after step ⌈(f + 1) H / F⌉ of the round. So a single
+    fragment starts after the last step, and several fragments are spread evenly over the round.
 
     Attributes:
-        number: how many rounds are over.
-        begun_after: the step after which the present round began.
+        number: number of rounds that are over.
+        begun_after: the step after which the current round began.
     """
 
     def __init__(self, options: LocalOptions) -> None:
@@ -25,16 +25,16 @@ class Rounds:
         self.begun_after = 0
 
     def due_after(self, step: int) -> list[int]:
-        """Fragments whose averages start after a step."""
+        """Returns the fragments whose averages start after a step."""
         steps = self._options.steps_of_round(self.number)
         parts = self._options.fragments
         return [part for part in range(parts) if -(-(part + 1) * steps // parts) == step - self.begun_after]
 
     def end_step(self, step: int) -> None:
-        """Begin the next round if the present one is over after a step.
+        """Begin the next round if the current round ends after this step.
 
         Raises:
-            ConfigError: ``every`` gives a number of steps for the next round that cannot work.
+            ConfigError: if ``every`` returns an invalid number of steps for the next round.
         """
         if step - self.begun_after >= self._options.steps_of_round(self.number):
             self.number = self.number + 1
@@ -42,20 +42,20 @@ class Rounds:
             self._options.steps_of_round(self.number)
 
     def begin_anew(self, step: int) -> None:
-        """Cut the present round off after a step, and begin the next."""
+        """End the current round early after a step, and begin the next round."""
         if step > self.begun_after:
             self.number = self.number + 1
             self.begun_after = step
 
     def state_dict(self) -> dict[str, int]:
-        """Plain values."""
+        """Returns the counters as plain values."""
         return {"number": self.number, "begun_after": self.begun_after}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
-        """Continue where another run was after a step.
+        """Continue the rounds of another run after a step.
 
-        If that run's rounds were longer, the present one may have more steps by now than this run's. Then it ends with
-        the next step.
+        If that run's rounds were longer, the current round may already have more steps than a round of this run. Then
+        it ends with the next step.
         """
         self.number = state["number"]
         self.begun_after = state["begun_after"]

@@ -26,21 +26,22 @@ from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import check_parameters
 
-#: Rounds of a schedule that ranks compare when they start.
+#: Number of rounds of a schedule that ranks compare at the start.
 _COMPARED_ROUNDS = 16
 
-#: The change of weights before the first step, relative to their norm, that is taken for rounding: what is left where
-#: weights were moved and moved back in fp32. An error of the codec is a fraction of the change, and so smaller still.
+#: The largest change of weights before the first step, relative to their norm, that is considered rounding, for example
+#: after weights were moved and moved back in fp32. The codec's error is a fraction of the change, so it is even
+#: smaller.
 ROUNDING = 1e-5
 
 
 class Trained(NamedTuple):
-    """What local steps train.
+    """The parts of a model that local steps train or average.
 
     Attributes:
-        parameters: those that are averaged.
-        buffers: those that are averaged, uncompressed.
-        facts: the parameters as a configuration sees them.
+        parameters: the averaged parameters.
+        buffers: the averaged buffers, which are sent uncompressed.
+        facts: the parameters, with the settings that a configuration gives them.
         fragments: parameters and buffers, with their anchors.
         outer: the outer optimizer of the parameters' anchors.
     """
@@ -60,10 +61,10 @@ class Trained(NamedTuple):
 def trained_by(
     model: object, optimizers: Sequence[Optimizer], options: LocalOptions, config: GQSGDConfig
 ) -> tuple[nn.Module, Trained]:
-    """Returns the model, and what of it local steps train.
+    """Returns the model, and its parts that local steps train.
 
     Raises:
-        ConfigError: a model, an optimizer or a configuration that cannot work.
+        ConfigError: if the model, an optimizer or the configuration cannot work.
     """
     check_optimizers(optimizers)
     module = check_module(model)
@@ -77,10 +78,11 @@ def trained_by(
 
 
 def check_module(model: object) -> nn.Module:
-    """Returns the model, if local steps can train it.
+    """Returns the model if local steps can train it.
 
     Raises:
-        ConfigError: the model is no module, or something else averages its gradients.
+        ConfigError: if the model is no module, is wrapped in DistributedDataParallel, is sharded, or has an expanded
+            buffer.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
@@ -107,12 +109,12 @@ def check_module(model: object) -> nn.Module:
 
 
 def check_anchor_device(device: torch.device | str | None) -> None:
-    """Raise ConfigError for a device on which this process cannot have anchors; None is the parameters' own."""
+    """Raise ConfigError for a device on which this process cannot have anchors. None means the parameters' device."""
     if device is None:
         return
     try:
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # AssertionError: this torch was built without it
+    except (RuntimeError, AssertionError) as error:  # AssertionError if this torch was built without it
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"anchor_device={device!r} is not here ({reason}); give 'cpu', or the device of a GPU of this machine"
@@ -120,9 +122,9 @@ def check_anchor_device(device: torch.device | str | None) -> None:
 
 
 def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Raise ConfigError for an inner optimizer that does not train each rank by itself."""
+    """Raise ConfigError for an inner optimizer that does not train each rank separately."""
     for optimizer in optimizers:
-        # By name: its module would import torch's RPC.
+        # Compared by name, because importing its module would import torch's RPC.
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
             raise ConfigError(
                 "a ZeroRedundancyOptimizer gives the parameters that one rank has trained to all ranks in every step, "
@@ -135,7 +137,7 @@ def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dic
     """Returns the parameters that are averaged, by name: those that require a gradient and that the optimizers have.
 
     Raises:
-        ConfigError: the optimizers have parameters of another model, or none that requires a gradient.
+        ConfigError: if the optimizers have parameters of another model, or no parameter that requires a gradient.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     own = list(parameters_of(optimizers))
@@ -161,10 +163,10 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> Iterable[nn.Parameter]:
 def numbered(
     model: nn.Module, trained: Mapping[str, nn.Parameter], config: GQSGDConfig
 ) -> tuple[list[Parameter], list[Entry], list[Entry]]:
-    """Returns the trained parameters as a configuration sees them, and the parameters and floating-point buffers that
-    are averaged.
+    """Returns the trained parameters with the settings that a configuration gives them, and the parameters and
+    floating-point buffers that are averaged.
 
-    Parameters are numbered by their places in the model, and buffers after them. Buffers travel uncompressed.
+    Parameters are numbered by their places in the model, and buffers after them. Buffers are sent uncompressed.
     """
     all_parameters = number_parameters(dict(model.named_parameters()), config)
     facts = [parameter for parameter in all_parameters if parameter.name in trained]
@@ -180,7 +182,7 @@ def numbered(
 
 
 def fitted_to_ranks(start: Meeting, trained: Trained, config: GQSGDConfig) -> tuple[GQSGDConfig, str]:
-    """Returns the compression with its reducer chosen for the ranks of a meeting, and a note on it."""
+    """Returns the compression with a reducer chosen for the ranks of a meeting, and a note on it."""
     (layout,) = layouts(start, trained.device)
     numel = sum(entry.segment.numel for entry in trained.parameters)
     fit = fitted(config, layout, numel, trained.parameters[0].tensor.dtype)
@@ -188,7 +190,8 @@ def fitted_to_ranks(start: Meeting, trained: Trained, config: GQSGDConfig) -> tu
 
 
 def own_facts(options: LocalOptions, trained: Trained) -> dict[str, Any]:
-    """Returns what ranks that begin local steps must have in common beside the configuration: plain values by name."""
+    """Returns the facts that must be equal on all ranks of local steps, in addition to the configuration: plain values
+    by name."""
     entries = (*trained.parameters, *trained.buffers)
     tensors = [(*entry.segment, entry.name, str(entry.tensor.dtype)) for entry in entries]
     return {
@@ -218,7 +221,7 @@ def _every(options: LocalOptions) -> int | str | list[int]:
 def take_from_first_rank(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Give every rank the parameters and buffers of the group's first rank, as DistributedDataParallel does.
 
-    A collective on the group. Tensors travel as bytes, so that every dtype can be sent.
+    A collective on the group. Tensors are sent as bytes, so that every dtype can be sent.
     """
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
     for device in dict.fromkeys(tensor.device for tensor in tensors):
@@ -227,7 +230,7 @@ def take_from_first_rank(model: nn.Module, group: dist.ProcessGroup) -> None:
         together = torch.cat(parts)
         dist.broadcast(together, dist.get_global_rank(group, 0), group=group)
         for tensor, part in zip(here, together.split([part.numel() for part in parts]), strict=True):
-            # A copy: the part may not lie where numbers of this dtype may lie in memory.
+            # A copy, because the part may not be aligned for this dtype.
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
@@ -243,7 +246,7 @@ def in_words(place: tuple[torch.Size, torch.dtype, torch.device]) -> str:
 
 
 class OwnBuffers:
-    """The buffers of a model, which are averaged as the tensors that they were when this was made.
+    """The buffers of a model. The tensors that were its buffers when this was created are averaged.
 
     Args:
         model: the model.
@@ -255,12 +258,12 @@ class OwnBuffers:
         self._places = {name: place_of(buffer) for name, buffer in self._buffers.items()}
 
     def take_back(self) -> None:
-        """Put the values of buffers that the model has assigned anew into the tensors that are averaged.
+        """If the model has assigned new tensors to buffers, copy their values to the averaged tensors.
 
         A module may do so in ``forward``: ``self.mean = 0.9 * self.mean + 0.1 * x.mean(0)``.
 
         Raises:
-            ConfigError: a buffer has another shape, dtype or device, because it was assigned anew or resized in place.
+            ConfigError: if a buffer has another shape, dtype or device, because it was replaced, or resized in place.
         """
         model = self._model()
         now = {} if model is None else dict(model.named_buffers())
@@ -282,12 +285,12 @@ class OwnBuffers:
 
 
 def integer_buffers(model: nn.Module) -> list[Tensor]:
-    """Returns the buffers that cannot be averaged, such as counters: those of no floating-point numbers."""
+    """Returns the buffers that cannot be averaged, such as counters, because their dtype is not floating-point."""
     return [buffer for buffer in model.buffers() if not buffer.is_floating_point() and buffer.numel()]
 
 
 class IntegerBuffers:
-    """Buffers that cannot be averaged, such as counters: every rank takes those of the group's first rank.
+    """Buffers that cannot be averaged, such as counters. Every rank uses the values of the group's first rank.
 
     Args:
         model: the model.
@@ -300,14 +303,14 @@ class IntegerBuffers:
         self._source = dist.get_global_rank(group, 0)
 
     def start(self) -> tuple[list[Tensor], list[dist.Work]]:
-        """Start to send the first rank's present values. Returns the tensors that will hold them, and the work to wait
-        for."""
+        """Start to broadcast the first rank's current values. Returns the tensors that will hold them, and the works to
+        wait for."""
         values = [buffer.clone(memory_format=torch.contiguous_format) for buffer in self._buffers]
         flats = [value.view(-1).view(torch.uint8) for value in values]
         works = [dist.broadcast(flat, self._source, group=self._group, async_op=True) for flat in flats]
         return values, [work for work in works if work is not None]
 
     def take(self, values: Sequence[Tensor]) -> None:
-        """Put the first rank's values into the buffers."""
+        """Copy the first rank's values to the buffers."""
         for buffer, value in zip(self._buffers, values, strict=True):
             buffer.copy_(value)

@@ -26,7 +26,7 @@ WITH_ACCELERATE = (
     "LocalSteps(model, optimizer, every=32)), and optimizer.optimizer.finish() at the end"
 )
 
-#: What to do where parameters are other ones.
+#: What to do if parameters have changed.
 _REMEDY = (
     "call finish() and close() before the change, and make a new LocalSteps after it (with a strategy of Lightning: "
     "change the model before `fit`)"
@@ -34,17 +34,18 @@ _REMEDY = (
 
 
 class WatchedModel:
-    """A model whose parameters have to be those that are averaged, of the same shape, dtype and device.
+    """Watches a model whose parameters have to stay the averaged ones, with the same shape, dtype and device.
 
     Args:
         model: the model.
         optimizers: the inner optimizers.
         averaged: the parameters that are averaged.
-        group: of the ranks that average them; None: members that come and go, of whom torch.distributed knows nothing.
+        group: process group of the ranks that average them; None if members join and leave, whom torch.distributed does
+            not know.
 
     Attributes:
-        expects: the digest of this rank's parameters that were saved beside a state that was loaded, until the next
-            step; None: there is none.
+        expects: the digest of this rank's parameters that were saved with a loaded state, until the next step; None if
+            there is none.
     """
 
     def __init__(
@@ -59,21 +60,22 @@ class WatchedModel:
         self._averaged = [(entry, place_of(entry.tensor)) for entry in averaged]
         ranks = set() if group is None else set(dist.get_process_group_ranks(group))
         self._wrapped = DDPModels({id(entry.tensor) for entry, _ in self._averaged}, ranks)
-        self._has_looked = len(ranks) < 2  # or nobody could average over two of them
-        self._known = list(model.parameters())  # kept, so that no other parameter gets the id of one that has gone
+        self._has_looked = len(ranks) < 2  # with fewer, no model averages over two of them
+        self._known = list(model.parameters())  # kept, so that no new parameter gets the id of a deleted one
         self.expects: int | None = None
 
     def digest(self) -> int:
-        """Returns a number that stands for the values of the parameters that are averaged. Waits for a GPU."""
+        """Returns a digest of the values of the averaged parameters. Waits for a GPU."""
         return digest_of_tensors({entry.name: entry.tensor for entry, _ in self._averaged})
 
     def say_if_others_were_loaded(self, *, is_at_anchor: bool) -> None:
-        """Log, once after a state was loaded, that the parameters are not those that were saved beside it.
+        """Warn once after a state was loaded if the parameters are not those that were saved with it.
 
-        Whoever loads weights before local steps begin, as a plain optimizer has it, has the first rank's on all ranks.
+        If weights are loaded before local steps begin, as with a plain optimizer, all ranks have the first rank's
+        weights.
 
         Args:
-            is_at_anchor: whether the parameters are the anchor, which all ranks have in common.
+            is_at_anchor: whether the parameters equal the anchor, which is the same on all ranks.
         """
         expected = self.expects
         self.expects = None
@@ -86,12 +88,12 @@ class WatchedModel:
         )
 
     def check(self) -> None:
-        """Compare the model and the optimizers with what they were. Called in each round.
+        """Compare the model and the optimizers with their original state. Called in each round.
 
         Raises:
-            ConfigError: an optimizer trains a parameter that is not averaged; or a parameter that is averaged is no
-                longer in the model, or has another shape, dtype or device; or a parameter was added that requires a
-                gradient.
+            ConfigError: if an optimizer trains a parameter that is not averaged, if an averaged parameter is no longer
+                in the model or has another shape, dtype or device, or if a parameter that requires a gradient was
+                added.
         """
         self._say_if_reduced()
         self._check_optimizers()
@@ -107,10 +109,10 @@ class WatchedModel:
                 )
 
     def _say_if_reduced(self) -> None:
-        """Log, once, that DistributedDataParallel averages the gradients of this model as well, over the same ranks.
+        """Warn once if DistributedDataParallel also averages the gradients of this model, over the same ranks.
 
-        It may have been put around the model after LocalSteps was made. One that averages over the ranks of a node,
-        where local steps average over nodes, is as it should be.
+        The model may have been wrapped after LocalSteps was created. If DistributedDataParallel averages over the ranks
+        of a node, and local steps average over nodes, that is correct.
         """
         if not self._has_looked:
             self._has_looked = True
@@ -155,7 +157,7 @@ class WatchedModel:
 
 
 def digest_of_tensors(named: Mapping[str, Tensor]) -> int:
-    """A number that stands for the bits of some tensors. Waits for a GPU."""
+    """Returns a digest of the bits of some tensors. Waits for a GPU."""
     digests = [
         hashlib.blake2b(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for _, tensor in sorted(named.items())

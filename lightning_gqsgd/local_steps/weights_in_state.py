@@ -1,16 +1,15 @@
 """Detects weights in the state of an inner optimizer, which an average of the parameters would not include.
 
 A schedule-free optimizer trains one sequence of weights and keeps a second one, and evaluates at a mixture of both
-(arXiv 2405.15682). Lookahead goes back to slow weights of its own (arXiv 1907.08610). A 16-bit training may keep its
-parameters in fp32. Such an optimizer overwrites the parameters with what its own rank has learnt, after all ranks have
-agreed on them.
+(arXiv 2405.15682). Lookahead returns to its own slow weights (arXiv 1907.08610). A 16-bit training may keep its
+parameters in fp32. Such an optimizer overwrites the averaged parameters with weights of its own rank.
 
-A state tensor is taken for weights if it has the parameters' pattern and scale, and moves. Three things look like
-weights and are none:
+A state tensor is considered weights if it has the parameters' pattern and scale, and moves. Three kinds of state look
+like weights but are not:
 
 * A gradient that is parallel to the parameters, such as that of an L2 penalty alone. It looks like the gradient, too.
 * A constant, such as Adagrad's sum at the start beside a LayerNorm's weights. Means are taken off first.
-* The parameters as they were at the start, which Prodigy and D-Adaptation keep. Those never move.
+* The initial parameters, which Prodigy and D-Adaptation keep. They never move.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from torch.optim import Optimizer
 from lightning_gqsgd.errors import ConfigError
 
 #: The largest distance between state and parameters, relative to the parameters, at which the state may be weights.
-#: Momentum and second moments are at 1 or beyond, because they have another pattern.
+#: Momentum and second moments are at a distance of 1 or more, because they have another pattern.
 _FAR = 0.5
 
-#: The least cosine between state and gradients at which the state is taken for gradients.
+#: The smallest cosine between state and gradients at which the state is considered gradients.
 _LIKE_GRADIENTS = 0.9
 
 
@@ -45,15 +44,15 @@ class WeightsInState:
 
     @torch.no_grad()
     def check(self, delay: int) -> None:
-        """Look at the state as it is now. What is new since the call before is judged; what may be weights is watched.
+        """Check the current state. New state tensors are judged, and those that may be weights are watched.
 
-        Waits for a GPU. All ranks find the same, because they run the same optimizer from the same parameters.
+        Waits for a GPU. All ranks get the same result, because they run the same optimizer from the same parameters.
 
         Args:
             delay: steps between the start of an average and its use, for the remedy.
 
         Raises:
-            ConfigError: an optimizer keeps weights in its state.
+            ConfigError: if an optimizer keeps weights in its state.
         """
         for number, optimizer in enumerate(self._optimizers):
             for name, kept in _tensors_by_name(optimizer).items():
@@ -66,7 +65,7 @@ class WeightsInState:
                     raise ConfigError(_refusal(optimizer, name, len(kept), self._seen[key].distance, delay))
 
     def _judge(self, key: tuple[int, str], kept: list[tuple[Tensor, Tensor]]) -> None:
-        """Decide whether what was not there before may be weights; undecided where it looks like gradients as well."""
+        """Decide whether new state may be weights. If it also looks like gradients, decide later."""
         distance = _distance(kept)
         if not distance <= _FAR:
             self._others.add(key)
@@ -75,11 +74,11 @@ class WeightsInState:
 
 
 class _Seen:
-    """State that may be weights, as it was when it was seen first.
+    """State that may be weights, with its values when it was first seen.
 
     Args:
         kept: pairs of a parameter and its state.
-        distance: how far they were apart, relative to the parameters.
+        distance: the distance between both, relative to the parameters.
     """
 
     def __init__(self, kept: list[tuple[Tensor, Tensor]], distance: float) -> None:
@@ -87,15 +86,15 @@ class _Seen:
         self._sums = _sums(kept)
 
     def has_moved(self, kept: list[tuple[Tensor, Tensor]]) -> bool:
-        """Whether a tensor that was there then has other values now."""
+        """Returns whether one of these tensors has other values now."""
         now = _sums(kept)
         return any(now.get(parameter, sums) != sums for parameter, sums in self._sums.items())
 
 
 def _tensors_by_name(optimizer: Optimizer) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """Returns an optimizer's states that have their parameter's shape, as pairs (parameter, state) by the state's name.
+    """Returns an optimizer's state tensors that have their parameter's shape, as pairs (parameter, state) by name.
 
-    A tensor that shares the parameter's memory is averaged with the parameter.
+    A tensor that shares the parameter's memory is left out, because it is averaged with the parameter.
     """
     tensors: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for group in optimizer.param_groups:
@@ -107,14 +106,14 @@ def _tensors_by_name(optimizer: Optimizer) -> dict[str, list[tuple[Tensor, Tenso
 
 
 def _is_beside(parameter: Tensor, value: object) -> bool:
-    """Whether a value of the state has a parameter's shape, and memory of its own."""
+    """Returns whether a value of the state has a parameter's shape, and its own memory."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_sparse:
         return False
     return value.shape == parameter.shape and value.numel() > 0 and value.data_ptr() != parameter.data_ptr()
 
 
 def _distance(kept: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Distance between state and parameters, each less its mean, relative to the parameters.
+    """Returns the distance between state and parameters, both centred, relative to the parameters.
 
     Infinite or NaN if there is nothing to compare.
     """
@@ -127,7 +126,7 @@ def _distance(kept: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 
 def _cosine_to_gradients(kept: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Cosine between state and gradients, each less its mean, of the parameters that have a gradient."""
+    """Returns the cosine between state and gradients, both centred, over the parameters that have a gradient."""
     product = ours = theirs = 0.0
     for parameter, value in kept:
         if parameter.grad is None or parameter.grad.is_sparse:
@@ -146,7 +145,7 @@ def _centred(tensor: Tensor) -> Tensor:
 
 
 def _sums(kept: Iterable[tuple[Tensor, Tensor]]) -> dict[int, tuple[float, float]]:
-    """Two sums that change when values do, by the parameter's id."""
+    """Returns two sums, by the parameter's id, that change if values change."""
     sums = {}
     for parameter, value in kept:
         wide = value.double()

@@ -1,7 +1,8 @@
-"""The checks of a member before it joins: that the lighthouse has an address, and that the other members fit.
+"""The checks of a member before it joins: whether the lighthouse has an address, and whether the other members fit.
 
-A lighthouse has one list of members, whatever they train. So each member's name says what it needs in common with the
-others, and a newcomer reads their names first. Otherwise it would break the merges of those that are there.
+A lighthouse has one list of all members, even if they train different models. So each member's name has a digest of the
+facts that it must have in common with the others, and a new member reads their names first. Otherwise it would break
+the merges of the existing members.
 """
 
 from __future__ import annotations
@@ -22,38 +23,38 @@ from lightning_gqsgd.version import __version__
 #: The environment variable with the lighthouse's address.
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 
-#: Milliseconds between two signs of life that a member gives the lighthouse, which takes it for dead without them.
+#: Milliseconds between two signs of life of a member. Without them, the lighthouse considers it dead.
 HEARTBEAT_MS = 500
 
-#: Seconds without a sign of life after which a member is taken for gone.
+#: Seconds without a sign of life after which a member is considered gone.
 _ALIVE_S = 5.0
 
-#: Seconds for which a member waits for a lighthouse that is started at the same time.
+#: Seconds that a member waits for a lighthouse that may be starting at the same time.
 _PATIENCE_S = 30.0
 
 _MOST_PORT = 2**16 - 1
 
-#: Host and port; an IPv6 address stands in brackets. torchft's clients take no zone, as in ``[fe80::1%eth0]``.
+#: Host and port; an IPv6 address is in brackets. torchft's clients take no zone, as in ``[fe80::1%eth0]``.
 _ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:.]+\]|[^\s\[\]:/@?#%]+):(\d{1,5})/?")
 
-#: The heading of the list of members on the lighthouse's page, by which it is known.
+#: The heading of the list of members on the lighthouse's page, by which the page is recognised.
 _HEADING = "Heartbeats"
 
-#: How the page says that too few members are there.
+#: How the page says that there are too few members.
 _TOO_FEW = re.compile(r"only have (\d+) participants, need min_replicas (\d+)")
 
 #: How the lighthouse's page lists members.
 _SEEN = re.compile(r"^\s*(\S.*?): seen ([\d.]+)(ns|µs|us|ms|s) ago\s*$", re.MULTILINE)
 _UNITS = {"ns": 1e-9, **TIMES}
 
-#: How it lists those that took part in the latest merge: name, number of merges before it, address.
+#: How the page lists the members of the latest merge: name, number of merges before it, address.
 _MERGED = re.compile(r"<b>([^<]+)</b> <br/>\s*Step: (\d+) <br/>\s*Manager: (\S+) <br/>")
 
 
 def host_and_port(text: str) -> tuple[str, int] | None:
-    """Returns the host and the port of an address, ``host:port`` or ``[IPv6 address]:port``; None: it is none.
+    """Returns the host and the port of an address, ``host:port`` or ``[IPv6 address]:port``; None if it is no address.
 
-    The host of an IPv6 address has its brackets.
+    The host of an IPv6 address includes its brackets.
     """
     match = _ADDRESS.fullmatch(text)
     if match is None or int(match[2]) > _MOST_PORT:
@@ -62,7 +63,7 @@ def host_and_port(text: str) -> tuple[str, int] | None:
 
 
 def in_brackets(host: str) -> str:
-    """Returns a host as it stands in front of a colon and a port: an IPv6 address gets brackets."""
+    """Returns a host as it is written before a colon and a port: an IPv6 address gets brackets."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -70,7 +71,7 @@ def lighthouse_address(environment: Mapping[str, str]) -> str:
     """Returns the lighthouse's address, ``http://host:port``.
 
     Raises:
-        ConfigError: the environment has none, or one that is no address.
+        ConfigError: if the environment variable is unset, or is no address.
     """
     value = environment.get(LIGHTHOUSE, "").strip()
     if not value:
@@ -90,26 +91,26 @@ def check_resolves(lighthouse: str) -> None:
     """Check that the lighthouse's host has an address.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: if it has none.
     """
     host, port = _socket_address(lighthouse)
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # UnicodeError of what can be no name, such as a label of 64 letters
+    except (OSError, UnicodeError) as error:  # UnicodeError for an invalid name, e.g. with a label of 64 letters
         raise _not_reached(lighthouse, error) from error
 
 
 def own_host(lighthouse: str, timeout_s: float) -> str:
-    """Returns the address of this machine on the way to the lighthouse, where other members reach it too.
+    """Returns the address of this machine in connections to the lighthouse. Other members can also reach it there.
 
-    A name may stand for several addresses, of which the lighthouse listens at one.
+    A host name may have several addresses, and the lighthouse may listen at only one of them.
 
     Args:
-        lighthouse: its address; it answers.
+        lighthouse: address of a lighthouse that answers.
         timeout_s: how long to wait for it.
 
     Raises:
-        ConfigError: it cannot be reached.
+        ConfigError: if it cannot be reached.
     """
     try:
         with socket.create_connection(_socket_address(lighthouse), timeout_s) as connection:
@@ -120,7 +121,7 @@ def own_host(lighthouse: str, timeout_s: float) -> str:
 
 def _socket_address(lighthouse: str) -> tuple[str, int]:
     found = host_and_port(lighthouse)
-    assert found is not None  # `lighthouse_address` has made it
+    assert found is not None  # `lighthouse_address` has built it
     return found[0].strip("[]"), found[1]
 
 
@@ -129,25 +130,25 @@ def _not_reached(lighthouse: str, error: Exception) -> ConfigError:
 
 
 def name_for(facts: Mapping[str, Any]) -> str:
-    """Returns the name of members with these facts, of letters, digits, dots and hyphens."""
+    """Returns the name of members with these facts. It consists of letters, digits, dots and hyphens."""
     return f"gqsgd-{__version__}-{digest_of_facts(facts) % 2**64:016x}"
 
 
 def check_others(lighthouse: str, name: str, timeout_s: float) -> list[str]:
     """Check that the members that a lighthouse knows have the same name.
 
-    A lighthouse that does not answer may be starting, as the members are. So this asks again for up to 30 seconds.
+    If the lighthouse does not answer, it may still be starting. So this asks again for up to 30 seconds.
 
     Args:
         lighthouse: its address.
-        name: of this member, see `name_for`.
+        name: name of this member, see `name_for`.
         timeout_s: how long to wait for it.
 
     Returns:
-        The addresses of the managers of those that have merged; those with the most merges first.
+        The addresses of the managers of members that have merged. Members with the most merges come first.
 
     Raises:
-        ConfigError: no lighthouse answers there, something else does, or members train something else.
+        ConfigError: if no lighthouse answers, if something else answers, or if members train something else.
     """
     deadline = time.monotonic() + min(timeout_s, _PATIENCE_S)
     while True:
@@ -167,21 +168,21 @@ def check_others(lighthouse: str, name: str, timeout_s: float) -> list[str]:
 
 
 def merges_at(lighthouse: str, timeout_s: float) -> int:
-    """Returns how many merges there were before the latest one of those that a lighthouse knows; 0 if nobody merged.
+    """Returns the number of merges before the latest merge that a lighthouse knows; 0 if no member has merged.
 
     Args:
         lighthouse: its address.
         timeout_s: how long to wait for it.
 
     Raises:
-        ConfigError: no lighthouse answers there.
+        ConfigError: if no lighthouse answers at this address.
     """
     page = _page_of(lighthouse, timeout_s)
     return max((merges for merges, _ in _merged_on(page, _alive_on(page, _ALIVE_S))), default=0)
 
 
 def members_at(lighthouse: str, timeout_s: float, alive_s: float = _ALIVE_S) -> list[str]:
-    """Returns the members that have given a lighthouse a sign of life: name, colon, and what no other has; sorted.
+    """Returns the members that have given a lighthouse a sign of life, sorted: the name, a colon, and a unique suffix.
 
     Args:
         lighthouse: its address.
@@ -189,20 +190,20 @@ def members_at(lighthouse: str, timeout_s: float, alive_s: float = _ALIVE_S) -> 
         alive_s: seconds since the sign of life.
 
     Raises:
-        ConfigError: no lighthouse answers there.
+        ConfigError: if no lighthouse answers at this address.
     """
     return _alive_on(_page_of(lighthouse, timeout_s), alive_s)
 
 
 def shortage_at(lighthouse: str, timeout_s: float) -> str | None:
-    """Returns a line about a lighthouse that waits for more members than there are; None: it does not.
+    """Returns a line if a lighthouse waits for more members than there are; None if it does not.
 
     Args:
         lighthouse: its address.
         timeout_s: how long to wait for it.
 
     Raises:
-        ConfigError: no lighthouse answers there.
+        ConfigError: if no lighthouse answers at this address.
     """
     match = _TOO_FEW.search(_page_of(lighthouse, timeout_s))
     if match is None:
@@ -214,7 +215,7 @@ def shortage_at(lighthouse: str, timeout_s: float) -> str | None:
 
 
 class _NotThere(ConfigError):
-    """Nothing answers, or not yet."""
+    """No lighthouse answers, or none answers yet."""
 
 
 def _page_of(lighthouse: str, timeout_s: float) -> str:
@@ -247,7 +248,7 @@ def _alive_on(page: str, alive_s: float) -> list[str]:
 
 
 def _merged_on(page: str, alive: list[str]) -> list[tuple[int, str]]:
-    """Returns number of merges before the latest one, and address of the manager, of each member that took part."""
+    """For each member of the latest merge, returns the number of merges before it and the address of its manager."""
     return [(int(merges), address) for member, merges, address in _MERGED.findall(page) if member in alive]
 
 

@@ -1,11 +1,11 @@
 """Members that use torchft: they meet at a lighthouse, and may die, leave and join while a training runs.
 
-torchft's Manager asks the lighthouse who takes part, connects them, and gives a member that has made fewer merges the
-state of one that has made the most. A merge in which a member dies fails on those that were still sending. The
-lighthouse then leaves the dead one out.
+torchft's Manager asks the lighthouse which members take part, and connects them. If a member has made fewer merges, the
+Manager gives it the state of a member that has made the most. If a member dies, the merge fails on the members that
+were still sending. The lighthouse then leaves the dead member out.
 
-A member that joins need not wait for the others' next merge: it fetches what one of them knows at that moment, before
-anybody knows of it, and so before anybody waits for it.
+A member that joins need not wait for the others' next merge: it fetches the current state of one of them. It does so
+before the others know of it, and so before they wait for it.
 """
 
 from __future__ import annotations
@@ -57,43 +57,44 @@ from lightning_gqsgd.wire.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
-#: Of connections, collectives and transfers of the state.
+#: Default timeout of connections, collectives and transfers of the state.
 _TIMEOUT = timedelta(seconds=60)
 
-#: The longest that a member that joins waits for one answer of another one, before it meets all of them instead.
+#: The longest time that a joining member waits for one answer of another member. After that, it meets all of them
+#: instead.
 _GLANCE = timedelta(seconds=5)
 
-#: Members that it asks for their state, until one answers.
+#: Members that a joining member asks for their state at most, until one answers.
 _ASKED = 3
 
-#: Between two calls to a lighthouse that is gone.
+#: Time between two calls to a lighthouse that does not answer.
 _CALL_AGAIN = timedelta(seconds=2)
 
-#: After how long a member that waits for the lighthouse's answer looks whether it is there.
+#: Time after which a member that waits for the lighthouse's answer checks whether the lighthouse is there.
 _LOOK_AFTER = timedelta(seconds=15)
 
-#: The most members for whom kernels of a CPU are compiled before they are known. More need the same ones.
+#: The largest number of members for which kernels of a CPU are compiled in advance. More members need the same kernels.
 _COMPILED_RANKS = 8
 
 
 class TorchftMembers(Members):
-    """Those that a lighthouse knows.
+    """The members that a lighthouse knows.
 
     Args:
         config: the compression, as requested.
-        facts: what members need in common, plain values by name.
-        state: returns what a member needs that joins.
+        facts: the facts that members must have in common, plain values by name.
+        state: function that returns the state that a joining member needs.
         device: device of the model.
-        min_replicas: the least number of members for a merge.
-        timeout: of connections, collectives and transfers of the state; None: 60 s.
-        patience: how long to wait for all others to end their rounds.
+        min_replicas: the smallest number of members for a merge.
+        timeout: timeout of connections, collectives and transfers of the state; None means 60 s.
+        patience: how long to wait until all others have ended their rounds.
 
     Attributes:
         timeout: see above.
 
     Raises:
-        ConfigError: a timeout that cannot be, no lighthouse, members of it that do not fit, or whose state takes too
-            long to come here.
+        ConfigError: if the timeout is invalid, if there is no lighthouse, if its members do not fit, or if the transfer
+            of their state takes too long.
     """
 
     waits_for_all = False
@@ -123,18 +124,18 @@ class TorchftMembers(Members):
         self._present = self._fetched_present(managers)
         self._received: Mapping[str, Any] | None = None
         self._group = QuantisedProcessGroup(ProcessGroupGloo(timeout=self.timeout), config, device)
-        self._merges = 0  # so many others have made before this member meets them
+        self._merges = 0  # made by the others before this member meets them
         self._has_met = False
         self._connecting = threading.Lock()
         self._is_closed = False
         self._manager: Manager | None = None
 
     def _fetched_present(self, managers: Sequence[str]) -> Mapping[str, Any] | None:
-        """Returns what one of the members knows, from which this one may start; see `_fetch_present`.
+        """Returns the current state of a member, from which this one may start; see `_fetch_present`.
 
         Raises:
-            ConfigError: the state comes too slowly, and is old by now. It would be sent again in a merge, in which all
-                others would wait in vain.
+            ConfigError: if the transfer was too slow, and the state is outdated by now. A merge would send it again,
+                and all others would wait in vain.
         """
         began = time.monotonic()
         state = _fetch_present(managers, min(self.timeout, _GLANCE))
@@ -146,16 +147,17 @@ class TorchftMembers(Members):
         return state
 
     def _connected(self) -> Manager:
-        """Returns torchft's Manager, which is made for the first merge: beside the training of one that has a state.
+        """Returns torchft's Manager, which is created for the first merge. If this member has a state, it trains
+        meanwhile.
 
         Raises:
-            ConfigError: the compiled kernels are wrong.
-            MergeFailed: this was closed.
+            ConfigError: if the compiled kernels are wrong.
+            MergeFailed: if this was closed.
         """
         with self._connecting:
             if self._manager is None:
-                # Before this member is known to the others, because they wait for it from then on. Kernels of a GPU are
-                # for one number of members each, and take long to compile.
+                # Compile before the others know of this member, because they wait for it from then on. Each kernel of a
+                # GPU is for one number of members, and takes long to compile.
                 self._group.compile_for(2 if self._device.type == "cuda" else _COMPILED_RANKS)
                 self._manager = self._made()
             if self._is_closed:  # meanwhile
@@ -164,13 +166,13 @@ class TorchftMembers(Members):
             return self._manager
 
     def _made(self) -> Manager:
-        """Returns a new Manager, from which on others wait for this member."""
+        """Create a Manager. From then on, others wait for this member."""
         self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self.timeout)
         transport = PlainTransport(self.timeout, self._host, self._state)
         try:
             return self._made_with(transport)
         except BaseException:
-            transport.shutdown()  # or each further try would leave a server
+            transport.shutdown()  # otherwise each further attempt would leave a server
             raise
 
     def _made_with(self, transport: PlainTransport) -> Manager:
@@ -189,10 +191,10 @@ class TorchftMembers(Members):
             store_port=self._store.port,
             lighthouse_addr=self._lighthouse,
             replica_id=self._name,
-            hostname=in_brackets(self._host),  # which becomes a part of an address
+            hostname=in_brackets(self._host),  # it becomes part of an address
             heartbeat_interval=timedelta(milliseconds=HEARTBEAT_MS),
-            # Without retries, torchft's Manager waits for all of the patience after a call that has failed, although
-            # the lighthouse may have started again.
+            # Without retries, torchft's Manager waits for the whole patience after a failed call, although the
+            # lighthouse may have been restarted.
             quorum_retries=max(1, round(self._patience / _CALL_AGAIN)),
             checkpoint_transport=transport,
         )
@@ -203,7 +205,7 @@ class TorchftMembers(Members):
 
     @property
     def config(self) -> GQSGDConfig:
-        """The compression, with its reducer chosen for the present number of members."""
+        """The compression, with the chosen reducer for the current number of members."""
         return self._group.resolved
 
     @property
@@ -216,8 +218,8 @@ class TorchftMembers(Members):
         """Answer one request; see `Members`.
 
         Raises:
-            MergeFailed: a member has gone, or does not answer, or too few are there.
-            ConfigError: the members do not fit together, and this one is new.
+            MergeFailed: if a member has left, if it does not answer, or if there are too few members.
+            ConfigError: if the members do not fit together, and this one is new.
         """
         try:
             if isinstance(request, Meet):
@@ -246,19 +248,20 @@ class TorchftMembers(Members):
         return is_merged
 
     def present_state(self) -> Mapping[str, Any] | None:
-        """Returns what a member knew when this one came; None: nobody had merged, or has answered in time."""
+        """Returns the state that a member had when this one joined; None if no member had merged or answered in
+        time."""
         state = self._present
         self._present = None
         return state
 
     def start_after(self, merges: int) -> None:
-        """Go on after a number of merges, which another member or a checkpoint says."""
+        """Continue after ``merges`` merges, the count of another member or of a checkpoint."""
         self._merges = merges
         if self._manager is not None:
             self._manager.load_state_dict({"step": merges, "batches_committed": 0})
 
     def close(self) -> None:
-        """Leave. A merge under way fails, on the other members as well."""
+        """Leave. If a merge is under way, it fails, also on the other members."""
         self._is_closed = True
         with suppress(Exception):  # torchft's parts may have ended already
             self._group.shutdown()
@@ -281,7 +284,7 @@ class TorchftMembers(Members):
         problem = manager.errored()
         if problem is not None:
             error = problem.original_exception
-            # Those that are there already go on without the one that does not fit.
+            # The existing members continue without the one that does not fit.
             if isinstance(error, ConfigError) and not self._has_met:
                 raise error
             raise MergeFailed(f"{type(error).__name__}: {error}") from error
@@ -297,22 +300,22 @@ class TorchftMembers(Members):
     def _fail(self, error: Exception) -> None:
         """Close the connections, and tell the lighthouse that this member needs new ones.
 
-        Another member may wait for what this one had to send, and not for the one that has died. It finds out now, and
-        not after the timeout.
+        Another member may wait for a message of this member, and not of the one that has died. It then notices the
+        failure now, and not after the timeout.
         """
         if self._manager is None:
             return
         self._manager.report_error(error)
         self._group.abort()
-        with suppress(Exception):  # it says the same as the error that is being raised
+        with suppress(Exception):  # its error would repeat the one that is being raised
             self._manager.should_commit()
 
 
 class _DaemonExecutor(Executor):
-    """Runs each call in a thread that does not keep the process.
+    """Runs each call in a daemon thread, which does not keep the process alive.
 
-    torchft's own executor is waited for when Python ends. Its call for a quorum may go on until the patience is over,
-    after this member has left.
+    Python waits for torchft's own executor at exit. Its call for a quorum may last until the patience ends, even after
+    this member has left.
     """
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -342,24 +345,24 @@ def _say_why_it_waits(lighthouse: str) -> None:
 
 
 def _shortage(lighthouse: str) -> str | None:
-    """Returns a line about a lighthouse that waits for more members than there are; None: it does not, or is gone."""
+    """Returns a line if a lighthouse waits for more members than there are; None if it does not, or does not answer."""
     with suppress(ConfigError):
         return shortage_at(lighthouse, _GLANCE.total_seconds())
     return None
 
 
 def _fetch_present(managers: Sequence[str], timeout: timedelta) -> Mapping[str, Any] | None:
-    """Returns what a member knows at this moment; None: nobody has merged, or nobody answers.
+    """Returns the current state of a member; None if no member has merged, or if none answers.
 
     Args:
         managers: addresses of the members' managers.
-        timeout: of each answer.
+        timeout: timeout of each answer.
     """
     for manager in managers[:_ASKED]:
         try:
             client = ManagerClient(manager, connect_timeout=timeout)
             address = client._checkpoint_metadata(0, timeout=timeout)
             return PlainTransport.fetch_present(address, timeout)
-        except Exception as error:  # of torchft's, of the network, or of half a state: this member may have died
+        except Exception as error:  # of torchft, the network or an incomplete state
             logger.info("gqsgd: no state from the member at %s (%s)", manager, error)
     return None

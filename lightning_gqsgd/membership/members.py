@@ -17,15 +17,15 @@ from lightning_gqsgd.kernels.layout import Segment
 
 
 class MergeFailed(RuntimeError):
-    """A member has gone, or does not answer, so that this merge came to nothing. Another one can follow."""
+    """A member has left, or does not answer, so this merge has failed. Another merge can follow."""
 
 
 class Quorum(NamedTuple):
-    """Those that take part in one merge.
+    """The members that take part in one merge.
 
     Attributes:
-        own: this member's number among those that take part.
-        state: what a member knows that has made more merges than this one; None if this one has made as many.
+        own: this member's number among the members that take part.
+        state: the state of a member that has made more merges than this one; None if no member has made more.
     """
 
     own: int
@@ -34,10 +34,10 @@ class Quorum(NamedTuple):
 
 @dataclass(frozen=True)
 class Meet:
-    """A request: who takes part in the next merge. The answer is a `Quorum`.
+    """A request for the members of the next merge. The answer is a `Quorum`.
 
     Attributes:
-        number: how many merges this member has made.
+        number: number of merges that this member has made.
     """
 
     number: int
@@ -45,10 +45,10 @@ class Meet:
 
 @dataclass(frozen=True)
 class Gather:
-    """A request: the rows of all members, [members, numel].
+    """A request for the rows of all members. The answer is [members, numel].
 
     Attributes:
-        row: this member's, int64, [numel].
+        row: this member's row, int64, [numel].
     """
 
     row: Tensor
@@ -56,12 +56,13 @@ class Gather:
 
 @dataclass(frozen=True)
 class Sum:
-    """A request: the sum of a flat tensor over all members, by the configuration's codec and reducer, [numel].
+    """A request for the sum of a flat tensor over all members, by the configuration's codec and reducer. The answer is
+    [numel].
 
     Attributes:
         x: this member's values, which become the sum.
         segments: the parameters in it, in order.
-        number: counts the sums of a training, so that each has a dither of its own.
+        number: number of this sum in the training, so that each sum has its own dither.
     """
 
     x: Tensor
@@ -71,10 +72,10 @@ class Sum:
 
 @dataclass(frozen=True)
 class Commit:
-    """A request: whether the merge counts on this member. The answer is True or False.
+    """A request to decide whether the merge is valid on this member. The answer is True or False.
 
     Attributes:
-        is_good: False: it does not, because the members do not fit together.
+        is_good: False if it is not valid, because the members do not fit together.
     """
 
     is_good: bool = True
@@ -82,7 +83,8 @@ class Commit:
 
 @dataclass(frozen=True)
 class Rejoin:
-    """A request: take the others' state at the next `Meet`, as if this member had made no merge. The answer is None."""
+    """A request to load the others' state at the next `Meet`, as if this member had made no merge. The answer is
+    None."""
 
 
 Request = Meet | Gather | Sum | Commit | Rejoin
@@ -91,11 +93,12 @@ Result = TypeVar("Result")
 
 
 class Members(ABC):
-    """Answers the requests of merges, of which one is under way at a time.
+    """Answers the requests of merges. At most one merge is under way at a time.
 
     Attributes:
         waits_for_all: whether all members are known, so that a member that has finished may wait for the others in a
-            merge. Where members come and go, they would begin without those that are still in their round.
+            merge. If members join and leave, the others would start a merge without the members that are still in their
+            round.
     """
 
     waits_for_all: bool
@@ -104,9 +107,9 @@ class Members(ABC):
         """Answer all requests of a merge, and return its result.
 
         Raises:
-            MergeFailed: a member has gone; the next merge may succeed.
-            ConfigError: members do not fit together.
-            CollectiveError: nothing can be merged any more.
+            MergeFailed: if a member has left. The next merge may succeed.
+            ConfigError: if members do not fit together.
+            CollectiveError: if no further merge is possible.
         """
         request = next(merge)
         while True:
@@ -126,14 +129,16 @@ class Members(ABC):
         """Answer one request. Waits for the other members."""
 
     def present_state(self) -> Mapping[str, Any] | None:
-        """Returns what a member knew when this one came, from which it may start between two merges.
+        """Returns the state that another member had when this one joined. This member may start from it between two
+        merges.
 
-        None: all begin together, or nobody is there who has merged. Not a collective.
+        It is None if all members start together, or if no other member has merged. Not a collective.
         """
         return None
 
-    def start_after(self, merges: int) -> None:  # noqa: B027  # fixed ranks need not know
-        """Go on after a number of merges, which another member or a checkpoint says. No merge is under way."""
+    def start_after(self, merges: int) -> None:  # noqa: B027  # fixed ranks need not be told
+        """Continue after ``merges`` merges, the count of another member or of a checkpoint. No merge may be under
+        way."""
 
     @abstractmethod
     def close(self) -> None:

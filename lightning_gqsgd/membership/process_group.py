@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _MESSAGES = Messages("torchft's process group", "let the Manager configure it for the next quorum")
 
-#: The longest that `shutdown` waits for old connections to end.
+#: Seconds that `shutdown` waits at most until old connections have ended.
 _CLOSE_S = 10.0
 
 
@@ -84,7 +84,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
     """The process group that `quantised` returns.
 
     Args:
-        process_group: the process group for all other calls; it is configured first.
+        process_group: the process group for all other calls. It is configured before the engine is created.
         config: the compression.
         device: device of the tensors.
 
@@ -93,7 +93,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         telemetry: counters of this process.
 
     Raises:
-        ConfigError: see `quantised`.
+        ConfigError: for the reasons of `quantised`.
     """
 
     def __init__(self, process_group: ProcessGroup, config: GQSGDConfig, device: torch.device) -> None:
@@ -104,37 +104,37 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         self.config = config
         self.telemetry = Telemetry()
         self._device = device
-        self._engines: list[Engine] = []  # the one of the present ranks, if there is one
-        self._closing: list[threading.Thread] = []  # of those of earlier ranks
-        self._peers: Peers  # the present ranks, once there are some
-        self._resolved = config  # for the present number of ranks
+        self._engines: list[Engine] = []  # the engine of the current ranks, if there is one
+        self._closing: list[threading.Thread] = []  # threads that close the engines of earlier ranks
+        self._peers: Peers  # the current ranks, once there are some
+        self._resolved = config  # for the current number of ranks
         self._prepared: set[torch.dtype] = set()  # dtypes that kernels are compiled for
         self._compiled: set[tuple[GQSGDConfig, int]] = set()  # for fp32, see `_kernels_of`
         self._calls = 0
         self._error: Exception | None = None
-        # Also at exit: Gloo groups that are still open then can abort the process.
+        # This also runs at exit, because Gloo groups that are still open then can abort the process.
         weakref.finalize(self, _close_all, self._engines, self._closing)
 
     @property
     def resolved(self) -> GQSGDConfig:
-        """The compression, with its reducer chosen for the present number of ranks."""
+        """The compression, with the chosen reducer for the current number of ranks."""
         return self._resolved
 
     @torch.no_grad()
     def sum(self, flat: Tensor, segments: Sequence[Segment], number: int) -> Tensor:
         """Replace a flat tensor by its sum over the ranks, and wait for the result.
 
-        Unlike `allreduce`, this does not compare what ranks reduce: the caller knows that they reduce the same.
+        Unlike `allreduce`, this does not check that all ranks reduce the same tensor; the caller has to ensure it.
 
         Args:
             flat: the tensor, [numel].
             segments: the parameters in it, in order.
-            number: a number that no other sum of the training has; it is the same on all ranks.
+            number: a number that no other sum of the training has. It is the same on all ranks.
 
         Raises:
-            ConfigError: the ranks do not agree on kernels for a new dtype.
-            CollectiveError: a collective failed; the tensor is all NaN.
-            RuntimeError: there are no ranks, because of an earlier error.
+            ConfigError: if the ranks do not agree on kernels for a new dtype.
+            CollectiveError: if a collective failed. The tensor is then all NaN.
+            RuntimeError: if there are no ranks, because of an earlier error.
         """
         try:
             engine = self._engine_for(flat)
@@ -211,7 +211,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
 
         Raises:
             ConfigError: if a tensor is on another device.
-            RuntimeError: there are no ranks, because of an earlier error.
+            RuntimeError: if there are no ranks, because of an earlier error.
         """
         return self._quantised(tensors, opts) or super().allreduce(tensors, opts)
 
@@ -222,7 +222,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         return self._quantised(tensors, opts) or super().allreduce_coalesced(tensors, opts)
 
     def _quantised(self, tensors: list[Tensor], opts: Any) -> _Work | None:
-        """Start to replace tensors, or return None for what is not quantised."""
+        """Start to replace tensors. Returns None for operations and tensors that are not quantised."""
         operation = getattr(opts, "reduceOp", opts)
         is_sum = operation == dist.ReduceOp.SUM
         if not (is_sum or operation == dist.ReduceOp.AVG) or not all(map(_is_reducible, tensors)):
@@ -230,7 +230,8 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         return _Work([self._reduce(tensor, is_sum) for tensor in tensors], self._note)
 
     def compile_for(self, most_ranks: int) -> None:
-        """Compile the kernels for any number of ranks up to this one, before other ranks wait for this process."""
+        """Compile the kernels for all numbers of ranks up to ``most_ranks``, before other ranks wait for this
+        process."""
         for ranks in range(2, most_ranks + 1):
             config = resolve(self.config, ranks)
             if not self._is_compiled(config, ranks):
@@ -238,20 +239,21 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
                 self._compiled.add(self._kernels_of(config, ranks))
 
     def _close_beside(self) -> None:
-        """Close the engines of the present ranks, while this rank goes on to others.
+        """Close the engines of the current ranks in another thread, while this rank connects to new ranks.
 
-        Gloo's connections take many milliseconds to end, in which this rank has nothing to do.
+        Gloo's connections take many milliseconds to end, and this rank need not wait for that.
         """
         self._closing[:] = [thread for thread in self._closing if thread.is_alive()]
         if self._engines:
             old = self._engines[:]
-            self._engines.clear()  # now, so that nothing more is started on them
+            self._engines.clear()  # at once, so that no more jobs are started on them
             thread = threading.Thread(target=_close, args=(old,), name="gqsgd-closing", daemon=True)
             self._closing.append(thread)
             thread.start()
 
     def _open_or_abort(self) -> None:
-        """Make an engine for the present ranks, or close the connections, so that no rank waits for this one."""
+        """Create an engine for the current ranks. If that fails, close the connections, so that no rank waits for this
+        one."""
         try:
             self._open()
         except BaseException:
@@ -259,17 +261,17 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             raise
 
     def _open(self) -> None:
-        """Make an engine for the present ranks. A collective.
+        """Create an engine for the current ranks. A collective.
 
-        Ranks come and go while others train, so this takes few round trips: ranks compare numbers on the connections
-        that they have. They hold a meeting only where these differ, which it puts into words, or where kernels have to
-        be compiled.
+        Ranks join and leave while others train, so this takes few round trips: ranks compare numbers on their existing
+        connections. They hold a meeting only if the numbers differ, because the meeting puts the difference into words,
+        or if kernels have to be compiled.
         """
         self._error = None
         self._peers = peers = _peers_of(self._pg, self._device)
         timeout = timeout_of(peers, self._device)
         side: Side | None = None
-        with suppress(ConfigError):  # it is raised again in the meeting, where all ranks hear of it
+        with suppress(ConfigError):  # it is raised again in the meeting, which tells all ranks
             side = self._side()
         seen = self._greet(side)
         if side is not None and seen.are_ready:
@@ -283,34 +285,35 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
                     (engine,) = engines
             self._compiled.add(self._kernels_of(side.configs[0], peers.size()))
         self._calls = seen.calls
-        engine.telemetry = self.telemetry  # counters go on where those of earlier ranks have ended
+        engine.telemetry = self.telemetry  # the counters of earlier ranks are continued
         self._resolved = side.configs[0]
         self._prepared = {torch.float32}
         self._engines[:] = [engine]
 
     def _side(self) -> Side:
-        """Returns the present ranks, and the compression for them; raises ConfigError if there is none."""
+        """Returns the current ranks and the compression for them. Raises ConfigError if no compression works for
+        them."""
         config = resolve(self.config, self._peers.size())
         return Side(self._peers, facts_of(config, {"device": self._device.type}), [config])
 
     def _greet(self, side: Side | None) -> _Greeting:
-        """Tell the other ranks what this one has, and hear it of them. A collective.
+        """Exchange the state of all ranks: their facts, numbers of calls and compiled kernels. A collective.
 
         Args:
-            side: this rank's; None: its compression cannot work here.
+            side: the side of this rank; None if its compression cannot work for these ranks.
         """
         digest = 0 if side is None else digest_of_facts(side.facts) % 2**63
         is_ready = side is not None and self._is_compiled(side.configs[0], self._peers.size())
         rows = self.rows_of_all(torch.tensor([digest, self._calls, int(is_ready), secrets.randbits(62)]))
         digests, calls, ready, tokens = rows.T.tolist()
-        # The largest number of calls, so that no dither is used twice.
+        # The largest number of calls is used, so that no dither is used twice.
         return _Greeting(len(set(digests)) == 1 and all(ready), max(calls), f"{tokens[0]:x}")
 
     def rows_of_all(self, row: Tensor) -> Tensor:
         """Returns the rows of all ranks. A collective: it sums matrices in which only a rank's own row is not zero.
 
         Args:
-            row: this rank's, int64, [numel].
+            row: the row of this rank, int64, [numel].
 
         Returns:
             The rows in rank order, [ranks, numel].
@@ -323,7 +326,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         return rows
 
     def _kernels_of(self, config: GQSGDConfig, ranks: int) -> tuple[GQSGDConfig, int]:
-        """Returns what stands for compiled kernels: those of a GPU are for a number of ranks."""
+        """Returns a key for compiled kernels. Kernels of a GPU are for one number of ranks."""
         return config, ranks if self._device.type == "cuda" else 0
 
     def _is_compiled(self, config: GQSGDConfig, ranks: int) -> bool:
@@ -331,7 +334,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
 
     def _reduce(self, tensor: Tensor, is_sum: bool) -> _Result:
         """Start to replace one tensor, which has no name."""
-        # Kernels read memory, where a lazy minus sign is not seen.
+        # Kernels read memory directly, so a lazy negation has to be resolved.
         flat = tensor.detach().resolve_neg().contiguous().view(-1)
         segment = Segment(0, flat.numel(), raw=flat.numel() < self._resolved.min_numel)
         engine = self._engine_for(tensor)
@@ -344,11 +347,11 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         return self._started(engine, request, tensor, flat, is_sum=is_sum)
 
     def _engine_for(self, tensor: Tensor) -> Engine:
-        """Returns the engine of the present ranks.
+        """Returns the engine of the current ranks.
 
         Raises:
-            RuntimeError: there are none, because of an earlier error.
-            ConfigError: the tensor is on another device than the engine's tensors.
+            RuntimeError: if there is none, because of an earlier error.
+            ConfigError: if the tensor is on another device than the engine's tensors.
         """
         if not self._engines:
             raise self._error or RuntimeError("gqsgd: there are no ranks; configure the process group first")
@@ -368,7 +371,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         return _Result(job, tensor, flat, engine.world_size if is_sum else 1)
 
     def _prepare(self, engine: Engine, dtype: torch.dtype, card: Card) -> None:
-        """Compile kernels for another dtype, once all ranks have agreed on it. A collective."""
+        """Compile kernels for another dtype, after all ranks have agreed on it. A collective."""
         try:
             prepare_later(engine, self._peers, card, self._resolved, dtype)
         except Exception as error:
@@ -382,12 +385,12 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
 
 
 class _Greeting(NamedTuple):
-    """What ranks have told each other.
+    """The result of `_greet`.
 
     Attributes:
-        are_ready: whether all have the same facts and the kernels.
-        calls: the most calls that one has made.
-        key: for their connections.
+        are_ready: whether all ranks have the same facts, and have compiled the kernels.
+        calls: the largest number of calls that a rank has made.
+        key: key for their connections.
     """
 
     are_ready: bool
@@ -400,9 +403,9 @@ class _Result:
 
     Args:
         job: the mean of a flat tensor.
-        tensor: where the result goes.
-        flat: the flat tensor, which may be the same memory.
-        scale: what the mean is multiplied by.
+        tensor: the tensor that receives the result.
+        flat: the flat tensor, which may share its memory.
+        scale: the number by which the mean is multiplied.
     """
 
     def __init__(self, job: Job, tensor: Tensor, flat: Tensor, scale: int) -> None:
@@ -413,7 +416,7 @@ class _Result:
 
     @property
     def future(self) -> torch.futures.Future[Tensor]:
-        """The future that completes once the mean, or the error, is there."""
+        """The future that completes once there is a mean or an error."""
         return self._job.future
 
     def take_now(self) -> Tensor:
@@ -423,11 +426,11 @@ class _Result:
 
     @torch.no_grad()
     def take(self) -> Tensor:
-        """Put the result into the tensor, once it is there, and return the tensor.
+        """Copy the result, which has to be complete, to the tensor, and return the tensor.
 
         Raises:
-            ConfigError: the ranks do not agree.
-            CollectiveError: a collective failed; the tensor is all NaN.
+            ConfigError: if the ranks do not agree.
+            CollectiveError: if a collective failed. The tensor is then all NaN.
         """
         if self._job.error is None:
             self._flat.mul_(self._scale)
@@ -442,8 +445,8 @@ class _Work(dist._Work):
     """All-reduces under way.
 
     Args:
-        results: those of the tensors.
-        note: is told of an error.
+        results: the results of the tensors.
+        note: function that is called with an error.
     """
 
     def __init__(self, results: Sequence[_Result], note: Callable[[Exception], None]) -> None:
@@ -452,7 +455,7 @@ class _Work(dist._Work):
         self._note = note
         self._error: Exception | None = None
         self._over = threading.Event()
-        # The future of one all-reduce knows its device, so that streams wait for it.
+        # The future of a single all-reduce knows its device, so that streams wait for it.
         futures = [result.future for result in results]
         together: Any = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
         self._together = together.then(self._take)
@@ -462,16 +465,16 @@ class _Work(dist._Work):
         """Wait for the tensors. On a GPU, the current stream waits.
 
         Args:
-            timeout: how long; None or nothing is the process group's timeout.
+            timeout: how long to wait; None or zero means the process group's timeout.
 
         Raises:
-            ConfigError: the ranks do not agree.
-            CollectiveError: a collective failed, or it is not over within the timeout.
+            ConfigError: if the ranks do not agree.
+            CollectiveError: if a collective failed, or has not ended within the timeout.
         """
         if timeout and not self._over.wait(timeout.total_seconds()):
             raise CollectiveError(f"gqsgd: an all-reduce was not over within {timeout.total_seconds():g} s")
         try:
-            # The last future, because torchft counts on its being complete then.
+            # Wait for the last future, because torchft relies on it being complete then.
             self._together.wait()
         except Exception:
             if self._error is None:
@@ -484,7 +487,7 @@ class _Work(dist._Work):
         return self._together
 
     def _take(self, _: object) -> list[Tensor]:
-        """Put all results into their tensors; on the thread that completes the last one."""
+        """Copy all results to their tensors. Called on the thread that completes the last result."""
         tensors = []
         for result in self._results:
             try:
@@ -509,9 +512,9 @@ def check_process_group(process_group: object) -> None:
 
 
 def check_config(config: GQSGDConfig) -> None:
-    """Raise ConfigError for a configuration that needs to know what is reduced, or where ranks are.
+    """Raise ConfigError for a configuration that needs the names of parameters, or the nodes of ranks.
 
-    The Manager reduces tensors without names, and ranks come and go, so no memory can be kept for either.
+    The Manager reduces tensors without names, and ranks join and leave, so no memory can be kept for tensors or ranks.
     """
     resolved = resolve(config, 2)
     refuse_for(config, "torchft, which reduces dense tensors")
@@ -524,7 +527,7 @@ def check_config(config: GQSGDConfig) -> None:
 
 
 def _card(tensor: Tensor, number: int) -> Card:
-    """Returns what ranks compare before they reduce a tensor that has no name."""
+    """Returns the card that ranks compare before they reduce a tensor without a name."""
     facts = {"numel": tensor.numel(), "dtype": str(tensor.dtype), "number of the call": number}
     return Card("torchft's all-reduce", facts)
 
@@ -534,25 +537,25 @@ def _is_reducible(tensor: Tensor) -> bool:
 
 
 def _peers_of(process_group: ProcessGroup, device: torch.device) -> Peers:
-    """Returns the present ranks of torchft's process group."""
+    """Returns the current ranks of torchft's process group."""
     group: Any = process_group
     while isinstance(group, ProcessGroupWrapper):
         group = group.parent
-    # Under "cpu" as well, because torchft registers Gloo for both.
+    # Also for "cpu", because torchft registers Gloo for both.
     return peers_of_unregistered(group, {"cpu": "gloo", device.type: "gloo"})
 
 
 def _end_requests_of(process_group: ProcessGroup) -> None:
-    """Let ranks of torchft's process group connect through a store whose requests come to an end.
+    """Make ranks of torchft's process group connect through a store whose requests end in bounded time.
 
-    The store is a part of one rank's process. Where the link to that rank is cut while ranks connect, the others would
-    wait for its store without a limit.
+    One rank's process runs the store. If the connection to that rank is cut while ranks connect, the others would wait
+    for its store without a limit.
     """
     group: Any = process_group
     while isinstance(group._pg, ProcessGroupWrapper):
         group = group._pg
     create = group._create_pg
-    kept: list[EndingStore] = []  # torch keeps what it has in C++ only, without the methods
+    kept: list[EndingStore] = []  # torch keeps only the C++ part, without the methods
 
     def create_pg(store: dist.Store, rank: int, size: int) -> Any:
         kept[:] = [EndingStore(store, group._timeout)]

@@ -1,9 +1,9 @@
 """Numbers of quorums that stay unique when a lighthouse is restarted.
 
-A lighthouse counts its quorums, and begins at 1 when it is started again. torchft's Manager connects to the members of
-a quorum only where its number is another one than before, and members find each other in a store under that number.
-With the lighthouse's own numbers, a member could go on with connections to others who are not in the quorum, or find
-the addresses of an earlier one.
+A lighthouse counts its quorums, and starts at 1 again after a restart. torchft's Manager connects to the members of a
+quorum only if the quorum's number has changed, and members find each other in a store under that number. With the
+lighthouse's own numbers, a member could keep connections to members that are not in the quorum, or find the addresses
+of an earlier quorum.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from lightning_gqsgd.session.opening import digest_of_facts
 
 
 class DistinctQuorums:
-    """torchft's client of its manager, with another number for each quorum of other members.
+    """Wraps torchft's client of its manager, and gives each quorum of different members a different number.
 
     Args:
-        client: torchft's.
+        client: torchft's client.
     """
 
     def __init__(self, client: Any) -> None:
@@ -31,9 +31,9 @@ class DistinctQuorums:
     def _quorum(self, *arguments: Any, **named: Any) -> Any:
         """Ask for the next quorum.
 
-        All its members give it the same number. Where a new lighthouse comes upon the number and the members that one
-        of them saw last, but another member was in a quorum without it since then, that one has made more merges, or
-        one that has failed, which all are told.
+        All its members compute the same number. A new lighthouse may repeat the number and the members that one member
+        saw last, while another member was in a quorum without it since then. That other member has made more merges, or
+        a failed merge, and the quorum tells this to all members.
         """
         quorum = self._client._quorum(*arguments, **named)
         seen = (quorum.quorum_id, list(quorum.replica_ids))

@@ -11,15 +11,15 @@ from lightning_gqsgd.errors import ConfigError
 
 @contextmanager
 def torchft_for(what: str) -> Iterator[None]:
-    """A context in which torchft is imported.
+    """A context in which to import torchft.
 
-    torchft reads RUST_LOG when it is imported. Without one, its log has several lines for each merge.
+    torchft reads RUST_LOG when it is imported. If the variable is unset, torchft logs several lines for each merge.
 
     Args:
-        what: needs it, for the error.
+        what: the feature that needs torchft, for the error message.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: if torchft is not installed.
     """
     os.environ.setdefault("RUST_LOG", "warn")
     try:

@@ -1,7 +1,7 @@
 """Sends a member's state to a joining member, without pickles that could run code.
 
-torchft sends it within a merge, where all know that a member needs it. A member that joins between two merges fetches
-what another one knows at that moment.
+torchft sends it within a merge, when all members know that one needs it. A member that joins between two merges fetches
+the current state of another member.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torchft.checkpointing.http_transport import HTTPTransport
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.membership.door import in_brackets
 
-#: Where torchft's own states are, and where a member's present one is.
+#: Paths of torchft's own states, and of a member's current state.
 _CHECKPOINTS, _PRESENT = "/checkpoint/", "/present"
 
 
 class PlainTransport(HTTPTransport[Any]):
-    """torchft's transport over HTTP, which takes plain values and tensors only.
+    """torchft's transport over HTTP, which accepts only plain values and tensors.
 
     Args:
-        timeout: of each transfer.
+        timeout: timeout of each transfer.
         host: the address under which others reach this process.
-        state: returns copies of what this member knows.
+        state: function that returns a copy of this member's state.
     """
 
     def __init__(self, timeout: timedelta, host: str, state: Callable[[], Mapping[str, Any]]) -> None:
-        self._host = in_brackets(host)  # before the line below, which asks for the address
+        self._host = in_brackets(host)  # set before the line below, which calls `address`
         super().__init__(timeout=timeout, num_chunks=0)
         torchfts: Any = self._server.RequestHandlerClass
 
@@ -47,20 +47,20 @@ class PlainTransport(HTTPTransport[Any]):
                     super().do_GET()
 
             def log_message(self, *_: object) -> None:
-                """Say nothing. The standard library's writes a line to standard error for each request."""
+                """Do nothing. The standard library's method prints a line to stderr for each request."""
 
         self._server.RequestHandlerClass = Handler
 
     def address(self) -> str:
-        """Returns where others fetch the state from, without the step at the end."""
+        """Returns the URL from which others fetch the state, without the step at the end."""
         return f"http://{self._host}:{self._server.socket.getsockname()[1]}{_CHECKPOINTS}"
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """Fetch a member's state within a merge; see torchft's.
+        """Fetch a member's state within a merge; see torchft's method.
 
         Raises:
-            ConfigError: it took longer than members wait for each other, so that no merge could ever succeed with this
-                one.
+            ConfigError: if the transfer took longer than members wait for each other, so that no merge with this member
+                could succeed.
         """
         began = time.monotonic()
         state = super().recv_checkpoint(src_rank, metadata, step, timeout)
@@ -69,15 +69,15 @@ class PlainTransport(HTTPTransport[Any]):
 
     @classmethod
     def fetch_present(cls, address: str, timeout: timedelta) -> Mapping[str, Any]:
-        """Fetch what a member knows at this moment.
+        """Fetch a member's current state.
 
         Args:
-            address: of the member's transport, see `address`.
-            timeout: between two packets.
+            address: address of the member's transport, see `address`.
+            timeout: the longest time between two packets.
 
         Raises:
-            OSError: it does not answer, or not to the end.
-            ValueError: it answers with something else than a state.
+            OSError: if the member does not answer, or if its answer is incomplete.
+            ValueError: if the answer is not a state.
         """
         state = cls._load_from_address(address.removesuffix(_CHECKPOINTS) + _PRESENT, timeout)
         if not isinstance(state, Mapping):
@@ -86,19 +86,20 @@ class PlainTransport(HTTPTransport[Any]):
 
     @classmethod
     def _load_from_address(cls, address: str, timeout: timedelta) -> object:
-        """Fetch a state. torchft's own method unpickles whatever comes."""
+        """Fetch a state. torchft's own method would unpickle any answer."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(address, timeout=timeout.total_seconds()) as file, warnings.catch_warnings():
-            # Of memory that is read only, which nobody writes to: what is loaded is copied to where it belongs.
+            # The warning is about read-only memory. No code writes to it, because loaded tensors are copied to their
+            # targets.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             return _streaming_load(file, weights_only=True)
 
 
 def check_time(seconds: float, timeout: timedelta) -> None:
-    """Check how long a state was on its way.
+    """Check how long the transfer of a state took.
 
     Raises:
-        ConfigError: longer than members wait for each other.
+        ConfigError: if it took longer than members wait for each other.
     """
     if seconds > timeout.total_seconds():
         raise ConfigError(
@@ -109,7 +110,7 @@ def check_time(seconds: float, timeout: timedelta) -> None:
 
 
 def _answer(handler: Any, state: Callable[[], Mapping[str, Any]]) -> None:
-    """Send a member's present state. Whoever has asked finds out about errors from its missing end."""
+    """Send a member's current state. If an error occurs, the receiver notices that the answer is incomplete."""
     present = tree_map_only(torch.Tensor, torch.Tensor.cpu, state())
     handler.send_response(200)
     handler.send_header("Content-type", "application/octet-stream")

@@ -17,25 +17,25 @@ from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, Interval, inter
 from lightning_gqsgd.predict.model import BF16, NATIVE, Prediction, predict
 from lightning_gqsgd.predict.timeline import Timeline
 
-#: Widths of codes that are compared, most exact ones first.
+#: Numbers of bits that are compared, most exact ones first.
 BITS = (8, 4, 3, 2)
-#: The fewest bits that are recommended: below, the error of one mean is as large as the gradient
+#: The fewest bits that are recommended. With fewer, the error of one mean is as large as the gradient
 #: (docs/choosing_figures.md).
 FEWEST_BITS = 4
-#: The least gain in time that is worth a change.
+#: The smallest gain in time that is worth a change.
 WORTH = 0.05
-#: Predictions that differ by less are taken as equal, and the more exact candidate is recommended.
+#: If predictions differ by less than this share, they count as equal, and the more exact candidate is recommended.
 CLOSE = 0.03
-#: The share of a step that waits, from which on local steps are advised as well.
+#: If a larger share of a step waits, local steps are also recommended.
 LONG_WAIT = 0.5
-#: The share of a step below which the cause of its wait is not named.
+#: If a smaller share of a step waits, the cause is not named.
 NO_WAIT = 0.01
 #: Steps between two averages, and bits of the changes, of the preset ``gqsgd_diloco``.
 LOCAL_STEPS = 32
 LOCAL_BITS = 4
-#: The most ranks that are predicted: each of them is an owner of a shard in every piece, which takes time.
+#: The largest number of ranks that is predicted. Each rank owns a shard of every piece, which takes time to compute.
 MOST_RANKS = 8192
-#: The most samples of a rank in a step.
+#: The largest number of samples of a rank in a step.
 MOST_SAMPLES = 1_000_000
 #: The numbers of nodes of a sweep, and the factors by which a sweep changes the rate of links.
 SWEEP_NODES = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
@@ -47,14 +47,14 @@ class Cluster:
     """Machines, their network, and the computation of a rank.
 
     Attributes:
-        timeline: of each rank.
-        costs_at: costs at a number of nodes, with links whose rate is multiplied by a factor.
+        timeline: the timeline of each rank.
+        costs_at: function that returns the costs at a number of nodes, with the rate of links multiplied by a factor.
         nodes: number of nodes.
         per_node: ranks on each node.
-        batch: samples of each rank in a step; None: not known.
-        link: rate of the link between nodes in bytes per second; None: it was measured.
-        notes: sentences on how sure the numbers are.
-        codec: the codec that the predictions assume, in words; empty: not given.
+        batch: number of samples of each rank in a step; None if unknown.
+        link: rate of the link between nodes in bytes per second; None if it was measured.
+        notes: sentences on how reliable the numbers are.
+        codec: the codec that the predictions assume, in words; empty if not given.
     """
 
     timeline: Timeline
@@ -77,7 +77,8 @@ class Cluster:
 
     @property
     def knows_other_nodes(self) -> bool:
-        """Returns whether costs between several nodes of several ranks are known. A probe of one node has none."""
+        """Returns whether costs between several nodes of several ranks are known. A probe on one node does not have
+        them."""
         return self.per_node == 1 or any(name.startswith("node ") for name in self.costs_at(2, 1.0).collectives)
 
 
@@ -85,7 +86,7 @@ def check_size(nodes: int, per_node: int) -> None:
     """Check the size of a cluster.
 
     Raises:
-        ConfigError: there are too few nodes or ranks, or more ranks than are predicted in reasonable time.
+        ConfigError: if there are too few nodes or ranks, or more ranks than can be predicted in reasonable time.
     """
     for name, value in (("nodes", nodes), ("gpus-per-node", per_node)):
         if value < 1:
@@ -100,10 +101,10 @@ def check_size(nodes: int, per_node: int) -> None:
 
 
 def check_batch(batch: int | None) -> None:
-    """Check the samples of a rank in a step; None: not known.
+    """Check the number of samples of a rank in a step; None means unknown.
 
     Raises:
-        ConfigError: the number is below 1 or above `MOST_SAMPLES`.
+        ConfigError: if the number is below 1 or above `MOST_SAMPLES`.
     """
     if batch is not None and batch < 1:
         raise ConfigError(f"--batch {batch} has to be at least 1; give the samples of each rank in a step")
@@ -118,10 +119,10 @@ class Candidate:
     """A way of averaging gradients, with its prediction.
 
     Attributes:
-        name: for tables, e.g. ``"4 bit, hierarchical"``.
+        name: name for tables, e.g. ``"4 bit, hierarchical"``.
         method: see `model.predict`.
         prediction: the prediction.
-        interval: seconds between which the step is expected, see `intervals`; None: not predicted.
+        interval: the shortest and the longest expected step in seconds, see `intervals`; None if not predicted.
     """
 
     name: str
@@ -140,7 +141,7 @@ class Candidate:
 
 
 def over_links(costs: Costs, per_node: int, link: Link, inside: Link) -> Any:
-    """Returns the function `Cluster.costs_at` of links with given rates; ``costs``: see `costs.on_links`."""
+    """Returns the function `Cluster.costs_at` for links with given rates; for ``costs``, see `costs.on_links`."""
 
     def costs_at(nodes: int, factor: float) -> Costs:
         faster = replace(link, bytes_per_s=link.bytes_per_s * factor)
@@ -150,7 +151,7 @@ def over_links(costs: Costs, per_node: int, link: Link, inside: Link) -> Any:
 
 
 def over_probe(costs: Costs, measured_ranks: int, per_node: int) -> Any:
-    """Returns the function `Cluster.costs_at` of a link that was measured."""
+    """Returns the function `Cluster.costs_at` for a measured link."""
 
     def costs_at(nodes: int, factor: float) -> Costs:
         scaled = at_ranks(costs, measured_ranks, nodes * per_node) if nodes * per_node > 1 else costs
@@ -194,10 +195,10 @@ def candidates(
 
     Args:
         cluster: the cluster.
-        nodes: number of nodes; None: the cluster's.
-        factor: by which the rate of the links changes.
-        widths: bits of the codes that are compared.
-        tick: called with the name of each candidate before its prediction.
+        nodes: number of nodes; None means the cluster's.
+        factor: factor on the rate of the links.
+        widths: numbers of bits that are compared.
+        tick: function that is called with the name of each candidate before its prediction.
     """
     nodes = cluster.nodes if nodes is None else nodes
     costs = cluster.costs_at(nodes, factor)
@@ -209,13 +210,13 @@ def candidates(
 
 
 def with_local_steps(cluster: Cluster) -> Candidate | None:
-    """Predict a step's mean length if ranks train by themselves and average their models (preset ``gqsgd_diloco``).
+    """Predict a step's mean duration if ranks train separately and average their models (preset ``gqsgd_diloco``).
 
-    Steps send no gradients. After every `LOCAL_STEPS` of them, all changes are reduced at once, beside no computation.
+    Steps send no gradients. After every `LOCAL_STEPS` steps, all changes are reduced at once, without computation at
+    the same time.
 
     Returns:
-        The candidate, with a prediction of one step, for which nothing is drawn; None: the costs of its codes are
-        missing.
+        The candidate, with a prediction of one step that has no events; None if the costs of its codes are missing.
     """
     costs = cluster.costs_at(cluster.nodes, 1.0)
     line = cluster.timeline
@@ -280,7 +281,7 @@ def recommendation(choices: Sequence[Candidate]) -> str:
     waits = f"a step of plain DDP waits {_ms(plain.exposed_s)} of {_ms(plain.step_s)} for gradients"
     shortest = min(candidate.prediction.step_s for candidate in recommendable(choices))
     if best is choices[0]:
-        # Fewer bits may save more, and are never recommended. Per cents are rounded up, so that the sentence is true.
+        # Fewer bits may save more, but are never recommended. Percentages are rounded up, so that the sentence is true.
         percent = math.ceil(100 * (1 - shortest / plain.step_s) - 1e-9)
         most = f" by more than {percent}%" if percent > 0 else ""
         return (
@@ -293,8 +294,8 @@ def recommendation(choices: Sequence[Candidate]) -> str:
 
 
 def _against_bf16(choices: Sequence[Candidate], best: Candidate) -> str:
-    """Returns how a candidate compares with torch's bf16 hook, which needs no package; empty where that hook is the
-    candidate, or is not predicted."""
+    """Returns how a candidate compares with torch's bf16 hook, which needs no package; empty if the candidate is that
+    hook, or if the hook is not predicted."""
     hook = next((candidate for candidate in choices if candidate.method == BF16), None)
     return "" if hook is None or best is hook else f", {_times(hook.prediction, best.prediction)} than its bf16 hook"
 
@@ -315,7 +316,7 @@ def _what_is_left(best: Candidate) -> str:
     busy = f"the link is busy for {_ms(made.wire_s)}"
     if made.wire_s <= made.codec_s:
         busy = f"encoding and decoding take {_ms(made.codec_s)}"
-    if made.exposed_s > 2 * (made.wire_s + made.codec_s):  # most is neither: collectives that have not begun to send
+    if made.exposed_s > 2 * (made.wire_s + made.codec_s):  # the rest: collectives that have not begun to send
         busy = f"most of it is latency, as {busy} only"
     return f"{waits}: {busy}"
 
@@ -340,7 +341,7 @@ def advice_on_local_steps(choices: Sequence[Candidate], local: Candidate | None)
 
 
 def over_nodes(cluster: Cluster) -> dict[int, list[Candidate]]:
-    """Returns the candidates that can be recommended over numbers of nodes, of up to `MOST_RANKS` ranks.
+    """Returns the recommendable candidates for several numbers of nodes, with at most `MOST_RANKS` ranks.
 
     Candidates with fewer bits take equally long to predict, so they are left out.
     """
@@ -350,13 +351,13 @@ def over_nodes(cluster: Cluster) -> dict[int, list[Candidate]]:
 
 
 def over_rates(cluster: Cluster) -> dict[float, list[Candidate]]:
-    """Returns the candidates over the factor by which the rate of the links changes."""
+    """Returns the candidates for several factors on the rate of the links."""
     return {factor: candidates(cluster, factor=factor) for factor in RATE_FACTORS}
 
 
 @dataclass(frozen=True)
 class Sweeps:
-    """Candidates over numbers of nodes, and over the factor by which the rate of the links changes."""
+    """Candidates for several numbers of nodes, and for several factors on the rate of the links."""
 
     nodes: dict[int, list[Candidate]]
     rates: dict[float, list[Candidate]]
@@ -389,5 +390,5 @@ def break_even(sweep: dict[float, list[Candidate]]) -> float | None:
 
 
 def _ms(seconds: float) -> str:
-    seconds = seconds if seconds > 1e-12 else 0.0  # what is exposed is a difference, and may be less than 0 by rounding
+    seconds = seconds if seconds > 1e-12 else 0.0  # exposed time is a difference; rounding may make it negative
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,7 +1,7 @@
-"""Times of kernels and of whole all-reduces on this machine, next to what they replace: ``gqsgd bench``.
+"""Times kernels and whole all-reduces on this machine, and the operations that they replace: ``gqsgd bench``.
 
-All cases take turns (`timing`), so that slow changes of the machine meet all of them, and every ratio is a median over
-rounds of a ratio within one round.
+All cases take turns (`timing`), so that slow changes of the machine affect all of them. Every ratio is a median over
+rounds of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_gqsgd.predict.timing import Case, EventClock, Spread, in_turns, r
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.wire.engine import Engine, Request
 
-#: The codecs and widths whose kernels are timed.
+#: The codecs and numbers of bits whose kernels are timed.
 KERNELS = (
     ("companded", 8),
     ("companded", 4),
@@ -34,11 +34,11 @@ KERNELS = (
     ("linear", 4),
     ("eden", 2),
 )
-#: The parts of what is measured.
+#: The parts of a measurement.
 PARTS = KERNELS_PART, REDUCERS_PART = "kernels", "reducers"
-#: The widths at which a gradient is averaged, next to fp32 and bf16.
+#: The numbers of bits at which a gradient is averaged, in addition to fp32 and bf16.
 WIDTHS = (8, 4)
-#: Rounds before those that are timed.
+#: Number of rounds for warm-up, which are not timed.
 WARMUP = 2
 
 
@@ -49,10 +49,10 @@ class KernelTime:
     Attributes:
         codec: name of the codec.
         bits: bits per coordinate.
-        encode_ns: nanoseconds for each coordinate, to encode it.
-        decode_ns: the same, to decode it.
-        gradient_gb_per_s: 10⁹ bytes of gradient that are encoded and decoded in a second.
-        times_copy: time of both, over that of a copy of the tensor.
+        encode_ns: nanoseconds per coordinate to encode it.
+        decode_ns: nanoseconds per coordinate to decode it.
+        gradient_gb_per_s: 10⁹ bytes of gradient that are encoded and decoded per second.
+        times_copy: time of both, divided by the time of a copy of the tensor.
     """
 
     codec: str
@@ -65,15 +65,15 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class WayTime:
-    """One way to average gradients over all ranks, next to another way.
+    """The time of one way to average gradients over all ranks, compared with another way.
 
     Attributes:
-        name: of the way, e.g. ``"fp32"``, ``"ddp"``, or bits.
+        name: name of the way, e.g. ``"fp32"``, ``"ddp"``, or a number of bits.
         sent_mb: 10⁶ bytes that each rank sends.
         ms: median milliseconds of the slowest rank.
-        speedup: time of the other way over this time, the median over rounds.
-        low: the 10th percentile of that ratio over rounds.
-        high: the 90th percentile.
+        speedup: time of the other way divided by this time, the median over rounds.
+        low: the 10th percentile of this ratio over rounds.
+        high: the 90th percentile of this ratio.
     """
 
     name: str
@@ -85,7 +85,7 @@ class WayTime:
 
     @classmethod
     def all_of(cls, seconds: Mapping[str, np.ndarray], sent: Mapping[str, float], against: str) -> tuple[WayTime, ...]:
-        """Returns all ways, from their names to seconds in each round and to bytes sent; ``against``: the other way."""
+        """Returns all ways, from the seconds in each round and the bytes sent by name; ``against`` is the other way."""
         return tuple(
             cls(name, sent[name] / 1e6, 1e3 * Spread.of(values).median, *Spread.of(seconds[against] / values))
             for name, values in seconds.items()
@@ -98,12 +98,12 @@ class Bench:
 
     Attributes:
         device: the device, in words.
-        backend: of the process group.
+        backend: backend of the process group.
         ranks: number of ranks.
         numel: coordinates of the gradient that was averaged, fp32.
         rounds: number of timed rounds.
         kernels: see `KernelTime`; measured on rank 0 while the other ranks wait.
-        all_reduces: see `WayTime`; next to fp32.
+        all_reduces: see `WayTime`; compared with fp32.
     """
 
     device: str
@@ -115,7 +115,7 @@ class Bench:
     all_reduces: tuple[WayTime, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values only."""
+        """Returns the measurements as plain values."""
         return asdict(self)
 
 
@@ -132,8 +132,8 @@ def measure(
         device: device of gradients: the CPU over Gloo, or CUDA over NCCL.
         numel: coordinates of the gradient.
         rounds: number of timed rounds.
-        tick: called before every run of a case, `runs` times on rank 0.
-        parts: of `PARTS`, which to time; the others are empty.
+        tick: function that is called before every run of a case, `runs` times on rank 0.
+        parts: the parts of `PARTS` to time; the results of the others are empty.
     """
     kernels = _kernels(device, rounds, tick) if dist.get_rank() == 0 and KERNELS_PART in parts else ()
     dist.barrier()
@@ -143,15 +143,16 @@ def measure(
 
 
 def runs(rounds: int, parts: Sequence[str] = PARTS) -> int:
-    """Returns how often `measure` runs a case, rounds that are not timed included."""
+    """Returns how often `measure` runs a case, including rounds that are not timed."""
     cases = {KERNELS_PART: 1 + 2 * len(KERNELS), REDUCERS_PART: 2 + len(WIDTHS)}
     return (rounds + WARMUP) * sum(cases[part] for part in parts)
 
 
 def _kernels(device: torch.device, rounds: int, tick: Callable[[], object]) -> tuple[KernelTime, ...]:
-    """Returns the encoding and decoding of a tensor, next to a copy of it.
+    """Time the encoding and decoding of a tensor, and a copy of it.
 
-    On a CPU, all run on one thread, and its own processor time counts: other programs may take the processor meanwhile.
+    On a CPU, all run on one thread, and its own processor time is measured, because other programs may use the
+    processor.
     """
     numel = CODEC_NUMEL[device.type]
     x = torch.zeros(numel, device=device)
@@ -179,7 +180,7 @@ def _kernels(device: torch.device, rounds: int, tick: Callable[[], object]) -> t
 
 
 def _all_reduces(device: torch.device, numel: int, rounds: int, tick: Callable[[], object]) -> tuple[WayTime, ...]:
-    """Returns the averages of a gradient by the backend, and by the package's own engine."""
+    """Time the averages of a gradient by the backend, and by the package's own engine."""
     assert dist.group.WORLD is not None
     ranks = dist.get_world_size()
     x = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
@@ -216,7 +217,7 @@ def slowest_rounds(values: np.ndarray, device: torch.device) -> np.ndarray:
 
 
 def _mean(x: Tensor, ranks: int) -> None:
-    dist.all_reduce(x.div_(ranks))  # DDP divides before the all-reduce as well
+    dist.all_reduce(x.div_(ranks))  # DDP also divides before the all-reduce
 
 
 def _mean_in_bf16(x: Tensor, ranks: int) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-#: What a task does when it is over.
+#: A function that is called at the end of a task.
 Then = Callable[[], None]
 
-#: Seconds below which a task counts as finished: far less than any cost, and more than rounding errors.
+#: A task with fewer seconds left counts as finished. This is far below any cost, and above rounding errors.
 _EPSILON_S = 1e-12
 
 
@@ -45,10 +45,9 @@ class _Task:
 class Clock:
     """The virtual time, and the tasks that run.
 
-    A task at full speed keeps some processors busy, or a part of one. Where tasks together want more processors than
-    there are, the processors are shared as fairly as possible (max-min fairness): a task that wants less than an equal
-    share gets what it wants, and the others share the rest. A task that gets a part of what it wants is slower by that
-    factor.
+    A task at full speed keeps some processors busy, or a fraction of one. If all tasks together need more processors
+    than exist, the processors are shared by max-min fairness: a task that needs less than an equal share gets its full
+    demand, and the others share the rest. If a task gets only a fraction of its demand, it is slower by that factor.
 
     Args:
         cores: number of processors.
@@ -65,11 +64,11 @@ class Clock:
         self._running: list[_Task] = []
 
     def start(self, seconds: float, demand: float, then: Then) -> None:
-        """Start a task; ``demand``: the processors that it keeps busy at full speed."""
+        """Start a task; ``demand`` is the number of processors that it keeps busy at full speed."""
         self._running.append(_Task(seconds, demand, then))
 
     def run(self) -> None:
-        """Let time pass until no task is left."""
+        """Advance the time until all tasks have ended."""
         while self._running:
             self._share()
             step = min(task.left_s / task.rate for task in self._running)
@@ -92,7 +91,7 @@ class Clock:
 
 
 class Resource:
-    """Does one task at a time, in the order in which tasks come.
+    """Does one task at a time, in the order in which tasks were added.
 
     Args:
         clock: the clock.

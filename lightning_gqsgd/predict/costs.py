@@ -1,6 +1,6 @@
 """Costs of collectives, kernels and launches: the constants of the model's clock.
 
-`Costs` come from three places: a probe on the machines themselves (`probe`), a link's rate and latency
+`Costs` have three sources: a probe on the machines themselves (`probe`), a link's rate and latency
 (`collectives_between`), and a device's memory bandwidth (`ESTIMATES`).
 """
 
@@ -15,17 +15,17 @@ from lightning_gqsgd.kernels.meta import Work
 from lightning_gqsgd.predict.tcp import Factors, Terms, terms_of
 from lightning_gqsgd.spec.quantities import RATES, TIMES, quantity
 
-#: Kinds of collectives that have a cost; sums have one for each dtype, because ranks add them.
+#: Kinds of collectives that have a cost. Sums have one cost for each dtype, because ranks add the numbers.
 KINDS = ("all_to_all", "all_gather", "max", "sum/float32", "sum/bfloat16", "sum/uint8")
-#: The kind whose cost a sum of another dtype has, if that dtype was not measured: a word of as many bytes or more.
+#: If a dtype was not measured, the kind whose cost is used for its sums.
 _STANDS_FOR = {"sum/float16": "sum/bfloat16", "sum/float64": "sum/float32", "sum/int64": "sum/float32"}
-#: The name of the costs of torch's ``bf16_compress_hook``. It is no codec, and is timed like one.
+#: The name of the costs of torch's ``bf16_compress_hook``. It is no codec, but is timed like one.
 BF16_HOOK = "bf16_compress_hook"
 
-#: The smallest and the largest rate in bits per second, and duration in seconds, that mean anything.
+#: The smallest and the largest meaningful rate in bits per second, and duration in seconds.
 _RATE_LIMITS = (1.0, 1e18)
 _TIME_LIMITS = (1e-12, 1e6)
-#: Characters of a text that a message shows.
+#: Characters of a text that an error message shows at most.
 _SHOWN = 40
 
 
@@ -34,12 +34,12 @@ class Collective:
     """Costs of one kind of collective between certain ranks.
 
     Attributes:
-        alpha_s: seconds before the first byte, however long the message is.
-        beta_s: seconds of the link for each byte that a rank sends, when other collectives fill the pauses.
-        alone_s: further seconds for each byte until the result is there, when no other collective is under way. A
-            collective that sends and receives in turns has them.
-        cpu_s: processor-seconds of a rank for each call.
-        cpu_beta_s: processor-seconds of a rank for each byte that it sends.
+        alpha_s: seconds before the first byte, for messages of any length.
+        beta_s: seconds of the link per byte that a rank sends, if other collectives fill the pauses.
+        alone_s: additional seconds per byte until the result is complete, if no other collective is under way. They are
+            not 0 if a collective sends and receives in turns.
+        cpu_s: processor-seconds of a rank per call.
+        cpu_beta_s: processor-seconds of a rank per byte that it sends.
     """
 
     alpha_s: float
@@ -51,12 +51,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class Gamma:
-    """Processor-seconds that a codec takes for each coordinate on one thread.
+    """Processor-seconds per coordinate of a codec on one thread.
 
     Attributes:
         encode_s: to encode a coordinate.
         decode_s: to decode a coordinate of one message into the gradient.
-        reduce_s: to decode a coordinate of a further message and add it, or to add one of the rank itself.
+        reduce_s: to decode a coordinate of another message and add it, or to add a coordinate of the rank itself.
     """
 
     encode_s: float
@@ -64,7 +64,7 @@ class Gamma:
     reduce_s: float
 
     def times(self, factor: float) -> Gamma:
-        """Returns a codec that takes so many times as long."""
+        """Returns the times multiplied by a factor."""
         return Gamma(factor * self.encode_s, factor * self.decode_s, factor * self.reduce_s)
 
 
@@ -73,7 +73,7 @@ class Link:
     """A network between machines, or the wires inside one.
 
     Attributes:
-        bytes_per_s: bytes that an end can send in a second while it receives as many.
+        bytes_per_s: bytes per second that an end can send while it receives equally many.
         latency_s: seconds from the start of a message to its first byte at the other end.
     """
 
@@ -88,20 +88,22 @@ class Costs:
     Attributes:
         collectives: by scope and kind, e.g. ``"all sum/float32"`` or ``"peers all_to_all"``.
         gammas: by codec, e.g. ``"companded/4"``.
-        touch_s: processor-seconds for each byte that an operation of PyTorch reads or writes.
+        touch_s: processor-seconds per byte that an operation of PyTorch reads or writes.
         launch_s: processor-seconds to start a kernel or an operation of PyTorch.
-        stage_s: processor-seconds of the sequencing thread (Gloo) to take a piece from one collective to the next,
-            besides the work of kernels and operations.
-        cores: processors that each rank has for itself. Backward pass, codec and collectives share them. A GPU counts
-            as 1: kernels of the codec take the time that they need from those of the backward pass.
-        thread: processors that a rank gets with one thread, at most 1. It is less where ranks, or other programs, share
-            processors; several threads of a rank may then get more together.
+        stage_s: processor-seconds of the sequencing thread (Gloo) between two collectives of a piece, in addition to
+            kernels and operations.
+        cores: number of processors of each rank, which backward pass, codec and collectives share. A GPU counts as 1:
+            while a kernel of the codec runs, the kernels of the backward pass wait.
+        thread: processors that a rank gets with one thread, at most 1. It is less than 1 if ranks or other programs
+            share processors; several threads of a rank may then get more together.
         on_streams: whether collectives run on streams of a GPU (NCCL), and not on a thread (Gloo).
-        source: where the numbers are from, in words.
-        terms: times of collectives between nodes beyond their bytes at the rate of a link; None: times were measured,
-            so that nothing is to be added.
-        latency_s: seconds of one way between nodes, besides what collectives take to begin (Gloo, see `tcp.ways`).
-        shares_memory: whether all ranks exchange through memory of one machine (Gloo), so that pieces are larger.
+        source: the source of the numbers, in words.
+        terms: additional times of collectives between nodes, beyond their bytes at the rate of a link; None if times
+            were measured and already include them.
+        latency_s: one-way latency between nodes in seconds, in addition to the start of collectives (Gloo, see
+            `tcp.ways`).
+        shares_memory: whether all ranks exchange through shared memory of one machine (Gloo), so that pieces are
+            larger.
     """
 
     collectives: Mapping[str, Collective]
@@ -118,7 +120,7 @@ class Costs:
     shares_memory: bool = False
 
     def on(self, nodes: int) -> Costs:
-        """Returns the costs on so many nodes, of which a single one has memory that all its ranks share."""
+        """Returns the costs on ``nodes`` nodes. On a single node, all ranks share memory."""
         return replace(self, shares_memory=nodes == 1 and not self.on_streams)
 
     def at(self, factors: Factors) -> Costs:
@@ -126,13 +128,13 @@ class Costs:
         return replace(self, terms=Terms(factors, factors, factors))
 
     def wire_seconds(self, scope: str, kind: str, nbytes: int, *, is_beside_backward: bool) -> float:
-        """Returns the seconds for which a collective keeps its link.
+        """Returns the seconds for which a collective occupies its link.
 
         Args:
-            scope: between whom, see `Message.scope`.
+            scope: the ranks that take part, see `Message.scope`.
             kind: see `Message.kind`.
-            nbytes: bytes that a rank sends; in a ring, where the collective is one.
-            is_beside_backward: whether the step has a backward pass, beside which the collective runs.
+            nbytes: bytes that a rank sends; in a ring, if the collective is one.
+            is_beside_backward: whether the step has a backward pass during which the collective runs.
         """
         seconds = self.collective(scope, kind).beta_s * nbytes
         if self.terms is None or scope == "node":
@@ -142,14 +144,14 @@ class Costs:
 
     @property
     def speed(self) -> float:
-        """Processor-seconds that one thread does in a second."""
+        """Processor-seconds per second of one thread."""
         return min(1.0, self.thread, self.cores)
 
     def collective(self, scope: str, kind: str) -> Collective:
         """Returns the cost of a collective between the ranks of a scope.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: if there is no such cost.
         """
         for name in (kind, _STANDS_FOR.get(kind, kind)):
             cost = self.collectives.get(f"{scope} {name}")
@@ -164,17 +166,17 @@ class Costs:
         """Returns the processor-seconds of a work.
 
         Raises:
-            ConfigError: the codec's cost is not known.
+            ConfigError: if the codec's cost is unknown.
         """
         if work.kind == "torch":
             return self.launch_s + self.touch_s * work.nbytes
-        if work.kind in ("maxima", "rotate"):  # read, or read and write, 4 bytes a coordinate
+        if work.kind in ("maxima", "rotate"):  # read, or read and write, 4 bytes per coordinate
             return self.launch_s + self.touch_s * work.numel * (4 if work.kind == "maxima" else 8)
         if work.kind == "narrow":  # reads 4 bytes, writes 2, and hashes, which takes about as long again
             return self.launch_s + self.touch_s * work.numel * 12
         gamma = self.gammas.get(work.codec)
         if gamma is None and work.codec == BF16_HOOK:  # an estimate
-            # It reads 4 bytes and writes 2, divides these, and reads and writes as many again afterwards.
+            # It reads 4 bytes and writes 2, divides these 2 in place, and after the all-reduce reads 2 and writes 4.
             gamma = Gamma(10 * self.touch_s, 6 * self.touch_s, 0.0)
         if gamma is None:
             raise ConfigError(
@@ -192,10 +194,10 @@ class Costs:
 
 
 def bytes_per_second(text: str, option: str) -> float:
-    """Returns the bytes per second of a rate such as ``"10gbit"``; ``option``: where the text is from, for messages.
+    """Returns the bytes per second of a rate such as ``"10gbit"``; ``option`` is the source of the text, for messages.
 
     Raises:
-        ConfigError: the text is no number with a unit, or the rate is out of range.
+        ConfigError: if the text is no number with a unit, or if the rate is out of range.
     """
     bits = _number(text, option, RATES, "100mbit, 10gbit or 3.2tbit")
     _check_range(bits, text, option, _RATE_LIMITS, "1bit to 1000000tbit")
@@ -226,30 +228,30 @@ def _number(text: str, option: str, units: Mapping[str, float], examples: str) -
 
 
 def _check_range(value: float, text: str, option: str, limits: tuple[float, float], words: str) -> None:
-    """Raise ConfigError for a value beyond the limits, which infinity is as well."""
+    """Raise ConfigError for a value outside the limits, including infinity."""
     if not limits[0] <= value <= limits[1]:
         raise ConfigError(f"{option} {_quoted(text)} is out of range: {words}; write a number in this range")
 
 
 def _quoted(text: str) -> str:
-    """Returns a text in quotes, without its end if it is long."""
+    """Returns a text in quotes, shortened if it is long."""
     return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
 
 
 def collectives_between(nodes: int, per_node: int, link: Link, inside: Link) -> dict[str, Collective]:
     """Returns the costs of collectives over links with given rates, by scope and kind.
 
-    The ranks of a node share its link to other nodes. A ring passes each node's link once in each direction, so the
-    link carries what one rank sends (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). In an all-to-all over
-    all ranks, each of g ranks sends (n-g)/(n-1) of its bytes through the link; between ranks with the same place on
-    each node, g collectives share the link. Latencies count once per level of a tree over nodes and one over the
-    ranks of a node, twice for a sum or a maximum, which is how NCCL takes short messages.
+    The ranks of a node share its link to other nodes. A ring uses each node's link once in each direction, so the link
+    carries the bytes of one rank (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). In an all-to-all over all
+    ranks, each of g ranks sends (n-g)/(n-1) of its bytes through the link; between ranks with the same place on each
+    node, g collectives share the link. Latencies count once per level of a tree over nodes and one over the ranks of a
+    node, and twice for a sum or a maximum, as NCCL sends short messages.
 
     Args:
         nodes: number of nodes.
-        per_node: ranks on each node, g.
-        link: of a node, to the other nodes.
-        inside: of a rank, to the ranks of its node.
+        per_node: number of ranks on each node, g.
+        link: link of a node to the other nodes.
+        inside: link of a rank to the ranks of its node.
     """
     ranks = nodes * per_node
     outer_depth, inner_depth = (math.ceil(math.log2(count)) for count in (nodes, per_node))
@@ -270,11 +272,10 @@ def collectives_between(nodes: int, per_node: int, link: Link, inside: Link) -> 
 
 
 def at_ranks(costs: Costs, measured: int, ranks: int) -> Costs:
-    """Returns the costs that were measured at one number of ranks, for another number of ranks on links of the same
-    kind.
+    """Convert costs that were measured at one number of ranks to another number of ranks on links of the same kind.
 
-    A byte costs the same, since what ranks send is counted. The start of a collective takes a number of messages in a
-    row: n-1 over Gloo, whose collectives are rings and pairs; log2 n over NCCL, where it is a tree.
+    The cost per byte that a rank sends stays the same. The start of a collective takes a number of consecutive
+    messages: n-1 over Gloo, whose collectives are rings and pairs; log2 n over NCCL, where it is a tree.
     """
     hops: tuple[float, float] = (measured - 1, ranks - 1)
     if costs.on_streams:
@@ -287,44 +288,44 @@ def at_ranks(costs: Costs, measured: int, ranks: int) -> Costs:
     return replace(costs, collectives=scaled)
 
 
-#: The latency of a link between nodes, in seconds, where it is not known.
+#: The latency of a link between nodes, in seconds, if it is unknown.
 LATENCY_S = 50e-6
-#: Bits per second between the ranks of a node, in each direction: NVLink's rated one for these devices. Processes on a
-#: CPU copy from each other's memory, or send over Gloo by the loopback device of their machine.
+#: Bits per second between the ranks of a node, in each direction: NVLink's rated speed for these devices. Processes on
+#: a CPU copy from each other's memory, or send over Gloo through the loopback device.
 _INSIDE = {"h100": 3.6e12, "a100": 2.4e12, "cpu": 16e9}
 #: The same for other devices.
 _OTHER_INSIDE = 200e9
-#: The most seconds of latency between the ranks of a node.
+#: The largest latency between the ranks of a node, in seconds.
 _INSIDE_LATENCY_S = 5e-6
 
 
 def inside_rate(device: str) -> float:
-    """Returns the bytes per second that a rank sends to the ranks of its node; ``device``: a name such as "h100"."""
+    """Returns the bytes per second that a rank sends to the ranks of its node; ``device`` is a name such as "h100"."""
     return next((rate for name, rate in _INSIDE.items() if name in device), _OTHER_INSIDE) / 8
 
 
 def inside_of(device: str, link: Link) -> Link:
-    """Returns the link between the ranks of a node, whose latency is at most that of the link to other nodes.
+    """Returns the link between the ranks of a node. Its latency is at most the latency of the link to other nodes.
 
     Args:
         device: see `inside_rate`.
-        link: of a node, to the other nodes.
+        link: link of a node to the other nodes.
     """
     return Link(inside_rate(device), min(link.latency_s, _INSIDE_LATENCY_S))
 
 
-#: Codecs that have estimates, with their bits.
+#: Codecs for which there are estimates, with their bits.
 _CODECS = {f"{family}/{bits}": bits for family in ("linear", "companded") for bits in range(1, 9)} | {"eden/2": 2}
 
 
 @dataclass(frozen=True)
 class GPU:
-    """An estimate of a GPU's codec from the bytes that its kernels move.
+    """An estimate of the codec's speed on a GPU from the bytes that its kernels move.
 
     Attributes:
         bytes_per_s: bytes that kernels read and write in a second.
         launch_s: seconds to start a kernel.
-        note: how sure the numbers are.
+        note: how reliable the numbers are.
     """
 
     bytes_per_s: float
@@ -332,7 +333,7 @@ class GPU:
     note: str
 
     def gamma(self, bits: int) -> Gamma:
-        """Returns a codec that reads and writes each coordinate, 4 bytes, and its code once."""
+        """Returns the times of a codec that reads or writes each coordinate, 4 bytes, and its code once."""
         code = bits / 8
         moved_s = (4 + code) / self.bytes_per_s
         return Gamma(encode_s=moved_s, decode_s=moved_s, reduce_s=code / self.bytes_per_s)
@@ -345,14 +346,14 @@ class GPU:
 
 @dataclass(frozen=True)
 class CPU:
-    """The codec of a CPU as `gqsgd probe` has measured it once; fields are those of `Costs`.
+    """The codec's speed on a CPU, measured once by `gqsgd probe`. The fields are those of `Costs`.
 
     Attributes:
-        gamma: of the default configuration's codec, whose kernels take as long at 8 bits as at 3. At 2 bits, those of
-            EDEN take about as long.
-        trellis: how many times as long trellis codes take to encode and to decode, by their bits.
-        hook: of torch's bf16 hook.
-        note: how sure the numbers are.
+        gamma: times of the default configuration's codec. Its kernels take equally long at 8 and at 3 bits, and EDEN's
+            kernels at 2 bits take about as long.
+        trellis: factors by which trellis codes take longer to encode and to decode, by their bits.
+        hook: times of torch's bf16 hook.
+        note: how reliable the numbers are.
     """
 
     gamma: Gamma
@@ -375,7 +376,7 @@ class CPU:
         )
 
 
-#: Codecs by the name of their device. A GPU's kernels are taken to reach 60 % of its memory's rated bandwidth.
+#: Codecs by the name of their device. A GPU's kernels are assumed to reach 60 % of its memory's rated bandwidth.
 ESTIMATES: dict[str, GPU | CPU] = {
     "h100": GPU(0.6 * 3.35e12, 10e-6, "h100: an estimate from memory bandwidth, not a measurement"),
     "a100": GPU(0.6 * 1.56e12, 10e-6, "a100: an estimate from memory bandwidth, not a measurement"),
@@ -399,8 +400,8 @@ def estimated_costs(device: str, nodes: int, per_node: int, link: Link) -> Costs
     Args:
         device: a name of `ESTIMATES`.
         nodes: number of nodes.
-        per_node: ranks on each node.
-        link: of a node, to the other nodes.
+        per_node: number of ranks on each node.
+        link: link of a node to the other nodes.
     """
     return on_links(ESTIMATES[device].costs({}), nodes, per_node, link, inside_of(device, link))
 
@@ -408,15 +409,15 @@ def estimated_costs(device: str, nodes: int, per_node: int, link: Link) -> Costs
 def on_links(costs: Costs, nodes: int, per_node: int, link: Link, inside: Link) -> Costs:
     """Returns the costs of a device with collectives over links with given rates.
 
-    A link that carries TCP has terms of its own over NCCL.
+    Over NCCL, a link that uses TCP has additional terms.
 
     Args:
-        costs: of the codec, and of the rest that a rank computes. If they have a latency, the clock counts it as the
-            collectives of Gloo take it (`tcp.ways`), and that of the link counts no more.
+        costs: costs of the codec and of a rank's other work. If they have a latency, the clock uses it for the
+            collectives of Gloo (`tcp.ways`), and the latency of ``link`` is ignored.
         nodes: number of nodes.
-        per_node: ranks on each node.
-        link: of a node, to the other nodes.
-        inside: of a rank, to the ranks of its node.
+        per_node: number of ranks on each node.
+        link: link of a node to the other nodes.
+        inside: link of a rank to the ranks of its node.
     """
     counted = replace(link, latency_s=0.0) if costs.latency_s else link
     made = collectives_between(nodes, per_node, counted, inside)

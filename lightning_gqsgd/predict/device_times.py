@@ -1,6 +1,6 @@
-"""Measures what a device takes to compute: kernels of codecs, torch's bf16 hook, and copies.
+"""Measures computing times of a device: kernels of codecs, torch's bf16 hook, and copies.
 
-On a CPU, times are seconds of the thread's own processor time, so that other programs of the machine do not count.
+On a CPU, times are seconds of the thread's own processor time, so other programs of the machine have no effect.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from lightning_gqsgd.kernels.protocol import Own
 from lightning_gqsgd.kernels.wire import scale_format
 from lightning_gqsgd.predict.costs import Gamma
 
-#: Coordinates that kernels are timed on: a piece's on a CPU, and those of a bucket on a GPU.
+#: Number of coordinates on which kernels are timed: a piece on a CPU, a bucket on a GPU.
 CODEC_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}
-#: Coordinates of a model's gradients, which copies are timed on. Kernels take pieces of as many in turns. In training,
-#: weights, activations and gradients are more than caches hold.
+#: Number of coordinates of a model's gradients, on which copies are timed. Kernels use pieces of this many coordinates
+#: in turns, because in training, weights, activations and gradients exceed the caches.
 MODEL_NUMEL = 1 << 24
 _SOURCES = 4
-#: The preset ``gqsgd_trellis``: the smallest error at 2 bits, in more of the processor's time.
+#: The preset ``gqsgd_trellis``: the smallest error at 2 bits, for more processor time.
 TRELLIS = GQSGDConfig(codec="trellis", bits=2, sample_every=0)
 
 
 def codec_of_bits(bits: int) -> str:
-    """Returns the name that costs have for the codes of the default configuration at a width."""
+    """Returns the name in `Costs` of the default configuration's codes at a number of bits."""
     return codec_of_config(GQSGDConfig(bits=bits))
 
 
 def codec_of_config(config: GQSGDConfig) -> str:
-    """Returns the name that costs have for the codes of a configuration."""
+    """Returns the name in `Costs` of a configuration's codes."""
     q = codec_of(config).quantiser(config.block_size)
     return codec_name(q.kind, q.bits)
 
 
 def gamma_of(device: torch.device, config: GQSGDConfig, patience_s: float) -> Gamma:
-    """Returns the seconds of the kernels of a configuration's codec for each coordinate."""
+    """Returns the seconds per coordinate of the kernels of a configuration's codec."""
     numel = CODEC_NUMEL[device.type]
     codec = CodecCase(device, config, numel, max(1, MODEL_NUMEL // numel))
     encode_s, decode_s = (_seconds(call, device, patience_s) / numel for call in (codec.encode, codec.decode))
@@ -52,26 +52,26 @@ def gamma_of(device: torch.device, config: GQSGDConfig, patience_s: float) -> Ga
 
 
 def bf16_hook(device: torch.device, patience_s: float) -> Gamma:
-    """Returns the seconds for each coordinate of what torch's ``bf16_compress_hook`` does before and after its
+    """Returns the seconds per coordinate of the work of torch's ``bf16_compress_hook`` before and after its
     all-reduce."""
     x = torch.zeros(MODEL_NUMEL, device=device)
     small = x.to(torch.bfloat16)
-    narrow_s = _seconds(lambda: x.to(torch.bfloat16).div_(2), device, patience_s)  # the hook makes a new tensor, too
+    narrow_s = _seconds(lambda: x.to(torch.bfloat16).div_(2), device, patience_s)  # the hook also creates a new tensor
     widen_s = _seconds(lambda: x.copy_(small), device, patience_s)
     return Gamma(narrow_s / x.numel(), widen_s / x.numel(), 0.0)
 
 
 class CodecCase:
-    """Tensors, messages of several sources, and what is done with them.
+    """Tensors and messages of several sources, with the operations on them that are timed.
 
     Attributes:
-        owned: coordinates of the shard of one owner, of as many as there are sources.
+        owned: number of coordinates of one owner's shard. There are as many owners as sources.
 
     Args:
-        device: where they are.
-        config: its codec and its block size count.
-        numel: coordinates of a tensor, fp32.
-        pieces: number of tensors, which calls take in turns.
+        device: device of the tensors.
+        config: the configuration, of which the codec and the block size are used.
+        numel: number of coordinates of a tensor, fp32.
+        pieces: number of tensors, which calls use in turns.
     """
 
     def __init__(self, device: torch.device, config: GQSGDConfig, numel: int, pieces: int = 1) -> None:
@@ -101,7 +101,7 @@ class CodecCase:
         self._kernels.decode(self._wires[:1], self._layout.blocks, next(self._pieces), self._q, self._keys[:1])
 
     def encode_mean(self) -> None:
-        """Encode the mean of a shard, as its owner does: of its own coordinates, and of others' messages."""
+        """Encode the mean of a shard, as its owner does: from its own coordinates and the messages of others."""
         own = Own(0, next(self._pieces))
         blocks = self._shard.blocks
         out_key = self._keys[0]
@@ -109,8 +109,8 @@ class CodecCase:
 
 
 def copying(device: torch.device, patience_s: float) -> tuple[float, float]:
-    """Returns the seconds for each byte that a copy reads or writes, and seconds to start a kernel: what one of a block
-    takes."""
+    """Returns the seconds per byte that a copy reads or writes, and the seconds to start a kernel, which are the
+    duration of a kernel on one block."""
     x = torch.zeros(MODEL_NUMEL, device=device)
     y = torch.empty_like(x)
     config = GQSGDConfig()
@@ -119,9 +119,9 @@ def copying(device: torch.device, patience_s: float) -> tuple[float, float]:
 
 
 def _seconds(call: Callable[[], object], device: torch.device, patience_s: float) -> float:
-    """Returns the median of the seconds that a call keeps a device busy; on a CPU, of the thread's own processor time.
+    """Returns the median seconds for which a call keeps a device busy; on a CPU, of the thread's own processor time.
 
-    The call runs for ``patience_s`` about, and between 3 and 12 times after one that warms up.
+    After one call for warm-up, the call runs 3 to 12 times, for about ``patience_s`` seconds.
     """
     call()
     times: list[float] = []

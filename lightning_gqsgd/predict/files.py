@@ -1,8 +1,8 @@
 """Checks of the values in JSON files, and of whether a file can be written.
 
-Each check of a value returns it with the type that the function's name says. ``value`` is what the file has, ``what``
-is where it stands there, for messages. The check raises ConfigError for a value of another type or range, and the
-message names the place and the value.
+Each check of a value returns it with the type in the function's name. ``value`` is the value in the file, and ``what``
+is its place there, for messages. If the value has another type or is out of range, the check raises a ConfigError that
+names the place and the value.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def entries(value: object, what: str, names: tuple[str, ...] | None = None) -> d
 
     Args:
         value: the value in the file.
-        what: where it stands there, for messages.
-        names: the keys that the dictionary has to have, and no others; None: any keys.
+        what: its place there, for messages.
+        names: the exact keys of the dictionary; None allows any keys.
     """
     if not isinstance(value, Mapping):
         raise _error(value, what, "a dictionary")
@@ -39,7 +39,7 @@ def entries(value: object, what: str, names: tuple[str, ...] | None = None) -> d
 
 
 def rows(value: object, what: str, length: int | None = None) -> list[Any]:
-    """Returns a list; ``length``: how long the list has to be."""
+    """Returns a list; ``length`` is its required length."""
     if not isinstance(value, list) or (length is not None and len(value) != length):
         raise _error(value, what, "a list" if length is None else f"a list of {length} values")
     return value
@@ -53,7 +53,7 @@ def number(value: object, what: str) -> float:
 
 
 def integer(value: object, what: str, least: int = 0) -> int:
-    """Returns an integer of 63 bits, from ``least`` on."""
+    """Returns an integer of 63 bits that is at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
         raise _error(value, what, f"an integer from {least} on")
     return value
@@ -74,7 +74,7 @@ def text(value: object, what: str) -> str:
 
 
 def numbers(kind: type[T], value: object, what: str) -> T:
-    """Returns a dataclass all of whose fields are numbers, see `number`. Fields that have a default may be missing."""
+    """Returns a dataclass whose fields are all numbers, see `number`. Fields with a default may be missing."""
     needed = {field.name: field.default is MISSING for field in fields(kind)}  # type: ignore[arg-type]
     given = entries(value, what)
     wanted = tuple(name for name, is_needed in needed.items() if is_needed or name in given)
@@ -86,14 +86,14 @@ def _error(value: object, what: str, expected: str) -> ConfigError:
 
 
 def check_writable(option: str, file: Path) -> None:
-    """Check that a file can be created or replaced, before the work whose result it is to hold. Nothing is written.
+    """Check that a file can be created or replaced, before its contents are computed. Nothing is written.
 
     Args:
-        option: where the file's name is from, for messages.
+        option: the option that names the file, for messages.
         file: the file.
 
     Raises:
-        ConfigError: there is no such folder, the file is no regular one, or neither may be written to.
+        ConfigError: if there is no such folder, if the file is no regular file, or if one of them is not writable.
     """
     reason = _reason_against(file)
     if reason:
@@ -101,7 +101,7 @@ def check_writable(option: str, file: Path) -> None:
 
 
 def _reason_against(file: Path) -> str:
-    """Returns why a file cannot be written; empty if nothing is known against it."""
+    """Returns the reason why a file cannot be written; empty if none is known."""
     try:
         if not file.parent.is_dir():
             return f"there is no folder {file.parent}"

@@ -1,8 +1,8 @@
-"""The interval around a predicted step, which is meant to contain nine of ten measured steps.
+"""The interval around a predicted step that should contain nine of ten measured steps.
 
-Its ends are the predictions at the ends of what is known of the network (`tcp.Terms`), times the shares by which
-measured steps of the package's own benchmarks differ from predicted ones. There, computation and network had been
-measured before, so these shares are what the model of a step leaves out.
+Its ends are predictions with the smallest and the largest terms of the network (`tcp.Terms`), multiplied by the ratios
+of measured to predicted steps in the package's own benchmarks. In these benchmarks, computation and network were
+measured beforehand, so the ratios show the effects that the model leaves out.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from lightning_gqsgd.predict.costs import Costs
 from lightning_gqsgd.predict.model import predict
 from lightning_gqsgd.predict.timeline import Timeline
 
-#: Measured over predicted steps: the 3rd and the 97th of a hundred, of the 64 settings of ``benchmarks/prediction.py``.
+#: Measured over predicted steps: the 3rd and the 97th percentile over the 64 settings of ``benchmarks/prediction.py``.
 SHORTEST = 0.972
 LONGEST = 1.16
 
-#: Seconds of the least and the most that a step is expected to take.
+#: The shortest and the longest expected duration of a step, in seconds.
 Interval = tuple[float, float]
 
 

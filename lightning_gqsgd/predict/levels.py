@@ -1,8 +1,8 @@
 """Chooses the reducer for nodes of several ranks: one level or two, whichever is predicted to be faster.
 
-Where several ranks share a node's link, a reducer of one level sends each rank's codes through it. `Hierarchical` sends
-them once per node, and sends uncompressed gradients inside of nodes for that. Which of the two takes less time depends
-on both rates and on the number of bits.
+If several ranks share a node's link, a reducer of one level sends each rank's codes through it. `Hierarchical` sends
+codes once per node, but sends uncompressed gradients inside nodes. Which of the two is faster depends on both rates and
+on the number of bits.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from lightning_gqsgd.session.nodes import with_nodes
 if TYPE_CHECKING:
     from lightning_gqsgd.session.nodes import Layout
 
-#: Bytes per second of the links between nodes, by the device of gradients, where no node knows its own: 1 Gbit/s for
+#: Bytes per second of the links between nodes, by the device of gradients, if no node knows its rate: 1 Gbit/s for
 #: machines without GPUs, and 10 Gbit/s for others.
 ASSUMED_RATES = {"cpu": 1.25e8}
 OTHER_ASSUMED_RATE = 1.25e9
-#: A prediction that is longer than that of plain DDP by more than this share is said at the start.
+#: If the prediction exceeds that of plain DDP by more than this share, the start reports it.
 TOLERANCE = 0.01
-#: Parts of the names of GPUs that have H100's estimates; all others have A100's.
+#: Parts of the names of GPUs for which H100's estimates are used; A100's are used for all others.
 _AS_FAST_AS_H100 = ("h100", "h200", "b100", "b200", "gh200")
-#: Buckets that are predicted at most. All full buckets are alike, so more of them take longer in proportion.
+#: Number of buckets that are predicted at most. All full buckets are equal, so the time is proportional to their
+#: number.
 _BUCKETS = 4
 
 
@@ -41,8 +42,8 @@ class Fit:
     """A configuration that fits the nodes of a process group.
 
     Attributes:
-        config: the configuration; its reducer is "hierarchical" where that is predicted to take less time.
-        note: a clause that says so, or that plain DDP takes, or may take, less time; empty where neither is.
+        config: the configuration; its reducer is "hierarchical" if that is predicted to be faster.
+        note: a clause that says so, or that plain DDP is, or may be, faster; empty otherwise.
     """
 
     config: GQSGDConfig
@@ -51,18 +52,19 @@ class Fit:
 
 @lru_cache(maxsize=256)  # `all_reduce` asks in every call
 def fitted(config: GQSGDConfig, layout: Layout, numel: int, dtype: torch.dtype) -> Fit:
-    """Returns a configuration with the reducer that fits the nodes of a process group best, if the user leaves it open.
+    """Returns a configuration with the reducer that fits the nodes of a process group best, if the user did not choose
+    it.
 
-    All ranks with the same layout return the same.
+    All ranks with the same layout get the same result.
 
     Args:
         config: any configuration.
         layout: nodes of the process group's ranks, and the devices of their gradients.
-        numel: coordinates that are reduced in a step.
+        numel: number of coordinates that are reduced in a step.
         dtype: dtype of the gradients.
 
     Raises:
-        ConfigError: ``reducer="hierarchical"`` has no ``node_size``, and nodes are of unequal size.
+        ConfigError: if ``reducer="hierarchical"`` has no ``node_size``, and nodes have unequal sizes.
     """
     config = with_nodes(config, layout)
     widths = _widths(config)
@@ -71,7 +73,7 @@ def fitted(config: GQSGDConfig, layout: Layout, numel: int, dtype: torch.dtype) 
     if layout.num_nodes == 1:
         return Fit(config, _warning_of_one_node(config, layout))
     predicted = _Seconds(layout, numel, dtype)
-    # Candidates of `auto` share one way: that of the widest one, from which plain DDP is the nearest.
+    # All candidates of `auto` use the same way, which is chosen for the widest one, the closest to plain DDP.
     seconds = {way: predicted.of(way, max(widths)) for way in _ways(config, layout.node_size)}
     chosen = min(seconds, key=lambda way: seconds[way])
     note = ""
@@ -85,10 +87,10 @@ def fitted(config: GQSGDConfig, layout: Layout, numel: int, dtype: torch.dtype) 
 
 
 def _warning_of_one_node(config: GQSGDConfig, layout: Layout) -> str:
-    """Returns a clause on GPUs of one machine; empty where there are none, or where the configuration may choose.
+    """Returns a clause on GPUs of one machine; empty if there are none, or if the configuration may choose plain DDP.
 
-    Nothing is predicted for them, because nobody says how fast their links are. Processes of a machine's CPU are about
-    as fast with codes as without.
+    There is no prediction for them, because the rate of their links is unknown. Processes on the CPU of one machine are
+    about as fast with codes as without.
     """
     if len(layout.nodes) == 1 or layout.devices == {"cpu"} or config.auto:
         return ""
@@ -99,19 +101,19 @@ def _warning_of_one_node(config: GQSGDConfig, layout: Layout) -> str:
 
 
 def _widths(config: GQSGDConfig) -> list[int]:
-    """Returns the bits that parameters have, or may have, and that are codes of a quantiser."""
+    """Returns the numbers of bits of quantised codes that parameters have, or may have."""
     configs = config.candidates() if config.chooses_bits else config.by_bits()
     return [bits for bits in configs if 1 <= bits <= 8]
 
 
 def _ways(config: GQSGDConfig, node_size: int) -> list[GQSGDConfig]:
-    """Returns the configurations that may be taken: the given one, and that with two levels where "auto" leaves it open
-    and nodes have several ranks."""
+    """Returns the possible configurations: the given one, and one with two levels if the reducer is "auto" and nodes
+    have several ranks."""
     if config.reducer != "auto" or node_size < 2:
         return [config]
     try:
         return [config, replace(config, reducer="hierarchical", node_size=node_size)]
-    except ConfigError:  # some memories and codecs go with one level only
+    except ConfigError:  # some memories and codecs only support one level
         return [config]
 
 
@@ -136,7 +138,7 @@ class _Seconds:
     def of(self, config: GQSGDConfig, bits: int) -> float:
         """Returns the seconds of a configuration at a number of bits.
 
-        The codec is taken to be the default one, whose costs are known: both ways have the same.
+        The default codec is assumed, because its costs are known. Both ways use the same codec.
         """
         hierarchical = {"reducer": "hierarchical", "node_size": self._size}
         levels = hierarchical if config.reducer == "hierarchical" and self._size > 1 else {"reducer": "two_shot"}
@@ -153,9 +155,9 @@ class _Seconds:
         return f"{'' if self._is_known else 'an assumed '}{8 * self._rate / 1e9:.3g} Gbit/s"
 
     def warning(self, seconds: float, *, has_choice: bool) -> str:
-        """Returns a clause that says that plain DDP is predicted to take less time; empty where it is not.
+        """Returns a clause that says that plain DDP is predicted to be faster; empty if it is not.
 
-        A link whose rate is not known gives no warning, and nor does a configuration that may choose plain DDP.
+        There is no warning if the rate of the link is unknown, or if the configuration may choose plain DDP.
         """
         if not self._is_known or has_choice or seconds <= self._plain_s * (1 + TOLERANCE):
             return ""
@@ -177,8 +179,8 @@ def _seconds(
     numel: int,
     count: int,
 ) -> float:
-    """Returns the seconds from the first of some equal buckets to the mean of the last, with no computation beside."""
-    # The model of steps takes a while to import, and most starts have one node.
+    """Returns the seconds to reduce some equal buckets, without any computation at the same time."""
+    # The model of steps takes some time to import, and most starts have one node.
     from lightning_gqsgd.predict.model import predict
 
     costs = estimated_costs(device, nodes, node_size, Link(rate, LATENCY_S))
@@ -188,7 +190,8 @@ def _seconds(
 
 
 def _estimate_for(devices: frozenset[str]) -> str:
-    """Returns the name of the estimates for devices; where ranks have several, those of the slower ones."""
+    """Returns the name of the estimates for devices. If ranks have different devices, the estimates of the slower one
+    are used."""
     if devices == {"cpu"}:
         return "cpu"
     is_newer = all(any(model in name.lower() for model in _AS_FAST_AS_H100) for name in devices)

@@ -1,5 +1,5 @@
-"""Plans how many local steps each worker makes in a round, and on which batch size, for the least energy within limits
-of time and error: the plan of GenQSGD (Li, Cui, Lau, arXiv 2110.12987; journal 2111.13526).
+"""Plans the number of local steps of each worker in a round, and the batch size, for the least energy within limits of
+time and error: the plan of GenQSGD (Li, Cui, Lau, arXiv 2110.12987; journal 2111.13526).
 
 Of n workers, worker i makes K_i steps on batches of B samples in each of K_0 rounds, and sends its change at s_i
 levels; the server sends the mean at s_0 levels. With M_s = 32 + d + d log2 s bits for d coordinates at s levels, the
@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from lightning_gqsgd.errors import ConfigError, check_real, did_you_mean
 
-#: The most combinations of numbers of steps that are tried.
+#: The largest number of combinations of steps that are tried.
 _MOST_COMBINATIONS = 2_000_000
 
 
@@ -40,11 +40,11 @@ class Machine:
     """A machine: a kind of workers, or the server.
 
     Attributes:
-        cycles: cycles for the gradient of one sample; of the server, for a round.
+        cycles: cycles for the gradient of one sample; for the server, cycles of a round.
         frequency: cycles per second.
         power: watts while it sends.
         rate: bits per second that it sends.
-        levels: s, levels of what it sends, 1 or more.
+        levels: s, number of levels of its messages, 1 or more.
         count: number of such workers.
     """
 
@@ -62,7 +62,7 @@ class Learning:
 
     Attributes:
         dimension: d, number of coordinates.
-        gap: f_0 - f*, the loss at the start less the least loss.
+        gap: f_0 - f*, the loss at the start minus the smallest loss.
         gradient_bound: G.
         smoothness: L.
         noise: σ.
@@ -94,7 +94,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class LocalPlan:
-    """A plan, and what it costs.
+    """A plan and its costs.
 
     Attributes:
         rounds: K_0.
@@ -118,7 +118,7 @@ class LocalProblem:
     """The problem that `plan` solves.
 
     Raises:
-        ConfigError: a number that is not above 0, or no workers.
+        ConfigError: if a number is not above 0, or if there are no workers.
     """
 
     workers: tuple[Machine, ...]
@@ -136,10 +136,10 @@ class LocalProblem:
 
     @classmethod
     def load(cls, path: Path) -> LocalProblem:
-        """Returns the problem of a JSON file with the entries ``workers``, ``server``, ``learning`` and ``limits``.
+        """Read the problem from a JSON file with the entries ``workers``, ``server``, ``learning`` and ``limits``.
 
         Raises:
-            ConfigError: the file cannot be read, or has other entries or numbers.
+            ConfigError: if the file cannot be read, or has other entries or numbers.
         """
         try:
             given = json.loads(path.read_text())
@@ -163,13 +163,13 @@ class LocalProblem:
         return energy, seconds, c.by_rounds / rounds + c.fixed + c.by_batch / batch
 
     def best(self, steps: Sequence[int], batch: int | None = None) -> LocalPlan | None:
-        """Returns the plan of least energy with these steps of each kind of workers; None: none keeps the limits.
+        """Returns the plan of least energy with these steps of each kind of workers; None if no plan keeps the limits.
 
         Args:
             steps: K_i of each kind.
-            batch: B; None: the best one. As a real number it is the positive root of a R B² - 2 a c B - b c = 0, where
-                (a B + b) is a round's energy, c/B the error by batches, and R the error that is left for rounds and
-                batches: the minimum of (a B + b) B / (R B - c).
+            batch: B; None means the best one. As a real number, the best B is the positive root of a R B² - 2 a c B - b
+                c = 0, where (a B + b) is a round's energy, c/B the error by batches, and R the error that is left for
+                rounds and batches: the minimum of (a B + b) B / (R B - c).
         """
         each = self._round(steps)
         c = self._errors(steps)
@@ -187,7 +187,7 @@ class LocalProblem:
         return min(plans, key=lambda plan: plan.energy, default=None)
 
     def most_steps(self) -> int:
-        """Returns the most steps of a worker that the limit of the error allows, whatever else is chosen."""
+        """Returns the largest number of steps of a worker that the limit of the error allows, for any other choices."""
         learning = self.learning
         c2 = 4 * learning.gradient_bound**2 * learning.smoothness**2
         return max(1, math.floor(math.sqrt(self.limits.error / c2) / learning.lr))
@@ -267,16 +267,16 @@ class _Round:
 
 
 def plan(problem: LocalProblem, *, batch: int | None = None, most_steps: int | None = None) -> LocalPlan:
-    """Returns the plan of least energy that keeps the limits; see the module.
+    """Returns the plan of least energy that keeps the limits; see the module's docstring.
 
     Args:
-        problem: workers, server, what is known of the problem, and limits.
-        batch: B, if it is given; None: the best one.
-        most_steps: the most steps of a worker in a round; None: as many as the error allows. 1 is training without
-            local steps.
+        problem: workers, server, constants of the learning problem, and limits.
+        batch: B; None means the best one.
+        most_steps: the largest number of steps of a worker in a round; None means as many as the error allows. 1 is
+            training without local steps.
 
     Raises:
-        ConfigError: no plan keeps the limits, or too many would have to be tried.
+        ConfigError: if no plan keeps the limits, or if too many would have to be tried.
     """
     most = problem.most_steps() if most_steps is None else min(most_steps, problem.most_steps())
     kinds = len(problem.workers)

@@ -1,7 +1,7 @@
-"""The length of a training step, predicted by running the package's own reducers on a virtual clock.
+"""Predicts the duration of a training step by running the package's own reducers on a virtual clock.
 
-`predict` takes the computation of a rank (`Timeline`) and all costs (`Costs`). The reducers themselves tell their
-computation and messages (`profile`), and `runners` takes their pieces in the order of `wire.pipeline`.
+`predict` takes the computation of a rank (`Timeline`) and all costs (`Costs`). `profile` records computation and
+messages from the reducers themselves, and `runners` runs their pieces in the order of `wire.pipeline`.
 
 The model makes these simplifications: all ranks are equally fast, so no rank waits for a slower one, and all steps are
 equal. Collectives that are under way together take turns on the link, although TCP would share it.
@@ -26,7 +26,7 @@ from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_SIZE
 from lightning_gqsgd.wire.engine import SHARED_GROWTH
 
-#: Plain DDP's all-reduce, and torch's hook that sends bf16, by the names that `predict` knows them under.
+#: The names under which `predict` knows plain DDP's all-reduce, and torch's hook that sends bf16.
 NATIVE = "native"
 BF16 = "bf16"
 #: Names of the resources that carry messages.
@@ -64,11 +64,12 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """The scaling efficiency, 0 to 1: the length of a step that never waits, divided by the length of this step."""
+        """The scaling efficiency, 0 to 1: the duration of a step that never waits, divided by the duration of this
+        step."""
         return self.compute_s / self.step_s if self.step_s else 1.0
 
     def throughput(self, batch: int, ranks: int) -> float:
-        """Returns the samples per second of all ranks; ``batch``: samples of a rank in a step."""
+        """Returns the samples per second of all ranks; ``batch`` is the number of samples of a rank in a step."""
         return batch * ranks / self.step_s
 
 
@@ -90,7 +91,7 @@ def predict(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | 
     clock = Clock(costs.cores)
     backward = Resource(clock, "backward")
     runner = (StreamsRunner if costs.on_streams else ThreadRunner)(clock, costs, has_backward=timeline.backward_s > 0)
-    demand = costs.speed  # times were measured with all ranks at work, each on one thread or one GPU
+    demand = costs.speed  # times were measured while all ranks computed, each on one thread or GPU
     clock.start(timeline.forward_s, demand, lambda: None)
     clock.run()
     begun = clock.now_s
@@ -137,8 +138,8 @@ def _profiles(
 
 
 def _piece_size(costs: Costs, bits: int) -> PieceSize:
-    """Returns the number of coordinates of a piece whose codes have ``bits`` bits, as `wire.engine` chooses it for
-    ranks that have one thread each."""
+    """Returns the number of coordinates of a piece whose codes have ``bits`` bits, as `wire.engine` chooses it if each
+    rank has one thread."""
     if costs.on_streams:
         return NCCL_PIECE_SIZE
     size = PieceSize.of_bits(bits)
@@ -151,5 +152,5 @@ def _bucket(setting: Setting, segments: tuple[Segment, ...]) -> tuple[tuple[Prof
 
 
 def _busy(events: Sequence[Event], counts: Callable[[str], bool]) -> float:
-    """Returns the seconds in which resources were busy, added up over those that count."""
+    """Returns the seconds in which resources were busy, summed over the resources for which ``counts`` returns True."""
     return sum(event.end_s - event.start_s for event in events if counts(event.resource))

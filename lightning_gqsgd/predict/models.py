@@ -17,25 +17,25 @@ from torch.nn.parameter import is_lazy
 from lightning_gqsgd.errors import ConfigError, did_you_mean
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 
-#: What a model's name may look like, for messages.
+#: The forms of a model's name, for messages.
 FORMS = "torchvision:NAME, transformers:TYPE or transformers:FOLDER, or module:factory"
-#: Size of the images, and tokens of the texts, that models are tried on.
+#: Size of the images, and number of tokens of the texts, on which models are tried.
 IMAGE_SIZE = 224
 TOKENS = 128
-#: Samples of each rank in a step, unless another number is given.
+#: Default number of samples of each rank in a step.
 USUAL_BATCH = 32
-#: Characters of another package's error that a message shows.
+#: Characters of another package's error that a message shows at most.
 _SHOWN = 300
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model, and what it can be called with.
+    """A model and its inputs.
 
     Attributes:
-        name: as it was asked for.
+        name: the requested name.
         model: the model.
-        inputs: arguments of its forward pass; None: they are not known.
+        inputs: arguments of its forward pass; None if unknown.
     """
 
     name: str
@@ -44,23 +44,23 @@ class Built:
 
     @property
     def samples(self) -> int | None:
-        """The samples of the inputs, which is the length of the first tensor; None: not known."""
+        """Number of samples of the inputs, which is the length of the first tensor; None if unknown."""
         first = next((value for value in self.inputs or () if isinstance(value, Tensor) and value.ndim), None)
         return None if first is None else first.shape[0] or None
 
 
 def build(name: str, batch: int, device: torch.device) -> Built:
-    """Build a model with random weights; on the device "meta" without weights. Nothing is downloaded.
+    """Build a model with random weights, or without weights on the device "meta". Nothing is downloaded.
 
-    A function of the user's returns the model, or the model and the inputs of its forward pass: a tuple, or one tensor.
+    A user's function returns the model, or the model and the inputs of its forward pass, as a tuple or one tensor.
 
     Args:
         name: see `FORMS`.
         batch: number of samples of its inputs.
-        device: where the model and its inputs are.
+        device: device of the model and its inputs.
 
     Raises:
-        ConfigError: there is no such model, building it fails, or its parameters are none that can be reduced.
+        ConfigError: if there is no such model, if building it fails, or if its parameters cannot be reduced.
     """
     kind, _, rest = name.partition(":")
     if not kind or not rest or kind.startswith("."):
@@ -70,7 +70,7 @@ def build(name: str, batch: int, device: torch.device) -> Built:
             built = _built(name, kind, rest, batch)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # the code of a user, or of another package, may raise anything
+    except (Exception, SystemExit) as error:  # code of a user or of another package may raise any error
         raise ConfigError(
             f"model {name} cannot be built: {_in_a_line(error)}; name a model that can be built without arguments: "
             f"{FORMS}"
@@ -80,10 +80,10 @@ def build(name: str, batch: int, device: torch.device) -> Built:
 
 
 def _built(name: str, kind: str, rest: str, batch: int) -> Built:
-    """Returns the model on PyTorch's default device; see `build`, which makes ConfigErrors of all other errors.
+    """Build the model on PyTorch's default device; see `build`, which turns all other errors into ConfigErrors.
 
     Raises:
-        ConfigError: there is no such model, or a factory returns something else.
+        ConfigError: if there is no such model, or if a factory returns something else.
     """
     if kind == "torchvision":
         return Built(name, _torchvision(rest), (torch.zeros(batch, 3, IMAGE_SIZE, IMAGE_SIZE),))
@@ -107,7 +107,7 @@ def _check_parameters(built: Built) -> None:
     """Check that gradients of a model can be reduced.
 
     Raises:
-        ConfigError: a parameter has no size yet, or has a dtype that no kernel knows.
+        ConfigError: if a parameter has no size yet, or has a dtype that no kernel supports.
     """
     for name, p in built.model.named_parameters():
         if is_lazy(p):
@@ -136,10 +136,10 @@ def loss_of(output: Any) -> Tensor:
 
 
 def operations(built: Built) -> list[float] | None:
-    """Returns the multiplications of the forward pass for each parameter that is trained, in order; None: inputs are
-    not known.
+    """Returns the number of multiplications of the forward pass for each trained parameter, in order; None if the
+    inputs are unknown.
 
-    A weight of a layer is used once for each position of the layer's output. Other operations do not count.
+    A weight of a layer is used once for each position of the layer's output. Other operations are ignored.
     """
     if built.inputs is None:
         return None
@@ -188,7 +188,7 @@ def _torchvision(name: str) -> nn.Module:
             f"torchvision has no model {name!r}{did_you_mean(name, models.list_models())} "
             "(names: torchvision.models.list_models())"
         )
-    # Detectors and segmenters take the weights of their backbone by default, which would be downloaded.
+    # By default, detectors and segmenters use pretrained weights of their backbone, which would be downloaded.
     takes = inspect.signature(models.get_model_builder(name)).parameters
     without = {"weights_backbone": None} if "weights_backbone" in takes else {}
     model: nn.Module = models.get_model(name, weights=None, **without)
@@ -219,7 +219,7 @@ def _transformers(name: str) -> nn.Module:
 
 
 def _factory(module: str, name: str) -> Callable[[], Any]:
-    """Returns a function of the user's, from the current folder or any that Python looks in."""
+    """Returns a user's function, from the current folder or from Python's path."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -28,9 +28,9 @@ def tree_seconds(
     Args:
         nbytes: S, bytes of the gradient.
         ranks: n, at least 2.
-        latency_s: α, of one hop.
-        bytes_per_s: β, of a link.
-        reduce_bytes_per_s: γ, at which a rank adds two gradients.
+        latency_s: α, latency of one hop.
+        bytes_per_s: β, rate of a link.
+        reduce_bytes_per_s: γ, rate at which a rank adds two gradients.
         ratio: ρ, the compression ratio; 4 for codes of 8 bits.
         slowdown: ω, the factor by which adding codes takes longer than adding integers.
     """

@@ -24,19 +24,19 @@ _COLOURS = {
     "3": "#cc79a7",
     "2": "#e69f00",
 }
-#: Colours of a Gantt picture by what a resource does.
+#: Colours of a Gantt picture, by kind of task.
 _DOES = {"forward": "#bbbbbb", "backward": "#888888", "optimizer": "#bbbbbb", "codec": "#d55e00", "link": "#0072b2"}
 
 
 def check_files(files: Mapping[str, Path]) -> None:
-    """Check that pictures can be written to files, before what they show is computed.
+    """Check that pictures can be written to files, before the data for them are computed.
 
     Args:
-        files: by the options that their names are from, for messages.
+        files: the files, by the options that name them, for messages.
 
     Raises:
-        ConfigError: matplotlib is not installed, a suffix is that of no picture, a file cannot be written, or two
-            pictures have one file.
+        ConfigError: if matplotlib is not installed, if a suffix is not that of a picture, if a file cannot be written,
+            or if two pictures have the same file.
     """
     _pyplot()
     from matplotlib.backend_bases import FigureCanvasBase
@@ -49,10 +49,10 @@ def check_files(files: Mapping[str, Path]) -> None:
 
 
 def draw_sweeps(cluster: Cluster, sweeps: Sweeps, file: Path) -> None:
-    """Draw the scaling efficiency over nodes, and the length of a step over the rate of links.
+    """Draw the scaling efficiency over nodes, and the duration of a step over the rate of links.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
+        ConfigError: if matplotlib is not installed, or if the file cannot be written.
     """
     plt = _pyplot()
     nodes = sweeps.nodes
@@ -101,15 +101,15 @@ def draw_sweeps(cluster: Cluster, sweeps: Sweeps, file: Path) -> None:
 
 
 def draw_steps(predictions: Mapping[str, Prediction], file: Path | IO[bytes], width: float = 9.6) -> None:
-    """Draw what each resource does in a step, one row of resources for each prediction, on one scale of time.
+    """Draw the tasks of each resource in a step, one group of rows for each prediction, on one time axis.
 
     Args:
-        predictions: by name.
-        file: a path, or an open file, which gets an SVG.
-        width: of the picture, in inches.
+        predictions: the predictions, by name.
+        file: a path, or an open file, to which an SVG is written.
+        width: width of the picture, in inches.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
+        ConfigError: if matplotlib is not installed, or if the file cannot be written.
     """
     plt = _pyplot()
     resources = [sorted({event.resource for event in made.events}) for made in predictions.values()]
@@ -141,7 +141,7 @@ def draw_steps(predictions: Mapping[str, Prediction], file: Path | IO[bytes], wi
 
 
 def _rate(cluster: Cluster, factor: float) -> float:
-    """Returns a factor's value on the horizontal axis: Gbit/s, or the factor itself where the link was measured."""
+    """Returns a factor's value on the horizontal axis: Gbit/s, or the factor itself if the link was measured."""
     return factor if cluster.link is None else 8e-9 * cluster.link * factor
 
 

@@ -25,26 +25,27 @@ from lightning_gqsgd.wire.pipeline import Job, Runner, Start, release, runner_fo
 from lightning_gqsgd.wire.plan import Plan
 from lightning_gqsgd.wire.telemetry import Telemetry
 
-#: Pieces of one block that go through the pipeline while what a stage takes besides its kernel is timed.
+#: Number of pieces of one block that go through the pipeline to time the overhead of a stage.
 _SMALL = 32
-#: Pieces of each of the buckets that are reduced while kernels are timed, and the most buckets: together they have as
-#: many coordinates as a model that no cache holds.
+#: Number of pieces of each bucket that is reduced to time kernels, and the largest number of buckets. Together they
+#: have as many coordinates as a model that exceeds the caches.
 _LARGE = 8
 _BUCKETS = MODEL_NUMEL // (8 * PIECE_NUMEL)
-#: Seconds after which no further bucket is begun, and the fewest buckets; the first one warms up.
+#: Seconds after which no further bucket is started, and the smallest number of buckets; the first one is for warm-up.
 _PATIENCE_S = 0.8
 _FEWEST = 2
 
 
 @dataclass
 class _Marks:
-    """When the stages of pieces began, and how long their own computing took, in processor time of the thread."""
+    """The starts of the stages of pieces, and the durations of their own computation, in processor time of the
+    thread."""
 
     begun: list[float] = field(default_factory=list)
     spent: list[float] = field(default_factory=list)
 
     def on(self, start: Start) -> Start:
-        """Returns a start whose stages are noted."""
+        """Wrap a start so that its stages are recorded."""
 
         def steps() -> Steps:
             taken = start()
@@ -67,9 +68,9 @@ class PipelineTimes:
     """Times of the sequencing thread.
 
     Attributes:
-        stage_s: seconds for each stage of a piece, in which the thread encodes or decodes one block.
-        slowdown: how many times as long as alone the codec's kernels take, 1 or more. Other threads and other ranks use
-            the processors and the caches meanwhile, and messages come from other processors.
+        stage_s: seconds of a stage of a piece in which the thread encodes or decodes one block.
+        slowdown: factor by which the codec's kernels take longer than alone, 1 or more, because other threads and ranks
+            use the processors and the caches, and messages come from other processors.
     """
 
     stage_s: float
@@ -77,12 +78,12 @@ class PipelineTimes:
 
 
 def pipeline_times(communicator: Communicator, costs: Costs, bits: int) -> PipelineTimes:
-    """Time pieces that go through the pipeline in two shots. All ranks call this, over Gloo.
+    """Time pieces of a two-shot reduction in the pipeline. A collective, over Gloo.
 
     Args:
-        communicator: runs the collectives.
+        communicator: the communicator that runs the collectives.
         costs: the costs of kernels that run alone.
-        bits: of the codes of the default codec; their costs are given.
+        bits: number of bits of the default codec, which has to be in ``costs``.
     """
     config = resolve(GQSGDConfig(bits=bits, reducer="two_shot", sample_every=0), communicator.size)
     setting = setting_of(config, communicator.size, torch.float32)
@@ -105,7 +106,7 @@ def pipeline_times(communicator: Communicator, costs: Costs, bits: int) -> Pipel
 
 
 class _Case:
-    """Buckets of one parameter for each piece, under a setting."""
+    """Buckets that have one parameter for each piece, under a setting."""
 
     def __init__(self, communicator: Communicator, runner: Runner, setting: Setting) -> None:
         self._communicator = communicator
@@ -128,7 +129,8 @@ class _Case:
         return marks
 
     def slowdown(self, costs: Costs, overhead_s: float) -> float:
-        """Returns the slowdown of `PipelineTimes`; ``overhead_s``: seconds that a stage takes besides its kernel."""
+        """Returns the slowdown of `PipelineTimes`; ``overhead_s`` is the time of a stage without its kernel, in
+        seconds."""
         numel = _LARGE * PIECE_NUMEL
         buckets = torch.randn(numel, generator=torch.Generator().manual_seed(0)).repeat(_BUCKETS, 1)
         profiles, _ = bucket_profiles(self._setting, self._segments(numel))
@@ -142,7 +144,7 @@ class _Case:
             marks = self.reduce(bucket)
             spent.append(sum(marks.spent) - overhead_s * len(marks.spent))
             passed = slowest(torch.tensor([time.perf_counter() - begun], dtype=torch.float64), bucket.device)
-            if len(spent) >= _FEWEST and float(passed[0]) > _PATIENCE_S:  # ranks go on, and stop, together
+            if len(spent) >= _FEWEST and float(passed[0]) > _PATIENCE_S:  # all ranks stop together
                 break
         return max(1.0, median(spent[1:]) / expected_s)
 

@@ -1,9 +1,9 @@
 """`measure`, a collective: measures the constants of a device and of the network between ranks, for the model.
 
-Constants of collectives come from two sizes of message: a short one for the latency, and one as long as the package
-sends for the time per byte. The latter is measured twice: with one collective at a time, and with several collectives
-under way in one process group, as in a training, where they fill each other's pauses. The computation of a device is
-timed by `device_times`.
+Constants of collectives come from two sizes of messages: a short one for the latency, and one of the package's usual
+length for the time per byte. The long message is measured twice: with one collective at a time, and with several
+collectives under way in one process group, as in a training, where they fill each other's pauses. `device_times` times
+the computation of a device.
 """
 
 from __future__ import annotations
@@ -36,40 +36,44 @@ from lightning_gqsgd.predict.timing import slowest
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire.communicator import Communicator
 
-#: Version of the file that a probe is kept in.
+#: Version of the file format of a probe.
 VERSION = 2
 
-#: Bytes of the largest file that is read as a probe; one with the timelines of several large models has less than 1 MB.
+#: Bytes of the largest file that is read as a probe. A probe with timelines of several large models has less than 1 MB.
 MOST_BYTES = 16 << 20
 
-#: Collectives that are under way at once in a row.
+#: Number of collectives that are under way at once in a row.
 AT_ONCE = 4
 #: Bytes of the short message.
 SHORT_BYTES = 4096
-#: Bytes of the longest message of a kind: of a piece's codes at 8 bits, of its scales, and of a large bucket of DDP.
+#: Bytes of the longest message of a kind: scales of a piece for ``max``, a large bucket of DDP for sums, and codes of a
+#: piece at 8 bits for others.
 LONG_BYTES = {"max": 1 << 14, "sum/float32": 1 << 24, "sum/bfloat16": 1 << 24}
 PIECE_BYTES = 1 << 19
-#: The first long message that is tried; each next one is four times as long, until one takes so many seconds.
+#: Bytes of the first long message that is tried. Each next one is four times as long, until one takes `LONG_ENOUGH_S`
+#: seconds.
 FIRST_LONG_BYTES = 1 << 14
 LONG_ENOUGH_S = 0.1
-#: Seconds of repetitions of one message length, about, and the fewest and the most repetitions.
+#: Approximate seconds of repetitions of one message length, and the smallest and largest number of repetitions.
 PATIENCE_S = 0.3
 REPEATS = (3, 15)
-#: Seconds of a row, about, and collectives of the shortest and of the longest row.
+#: Approximate seconds of a row, and the number of collectives in the shortest and in the longest row.
 ROW_S = 1.0
 ROWS = (AT_ONCE, 32)
-#: Seconds of all collectives together, about, and of the kernels: more ranks get fewer repetitions.
+#: Approximate seconds of all collectives together, and of the kernels. With more ranks, there are fewer repetitions.
 COLLECTIVES_S = 10.0
 KERNELS_S = 3.0
-#: The fewest seconds of one kind of collective, about: with less, messages would be too short to time a byte.
+#: Approximate smallest number of seconds for one kind of collective. With less, messages would be too short to time a
+#: byte.
 LEAST_S = 0.4
-#: What a thread computes while processors are counted: so many hashes of 1 MiB, about 30 ms. They are counted once for
-#: each kind of collective, because other programs come and go.
+#: The work of a thread while processors are counted: the number of hashes of 1 MiB, about 30 ms. Processors are counted
+#: once for each kind of collective, because other programs start and end.
 HASHES = 24
-#: Threads of a rank that are busy at once at most: backward pass, codec, and two of Gloo.
+#: Largest number of busy threads of a rank: backward pass, codec, and two of Gloo.
 MOST_THREADS = 4
 
-#: Fields of `Costs` that no probe has: what was measured has terms and latency in it, and nodes may be others.
+#: Fields of `Costs` that a probe does not have: measured times already include terms and latency, and the nodes may
+#: differ.
 _NOT_MEASURED = ("terms", "latency_s", "shares_memory")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 
@@ -105,7 +109,7 @@ class Probe:
 
     @classmethod
     def from_dict(cls, values: object, source: str = "the probe") -> Probe:
-        """Returns the probe that `to_dict` gave as these values; ``source``: where they come from.
+        """Returns the probe from the result of `to_dict`; ``source`` names the origin of the values.
 
         Raises:
             ConfigError: if the values are not those of a probe of this version. The message names the entry.
@@ -161,8 +165,8 @@ def _text(path: Path) -> str:
     """Returns the text of a file that is small enough for a probe.
 
     Raises:
-        ConfigError: the file is no regular one, e.g. a device that never ends, or is too large.
-        OSError: it cannot be read.
+        ConfigError: if the file is no regular file, e.g. a device that never ends, or is too large.
+        OSError: if it cannot be read.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -179,7 +183,7 @@ def _costs_of(values: object, source: str) -> Costs:
     """Returns the constants of a probe's entry ``costs``.
 
     Raises:
-        ConfigError: the entry is not what a probe has; the message names the value.
+        ConfigError: if the entry does not belong to a probe. The message names the value.
     """
     names = tuple(field.name for field in fields(Costs) if field.name not in _NOT_MEASURED)
     given = files.entries(values, "costs", names)
@@ -238,7 +242,7 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
         gammas[BF16_HOOK] = bf16_hook(device, patience_s)
         touch_s, launch_s = copying(device, patience_s)
         costs = Costs(collectives, gammas, touch_s, launch_s, cores, thread, on_streams, source="measured")
-        # A GPU's stages are issued while it computes; those of one over Gloo were not measured.
+        # Stages on a GPU are issued while the GPU computes. Stages of a GPU over Gloo were not measured.
         if device.type == "cpu":
             costs = _in_pipeline(costs, pipeline_times(communicator, costs, min(bits)))
     finally:
@@ -248,21 +252,21 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
 
 
 def _in_pipeline(costs: Costs, times: PipelineTimes) -> Costs:
-    """Returns the costs, with kernels of the codec as slow as they are in the pipeline."""
+    """Returns the costs, with the slowdown of the codec's kernels in the pipeline."""
     gammas = {name: gamma if name == BF16_HOOK else gamma.times(times.slowdown) for name, gamma in costs.gammas.items()}
     return replace(costs, gammas=gammas, stage_s=max(0.0, times.stage_s - costs.launch_s))
 
 
 class _Stopwatch:
-    """Times collectives. Where ranks measure different times, that of the slowest counts.
+    """Times collectives. If ranks measure different times, the time of the slowest rank is used.
 
     Attributes:
-        cores: processors that a rank got while all ranks wanted as many as they can have, at several times.
+        cores: numbers of processors that a rank got while all ranks used as many as possible, measured several times.
         thread: the same while all ranks ran one thread.
 
     Args:
-        communicator: runs the collectives.
-        kinds: how many kinds of collectives will be timed; they share `COLLECTIVES_S`.
+        communicator: the communicator that runs the collectives.
+        kinds: number of kinds of collectives to time. They share `COLLECTIVES_S` seconds.
     """
 
     def __init__(self, communicator: Communicator, kinds: int) -> None:
@@ -275,7 +279,7 @@ class _Stopwatch:
     def collective(self, kind: str, scope: Scope) -> Collective:
         """Returns the constants of one kind of collective."""
         share_s = self._share()
-        if len(self.cores) < len(KINDS):  # a second scope has the same processors
+        if len(self.cores) < len(KINDS):  # other scopes use the same processors
             self.cores.append(_processors(min(MOST_THREADS, os.cpu_count() or 1), self._communicator.device))
             self.thread.append(_processors(1, self._communicator.device))
         patience_s = min(PATIENCE_S, share_s / 6)
@@ -285,7 +289,7 @@ class _Stopwatch:
         short = _between(ROWS, patience_s / alpha_s)
         cpu_s = self._row(kind, SHORT_BYTES, scope, short)[1] / short
         longest = LONG_BYTES.get(kind, PIECE_BYTES)
-        if kind == "all_gather" and members > 2:  # of the shards of a piece; beyond two ranks nobody gathers pieces
+        if kind == "all_gather" and members > 2:  # shards of a piece: only two ranks gather pieces
             longest //= members
         nbytes = min(FIRST_LONG_BYTES, longest)
         enough_s = min(LONG_ENOUGH_S, share_s / 16)
@@ -295,10 +299,10 @@ class _Stopwatch:
         alone_s = self._repeat(kind, nbytes, scope, patience_s)
         count = _between(ROWS, most_s / alone_s)
         rows = [self._row(kind, nbytes, scope, count)]
-        if rows[0][0] < share_s / 3:  # the shorter of two rows, because a connection that was idle may pause
+        if rows[0][0] < share_s / 3:  # the shorter of two rows is used, because an idle connection may pause
             rows.append(self._row(kind, nbytes, scope, count))
         row_s, row_cpu_s = min(rows)
-        # The latency of short messages varies. It is a small part of a row, and may be most of one collective.
+        # The latency of short messages varies. It is a small part of a row, but may be most of one collective.
         beta_s = min((row_s - alpha_s) / count, alone_s) / sent
         if beta_s <= 0:  # other programs slowed the short messages down
             beta_s = row_s / (count * sent)
@@ -307,18 +311,18 @@ class _Stopwatch:
         return Collective(alpha_s, beta_s, max(0.0, alone_beta_s - beta_s), cpu_s, cpu_beta_s)
 
     def _share(self) -> float:
-        """Returns the seconds that the next kind of collective may take, about; all ranks get the same number."""
+        """Returns the approximate seconds that the next kind of collective may take. All ranks get the same number."""
         left_s = COLLECTIVES_S - self._spent()
         self._left -= 1
         return max(LEAST_S, left_s / (self._left + 1))
 
     def _spent(self) -> float:
-        """Returns the seconds since the start, of the slowest rank."""
+        """Returns the seconds since the start, on the slowest rank."""
         spent = torch.tensor([time.perf_counter() - self._begun], dtype=torch.float64)
         return float(slowest(spent, self._communicator.device)[0])
 
     def _exchange(self, kind: str, nbytes: int, scope: Scope) -> tuple[Exchange, int]:
-        """Returns a collective of messages of about this length, and the bytes that a rank sends in it."""
+        """Returns a collective with messages of about ``nbytes`` bytes, and the bytes that a rank sends in it."""
         rank = self._communicator.rank
         size = self._communicator.size
         device = self._communicator.device
@@ -338,7 +342,8 @@ class _Stopwatch:
         return exchange, message_of(exchange, rank, size).sent_bytes
 
     def _repeat(self, kind: str, nbytes: int, scope: Scope, patience_s: float) -> float:
-        """Returns the median seconds of one collective, from about ``patience_s`` of them, the same on all ranks."""
+        """Returns the median seconds of one collective, repeated for about ``patience_s`` seconds. All ranks get the
+        same number."""
         walls: list[float] = []
         while len(walls) < REPEATS[0] or (len(walls) < REPEATS[1] and sum(walls) < patience_s):
             walls.append(self._row(kind, nbytes, scope, 1)[0])
@@ -366,7 +371,7 @@ class _Stopwatch:
     def _start(self, exchange: Exchange) -> Any:
         """Start a collective as training does.
 
-        Only plain DDP and its hooks add the gradients of all ranks. They know nothing of memory that ranks share.
+        Only plain DDP and its hooks add the gradients of all ranks, and they do not use shared memory.
         """
         is_plain_ddp = exchange.kind == "sum" and exchange.input.is_floating_point() and exchange.scope == ALL
         if is_plain_ddp and self._communicator.shares_memory:
@@ -379,11 +384,11 @@ def _between(limits: tuple[int, int], value: float) -> int:
 
 
 def _processors(count: int, device: torch.device) -> float:
-    """Returns the processors that a rank gets while all ranks do the same work on so many threads each, until the last
-    is done.
+    """Returns the number of processors that a rank gets while all ranks do the same work on ``count`` threads each,
+    until the last thread has ended.
 
-    Steps are like that: ranks begin together, and wait for the last one. Where all ranks share one machine, a processor
-    that is through takes over threads that wait for another one.
+    Training steps are similar: ranks begin together, and wait for the last one. If all ranks share one machine, an idle
+    processor takes over threads that wait for another processor.
     """
     data = bytes(1 << 20)
 

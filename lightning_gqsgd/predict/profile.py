@@ -1,8 +1,8 @@
 """Records a reducer's computation and messages, stage by stage, by running its `steps` on tensors without data.
 
 Reducers are not described a second time here. `profile_of` runs a reducer's `steps` on torch's device "meta", where a
-tensor has a size but no memory, and records three things between two yields: the kernels that were called
-(`kernels.meta`), the bytes that PyTorch's own operations would touch, and the exchanges that were asked for.
+tensor has a size but no memory. Between two yields, it records the kernels that were called (`kernels.meta`), the bytes
+that PyTorch's own operations would touch, and the requested exchanges.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Message(NamedTuple):
 
     Attributes:
         kind: ``"all_to_all"``, ``"all_gather"``, ``"max"``, or ``"sum"`` with the dtype, e.g. ``"sum/float32"``.
-        sent_bytes: bytes that a rank sends to other ranks; in a ring, where the collective is one.
+        sent_bytes: bytes that a rank sends to other ranks; in a ring, if the collective is one.
         scope: the ranks that take part, see `reducers.base.Scope`.
         members: number of ranks that take part.
     """
@@ -93,7 +93,7 @@ def profile_of(start: Callable[[], Steps], ranks: int, *, is_preface: bool = Fal
             stages.append(Stage(tuple(works), tuple(message_of(exchange, 0, ranks) for exchange in needed)))
             works.clear()
             if is_preface:
-                break  # what follows reads numbers, which there are none of
+                break  # the next step reads numbers, which do not exist on "meta"
         return Profile(tuple(stages), tuple(works), is_preface)
 
 
@@ -101,11 +101,11 @@ def bucket_profiles(setting: Setting, segments: Sequence[Segment]) -> tuple[tupl
     """Returns the profiles of a bucket's pieces, and the bytes that a rank sends for the bucket by its `plan.Plan`.
 
     Args:
-        setting: reducer, codec, dtype and number of ranks; all ranks are taken to be like rank 0.
+        setting: reducer, codec, dtype and number of ranks. All ranks are assumed to be like rank 0.
         segments: the parameters in the bucket.
 
     Raises:
-        ConfigError: the length of messages depends on the gradients (Elias codes, and the reducer ``"lossless"``).
+        ConfigError: if the length of messages depends on the gradients (Elias codes, and the reducer ``"lossless"``).
     """
     if setting.coder == "elias":
         raise ConfigError("coder='elias' has messages whose length depends on the gradients; predict coder='fixed'")
@@ -125,10 +125,10 @@ def bucket_profiles(setting: Setting, segments: Sequence[Segment]) -> tuple[tupl
 
 @dataclass(frozen=True)
 class _Piece:
-    """A piece; it equals every piece whose reducer computes and sends the same.
+    """A piece. It compares equal to every piece whose reducer does the same computation and sends the same messages.
 
     Attributes:
-        setting: the setting that its reducer is built for.
+        setting: the setting of its reducer.
         alike: see `reducers.base.Reducer.alike`.
         blocks: its blocks.
     """
@@ -140,7 +140,7 @@ class _Piece:
 
 @lru_cache(maxsize=1 << 14)
 def _of_piece(piece: _Piece) -> tuple[Profile, int]:
-    """Returns the profile of a piece and of all that are alike, and the bytes that a rank sends for it."""
+    """Returns the profile of a piece and of all equal pieces, and the bytes that a rank sends for it."""
     setting = piece.setting
     reducer = setting.reducer(table_of(piece.blocks, setting.block_size), setting)
     x = torch.empty(sum(run.numel for run in piece.blocks), dtype=setting.dtype, device=META)
@@ -150,9 +150,9 @@ def _of_piece(piece: _Piece) -> tuple[Profile, int]:
 
 
 def _profiles_of_plan(segments: Sequence[Segment], setting: Setting) -> tuple[tuple[Profile, ...], int]:
-    """Returns what `bucket_profiles` returns, by way of the bucket's whole plan.
+    """Returns the result of `bucket_profiles`, computed from the bucket's whole plan.
 
-    What pieces remember, and scales of whole parameters, depend on the parameters, so that no two pieces are alike.
+    The memories of pieces, and scales of whole parameters, depend on the parameters, so no two pieces are equal.
     """
     plan = Plan(segments, setting)
     x = torch.empty(plan.numel, dtype=setting.dtype, device=META)
@@ -200,11 +200,11 @@ def message_of(exchange: Exchange, rank: int, ranks: int) -> Message:
 
 
 class _Traffic(TorchDispatchMode):
-    """Notes the bytes that PyTorch's operations on tensors without data would read and write."""
+    """Records the bytes that PyTorch's operations on tensors without data would read and write."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Keep PyTorch from loading its compiler for this class, which takes a second. Nothing is compiled here."""
+        """Prevent PyTorch from loading its compiler for this class, which takes a second. Nothing is compiled here."""
         return False
 
     def __torch_dispatch__(
@@ -219,8 +219,7 @@ class _Traffic(TorchDispatchMode):
 
 
 def _is_free(func: Any) -> bool:
-    """Returns whether an operation touches no memory: it gives a view of its input, or a tensor that nothing is written
-    to."""
+    """Returns whether an operation touches no memory: if it returns a view of its input, or an uninitialised tensor."""
     if "empty" in func._schema.name:
         return True
     infos = [value.alias_info for value in func._schema.returns]

@@ -21,12 +21,12 @@ from lightning_gqsgd.session.parameters import number_parameters
 class Recorder:
     """Records the steps of a model under DDP, without sending gradients.
 
-    Creating it is a collective, because DDP's constructor is one. `timeline` is a collective, too.
+    Creating it is a collective, because DDP's constructor is one. `timeline` is also a collective.
 
     Args:
         module: the model.
         forward: computes the loss of a DDP model.
-        update: the optimizer's step; None: there is none.
+        update: the optimizer's step; None if there is none.
         name: name of the model.
     """
 
@@ -63,7 +63,7 @@ class Recorder:
             self._update()
         self.model.zero_grad()
         layout = [segments for _, segments in self._buckets]
-        if layout != self._layout:  # DDP builds its buckets anew after the first step
+        if layout != self._layout:  # DDP rebuilds its buckets after the first step
             self._layout = layout
             self._rows = []
         ready = [at - forward for at, _ in self._buckets]
@@ -74,13 +74,13 @@ class Recorder:
         self._rows = []
 
     def timeline(self) -> Timeline:
-        """Returns the medians over the steps so far with the latest buckets, of each step's last rank: all ranks wait
-        for it.
+        """Returns the timeline: medians over the steps so far that had the latest buckets, on the last rank of each
+        step, because all ranks wait for it.
 
-        Where ranks share processors, another one may be the last in each step.
+        If ranks share processors, the last rank may differ from step to step.
 
         Raises:
-            ConfigError: a rank has recorded no step with the buckets that DDP keeps.
+            ConfigError: if a rank has recorded no step with the buckets that DDP keeps.
         """
         fewest = -int(slowest(torch.tensor([-len(self._rows)]), self._device))
         if not fewest:

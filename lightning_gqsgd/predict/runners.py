@@ -1,8 +1,8 @@
-"""The order in which pieces are encoded, sent and decoded on the virtual clock, which is that of `wire.pipeline`.
+"""Encodes, sends and decodes pieces on the virtual clock, in the order of `wire.pipeline`.
 
-`ThreadRunner` stands for `pipeline.Sequencer` (Gloo) and `StreamsRunner` for `pipeline.StreamRunner` (NCCL). Each asks
-the function that its counterpart asks for the order of pieces, `pipeline.ready` and `pipeline.by_stages`. What is left
-here is time: when a thread, a stream and a link are busy, and when pieces wait for them.
+`ThreadRunner` stands for `pipeline.Sequencer` (Gloo) and `StreamsRunner` for `pipeline.StreamRunner` (NCCL). Each uses
+the same function as its counterpart for the order of pieces, `pipeline.ready` and `pipeline.by_stages`. This module
+only adds time: when a thread, a stream and a link are busy, and when pieces wait for them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lightning_gqsgd.predict.profile import Message, Profile, Stage
 from lightning_gqsgd.predict.tcp import ways
 from lightning_gqsgd.wire.pipeline import STREAMS, by_stages, ready
 
-#: Collectives of one process group that Gloo runs at once: the threads that PyTorch gives to each (`ProcessGroupGloo`).
+#: Number of collectives of one process group that Gloo runs at once: PyTorch's threads per group (`ProcessGroupGloo`).
 GROUP_THREADS = 2
 
 
 class _Group:
-    """A process group, which runs `GROUP_THREADS` collectives at once, and the others afterwards, in their order."""
+    """A process group, which runs `GROUP_THREADS` collectives at once, and the others afterwards in order."""
 
     def __init__(self) -> None:
         self._idle = GROUP_THREADS
@@ -40,7 +40,7 @@ class _Group:
         start()
 
     def leave(self) -> None:
-        """Give the thread of a collective that is through to the next one."""
+        """Give the thread of a collective that has ended to the next one."""
         if self._waiting:
             self._waiting.popleft()()
             return
@@ -53,7 +53,7 @@ class Network:
     Args:
         clock: the clock.
         costs: the costs of collectives.
-        has_backward: whether the step has a backward pass, beside which collectives run.
+        has_backward: whether the step has a backward pass during which collectives run.
     """
 
     def __init__(self, clock: Clock, costs: Costs, *, has_backward: bool) -> None:
@@ -66,12 +66,12 @@ class Network:
     def start(self, message: Message, stage: int, bucket: int, piece: int, then: Then) -> None:
         """Run a collective in the process group of a stage, as soon as the group has a thread for it.
 
-        The time that it takes to begin comes first, and other collectives may be under way meanwhile. The link then
-        carries its bytes, and carries those of nothing else. If the collective cannot send and receive at the same
-        time, its result is there later, and meanwhile link and group are free again.
+        First comes its start-up time, during which other collectives may be under way. Then the link carries only its
+        bytes. If the collective cannot send and receive at the same time, its result is complete later, while link and
+        group are already free again.
 
-        Over a link with a latency, a rank first says that it is ready to receive, behind what it is sending. So the
-        latency of one collective is no time in which the bytes of the next one are on their way (`tcp.ways`).
+        Over a link with a latency, a rank first sends a notice that it is ready to receive, after the bytes that it is
+        sending. So the bytes of the next collective are not under way during the latency of this one (`tcp.ways`).
         """
         group = self._groups[stage, message.scope.kind]
         cost = self._costs.collective(message.scope.kind, message.kind)
@@ -101,17 +101,17 @@ class Network:
         group.enter(begin)
 
     def _demand(self, cpu_s: float, seconds: float) -> float:
-        """Returns the processors that a collective keeps busy for so many seconds.
+        """Returns the number of processors that a collective keeps busy for ``seconds``.
 
-        They are no more than a rank has. Where ranks share processors, a collective was measured while it waited for
-        them, and its processor-seconds are those of several ranks in turns: the wait is in its length already.
+        It is at most the number of a rank's processors. If ranks share processors, the measured duration of a
+        collective already includes the wait for them, and its processor-seconds are those of several ranks in turns.
         """
         return min(self._costs.cores, cpu_s / seconds) if seconds else 0.0
 
 
 @dataclass(eq=False)
 class _Piece:
-    """A piece under way, with the attributes of a `pipeline.Underway`."""
+    """A piece that is under way, with the attributes of `pipeline.Underway`."""
 
     profile: Profile
     bucket: int
@@ -126,7 +126,7 @@ class _Piece:
         self._stages = iter(self.profile.stages)
 
     def take(self) -> Stage:
-        """Returns the next work of the piece, and the collectives after it; none follow the last work."""
+        """Returns the next work of the piece, and the collectives that follow it. The last work has none."""
         stage = next(self._stages, None)
         self.is_through = stage is None
         return stage or Stage(self.profile.last, ())
@@ -143,7 +143,7 @@ def _label(works: Sequence[Work]) -> str:
 
 
 class ThreadRunner:
-    """One thread that encodes and decodes, and starts collectives: as `pipeline.Sequencer` does."""
+    """One thread that encodes, decodes and starts collectives, like `pipeline.Sequencer`."""
 
     def __init__(self, clock: Clock, costs: Costs, *, has_backward: bool) -> None:
         self._costs = costs
@@ -195,7 +195,7 @@ class _Collective:
 
 @dataclass
 class _Operation:
-    """Work on a stream, what it waits for, and the collectives whose input it makes."""
+    """Work on a stream, the collectives for which it waits, and the collectives whose input it computes."""
 
     piece: _Piece
     works: Sequence[Work]
@@ -211,7 +211,7 @@ class _Stream:
 
 
 class StreamsRunner:
-    """Streams of a GPU that jobs take in turns, and one order of collectives: as `pipeline.StreamRunner` does."""
+    """Streams of a GPU that jobs use in turns, with one order of collectives, like `pipeline.StreamRunner`."""
 
     def __init__(self, clock: Clock, costs: Costs, *, has_backward: bool) -> None:
         self._costs = costs

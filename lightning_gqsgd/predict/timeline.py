@@ -1,4 +1,5 @@
-"""The computation of one rank in a step: the buckets of DDP, and when the backward pass has each of them ready."""
+"""The computation of one rank in a step: the buckets of DDP, and the times at which the backward pass completes
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.predict import files
 from lightning_gqsgd.session.parameters import number_parameters
 
-#: DDP's first bucket, and its other buckets, in bytes (torch.distributed, ``bucket_cap_mb=25``).
+#: Sizes of DDP's first bucket and of its other buckets, in bytes (torch.distributed, ``bucket_cap_mb=25``).
 FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES if dist.is_available() else 1 << 20
 BUCKET_BYTES = 25 * 2**20
 #: Dtypes of gradients by their names in files.
@@ -48,13 +49,13 @@ class Timeline:
     """The computation of a step on one rank, without communication.
 
     Attributes:
-        buckets: in the order in which they are ready.
+        buckets: the buckets, in the order in which they are ready.
         backward_s: seconds of the backward pass.
         forward_s: seconds from the start of the step to the backward pass.
         update_s: seconds of the optimizer.
         dtype: dtype of the gradients.
         name: name of the model.
-        batch: samples of the rank in this step; None: not given.
+        batch: number of samples of the rank in this step; None if not given.
     """
 
     buckets: tuple[Bucket, ...]
@@ -89,7 +90,7 @@ class Timeline:
         return replace(self, buckets=(everything,), backward_s=0.0, forward_s=0.0, update_s=0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values only. A batch that was not given is left out."""
+        """Returns the timeline as plain values. A batch of None is left out."""
         return {
             "name": self.name,
             **({} if self.batch is None else {"batch": self.batch}),
@@ -108,7 +109,7 @@ class Timeline:
         """Returns the timeline of `to_dict`.
 
         Raises:
-            ConfigError: ``values`` is not what `to_dict` returns; the message names the entry.
+            ConfigError: if ``values`` is not a result of `to_dict`. The message names the entry.
         """
         names = ("name", "dtype", "forward_s", "backward_s", "update_s", "buckets")
         has_batch = "batch" in files.entries(values, "a timeline")  # earlier files do not have it
@@ -128,7 +129,7 @@ def _bucket(row: object) -> Bucket:
     """Returns the bucket of a row of `Timeline.to_dict`.
 
     Raises:
-        ConfigError: it is no such row.
+        ConfigError: if it is no such row.
     """
     ready_s, segments = files.rows(row, "a bucket of the timeline", 2)
     made = []
@@ -147,19 +148,20 @@ def _bucket(row: object) -> Bucket:
 def estimated(
     model: nn.Module, backward_s: float, *, forward_s: float | None = None, weights: Sequence[float] | None = None
 ) -> Timeline:
-    """Returns the timeline of a model, which may lie on the device "meta", from the length of its backward pass.
+    """Estimate the timeline of a model, which may be on the device "meta", from the duration of its backward pass.
 
     It assumes that gradients become ready in the reverse order of the parameters.
 
     Args:
-        model: the model; DDP's default bucket sizes are taken.
+        model: the model; DDP's default bucket sizes are used.
         backward_s: seconds of the backward pass.
-        forward_s: seconds of the forward pass; None: half of the backward pass, which has twice the operations.
-        weights: for each parameter that is trained, its share of the backward pass, e.g. its operations; None: its
-            number of coordinates.
+        forward_s: seconds of the forward pass; None means half of the backward pass, which has twice the operations.
+        weights: for each trained parameter, its share of the backward pass, e.g. its operations; None means its number
+            of coordinates.
 
     Raises:
-        ConfigError: no parameter is trained, parameters have several dtypes, or there is not one weight for each.
+        ConfigError: if no parameter is trained, if parameters have several dtypes, or if there is not one weight for
+            each parameter.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     dtypes = {p.dtype for p in named.values()}

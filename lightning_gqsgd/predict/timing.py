@@ -1,8 +1,8 @@
 """Times several cases in turns, on one rank or on several, so that slow changes of the machine affect all cases
 equally.
 
-A *clock* runs a case, and returns a function that gives the duration of the case in seconds. That function is called at
-the end of a round, because on a device it waits.
+A *clock* runs a case, and returns a function that returns the duration of the case in seconds. That function is called
+at the end of a round, because it waits for the device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Spread(NamedTuple):
 
 
 def stopwatch(case: Case) -> Callable[[], float]:
-    """Returns a clock of the time that passes while this thread runs a case."""
+    """Clock that measures the wall-clock time while this thread runs a case."""
     begun = time.perf_counter()
     case()
     elapsed = time.perf_counter() - begun
@@ -43,7 +43,7 @@ def stopwatch(case: Case) -> Callable[[], float]:
 
 
 def thread_clock(case: Case) -> Callable[[], float]:
-    """Returns a clock of this thread's own processor time, for cases that run on no other thread."""
+    """Clock that measures this thread's own processor time, for cases that use no other thread."""
     begun = time.thread_time()
     case()
     elapsed = time.thread_time() - begun
@@ -53,9 +53,9 @@ def thread_clock(case: Case) -> Callable[[], float]:
 class EventClock:
     """A clock of the current CUDA stream, from the first kernel of a case to the end of its last kernel.
 
-    The stream is kept busy until the host has issued the whole case, so that no kernel waits for the host. How long the
-    stream has to be kept busy is measured on the way: a case that was issued too late runs again, now and in all later
-    rounds after twice the delay, up to `MOST_CYCLES` (about 9 ms).
+    The stream is kept busy until the host has issued the whole case, so that no kernel waits for the host. The
+    necessary delay is found during the measurement: if a case was issued too late, it runs again, now and in all later
+    rounds with twice the delay, up to `MOST_CYCLES` (about 9 ms).
     """
 
     MOST_CYCLES = 1 << 24
@@ -64,7 +64,7 @@ class EventClock:
         self._cycles = 1 << 20
 
     def __call__(self, case: Case) -> Callable[[], float]:
-        """Run a case. Returns the function that waits for it and gives its seconds."""
+        """Run a case. Returns a function that waits for the case and returns its duration in seconds."""
         while True:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(self._cycles)
@@ -89,14 +89,14 @@ def in_turns(
     before: Callable[[], object] = lambda: None,
     clock: Clock = stopwatch,
 ) -> dict[str, np.ndarray]:
-    """Returns the seconds of every case in every round; a round runs each case once.
+    """Time every case in every round. A round runs each case once.
 
     Args:
         cases: the cases, by name.
         rounds: number of timed rounds.
         warmup: number of rounds before them that are not timed.
-        before: called before every run of a case, outside the timed part; a barrier, for example.
-        clock: takes the times.
+        before: function that is called before every run of a case, outside the timed part; for example a barrier.
+        clock: the clock.
 
     Returns:
         For each case, seconds (rounds,).
@@ -123,8 +123,8 @@ def slowest(values: Tensor, device: torch.device) -> Tensor:
     """Returns the element-wise maximum over the ranks of the default process group, on the host. A collective.
 
     Args:
-        values: those of this rank, the same shape on all ranks.
-        device: this rank's GPU, if the group's backend is NCCL, which sends nothing from the host.
+        values: the values of this rank, of the same shape on all ranks.
+        device: this rank's GPU, if the group's backend is NCCL, which cannot send from host memory.
     """
     moved = _sendable(values, device)
     dist.all_reduce(moved, op=dist.ReduceOp.MAX)

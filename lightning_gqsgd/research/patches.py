@@ -1,4 +1,5 @@
-"""PULSE: sends only the bf16 weights that changed to processes that follow a training, without loss (arXiv 2602.03839).
+"""PULSE: sends the bf16 weights that have changed, without loss, to processes that follow a training (arXiv
+2602.03839).
 
 Workers that only compute with a model, such as those that generate text in reinforcement learning, hold its weights in
 bf16. A step of Adam moves a weight by about its learning rate, which at 1e-6 is less than half of the distance between
@@ -7,10 +8,10 @@ weights change. With the bits w of all weights after a step and v after the one 
 
     the places i where w_i ≠ v_i, as gaps;   w_i at these places;   SHA-256 of all of w.
 
-The values are sent, and not their differences, so no rounding adds up. A receiver whose weights do not hash to the same
-number refuses the patch, and keeps its weights as they were. Gaps are written as those of row numbers
-(`sparse.row_numbers`), and values with entropy-coded exponents (`reducers.lossless`). Where so much has changed that a
-patch would be longer than all weights, a message has all weights.
+The values are sent, and not their differences, so no rounding adds up. If a receiver's weights have another hash, it
+refuses the patch, and keeps its weights unchanged. Gaps are written like those of row numbers (`sparse.row_numbers`),
+and values with entropy-coded exponents (`reducers.lossless`). If a patch would be longer than all weights, the message
+has all weights.
 
 PULSELoCo, which sends the changes of local steps in the same way, is left out.
 """
@@ -30,22 +31,22 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers.lossless import pack, unpack
 from lightning_gqsgd.sparse import row_numbers
 
-#: What a message begins with: 1 for a patch and 0 for all weights; its number; the number of weights that it has; the
-#: bytes of their places; and the digest of all weights.
+#: The header of a message: 1 for a patch and 0 for all weights; the number of the message; its number of weights; the
+#: number of bytes of their places; and the digest of all weights.
 _HEADER = struct.Struct("<BQQQ32s")
-#: The integers that have the bits of weights of so many bytes.
+#: The integer dtype for the bits of weights, by their number of bytes.
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 class Sender:
-    """Follows the weights of a trained model, and writes what has changed since the last message.
+    """Follows the weights of a model in training, and writes messages with the changes since the previous message.
 
     Args:
-        parameters: the weights, e.g. ``model.parameters()``, in the same order as the receivers have them.
-        dtype: of the weights that receivers hold: bf16, fp16 or fp32.
+        parameters: the weights, e.g. ``model.parameters()``, in the same order as on the receivers.
+        dtype: dtype of the receivers' weights: bf16, fp16 or fp32.
 
     Raises:
-        ConfigError: another dtype, or no weights.
+        ConfigError: if the dtype is another one, or if there are no weights.
     """
 
     def __init__(self, parameters: Iterable[Tensor], dtype: torch.dtype = torch.bfloat16) -> None:
@@ -55,10 +56,10 @@ class Sender:
         self._number = 0
 
     def message(self, *, whole: bool = False) -> bytes:
-        """Returns a message with what has changed since the one before; the first one has all weights.
+        """Returns a message with the changes since the previous message. The first message has all weights.
 
         Args:
-            whole: send all weights, e.g. for a receiver that begins later.
+            whole: send all weights, e.g. for a receiver that starts later.
         """
         weights = _flat(self._parameters, self._dtype)
         bits = _bits(weights)
@@ -75,13 +76,13 @@ class Sender:
 
 
 class Receiver:
-    """Keeps weights equal, to the bit, to those that a `Sender` has in its receivers' dtype.
+    """Keeps weights bit-identical to a `Sender`'s weights in the receivers' dtype.
 
     Args:
-        parameters: the weights, of one dtype, which messages replace in place.
+        parameters: the weights, of one dtype, which messages change in place.
 
     Raises:
-        ConfigError: weights of several dtypes, of another dtype than bf16, fp16 and fp32, or none.
+        ConfigError: if weights have several dtypes, or another dtype than bf16, fp16 and fp32, or if there are none.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -95,11 +96,11 @@ class Receiver:
 
     @torch.no_grad()
     def apply(self, message: bytes) -> None:
-        """Take the weights of a message. Nothing in the message is trusted.
+        """Load the weights of a message. The contents of the message are checked.
 
         Raises:
-            ValueError: the message is damaged, is a patch of other weights than these, or one before it is missing.
-                The weights stay as they were; ask for a message with ``whole=True``.
+            ValueError: if the message is damaged, if it is a patch of other weights, or if an earlier message is
+                missing. The weights are unchanged then; ask for a message with ``whole=True``.
         """
         if len(message) < _HEADER.size:
             raise ValueError(f"corrupt message: {len(message)} bytes")
@@ -137,18 +138,19 @@ def digest(weights: Tensor) -> bytes:
 
 
 def broadcast(end: Sender | Receiver, source: int = 0, group: dist.ProcessGroup | None = None) -> int:
-    """Send what has changed from one rank to all others. A collective: the source has a `Sender`, others a `Receiver`.
+    """Send the changes from one rank to all others. A collective: the source passes a `Sender`, the others a
+    `Receiver`.
 
     Args:
-        end: this rank's.
-        source: the rank of the sender, in the whole world.
-        group: process group, of tensors on the CPU; None is the default group.
+        end: the sender or receiver of this rank.
+        source: the global rank of the sender.
+        group: process group for tensors on the CPU; None is the default group.
 
     Returns:
         Bytes of the message, on every rank.
 
     Raises:
-        ValueError: see `Receiver.apply`; on the ranks on which it happens.
+        ValueError: for the reasons of `Receiver.apply`, only on the ranks concerned.
     """
     message = end.message() if isinstance(end, Sender) else b""
     length = torch.tensor([len(message)], device="cpu")

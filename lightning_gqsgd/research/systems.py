@@ -20,13 +20,13 @@ class System:
 
     Attributes:
         fields: the fields of its compression's configuration that are not at their defaults.
-        paper: where the system comes from.
+        paper: the paper of the system.
         what: a short description of the system.
         home: the name to import, and its module.
         needs: its requirements besides averaged gradients.
-        sends: what a rank sends, and how many bits per coordinate.
+        sends: the messages of a rank, and their bits per coordinate.
         keeps: the state of a rank, in numbers per coordinate unless it says otherwise.
-        guarantees: what its theory says, and on which problems.
+        guarantees: the guarantees of its theory, and the problems for which they hold.
         where: ``"training"``: in real training; ``"simulation"``: virtual workers in one process.
         left_out: parts of its paper that are not implemented, and why. Empty if nothing essential is missing.
     """
@@ -50,9 +50,9 @@ class System:
         return GQSGDConfig(**self.fields)
 
 
-#: Ternary codes both ways, whose scale is at most 1.5 root mean squares: what is larger is clipped to this threshold,
-#: and what is smaller is rounded to zero less often than under the largest magnitude, so with less noise. The
-#: threshold's rule in the paper is not public; this one is ours.
+#: Ternary codes both ways, whose scale is at most 1.5 root mean squares. Larger numbers are clipped to this threshold.
+#: Smaller numbers are rounded to zero less often than with the largest magnitude as scale, so there is less noise. The
+#: paper's rule of the threshold is not public; this rule is ours.
 _THRESHOLD = {"bits": 2, "levels": 1, "dither": "stochastic", "clip": 1.5, "reducer": "two_shot"}
 _OWN_THRESHOLD = "the paper's rule of the threshold, which is not public; 1.5 root mean squares are in its place"
 _XU = "Xu et al. 2022, arXiv 2208.05631"

@@ -7,9 +7,9 @@ Notation: n ranks with gradients x_1 to x_n of d coordinates, mean x̄, A = (1/n
 * θ of an unbiased estimate G of the mean: E|G - x̄|² <= θ A (the class U^{n,d}(θ) of Global-QSGD, arXiv 2305.18627,
   which writes A as |x|²_{2,2}/n).
 
-Formulas without a source are derived where they stand. The ω need a scale that is at least the largest magnitude and at
-most the l2 norm of what it scales: the maximum norm, the l2 norm, and all norms in between. `dimension_together` has
-the scale that is larger, the sum of all ranks' norms.
+Formulas without a source are derived in the docstring of their function. The formulas for ω need a scale between the
+largest magnitude and the l2 norm of the scaled numbers: the maximum norm, the l2 norm, or any norm in between.
+`dimension_together` also covers a larger scale, the sum of all ranks' norms.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ __all__ = [
 
 
 def dimension_together(dimension: int, ranks: int, norm_over_ranks: str = "max") -> int:
-    """Returns the dimension m for which ω(m) holds of n gradients of d coordinates that are rounded under one scale:
-    nd, and n²d under the sum of the ranks' norms.
+    """Returns the dimension m for which ω(m) is the ω of n gradients of d coordinates rounded under one scale: nd, or
+    n²d under the sum of the ranks' norms.
 
     Rounding the n gradients is rounding their concatenation X, of nd coordinates. Let the scale be N <= c |X|. A
-    coordinate x_j has the variance |x_j| N/s at most, and N²/(4s²), so the error is at most N/s Σ_j |x_j| <=
-    c sqrt(nd)/s |X|², and c² nd/(4s²) |X|². These are the two terms of ω(c² nd), for linear levels; the smallest level
-    l of exponential ones takes the place of 1/s.
+    coordinate x_j has the variance |x_j| N/s at most, and N²/(4s²), so the error is at most N/s Σ_j |x_j| <= c
+    sqrt(nd)/s |X|², and c² nd/(4s²) |X|². These are the two terms of ω(c² nd), for linear levels; for exponential
+    levels, the smallest level l replaces 1/s.
 
     With a norm q >= 2 of each rank's coordinates, at most |x_i|, and p over ranks: c = 1 for p >= 2, since
     (Σ_i |x_i|^p)^(1/p) <= |X| then; c = sqrt(n) for p = 1, since Σ_i |x_i| <= sqrt(n) |X|, with equality for equal
@@ -86,7 +86,7 @@ def dimension_together(dimension: int, ranks: int, norm_over_ranks: str = "max")
         norm_over_ranks: ``"max"`` or ``"l2"``, p of infinity or 2; ``"l1"``, p = 1.
 
     Raises:
-        ConfigError: a number that is no integer or below 1, or an unknown norm.
+        ConfigError: if a number is no integer or below 1, or if the norm is unknown.
     """
     check_count(dimension=dimension, ranks=ranks)
     check_one_of("norm_over_ranks", norm_over_ranks, NORMS_OVER_RANKS)
@@ -101,10 +101,10 @@ def theta_linear(dimension: int, ranks: int, levels: int, norm_over_ranks: str =
     E|G - x̄|² = (1/n²) Σ_i E|[Q(X)]_i - x_i|² = (1/n²) E|Q(X) - X|² <= ω(nd)/n² |X|². Since |X|² = n A, θ = ω(nd)/n:
     sqrt(nd)/(n s) = sqrt(d)/(sqrt(n) s), and nd/(4s² n).
 
-    sqrt(d)/(n s), which is found in print for this operator, lacks the n under the root: it is ω(d)/n, the constant of
-    n quantisers with a scale of their own each (QSGD; `theta_independent`). It is too small here: with nd equal
-    magnitudes and s = 1 under the l2 norm, y = (nd)^-½ for each and the error is (sqrt(nd) - 1)/n A exactly. At
-    d = 10⁴, n = 64 that is 12.48, below 12.50 from this function and well above sqrt(d)/n = 1.56.
+    The published constant of this operator, sqrt(d)/(n s), lacks the n under the root: it is ω(d)/n, the constant of n
+    quantisers that each have their own scale (QSGD; `theta_independent`). It is too small here: with nd equal
+    magnitudes and s = 1 under the l2 norm, y = (nd)^-½ for each and the error is (sqrt(nd) - 1)/n A exactly. At d =
+    10⁴, n = 64 that is 12.48, below 12.50 from this function and well above sqrt(d)/n = 1.56.
 
     Under the sum of the ranks' norms, it is ω(n²d)/n = min(nd/(4s²), sqrt(d)/s); see `dimension_together`.
 
@@ -115,7 +115,7 @@ def theta_linear(dimension: int, ranks: int, levels: int, norm_over_ranks: str =
         norm_over_ranks: ``"max"``, ``"l2"`` or ``"l1"``.
 
     Raises:
-        ConfigError: an argument that is no integer or below 1.
+        ConfigError: if an argument is no integer or below 1.
     """
     return omega_linear(dimension_together(dimension, ranks, norm_over_ranks), levels) / ranks
 
@@ -126,8 +126,8 @@ def theta_exponential(
     """Returns θ of exponential dithering under one scale for all ranks, codes summed exactly: ω(nd)/n, as in
     `theta_linear`.
 
-    h²/(4(1+h))/n + u min(1, u)/n with u = sqrt(nd) l, l the smallest level. In print, u/n is found as sqrt(d) l/n,
-    again without the n under the root. Sums that are rounded on the way have more: `tree_second_moment`.
+    h²/(4(1+h))/n + u min(1, u)/n with u = sqrt(nd) l, l the smallest level. The published form of u/n is sqrt(d) l/n,
+    again without the n under the root. If partial sums are rounded, θ is larger: `tree_second_moment`.
 
     Args:
         dimension: coordinates d of one rank that share a scale.
@@ -137,13 +137,13 @@ def theta_exponential(
         norm_over_ranks: ``"max"``, ``"l2"`` or ``"l1"``; see `dimension_together`.
 
     Raises:
-        ConfigError: an argument that is no integer or out of range.
+        ConfigError: if an argument is no integer or out of range.
     """
     return omega_exponential(dimension_together(dimension, ranks, norm_over_ranks), levels, mantissa) / ranks
 
 
 def theta_independent(omega: float, ranks: int) -> float:
-    """Returns θ of the exact mean of n gradients, each quantised by itself: ω/n.
+    """Returns θ of the exact mean of n gradients, each quantised separately: ω/n.
 
     (1/n²) Σ_i E|Q_i(x_i) - x_i|² <= (1/n²) ω Σ_i |x_i|² = (ω/n) A.
 
@@ -152,7 +152,7 @@ def theta_independent(omega: float, ranks: int) -> float:
         ranks: n.
 
     Raises:
-        ConfigError: ``omega`` is negative or not finite, ``ranks`` no integer or below 1.
+        ConfigError: if ``omega`` is negative or not finite, or if ``ranks`` is no integer or below 1.
     """
     check_number(omega=omega)
     check_count(ranks=ranks)
@@ -168,11 +168,11 @@ def theta_two_shot(omega_up: float, omega_down: float, ranks: int) -> float:
 
         E|Q(m) - x̄|² <= (1 + ω_down) (ω_up/n) A + ω_down |x̄|².
 
-    A rank that averages a shard has its own gradient exactly. The bound leaves that out; where all ranks' gradients are
-    of one size, it makes (n-1)/n of the first term.
+    A rank that averages a shard knows its own gradient exactly. The bound ignores this; if all ranks' gradients have
+    the same norm, it would multiply the first term by (n-1)/n.
 
-    |x̄|² <= A gives θ. It is attained only where |x̄|² = A, so for gradients that are alike; of independent ones with
-    mean zero, |x̄|² is about A/n, and the whole error is of the order of A/n. For n to infinity, θ tends to ω_down.
+    |x̄|² <= A gives θ. It is attained only if |x̄|² = A, so for equal gradients. For independent gradients with mean
+    zero, |x̄|² is about A/n, and the whole error is of the order of A/n. For n to infinity, θ tends to ω_down.
 
     Args:
         omega_up: ω of the ranks' quantisers.
@@ -180,7 +180,7 @@ def theta_two_shot(omega_up: float, omega_down: float, ranks: int) -> float:
         ranks: n.
 
     Raises:
-        ConfigError: an ω is negative or not finite, ``ranks`` no integer or below 1.
+        ConfigError: if an ω is negative or not finite, or if ``ranks`` is no integer or below 1.
     """
     check_number(omega_up=omega_up, omega_down=omega_down)
     up = theta_independent(omega_up, ranks)
@@ -197,7 +197,7 @@ def convergence_factor(theta: float, ranks: int) -> float:
         min_t E|∇f(x_t)|² <= 2(f_0 - f*)/(γT) + γL (θζ² + (1/n + θ)σ²).
 
     (1/n + θ)σ² is 1 + θn times the σ²/n without compression, and the largest step shrinks by 1 + θ <= 1 + θn, so T
-    grows by at most 1 + θn. This is for ζ = 0, one distribution on all ranks; otherwise, the floor's factor is
+    grows by at most 1 + θn. This holds for ζ = 0, i.e. one distribution on all ranks; otherwise, the floor's factor is
     1 + θn (1 + ζ²/σ²).
 
     Args:
@@ -205,7 +205,7 @@ def convergence_factor(theta: float, ranks: int) -> float:
         ranks: n.
 
     Raises:
-        ConfigError: ``theta`` is negative or not finite, ``ranks`` no integer or below 1.
+        ConfigError: if ``theta`` is negative or not finite, or if ``ranks`` is no integer or below 1.
     """
     check_number(theta=theta)
     check_count(ranks=ranks)
@@ -232,7 +232,7 @@ def tree_second_moment(ranks: int, aligned: bool, mantissa: int = 0) -> float:
         mantissa: m, 0 to 52.
 
     Raises:
-        ConfigError: ``ranks`` is no power of two, or an argument no integer or out of range.
+        ConfigError: if ``ranks`` is no power of two, or if an argument is no integer or out of range.
     """
     check_count(ranks=ranks)
     check_count(0, 52, mantissa=mantissa)
@@ -253,12 +253,12 @@ def expected_nonzeros(dimension: int, ranks: int, levels: int, *, shared: bool, 
     """Returns the bound of the expected number of non-zero codes of all n ranks together, under l2 norms.
 
     In units of the norm of m coordinates: at most 1/l² of them reach the smallest level l, and each of the others is
-    rounded up with probability y/l, which sums to at most sqrt(m)/l. So at most 1/l² + sqrt(m)/l, and at most m.
-    1/l is s for uniform levels and 2^(s-1) for powers of two. One norm of all ranks: m = nd, once. A norm of each
-    rank's own (QSGD, arXiv 1610.02132, lemma 3.1): m = d, n times.
+    rounded up with probability y/l, which sums to at most sqrt(m)/l. So at most 1/l² + sqrt(m)/l, and at most m. 1/l is
+    s for uniform levels and 2^(s-1) for powers of two. With one norm of all ranks, m = nd, once. With a norm of each
+    rank (QSGD, arXiv 1610.02132, lemma 3.1), m = d, n times.
 
-    At equal s a shared norm has up to sqrt(n) times fewer non-zeros, but its θ is sqrt(n) times larger
-    (`theta_linear`); at equal θ the numbers are alike. Nothing of this holds for maximum norms.
+    At equal s, a shared norm has up to sqrt(n) times fewer non-zeros, but its θ is sqrt(n) times larger
+    (`theta_linear`); at equal θ, the numbers of non-zeros are about equal. None of this holds for maximum norms.
 
     Args:
         dimension: coordinates d of one rank that share a scale.
@@ -268,7 +268,7 @@ def expected_nonzeros(dimension: int, ranks: int, levels: int, *, shared: bool, 
         exponential: levels are powers of two rather than uniform.
 
     Raises:
-        ConfigError: an argument that is no integer or below 1.
+        ConfigError: if an argument is no integer or below 1.
     """
     check_count(dimension=dimension, ranks=ranks, levels=levels)
     norms, coordinates = (1, ranks * dimension) if shared else (ranks, dimension)
@@ -282,15 +282,15 @@ def sum_bits_linear(levels: int, ranks: int) -> int:
     """Returns the bits per coordinate of an allreduce that adds n codes from -s to s: 1 + ceil(log2(s+1)) + ceil(log2
     n).
 
-    That is Global-QSGD's count: the sign, s and the n-fold sum. The sum, -ns to ns, fits in 1 + ceil(log2(ns+1)) bits
-    of two's complement, which is the same or one less.
+    This is Global-QSGD's count: bits for the sign, for s and for the n-fold sum. The sum, -ns to ns, fits in 1 +
+    ceil(log2(ns+1)) bits of two's complement, which is the same or one less.
 
     Args:
         levels: s on each side of zero.
         ranks: n.
 
     Raises:
-        ConfigError: an argument that is no integer or below 1.
+        ConfigError: if an argument is no integer or below 1.
     """
     check_count(levels=levels, ranks=ranks)
     return 1 + _ceil_log2(levels + 1) + _ceil_log2(ranks)
@@ -309,26 +309,26 @@ def sum_bits_exponential(levels: int, ranks: int) -> int:
         ranks: n.
 
     Raises:
-        ConfigError: an argument that is no integer or below 1.
+        ConfigError: if an argument is no integer or below 1.
     """
     check_count(levels=levels, ranks=ranks)
     return 1 + _ceil_log2(levels + 1 + _ceil_log2(ranks))
 
 
 def elias_bits_bound(dimension: int, levels: int) -> float:
-    """Returns the expected bits of a block of d coordinates in QSGD's sparse Elias code, l2 norm: 32 bits of scale
-    included.
+    """Returns the bound of the expected bits of a block of d coordinates in QSGD's sparse Elias code under the l2 norm,
+    including 32 bits of scale.
 
-    (3 + (3/2 + o(1)) log2(2(s²+d)/(s(s+sqrt d)))) s(s+sqrt d) + 32 (arXiv 1610.02132, theorem 3.2), taken without the
-    o(1), which vanishes for large blocks: strictly, no bound for small ones. At s = sqrt(d) it is 9 d + 32 bits; there
-    QSGD takes a code without gaps, with 2.8 d + 32 bits.
+    (3 + (3/2 + o(1)) log2(2(s²+d)/(s(s+sqrt d)))) s(s+sqrt d) + 32 (arXiv 1610.02132, theorem 3.2), computed without
+    the o(1), which vanishes for large blocks. So strictly, it is no bound for small blocks. At s = sqrt(d) it is 9 d +
+    32 bits; for this s, QSGD uses a code without gaps, with 2.8 d + 32 bits.
 
     Args:
         dimension: d.
         levels: s on each side of zero.
 
     Raises:
-        ConfigError: an argument that is no integer or below 1.
+        ConfigError: if an argument is no integer or below 1.
     """
     check_count(dimension=dimension, levels=levels)
     nonzeros = levels * (levels + math.sqrt(dimension))
@@ -336,7 +336,8 @@ def elias_bits_bound(dimension: int, levels: int) -> float:
 
 
 def ceo_rate(distortion: float, ranks: int, signal: float, noise: float) -> float:
-    """Returns the least bits per coordinate, of all ranks together, to know the true gradient to a mean square error.
+    """Returns the smallest number of bits per coordinate, of all ranks together, with which the true gradient is known
+    up to a mean square error.
 
     The quadratic Gaussian CEO problem (sum rate: Oohama, IEEE T-IT 1998; Prabhakaran, Tse and Ramchandran, ISIT 2004).
     X is normal with variance σx², and rank i knows Y_i = X + N_i, the N_i independent with variance σn². Let each send
@@ -345,7 +346,7 @@ def ceo_rate(distortion: float, ranks: int, signal: float, noise: float) -> floa
 
         R(D) = ½ log2(σx²/D) - (n/2) log2(1 - (σn²/n)(1/D - 1/σx²)).
 
-    It is 0 from D = σx² on, which costs no message, and infinite at 1/(1/σx² + n/σn²), the error if all Y_i are known.
+    It is 0 for D >= σx², which needs no message, and infinite at 1/(1/σx² + n/σn²), the error if all Y_i are known.
     Estimates that scale the mean down to the least error are included; if σn²/n > σx², the plain mean of the
     uncompressed gradients has D > σx², hence R = 0.
 
@@ -356,7 +357,7 @@ def ceo_rate(distortion: float, ranks: int, signal: float, noise: float) -> floa
         noise: σn², variance of one rank's gradient about the true one; may be 0.
 
     Raises:
-        ConfigError: ``distortion`` is not above what exact messages reach, or a variance is out of range.
+        ConfigError: if ``distortion`` is not above the error of exact messages, or if a variance is out of range.
     """
     _check_source(ranks, signal, noise)
     check_number(above=True, distortion=distortion)
@@ -364,10 +365,11 @@ def ceo_rate(distortion: float, ranks: int, signal: float, noise: float) -> floa
 
 
 def independent_rate(distortion: float, ranks: int, signal: float, noise: float) -> float:
-    """Returns the least bits per coordinate of all ranks together, if each rank's message is decoded by itself.
+    """Returns the smallest number of bits per coordinate of all ranks together, if each rank's message is decoded
+    separately.
 
-    The same messages, without use of what they have in common: q from 1/D = 1/σx² + n/(σn² + q), and each rank pays
-    ½ log2(1 + (σx²+σn²)/q), the information of its message on a source of variance σx² + σn². Dithered scalar
+    The same messages, without use of their common information: q follows from 1/D = 1/σx² + n/(σn² + q), and each rank
+    pays ½ log2(1 + (σx²+σn²)/q), the information of its message on a source of variance σx² + σn². Dithered scalar
     quantisers with an entropy coder come within ½ log2(2πe/12) = 0.254 bits per rank of it, if the coder knows the
     dither.
 
@@ -376,7 +378,7 @@ def independent_rate(distortion: float, ranks: int, signal: float, noise: float)
         ranks, signal, noise: see `ceo_rate`.
 
     Raises:
-        ConfigError: ``distortion`` is not above what exact messages reach, or a variance is out of range.
+        ConfigError: if ``distortion`` is not above the error of exact messages, or if a variance is out of range.
     """
     _check_source(ranks, signal, noise)
     check_number(above=True, distortion=distortion)
@@ -388,7 +390,7 @@ def independent_rate(distortion: float, ranks: int, signal: float, noise: float)
 
 
 def distortion_of_rate(bits: float, ranks: int, signal: float, noise: float) -> float:
-    """Returns the least mean square error about the true gradient, per coordinate, for a sum rate: the inverse of
+    """Returns the smallest mean square error about the true gradient, per coordinate, for a sum rate: the inverse of
     `ceo_rate`.
 
     By bisection between 1/(1/σx² + n/σn²), where the rate is infinite, and σx², where it is 0, to the last bit.
@@ -398,7 +400,7 @@ def distortion_of_rate(bits: float, ranks: int, signal: float, noise: float) -> 
         ranks, signal, noise: see `ceo_rate`.
 
     Raises:
-        ConfigError: ``bits`` is negative or not finite, or a variance is out of range.
+        ConfigError: if ``bits`` is negative or not finite, or if a variance is out of range.
     """
     _check_source(ranks, signal, noise)
     check_number(bits=bits)
@@ -415,10 +417,10 @@ def distortion_of_rate(bits: float, ranks: int, signal: float, noise: float) -> 
 def gap(bits: float, error: float, ranks: int, signal: float, noise: float) -> float:
     """Returns the bits per coordinate and rank above the CEO bound: ``bits`` - `ceo_rate` (``error``)/n.
 
-    At least 0 for messages from the ranks to a decoder without a gradient of its own, on normal coordinates with the
-    variances given. Each message is counted once: of an allreduce of codes of b bits, b, not the 2b (n-1)/n that a rank
-    sends to reduce and to distribute. The error is about the true gradient; if only e, the codec's error about the mean
-    of the ranks' gradients, is known, and the codec is unbiased, it is e + σn²/n.
+    It is at least 0 for messages from the ranks to a decoder that has no gradient itself, on normal coordinates with
+    the given variances. Each message is counted once: an all-reduce of codes of b bits counts as b, not as the 2b
+    (n-1)/n that a rank sends to reduce and to distribute. The error is about the true gradient; if only e, the codec's
+    error about the mean of the ranks' gradients, is known, and the codec is unbiased, it is e + σn²/n.
 
     Args:
         bits: bits per coordinate that one rank spends, scales included.
@@ -426,8 +428,8 @@ def gap(bits: float, error: float, ranks: int, signal: float, noise: float) -> f
         ranks, signal, noise: see `ceo_rate`.
 
     Raises:
-        ConfigError: ``bits`` is negative, ``error`` is not above what exact messages reach, or a variance is out of
-            range.
+        ConfigError: if ``bits`` is negative, if ``error`` is not above the error of exact messages, or if a variance is
+            out of range.
     """
     _check_source(ranks, signal, noise)
     check_number(bits=bits)
@@ -436,40 +438,40 @@ def gap(bits: float, error: float, ranks: int, signal: float, noise: float) -> f
 
 
 def rate_distortion(relative_error: float) -> float:
-    """Returns the least bits per coordinate and rank for the mean of n independent normal gradients, at a relative
-    *squared* error.
+    """Returns the smallest number of bits per coordinate and rank for the mean of n independent normal gradients, at a
+    relative *squared* error.
 
     Rate-distortion function of a normal source: R bits leave it with at least 2^-2R of its variance, so a relative
     squared error D needs R = ½ log2(1/D). The mean of n such sources, variance 1 and R_i bits each, has the variance
     1/n; given the messages the sources stay independent, so its error is at least (1/n²) Σ 2^(-2 R_i), which by
-    convexity is at least 2^-2R/n, R the mean of R_i. Relative to 1/n: 2^-2R, whatever n. The same R = ½ log2(1/D).
+    convexity is at least 2^-2R/n, R the mean of R_i. Relative to 1/n: 2^-2R, for every n. The same R = ½ log2(1/D).
 
     Args:
-        relative_error: D = E|estimate - x̄|²/E|x̄|²; from 1 on no bits are needed.
+        relative_error: D = E|estimate - x̄|²/E|x̄|²; for D >= 1, no bits are needed.
 
     Raises:
-        ConfigError: ``relative_error`` is not above 0 or not finite.
+        ConfigError: if ``relative_error`` is not above 0, or not finite.
     """
     check_number(above=True, relative_error=relative_error)
     return max(0.0, -math.log2(relative_error) / 2)
 
 
 def bits_at(relative_l2: float) -> float:
-    """Returns the least bits per coordinate and rank for a relative L2 error r of the mean: log2(1/r),
+    """Returns the smallest number of bits per coordinate and rank for a relative L2 error r of the mean: log2(1/r),
     `rate_distortion` (r²).
 
-    For independent normal gradients, equal variances, and a decoder that has none of them. A rank that decodes knows
-    its own part of the mean exactly, which saves it at most ½ log2(n/(n-1)).
+    This holds for independent normal gradients with equal variances, and for a decoder that knows none of them. A rank
+    that decodes knows its own part of the mean exactly, which saves at most ½ log2(n/(n-1)) bits.
 
-    A second rounding, as of `two_shot`, is not exempt: the mean that comes through a message of R_down bits has a
-    relative error of at least 2^-R_down, so each of the two messages takes log2(1/r). Two independent roundings at the
-    bound leave r² = 1 - (1 - 2^-2R_up)(1 - 2^-2R_down), for equal rates about ½ bit more on both.
+    This also holds for a second rounding, as in `two_shot`: a mean that is sent in a message of R_down bits has a
+    relative error of at least 2^-R_down, so each of the two messages needs log2(1/r) bits. Two independent roundings at
+    the bound leave r² = 1 - (1 - 2^-2R_up)(1 - 2^-2R_down), for equal rates about ½ bit more on both.
 
     Args:
-        relative_l2: r = |estimate - x̄|/|x̄|, root mean square; from 1 on no bits are needed.
+        relative_l2: r = |estimate - x̄|/|x̄|, root mean square; for r >= 1, no bits are needed.
 
     Raises:
-        ConfigError: ``relative_l2`` is not above 0 or not finite.
+        ConfigError: if ``relative_l2`` is not above 0, or not finite.
     """
     check_number(above=True, relative_l2=relative_l2)
     return max(0.0, -math.log2(relative_l2))
@@ -481,7 +483,7 @@ def _ceil_log2(value: int) -> int:
 
 
 def _ceo_rate(distortion: float, ranks: int, signal: float, noise: float) -> float:
-    """Returns `ceo_rate` of checked arguments; infinite where it is unreachable."""
+    """Returns `ceo_rate` of checked arguments; infinite if the distortion is unreachable."""
     if distortion >= signal:
         return 0.0
     share = noise / ranks / distortion * (1 - distortion / signal)

@@ -21,18 +21,18 @@ logger = logging.getLogger(__name__)
 
 STATE_SCHEMA = 1
 
-#: Entries of states that `distributed_checkpoint` has read: a name for the memory of all ranks, of which each rank has
-#: its own only, and the `memory_of` what was saved.
+#: Entries of states that `distributed_checkpoint` has read: a name for the memory of all ranks, because each rank reads
+#: only its own, and the result of `memory_of` for the saved memory.
 MEMORY_NAME = "memory_name"
 MEMORY_OF = "memory_of"
 
-#: What the memory of all ranks is gathered for.
+#: Why the memory of all ranks is gathered, for errors.
 _GATHERING = "gathering what ranks remember (every rank calls state_dict)"
 #: Entries of every state.
 _ENTRIES = {"seed": int, "step": int, "config": Mapping}
 #: Entries that some states have.
 _OPTIONAL_ENTRIES = {"post_local_iter": int, "weights": int}
-#: The largest integer of a state: the dither and the comparison of steps take 63 bits.
+#: The largest integer in a state: the dither and the comparison of steps use 63 bits.
 _LARGEST = 2**63 - 1
 
 
@@ -40,12 +40,12 @@ def check_state(state: Any, now: GQSGDConfig, entries: Mapping[str, type] | None
     """Check a hook's state from a checkpoint, and log in which fields its configuration differs from this run's.
 
     Args:
-        state: the state, as ``state_dict`` has given it.
+        state: the state that ``state_dict`` returned.
         now: the configuration of this run.
-        entries: entries that the state needs beside the usual ones, and their types.
+        entries: entries that the state needs in addition to the usual ones, and their types.
 
     Raises:
-        ConfigError: ``state`` is no state of a hook, or a state of another schema.
+        ConfigError: if ``state`` is no state of a hook, or has another schema.
     """
     if not isinstance(state, Mapping):
         raise ConfigError(f"a state is a dictionary, as state_dict gives it, not {type(state).__name__}")
@@ -72,7 +72,7 @@ def is_count(value: object) -> bool:
 
 
 def _check_plain(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a state's configuration that has other values than plain ones, or unnamed ones."""
+    """Raise ConfigError if a state's configuration has values that are not plain, or keys that are not strings."""
     try:
         json.dumps(dict(config))
         is_plain = all(isinstance(name, str) for name in config)
@@ -102,10 +102,10 @@ def _log_difference(written: Mapping[str, Any], now: GQSGDConfig) -> None:
 def gathered_memory(
     communicator: Communicator, store: MemoryStore, parameters: Iterable[int]
 ) -> dict[str, dict[int, Tensor]] | None:
-    """Returns the memory of all ranks, on the CPU: tensors [ranks, numel] by kind and parameter number; None on all
-    ranks but the first.
+    """Returns the memory of all ranks, on the CPU: tensors [ranks, numel] by kind and parameter number. All ranks
+    except the first return None.
 
-    A collective. Parameters are gathered one at a time, so that no rank but the first holds more than one of them.
+    A collective. Parameters are gathered one at a time, so that only the first rank holds more than one of them.
     """
     numbers = sorted(parameters)
     gathered: dict[str, dict[int, Tensor]] = {kind.value: {} for kind in store.kinds} if numbers else {}
@@ -118,14 +118,14 @@ def gathered_memory(
 
 
 def take_memory(store: MemoryStore, state: Mapping[str, Any], rank: int, world_size: int) -> set[int] | None:
-    """Take the memories from a hook's state. Returns the numbers of the parameters in it.
+    """Load the memories from a hook's state. Returns the numbers of the parameters in it.
 
-    A state of another number of ranks, or without memory, leaves the memory empty. A warning says so, and the result is
+    If the state has another number of ranks, or no memory, the memory stays empty, a warning says so, and the result is
     None.
 
     Raises:
-        ConfigError: the state is not rank 0's, is that of a model with other parameters, or has a memory that
-            state_dict does not write.
+        ConfigError: if the state is not rank 0's, if it belongs to a model with other parameters, or if ``state_dict``
+            cannot have written its memory.
     """
     saved = state.get("memory")
     if "memory" in state and saved is None:
@@ -157,12 +157,12 @@ def memory_of(saved: Mapping[str, Mapping[int, Tensor]]) -> tuple[str, str]:
 
 
 def fits(store: MemoryStore, saved: Mapping[str, Mapping[int, Tensor]], world_size: int) -> bool:
-    """Returns True if a memory is that of ``world_size`` ranks, with the kinds that are kept here."""
+    """Returns True if a memory has ``world_size`` ranks and the kinds that are stored here."""
     return bool(saved) and set(saved) == {kind.value for kind in store.kinds} and memory_of(saved)[0] == str(world_size)
 
 
 def memory_digest(state: Mapping[str, Any]) -> str:
-    """Returns a digest of all ranks' memory in a state that `take_memory` has taken, also of a state without memory."""
+    """Returns a digest of all ranks' memory in a state that `take_memory` has loaded; the state may have no memory."""
     if MEMORY_NAME in state:
         return str(state[MEMORY_NAME])
     hashed = hashlib.blake2b(digest_size=8)
@@ -174,7 +174,7 @@ def memory_digest(state: Mapping[str, Any]) -> str:
 
 
 def check_memory(saved: object) -> None:
-    """Raise ConfigError for a memory that is not tensors [ranks, numel] by kind and parameter number, the same
+    """Raise ConfigError if a memory is not tensors [ranks, numel] by kind and parameter number, with the same
     parameters in every kind."""
     kinds: Mapping[str, Any] = saved if isinstance(saved, Mapping) else {"memory": saved}
     for kind, tensors in kinds.items():
@@ -196,14 +196,14 @@ def check_memory(saved: object) -> None:
 
 
 def _is_table(rows: object) -> bool:
-    """Returns True for a floating-point matrix whose numbers can be read: neither sparse nor on the meta device."""
+    """Returns True for a floating-point matrix that is neither sparse nor on the meta device."""
     if not isinstance(rows, Tensor) or rows.ndim != 2 or not rows.is_floating_point():
         return False
     return rows.layout == torch.strided and not rows.is_meta
 
 
 def say_what_is_missing(trained: Iterable[Parameter], saved: set[int]) -> None:
-    """Log the compressed parameters of which a checkpoint has no memory; ``saved``: numbers of the others."""
+    """Log the compressed parameters that have no memory in a checkpoint; ``saved`` are the numbers of the others."""
     names = [entry.name for entry in trained if not entry.raw and entry.number not in saved]
     if names:
         logger.warning("gqsgd: the memory of parameter %s starts empty: the checkpoint has none", listed(names))

@@ -1,7 +1,7 @@
 """Copies of models that have a hook: the object that replaces the hook's state, and a warning when a copy is trained.
 
-A copy of a DDP model (by copy, pickle or torch.save) has a reducer of its own in C++, without a communication hook;
-this holds for every hook of DDP's. The gradients of the copy are averaged uncompressed.
+A copy of a DDP model (by copy, pickle or torch.save) has its own reducer in C++, and that reducer has no communication
+hook. This is true for every communication hook of DDP. The gradients of the copy are averaged uncompressed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Handles = list[RemovableHandle]
 
 
 class DetachedState:
-    """Stands in a copy of a model where the original has its `hook.GQSGDState`.
+    """Replaces the `hook.GQSGDState` in a copy of a model.
 
     Attributes:
         config: the configuration of the hook on the original, as plain values.
@@ -37,7 +37,7 @@ class DetachedState:
         return False
 
     def __getattr__(self, name: str) -> Any:
-        # An AttributeError, whatever the text: torch and this package ask hooks' states by hasattr() what they can do.
+        # It has to be an AttributeError: torch and this package call hasattr() on the states of hooks.
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
@@ -49,12 +49,11 @@ class DetachedState:
 class OwnHook:
     """A forward hook, or forward pre-hook, of one model, which does nothing on copies of the model.
 
-    A closure would call the original's function for forward passes of its copies, and could not be pickled with the
-    model.
+    A closure would call the original's function in forward passes of copies, and could not be pickled with the model.
 
     Args:
         model: the model, which is not kept alive.
-        function: what torch is to call for that model: ``function(model, inputs)`` or ``function(model, inputs,
+        function: the function that torch calls for that model: ``function(model, inputs)`` or ``function(model, inputs,
             output)``.
     """
 
@@ -73,7 +72,8 @@ class OwnHook:
 def on_gradients(parameters: Iterable[nn.Parameter], model: nn.Module, call: Callable[[nn.Parameter], None]) -> Handles:
     """Call a function for each gradient that parameters accumulate, until the model is gone.
 
-    The module may be trained without its DDP model afterwards. So the function must keep alive neither of the two.
+    The module may be trained without its DDP model afterwards, so the function must keep neither the module nor the DDP
+    model alive.
     """
     handles = [parameter.register_post_accumulate_grad_hook(call) for parameter in parameters]
     weakref.finalize(model, remove_all, handles)
@@ -91,7 +91,7 @@ def _no_hook() -> Callable[..., None]:
 
 
 def _do_nothing(*_: Any) -> None:
-    """Stands in a copy of a model where the original has an `OwnHook`."""
+    """Replaces an `OwnHook` in a copy of a model."""
 
 
 def say_if_detached(model: nn.Module, inputs: Any) -> None:

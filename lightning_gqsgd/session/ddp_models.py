@@ -1,4 +1,4 @@
-"""Finds the DDP models of this process that have given parameters, and whether they are used."""
+"""Finds the DDP models of this process that have given parameters, and notes whether they are called."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class DDPModels:
 
     Args:
         parameters: ids of the parameters.
-        ranks: numbers of ranks, among all of torch.distributed. Only models count that average over at least two of
-            them. None: all models count.
+        ranks: numbers of ranks in torch.distributed. Only models that average over at least two of them are found. None
+            finds all models.
     """
 
     def __init__(self, parameters: Set[int], ranks: Set[int] | None = None) -> None:
@@ -33,13 +33,13 @@ class DDPModels:
         self._was_called = False
 
     def look(self, but: Collection[nn.Module | None] = ()) -> bool:
-        """Look for such models among all objects, which takes a fraction of a second.
+        """Search all objects of this process for such models, which takes a fraction of a second.
 
         Args:
-            but: models that do not count.
+            but: models to ignore.
 
         Returns:
-            Whether there are some that were not found before.
+            Whether new models were found.
         """
         self._known.update(model for model in but if model is not None)
         found = [model for model in _all_models() if model not in self._known and self._counts(model)]
@@ -48,13 +48,14 @@ class DDPModels:
         return bool(found)
 
     def take_called(self) -> bool:
-        """Returns whether one that was found was called since the last time, with gradients that DDP averages."""
+        """Returns whether one of the found models was called since the last call of this method, with gradients that
+        DDP averages."""
         was_called = self._was_called
         self._was_called = False
         return was_called
 
     def forget(self) -> None:
-        """Watch no longer those that were found."""
+        """Stop watching the found models."""
         remove_all(self._handles)
         self._handles = []
 
@@ -72,7 +73,8 @@ class DDPModels:
 
 
 def _all_models() -> list[DistributedDataParallel]:
-    """Returns all of this process. The type of each object is asked, because some pretend to be of another class."""
+    """Returns all DDP models of this process. ``type`` is called on each object, because some objects fake their
+    ``__class__``."""
     found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-    # Where the constructor has refused a module, an object may be left without one.
+    # If the constructor raised, an object without a module may be left.
     return [model for model in found if "module" in model.__dict__.get("_modules", {})]

@@ -1,4 +1,4 @@
-"""Which ranks of a process group share a node, and the rate of the link that they share."""
+"""Finds which ranks of a process group share a node, and the rate of the node's link."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class Layout(NamedTuple):
 
     Attributes:
         nodes: for each rank, in the group's order, the number of its node.
-        bytes_per_s: bytes that the node with the slowest link can send to others in a second; 0: no node knows it.
-        devices: names of the devices that gradients lie on; of a CPU, ``"cpu"``.
+        bytes_per_s: bytes per second that the node with the slowest link can send to others; 0 if no node knows its
+            rate.
+        devices: names of the gradients' devices; ``"cpu"`` for a CPU.
     """
 
     nodes: tuple[int, ...]
@@ -38,7 +39,8 @@ class Layout(NamedTuple):
 
     @property
     def node_size(self) -> int:
-        """Number of consecutive ranks on each node; 0 if nodes have unequal numbers, or ranks that do not follow."""
+        """Number of consecutive ranks on each node; 0 if nodes have unequal numbers of ranks, or ranks that are not
+        consecutive."""
         runs = [(node, len(list(run))) for node, run in groupby(self.nodes)]
         sizes = {size for _, size in runs}
         return sizes.pop() if len(sizes) == 1 and len(runs) == self.num_nodes else 0
@@ -57,17 +59,18 @@ def layouts(meeting: Meeting, device: torch.device) -> list[Layout]:
         device: device of this rank's gradients.
 
     Raises:
-        ConfigError: a rank's environment has a number of processes or of threads that is none; raised on every rank.
-        CollectiveError: a rank did not come in time.
+        ConfigError: if a rank's environment has an invalid number of processes or of threads. It is raised on every
+            rank.
+        CollectiveError: if a rank did not arrive in time.
     """
-    codec_threads(dist.get_world_size())  # refuses a number of threads here, before ranks have agreed on anything
+    codec_threads(dist.get_world_size())  # checks the number of threads before ranks agree on anything
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     news = {"node": digest_of(this_node()), "bytes_per_s": link_rate(), "device": name}
     return [_layout(told) for told in meeting.exchange(news)]
 
 
 def _layout(told: Sequence[Mapping[str, Any]]) -> Layout:
-    """Returns the layout of ranks that tell their nodes, the rates of these nodes' links, and their devices."""
+    """Returns the layout of ranks from their news: their nodes, the rates of the nodes' links, and their devices."""
     numbers = {node: number for number, node in enumerate(dict.fromkeys(rank["node"] for rank in told))}
     known = [rank["bytes_per_s"] for rank in told if rank["bytes_per_s"]]
     nodes = tuple(numbers[rank["node"]] for rank in told)
@@ -75,10 +78,10 @@ def _layout(told: Sequence[Mapping[str, Any]]) -> Layout:
 
 
 def link_rate(root: Path = Path("/sys/class")) -> float:
-    """Returns the bytes per second that this machine can send to others, as its kernel says; 0 if that is not known.
+    """Returns the bytes per second that this machine can send to others, according to its kernel; 0 if unknown.
 
-    InfiniBand ports are used together, and of network cards one. Virtual cards, such as those of containers, tell a
-    rate that means nothing.
+    The rates of all InfiniBand ports are added. If there are none, it is the rate of the fastest network card. Virtual
+    cards, such as those of containers, are ignored, because their rates mean nothing.
     """
     return sum(_infiniband(root / "infiniband")) or max(_cards(root / "net"), default=0.0)
 
@@ -99,10 +102,11 @@ def _cards(folder: Path) -> Iterator[float]:
 
 
 def card_rate(card: Path) -> int | None:
-    """Returns the rate of a network card in Mbit/s, as its driver says; None: it does not say, or there is no cable.
+    """Returns the rate of a network card in Mbit/s, according to its driver; None if the driver does not say it, or if
+    no cable is connected.
 
     Args:
-        card: its folder below ``/sys/class/net``.
+        card: the card's folder below ``/sys/class/net``.
     """
     with suppress(OSError, ValueError):
         megabits = int((card / "speed").read_text())
@@ -111,10 +115,10 @@ def card_rate(card: Path) -> int | None:
 
 
 def with_nodes(config: GQSGDConfig, layout: Layout) -> GQSGDConfig:
-    """Returns the configuration with the size of its nodes, if its reducer needs one and the user gives none.
+    """Returns the configuration, with ``node_size`` set if its reducer needs it and the user gave none.
 
     Raises:
-        ConfigError: the group has unequal numbers of ranks on its nodes.
+        ConfigError: if the group's nodes have unequal numbers of ranks, or ranks that are not consecutive.
     """
     if config.reducer != "hierarchical" or config.node_size:
         return config

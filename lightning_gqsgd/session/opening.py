@@ -1,6 +1,6 @@
 """The start of everything that reduces: DDP's hook, local steps, FSDP's hooks and `all_reduce`.
 
-Each of them opens a `Meeting`, in which the error of one rank is raised on all. There it checks what it was given,
+Each of them opens a `Meeting`, in which an error of one rank is raised on all ranks. There it checks its arguments,
 chooses its reducers for the number of ranks (`nodes.with_nodes`, `config.resolving`), and calls `open_engines`.
 """
 
@@ -29,12 +29,12 @@ from lightning_gqsgd.wire.plan import Plan
 
 
 class Side(NamedTuple):
-    """A process group, and what its ranks reduce.
+    """A process group, and the settings with which its ranks reduce.
 
     Attributes:
         group: the process group.
         facts: the facts that its ranks must have in common.
-        configs: the configurations, with their reducers chosen; none where each call brings its own.
+        configs: the configurations with the chosen reducers; empty if each call has its own.
         plan: the class that cuts tensors into pieces.
         direct: see `Engine`.
     """
@@ -58,26 +58,27 @@ def open_engines(
     prepare: Callable[[Engine], None] | None = None,
     streams: int = 2,
 ) -> Iterator[list[Engine]]:
-    """Start to reduce over process groups, on all of their ranks or on none. A collective.
+    """Create engines for process groups, on all of their ranks or on none. A collective.
 
-    The context is for the caller's last steps. Where one of them fails, the engines are closed again.
+    The caller does its last steps within the context. If one of them raises, the engines are closed again.
 
     Args:
         meeting: the ranks of all sides.
         sides: the process groups, in the meeting's order. All engines share the runner of the first.
         device: device of the tensors.
-        timeout: of collectives; None takes that of each group.
+        timeout: timeout of collectives; None uses the timeout of each group.
         messages: the words for the caller in errors.
-        dtypes: dtypes of the tensors; empty where kernels are compiled later, by `compile_together`.
-        prepare: called with the first engine, to make and compile what it needs beside its configurations.
+        dtypes: dtypes of the tensors; empty if kernels are compiled later, by `compile_together`.
+        prepare: called with the first engine, to create groups and compile kernels that it needs beyond its
+            configurations.
         streams: see `Engine`; 1 if there are several sides.
 
     Yields:
         The engine of each side.
 
     Raises:
-        ConfigError: ranks differ, or one refuses; raised on every rank.
-        CollectiveError: a rank did not come in time, or gave no sign of life.
+        ConfigError: if ranks differ, or if a rank refuses. It is raised on every rank.
+        CollectiveError: if a rank did not arrive in time, or gave no sign of life.
     """
     check_timeout(timeout)
     keys = meeting.agree([side.facts for side in sides])
@@ -97,34 +98,35 @@ def open_engines(
             )
             undo.callback(engine.close)
             engines.append(engine)
-        # Process groups come before kernels: here ranks wait for each other no longer than the timeout.
+        # Process groups are created before kernels are compiled: here ranks wait for each other no longer than the
+        # timeout.
         for engine, side in zip(engines, sides, strict=True):
             engine.connect(*side.configs)
         if dtypes:
             configs = {engine: side.configs for engine, side in zip(engines, sides, strict=True)}
             compile_together(meeting, configs, dtypes, None if prepare is None else partial(prepare, engines[0]))
         elif any(side.configs for side in sides):
-            # There is nothing to prepare yet. A rank that could not connect tells the others in this round.
+            # There is nothing to prepare yet. If a rank could not connect, it tells the others in this round.
             meeting.agree([{}] * len(sides))
         yield engines
         undo.pop_all()
 
 
 def open_agreed(side: Side, key: str, device: torch.device, *, timeout: timedelta, messages: Messages) -> Engine:
-    """Start to reduce over ranks that have agreed in a way of their own, and have all kernels. A collective.
+    """Create an engine for ranks that have agreed in another way, and have compiled all kernels. A collective.
 
-    It takes fewer round trips than `open_engines`. A rank that cannot connect does not tell the others: whoever calls
-    this closes what they wait on.
+    It takes fewer round trips than `open_engines`. If a rank cannot connect, it does not tell the others, so the caller
+    has to close the connections on which they wait.
 
     Args:
         side: the ranks.
         key: see `Engine`.
         device: device of the tensors.
-        timeout: of collectives.
+        timeout: timeout of collectives.
         messages: the words for the caller in errors.
 
     Raises:
-        CollectiveError: a rank did not come in time.
+        CollectiveError: if a rank did not arrive in time.
     """
     engine = Engine(device, side.group, key, timeout=timeout, messages=messages)
     try:
@@ -141,10 +143,10 @@ def compile_together(
     dtypes: Sequence[torch.dtype],
     before: Callable[[], None] | None = None,
 ) -> None:
-    """Compile the kernels of each engine's configurations, and wait for slower ranks while they live (see
-    `Meeting.preparing`). A collective, after the meeting has agreed.
+    """Compile the kernels of each engine's configurations, and wait for slower ranks as long as they are alive (see
+    `Meeting.preparing`). A collective, to be called after the meeting has agreed.
 
-    ``before`` is called first. It may take as long.
+    ``before`` is called first, and may take as long as a compilation.
     """
     with meeting.preparing(COMPILE_PATIENCE_S):
         if before is not None:
@@ -157,18 +159,18 @@ def compile_together(
 def prepare_later(
     engine: Engine, group: dist.ProcessGroup | Peers, card: Card, config: GQSGDConfig, dtype: torch.dtype
 ) -> None:
-    """Make the groups and kernels that a configuration and a dtype need for the first time. A collective.
+    """Create the groups and compile the kernels for a new configuration or dtype. A collective.
 
     Args:
-        engine: of the ranks.
+        engine: the engine of the ranks.
         group: the process group, or the ranks themselves.
-        card: what all ranks are about to do, which is compared first.
-        config: the configuration, with its reducer chosen.
+        card: a card for the call, which all ranks compare first.
+        config: the configuration with the chosen reducer.
         dtype: dtype of the tensors.
 
     Raises:
-        ConfigError: ranks do not do the same, or one refuses; on every rank.
-        CollectiveError: a rank did not come in time, or gave no sign of life.
+        ConfigError: if the ranks' cards differ, or if a rank refuses. It is raised on every rank.
+        CollectiveError: if a rank did not arrive in time, or gave no sign of life.
     """
     engine.agree(card).wait()
     with Meeting(card.purpose, [group], engine.communicator.timeout) as meeting:
@@ -182,7 +184,7 @@ def facts_of(config: GQSGDConfig, own: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         config: the configuration.
-        own: further facts of the caller.
+        own: more facts from the caller.
     """
     versions = {"version of lightning_gqsgd": __version__, "version of the wire format": VERSION}
     return {**config.to_dict(), **own, **versions}

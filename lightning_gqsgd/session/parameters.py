@@ -19,11 +19,11 @@ class Parameter(NamedTuple):
     """A parameter of a model.
 
     Attributes:
-        number: its place in the model; enters its dither.
+        number: its place in the model. The dither depends on it.
         name: its name in the model.
         numel: number of its coordinates.
-        raw: whether its gradient travels uncompressed.
-        bits: the bits that ``bits`` by name gives it; None: it has those of the configuration.
+        raw: whether its gradient is sent uncompressed.
+        bits: the number of bits that ``bits`` by name gives it; None if it uses the configuration's.
     """
 
     number: int
@@ -34,10 +34,10 @@ class Parameter(NamedTuple):
 
 
 def number_parameters(parameters: Mapping[str, Tensor], config: GQSGDConfig) -> list[Parameter]:
-    """Returns the parameters of a model, in order, as a configuration sees them.
+    """Returns the parameters of a model, in order, with the settings that a configuration gives them.
 
     Raises:
-        ConfigError: a pattern of ``exclude`` matches no parameter; see also `spec.bits_by_name.BitsByName.check`.
+        ConfigError: if a pattern of ``exclude`` matches no parameter; see also `spec.bits_by_name.BitsByName.check`.
     """
     check_matched("exclude", config.exclude, list(parameters))
     numbered = [
@@ -52,7 +52,7 @@ def number_parameters(parameters: Mapping[str, Tensor], config: GQSGDConfig) -> 
 
 
 def check_for_tensors(config: GQSGDConfig, who: str) -> None:
-    """Raise ConfigError for what needs to know parameters or steps, where single tensors are reduced.
+    """Raise ConfigError if a configuration for single tensors needs to know parameters or steps.
 
     Args:
         config: the configuration, with its reducer chosen.
@@ -76,15 +76,16 @@ def check_for_tensors(config: GQSGDConfig, who: str) -> None:
 
 
 def segments_of(parameters: Iterable[Parameter], choices: Mapping[int, int]) -> tuple[Segment, ...]:
-    """Returns the segments of a flat tensor's parameters; ``choices``: number of the configuration by its bits.
+    """Returns the segments of a flat tensor's parameters; ``choices`` maps numbers of bits to numbers of
+    configurations.
 
-    A parameter without bits of its own has those of the configuration, or needs none.
+    A parameter without its own number of bits uses choice 0.
     """
     return tuple(Segment(p.number, p.numel, p.raw, 0 if p.bits is None else choices[p.bits]) for p in parameters)
 
 
 def digest(parameters: Iterable[object]) -> str:
-    """Returns a digest of parameters, the same on ranks whose models have the same ones."""
+    """Returns a digest of parameters, which is equal on ranks whose models have equal parameters."""
     text = "\n".join(map(str, parameters))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -74,9 +74,9 @@ def report(
 
 
 def _other_codec(config: GQSGDConfig) -> str:
-    """Returns a clause that says that the preset of the same number of bits is another codec; empty where it is not.
+    """Returns a clause that says that the preset with the same number of bits uses another codec; empty if it does not.
 
-    ``gqsgd_2bit`` is EDEN, as ``bits=2`` is, unless another field asks for companded codes.
+    ``gqsgd_2bit`` uses EDEN, and so does ``bits=2``, unless another field asks for companded codes.
     """
     name = f"gqsgd_{config.num_bits}bit"
     if config.codec != "companded" or name not in PRESETS or PRESETS[name].config.codec == config.codec:
@@ -86,7 +86,7 @@ def _other_codec(config: GQSGDConfig) -> str:
 
 
 def _raw(raw: Sequence[Parameter], config: GQSGDConfig) -> str:
-    """Returns the parameters that travel uncompressed, with the reasons, in words."""
+    """Returns in words how many parameters are sent uncompressed, and why."""
     small = [parameter for parameter in raw if parameter.numel < config.min_numel]
     why = [f"{len(small)} smaller than {config.min_numel}"] if small else []
     why += [f"{len(raw) - len(small)} excluded by name"] if len(raw) > len(small) else []

@@ -1,8 +1,8 @@
 """Reduces a table as a dense gradient if ranks touch more rows than `GQSGDConfig.sparse_limit` allows in a step.
 
-The whole table is reduced as the gradient of an embedding without ``sparse=True`` is, to the same bits. Beside the
-codes, ranks gather a bit for each row, so that all know which rows any of them has touched. The mean has these rows
-only: a dense reduction leaves noise in the others that share a block with them.
+The whole table is reduced like the gradient of an embedding without ``sparse=True``, with the same bits. Ranks also
+gather a bit for each row, so that all ranks know which rows were touched. The mean has only these rows, because a dense
+reduction adds noise to other rows that share a block with them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_gqsgd.wire.telemetry import BucketCounters
 
 
 def dense_gradient(table: Table, touched: Touched, dtype: torch.dtype) -> Tensor:
-    """Returns the rows in a flat tensor of the whole table, [height * width]."""
+    """Returns a flat tensor of the whole table, [height * width], that has the touched rows."""
     x = torch.zeros(table.height, table.width, dtype=dtype)
     x[touched.rows] = touched.values.to(dtype)
     return x.view(-1)
@@ -30,15 +30,15 @@ def dense_gradient(table: Table, touched: Touched, dtype: torch.dtype) -> Tensor
 def dense_mean(
     table: Table, touched: Touched, x: Tensor, pieces: Sequence[Steps], ranks: int, counters: BucketCounters
 ) -> Mean:
-    """Run the stages from 2 on of a dense exchange; they end with the mean of all ranks' rows.
+    """Run stage 2 and the later stages of a dense exchange, which end with the mean of all ranks' rows.
 
     Args:
         table: the table.
         touched: the rows that this rank has touched.
-        x: see `dense_gradient`; overwritten.
+        x: the result of `dense_gradient`, which is overwritten.
         pieces: the steps of a plan that replace ``x`` by its mean.
         ranks: number of ranks.
-        counters: of the bucket.
+        counters: counters of the bucket.
     """
     mine = np.zeros(table.height, dtype=np.uint8)
     mine[touched.rows.numpy()] = 1

@@ -1,8 +1,8 @@
-"""The exchange of touched rows: every rank gets every rank's message, and adds them up in rank order.
+"""The exchange of touched rows: every rank gets the messages of all ranks, and adds them up in rank order.
 
-Stage 1 gathers lengths, two integers of each rank: the number of touched rows and the bytes of their numbers. All ranks
-know all lengths then, so they decide the same about what comes next. Stage 2 gathers the messages, each as long as the
-longest one, a multiple of 16 bytes:
+Stage 1 gathers lengths, two integers per rank: the number of touched rows and the bytes of their row numbers. Then all
+ranks know all lengths, so they choose the same next stage. Stage 2 gathers the messages, each as long as the longest
+one, a multiple of 16 bytes:
 
     rows (see `rows`), row numbers (see `row_numbers`)
 
@@ -33,7 +33,7 @@ Mean = Generator[Sequence[Exchange], None, Touched]
 
 
 def gathered_lengths(rows: int, number_bytes: int, ranks: int) -> Generator[Sequence[Exchange], None, Tensor]:
-    """Run stage 1 of a gather, which ends with the lengths of all ranks, int64 [ranks, 2]."""
+    """Run stage 1 of a gather, which returns the lengths of all ranks, int64 [ranks, 2]."""
     lengths = torch.empty(ranks, 2, dtype=torch.int64)
     yield (Exchange("all_gather", lengths, torch.tensor([rows, number_bytes])),)
     return lengths
@@ -48,16 +48,16 @@ def gathered_mean(
     rank: int,
     counters: BucketCounters,
 ) -> Mean:
-    """Run stage 2 of a gather, which ends with the mean of all ranks' rows.
+    """Run stage 2 of a gather, which returns the mean of all ranks' rows.
 
     Args:
         table: the table.
-        touched: the rows that this rank has touched; their values may be changed.
-        numbers: the stream of its row numbers.
+        touched: the rows that this rank has touched. Their values may be changed.
+        numbers: the stream of this rank's row numbers.
         lengths: see `gathered_lengths`.
-        rows: the form in which rows are written.
+        rows: the format in which rows are written.
         rank: this rank.
-        counters: of the bucket.
+        counters: counters of the bucket.
     """
     counts = [(int(count), int(number_bytes)) for count, number_bytes in lengths.tolist()]
     longest = max(rows.nbytes(count) + number_bytes for count, number_bytes in counts)
@@ -80,7 +80,7 @@ def gathered_mean(
 
 
 def mean_of(messages: Sequence[Touched]) -> Touched:
-    """Returns the mean over ranks of the rows that any rank has touched, added up in rank order."""
+    """Returns the mean over ranks of the rows that at least one rank has touched, summed in rank order."""
     share = Share.of(len(messages))
     union = torch.cat([message.rows for message in messages]).unique()
     first = messages[0].values

@@ -1,8 +1,8 @@
 """The sparse gradients of a DDP model's tables: the entry point for the hook.
 
-DDP has a bucket of its own for each parameter of which it expects a sparse gradient, and hands the sparse tensor to the
-hook as soon as it is there. So tables are reduced while the backward pass goes on, beside dense buckets and in the
-order of all ranks.
+DDP has a separate bucket for each parameter of which it expects a sparse gradient, and passes the sparse tensor to the
+hook as soon as it is computed. So tables are reduced during the backward pass, together with dense buckets and in the
+same order on all ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Outcome:
-    """The gradient that a job leaves behind; None: there was nothing to reduce."""
+    """The gradient that a job computes; None if there was nothing to reduce."""
 
     gradient: Tensor | None = None
 
@@ -45,8 +45,8 @@ class SparseGradients:
     """Replaces sparse gradients by their mean over ranks.
 
     Args:
-        engine: the engine that runs jobs. Making this object may be a collective: all ranks do it.
-        configs: the configurations that steps may have, with their reducers chosen.
+        engine: the engine that runs jobs. Creating this object may be a collective, so all ranks have to create one.
+        configs: the configurations that steps may have, with the chosen reducers.
         tables: the tables, for the log and the report.
     """
 
@@ -57,8 +57,8 @@ class SparseGradients:
         self._tables = {table.number: table for table in tables}
         self._said: set[int] = set()
         for config in configs:
-            # Stage 1 gathers lengths, and the reducer's own stages come behind it where a table is reduced whole.
-            setting = setting_of(config, engine.world_size, torch.float32)  # of any dtype: the stages are the same
+            # Stage 1 gathers lengths. If a table is reduced whole, the reducer's own stages follow.
+            setting = setting_of(config, engine.world_size, torch.float32)  # any dtype will do: the stages are the same
             later = [tuple(dict.fromkeys((ALL, *scopes))) for scopes in stages(setting)]
             engine.communicator.extend([(ALL,), *later])  # at least three stages
 
@@ -72,7 +72,7 @@ class SparseGradients:
             engine: see the class.
             configs: see the class.
             tables: the tables of the model that may have sparse gradients.
-            dtype: of the gradients.
+            dtype: dtype of the gradients.
 
         Returns:
             None if there are no tables, or the configuration refuses sparse gradients.
@@ -85,19 +85,20 @@ class SparseGradients:
         return made
 
     def compile(self, config: GQSGDConfig, dtype: torch.dtype) -> None:
-        """Compile the kernels for rows, which are encoded in the compute dtype of gradients of a dtype."""
+        """Compile the kernels for rows, which are encoded in the compute dtype of ``dtype``, the gradients' dtype."""
         self._engine.compile(config, COMPUTE_DTYPES[dtype])
 
     @property
     def numbers(self) -> frozenset[int]:
-        """Numbers of the tables of which rows are sent; none with ``sparse_limit=0``: all are dense gradients then."""
+        """Numbers of the tables whose rows are sent; empty with ``sparse_limit=0``, because all gradients are dense
+        then."""
         return frozenset(self._tables if self._limit else ())
 
     def describe(self, configs: Sequence[GQSGDConfig]) -> str:
         """Returns a clause for the report on the rows that are sent of the tables.
 
         Args:
-            configs: as for the report: the configuration, or that of each number of bits that is given by name.
+            configs: as for the report: the configuration, or one configuration for each number of bits by name.
         """
         if not self._limit:
             return f"{counted(len(self._tables), 'table')} with sparse gradients, whole (sparse_limit=0)"
@@ -117,7 +118,7 @@ class SparseGradients:
 
         Args:
             gradient: sparse tensor, [height, width]. If the job fails, its values are NaN.
-            request: how it is to be reduced; its one segment is the table.
+            request: the request; its only segment is the table.
 
         Returns:
             A future that completes with a coalesced sparse gradient with the same bits on every rank.

@@ -6,11 +6,11 @@ With the power of two M above the largest magnitude of a message, and the base b
 
 The base is 2^(1/2^m) with the m of the field ``mantissa``: 2, √2, 2^¼ or 2^⅛. A kept coordinate is off by a factor of
 at most √b, so the codec is biased: with kept coordinates K and dropped ones D, |error|² <= (√b - 1)² |K|² + |D|².
-FastSGD divides by the largest magnitude itself. A power of two leaves decoded numbers independent of the other rows of
-a message, unless they are dropped.
+FastSGD divides by the largest magnitude itself. With a power of two, a decoded number does not depend on the other rows
+of a message, unless it is dropped.
 
-A code has a sign and b - 1 bits of q, so q_max = 2^(b-1) - 2. The largest field stands for zero, and under a negative
-sign for NaN. A row with a number that is not finite is NaN as a whole.
+A code has a sign and b - 1 bits of q, so q_max = 2^(b-1) - 2. The largest field stands for zero, and with a negative
+sign for NaN. If a number of a row is not finite, the whole row becomes NaN.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class LogarithmicRows:
         self._dtype = dtype
         self._none = (1 << (bits - 1)) - 1
         steps = 1 << mantissa
-        #: The powers of the base in (1/2, 1], descending, and the middles between them and to 1/2, ascending, in
-        #: logarithms.
+        #: The powers of the base in (1/2, 1], descending, and the logarithmic midpoints between them and 1/2,
+        #: ascending.
         self._sizes = np.array([2 ** -(step / steps) for step in range(steps)])
         self._middles = np.array([2 ** -((step + 0.5) / steps) for step in reversed(range(steps))])
 
     def nbytes(self, count: int) -> int:
-        """Returns the bytes of so many rows, with those of the exponent of M."""
+        """Returns the bytes of ``count`` rows, including the exponent of M."""
         return _HEAD + -(-count * self._width * self._bits // 8) if count else 0
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
@@ -69,7 +69,7 @@ class LogarithmicRows:
         message.copy_(torch.from_numpy(np.concatenate([head, np.packbits(bits.astype(np.uint8))])))
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """Returns the decoded rows, [rows, width], in the compute dtype; ``rows``: their numbers."""
+        """Returns the decoded rows, [rows, width], in the compute dtype; ``rows`` are their numbers."""
         if not len(rows):
             return torch.zeros(0, self._width, dtype=self._dtype)
         received = message.numpy()

@@ -1,7 +1,7 @@
 """Empty gradients for tables that a rank has not used in a step, with `find_unused_parameters=True`.
 
-DDP ends a backward pass with an error where a parameter of which it expects a sparse gradient has none, even if it
-looks for unused parameters. An empty gradient says the same without an error: the rank has touched no row.
+If DDP expects a sparse gradient of a parameter and there is none, the backward pass raises an error, even if DDP looks
+for unused parameters. An empty gradient avoids the error: it says that the rank has touched no row.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lightning_gqsgd.sparse.tables import gradient_of
 
 
 def fill_missing_gradients(model: DistributedDataParallel, tables: Iterable[Tensor]) -> None:
-    """From now on, give each table without a gradient an empty one when a backward pass begins.
+    """From now on, give each table that has no gradient an empty one when a backward pass begins.
 
-    That is the latest moment before DDP looks: gradients may be set to None between the forward and the backward pass.
+    This is the latest moment before DDP checks. Gradients may be set to None between the forward and the backward pass.
     """
     weak_model = weakref.ref(model)
     weak_tables = [weakref.ref(table) for table in tables]
@@ -46,7 +46,7 @@ def fill_missing_gradients(model: DistributedDataParallel, tables: Iterable[Tens
 
 
 def empty_gradient(table: Tensor) -> Tensor:
-    """Returns a sparse gradient of a table without any row."""
+    """Returns a sparse gradient of a table that has no rows."""
     rows = torch.zeros(0, dtype=torch.int64, device=table.device)
     values = torch.zeros(0, *table.shape[1:], dtype=table.dtype, device=table.device)
     return gradient_of(rows, values, torch.empty(table.shape, dtype=table.dtype, device="meta"))

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def refuse_for(config: GQSGDConfig, what: str) -> None:
-    """Raise ConfigError if a configuration asks for sparse gradients where they do not exist.
+    """Raise ConfigError if a configuration asks for sparse gradients and the caller does not support them.
 
     Args:
         config: the configuration.
@@ -32,11 +32,11 @@ def refuse_for(config: GQSGDConfig, what: str) -> None:
 
 
 def tables_of(model: DistributedDataParallel, *, frozen: bool = False) -> dict[str, Tensor]:
-    """Returns the parameters of a model that DDP expects sparse gradients of, by name.
+    """Returns the parameters of which DDP expects sparse gradients, by name.
 
     Args:
         model: the DDP model.
-        frozen: whether those that require no gradient are among them, which may require one later.
+        frozen: whether to include parameters that require no gradient now, because they may require one later.
     """
     tables = {}
     for name, module in model.module.named_modules():
@@ -49,9 +49,9 @@ def tables_of(model: DistributedDataParallel, *, frozen: bool = False) -> dict[s
 def check_tables(
     model: DistributedDataParallel, config: GQSGDConfig, post_local_sgd: PostLocalSGDState | None = None
 ) -> None:
-    """Raise ConfigError if a model gives sparse gradients that the configuration cannot have.
+    """Raise ConfigError if a model gives sparse gradients that the configuration does not support.
 
-    Rows of a table with ``max_norm`` are rescaled by each rank that looks them up. A warning says so.
+    If a table has ``max_norm``, each rank rescales the rows that it looks up. A warning says so.
     """
     tables = tables_of(model)
     if not tables:
@@ -69,7 +69,8 @@ def check_tables(
             "lengths of messages follow from the rows, which a GPU would have to wait for; build it with sparse=False"
         )
     if model.static_graph:
-        # DDP then calls all buckets of the first step the first one, and none the last one, so steps are miscounted.
+        # In the first step, DDP then marks all buckets as the first one and none as the last one, so steps are
+        # miscounted.
         raise ConfigError(
             f"static_graph=True does not tell hooks where its first step ends if gradients are sparse, as those of "
             f"module {module!r} are; leave static_graph out"

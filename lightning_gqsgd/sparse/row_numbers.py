@@ -1,17 +1,17 @@
-"""The format of row numbers in a message: gaps of ascending integers, in the shorter of two forms.
+"""The format of row numbers in a message: the gaps between ascending integers, in the shorter of two formats.
 
-The gap of the first row is its number, and that of a later row is the number of rows between the row and the one
-before. The first byte of a stream is the form:
+The gap of the first row is its number. The gap of a later row is the number of rows between it and the previous row.
+The first byte of a stream is the format:
 
 * 0, packed (FastSGD, arXiv 2112.04291, which has 5 bits for a width): groups of 32 gaps. First one byte for each group,
   the number of bits w of its largest gap, and then the gaps of each group, w bits each, which are 4 w bytes. Gaps
   beyond the last row are zero.
 * 1, Elias gamma (P. Elias, IEEE Transactions on Information Theory 21, 1975) of each gap + 1: as many zeros as the
   number has binary digits after the first one, a one, and then these digits. The zeros and ones of all numbers come
-  first, and then all digits, each of the two parts filled up to whole bytes: as many bits, and both parts can be read
-  at once.
+  first, and then all digits. Each of the two parts is padded to whole bytes. This takes as many bits as the original
+  order, apart from padding, and allows reading all numbers at once.
 
-Packed is shorter where gaps are alike, as those of hashed features are, and gamma where most gaps are zero and some are
+Packed is shorter if gaps are similar, as for hashed features. Gamma is shorter if most gaps are zero and some are
 large.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 _GROUP = 32
 _PACKED = 0
 _GAMMA = 1
-#: Bits of the largest gap that is read.
+#: Bits of the largest gap that `read` accepts.
 _WIDEST = 62
 
 
@@ -30,7 +30,7 @@ def write(rows: np.ndarray) -> np.ndarray:
     """Returns the stream of row numbers, uint8 [bytes]; empty if there are none.
 
     Args:
-        rows: int64 [rows], ascending, without repetition.
+        rows: int64 [rows], ascending and unique.
     """
     if not len(rows):
         return np.zeros(0, dtype=np.uint8)
@@ -45,12 +45,12 @@ def read(stream: np.ndarray, count: int, height: int) -> np.ndarray:
     """Returns the row numbers of a stream, int64 [count], ascending.
 
     Args:
-        stream: uint8 [bytes]. It comes from the network, so nothing in it is trusted.
+        stream: uint8 [bytes]. It comes from the network, so its contents are checked.
         count: number of rows.
         height: number of rows of the table.
 
     Raises:
-        RuntimeError: the stream is not one that `write` has written for such a table.
+        RuntimeError: if the stream is not a result of `write` for such a table.
     """
     if not count:
         return np.zeros(0, dtype=np.int64)
@@ -122,13 +122,13 @@ def _read_gamma(body: np.ndarray, count: int) -> np.ndarray:
 
 
 def _places(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each element's number of its run and its place in the run, in consecutive runs of these lengths."""
+    """For consecutive runs of these lengths, returns the number of each element's run and the element's place in it."""
     owner = np.repeat(np.arange(len(lengths)), lengths)
     return owner, np.arange(len(owner)) - (np.cumsum(lengths) - lengths)[owner]
 
 
 def _digits(numbers: np.ndarray) -> np.ndarray:
-    """Returns how many binary digits each number has, int64; 0 for 0."""
+    """Returns the number of binary digits of each number, int64; 0 for 0."""
     # frexp is exact for integers below 2^53; the halves keep larger ones exact.
     high = numbers >> 32
     return np.where(high > 0, 32 + np.frexp(high.astype(np.float64))[1], np.frexp(numbers.astype(np.float64))[1])

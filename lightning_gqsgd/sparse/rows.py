@@ -21,7 +21,7 @@ from lightning_gqsgd.sparse.tables import Table, Touched, cut_rows, place_rows, 
 
 
 class Rows(Protocol):
-    """The form in which the rows of one table are written in one step."""
+    """The format in which the rows of one table are written in one step."""
 
     def nbytes(self, count: int) -> int:
         """Returns the bytes of so many rows."""
@@ -33,12 +33,12 @@ class Rows(Protocol):
         Args:
             touched: the rows; their values may be changed.
             message: uint8 [nbytes].
-            rank: the rank, which enters the dither.
+            rank: the rank. The dither depends on it.
         """
         ...
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """Returns the rows that a rank has written, [rows, width], in the compute dtype; ``rows``: their numbers."""
+        """Returns the rows that a rank has written, [rows, width], in the compute dtype; ``rows`` are their numbers."""
         ...
 
 
@@ -59,7 +59,7 @@ class RowsAsTheyAre:
         return count * self._width * self._dtype.itemsize
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
-        """Write a rank's rows into ``message``, uint8 [nbytes], as they are."""
+        """Write a rank's rows into ``message``, uint8 [nbytes], unchanged."""
         message.copy_(touched.values.contiguous().view(torch.uint8).view(-1))
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
@@ -101,7 +101,7 @@ class RowsOfBf16:
 
 
 class CodedRows:
-    """Rows as codes of the configuration's codec, each row with a scale of its own.
+    """Rows as codes of the configuration's codec. Each row has its own scale.
 
     Args:
         table: the table.
@@ -145,14 +145,14 @@ class CodedRows:
 
 
 def rows_for(table: Table, config: GQSGDConfig, dtype: torch.dtype, keys: StepKeys, *, compressed: bool) -> Rows:
-    """Returns the form in which a table's rows are written.
+    """Returns the format in which a table's rows are written.
 
     Args:
         table: the table.
-        config: the configuration, with its reducer chosen.
+        config: the configuration with the chosen reducer.
         dtype: dtype of the gradients.
         keys: the keys of the step.
-        compressed: False: everything travels uncompressed in this step.
+        compressed: False if everything is sent uncompressed in this step.
     """
     if not compressed or (table.raw and config.num_bits != 16) or config.reducer == "native":
         return RowsAsTheyAre(table, COMPUTE_DTYPES[dtype])

@@ -1,21 +1,19 @@
 """Sums of sketches: the S2 Reducer (Ge et al. 2022, arXiv 2110.02140), with rows instead of coordinates.
 
-Messages of one length that are added up are what an all-reduce takes, whatever the number of ranks. Ranks first gather
-a bit for each row of the table, so that all know the union U of the touched rows, |U| = m. Each rank then adds its rows
-g_j into a count sketch of 4 parts of c cells each, with hashes h_a and signs s_a that all ranks share and that change
-in every step:
+An all-reduce adds up messages of equal length, for any number of ranks. Ranks first gather a bit for each row of the
+table, so that all ranks know the union U of the touched rows, |U| = m. Each rank then adds its rows g_j into a count
+sketch of 4 parts of c cells each, with hashes h_a and signs s_a that all ranks share and that change in every step:
 
     S[a, h_a(j)] += s_a(j) g_j / n,   and S is summed over ranks, in the compute dtype
 
-A cell with one row of U holds this row, up to its sign. So such a row is read, and taken off its other cells, which may
-leave these with one row, and so on (peeling, as in invertible Bloom filters: Goodrich and Mitzenmacher 2011, arXiv
-1101.2245). With 1.3 m cells or more this reads nearly all of U as m grows; there are 4 c = 1.6 m + 64. What is left
-over, mostly two rows with the same 4 cells, has about m²/(2 c⁴) pairs: at most 8e-4 for any m. Rows that are left over
-are estimated by the mean of s_a(j) S[a, h_a(j)], which is unbiased over signs.
+A cell with only one row of U holds this row, up to its sign. So such a row is read, and subtracted from its other
+cells. These may then have only one row left, and so on (peeling, as in invertible Bloom filters: Goodrich and
+Mitzenmacher 2011, arXiv 1101.2245). With 1.3 m cells or more, this reads nearly all of U as m grows; there are 4 c =
+1.6 m + 64. The remaining rows are mostly pairs of rows with the same 4 cells. There are about m²/(2 c⁴) such pairs, at
+most 8e-4 for any m. Remaining rows are estimated by the mean of s_a(j) S[a, h_a(j)], which is unbiased over signs.
 
-Rows that are read differ from their mean by the rounding of sums only. A row that is not finite on a rank is NaN on
-all. In steps in which there are such rows, ranks gather a bit for each of them as well, and leave them out of
-sketches.
+Rows that are read differ from their mean only by the rounding of sums. If a row is not finite on one rank, it becomes
+NaN on all. In steps with such rows, ranks also gather a bit for each of them, and leave them out of sketches.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ from lightning_gqsgd.sparse.gathering import Mean
 from lightning_gqsgd.sparse.tables import Table, Touched, cut_rows
 from lightning_gqsgd.wire.telemetry import BucketCounters
 
-#: Parts of a sketch, which are hashes of each row.
+#: Parts of a sketch, one for each hash of a row.
 PARTS = 4
-#: Cells of one part, per row and beside.
+#: Cells of one part: cells per row, and additional cells.
 _PER_ROW = 0.4
 _BESIDE = 16
 
@@ -62,9 +60,9 @@ def places_of(table: Table, rows: Tensor, union: int, key: Key, dtype: torch.dty
     Args:
         table: the table.
         rows: row numbers, int64 [rows].
-        union: how many rows any rank has touched.
-        key: of the hashes.
-        dtype: of the signs.
+        union: number of rows that at least one rank has touched.
+        key: key of the hashes.
+        dtype: dtype of the signs.
     """
     blocks = torch.from_numpy(cut_rows(Table(table.number, table.height, 1, table.raw), rows, 1))
     random = words(blocks, key, torch.arange(2 * PARTS))
@@ -74,7 +72,7 @@ def places_of(table: Table, rows: Tensor, union: int, key: Key, dtype: torch.dty
 
 
 def sketch_of(values: Tensor, places: Places) -> Tensor:
-    """Returns the sketch of rows, [cells, width]; ``values``: the rows, [rows, width]."""
+    """Returns the sketch of rows, [cells, width]; ``values`` are the rows, [rows, width]."""
     sketch = torch.zeros(places.total, values.shape[1], dtype=values.dtype)
     for part in range(PARTS):
         sketch.index_add_(0, places.cells[:, part], values * places.signs[:, part, None])
@@ -86,7 +84,7 @@ def rows_of(sketch: Tensor, places: Places) -> tuple[Tensor, Tensor]:
 
     Args:
         sketch: see `sketch_of`; changed in place.
-        places: of all rows that are in the sketch.
+        places: the places of all rows in the sketch.
     """
     values = torch.zeros(len(places.cells), sketch.shape[1], dtype=sketch.dtype)
     left = torch.ones(len(values), dtype=torch.bool)
@@ -108,15 +106,15 @@ def rows_of(sketch: Tensor, places: Places) -> tuple[Tensor, Tensor]:
 
 
 def sketched_mean(table: Table, touched: Touched, bad: int, key: Key, ranks: int, counters: BucketCounters) -> Mean:
-    """Run the stages from 2 on of a sketch; they end with the mean of all ranks' rows.
+    """Run stage 2 and the later stages of a sketch, which end with the mean of all ranks' rows.
 
     Args:
         table: the table.
         touched: the rows that this rank has touched.
-        bad: how many rows of all ranks are not finite, added up.
-        key: of the hashes, the same on all ranks.
+        bad: number of non-finite rows, summed over ranks.
+        key: key of the hashes, the same on all ranks.
         ranks: number of ranks.
-        counters: of the bucket.
+        counters: counters of the bucket.
     """
     finite = touched.values.isfinite().all(dim=1)
     marks = [touched.rows, touched.rows[~finite]] if bad else [touched.rows]
@@ -136,7 +134,7 @@ def sketched_mean(table: Table, touched: Touched, bad: int, key: Key, ranks: int
 def _unions(
     table: Table, marks: Sequence[Tensor], ranks: int, counters: BucketCounters
 ) -> Generator[Sequence[Exchange], None, list[Tensor]]:
-    """Returns the rows that any rank has marked, in ascending order, for each set of marks."""
+    """Returns the rows that at least one rank has marked, in ascending order, for each set of marks."""
     bits = np.zeros((len(marks), table.height), dtype=np.uint8)
     for line, rows in zip(bits, marks, strict=True):
         line[rows.numpy()] = 1

@@ -1,4 +1,4 @@
-"""A table of embeddings, the rows of it that a batch has touched, and the blocks of these rows."""
+"""A table of embeddings, its rows that a batch has touched, and the blocks of these rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_gqsgd.kernels.layout import BLOCKS, CODES, COLUMNS, INDEX, LENGTH
 from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 
-#: Records that write more than bytes begin at multiples of this.
+#: Records that are written in units larger than bytes begin at multiples of this many bytes.
 _WORD = 4
 
 
@@ -20,10 +20,10 @@ class Table(NamedTuple):
     """A parameter with sparse gradients.
 
     Attributes:
-        number: number of the parameter in the model; enters its dither.
+        number: number of the parameter in the model. The dither depends on it.
         height: number of rows.
         width: coordinates of a row.
-        raw: whether its gradient travels uncompressed.
+        raw: whether its gradient is sent uncompressed.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Touched(NamedTuple):
     """The rows of a table that a rank has touched.
 
     Attributes:
-        rows: row numbers, int64 [rows], ascending, without repetition.
+        rows: row numbers, int64 [rows], ascending and unique.
         values: the rows, [rows, width], in the compute dtype.
     """
 
@@ -45,9 +45,9 @@ class Touched(NamedTuple):
 
 
 def touched_rows(gradient: Tensor, width: int) -> Touched:
-    """Returns the rows of a sparse gradient, [height, ...]; rows that occur several times are added up in the compute
+    """Returns the rows of a sparse gradient, [height, ...]; Rows that occur several times are summed in the compute
     dtype."""
-    if gradient.sparse_dim() != 1:  # a hook of the user's has made it; embeddings give rows
+    if gradient.sparse_dim() != 1:  # created by a user's hook; embeddings give rows
         gradient = gradient.to_dense().to_sparse(1)
     compute = COMPUTE_DTYPES[gradient.dtype]
     values = gradient._values().detach()
@@ -57,14 +57,14 @@ def touched_rows(gradient: Tensor, width: int) -> Touched:
 
 
 def sparse_rows(rows: Tensor, values: Tensor, height: int) -> Tensor:
-    """Returns a sparse tensor [height, ...] of rows; not marked as coalesced.
+    """Returns a sparse tensor [height, ...] of rows, which is not marked as coalesced.
 
     Args:
         rows: row numbers, int64 [rows].
         values: the rows, [rows, ...].
         height: number of rows of the table.
     """
-    # Row numbers are those of torch, or have been checked by `row_numbers.read`.
+    # Row numbers come from torch, or were checked by `row_numbers.read`.
     size = (height, *values.shape[1:])
     return torch.sparse_coo_tensor(rows[None], values, size, check_invariants=False)
 
@@ -90,13 +90,13 @@ def record_bytes(table: Table, q: Quantiser, scale_bytes: int, raw_bytes: int) -
 def cut_rows(table: Table, rows: Tensor, block_size: int) -> np.ndarray:
     """Returns the block table of rows, [blocks, COLUMNS]; positions in messages are not set yet.
 
-    A row is cut into blocks of its own. The number of a block counts the blocks of all rows of the table, so its dither
-    depends on the row's number, and neither on the bucket nor on which other rows are touched.
+    Each row is cut into its own blocks. Blocks are numbered over all rows of the table, so a block's dither depends on
+    the row's number, and neither on the bucket nor on the other touched rows.
 
     Args:
         table: the table.
         rows: row numbers, int64 [rows].
-        block_size: the most coordinates of a block.
+        block_size: the largest number of coordinates of a block.
     """
     lengths = _lengths(table.width, block_size)
     each = len(lengths)
@@ -114,13 +114,13 @@ def cut_rows(table: Table, rows: Tensor, block_size: int) -> np.ndarray:
 def place_rows(table: Table, rows: Tensor, q: Quantiser, scale_bytes: int, raw_bytes: int) -> Part:
     """Returns the blocks of rows with their places in a message: the scales of all rows first, and then the codes.
 
-    Records are not aligned as those of dense messages are: a row of few coordinates would be mostly padding.
+    Records are not aligned as in dense messages, because a row of few coordinates would be mostly padding.
 
     Args:
         table: the table.
         rows: row numbers, int64 [rows].
         q: the quantiser.
-        scale_bytes: bytes of a block's scale in the message, 0 if no scales travel.
+        scale_bytes: bytes of a block's scale in the message, 0 if no scales are sent.
         raw_bytes: bytes of an uncompressed coordinate.
     """
     made = cut_rows(table, rows, q.block_size)

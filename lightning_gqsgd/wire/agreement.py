@@ -1,9 +1,9 @@
 """Agreement: ranks compare cards of facts before they reduce, and stamps of a few numbers while they reduce.
 
 A `Card` is compared before anything else is sent, because ranks with different facts would send messages of different
-sizes, which aborts Gloo. A `Stamp` has what may differ although ranks have agreed once: one rank may load a state.
-Every step has one, which is compared while the step's messages are under way, so that the comparison takes no time of
-its own.
+sizes, which aborts Gloo. A `Stamp` holds numbers that may differ although the ranks agreed once, for example because
+one rank loaded a state. Every step has a stamp. Ranks compare stamps while the step's messages are under way, so the
+comparison takes no extra time.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ STEPS_KEPT = 16
 
 #: Weights that ranks compare in a step.
 WEIGHTS_COMPARED = 8
-#: How far weights of two ranks may be apart, relative to the largest of those compared. Optimizers of different
-#: processors round differently, and a step of bfloat16 is up to 1/128.
+#: Largest difference allowed between weights of two ranks, relative to the largest weight compared. Optimizers round
+#: differently on different processors, and neighbouring bfloat16 numbers are up to 1/128 apart.
 WEIGHTS_TOLERANCE = 1 / 32
 
-#: Characters of an error that are passed on to other ranks.
+#: Characters of an error message that are sent to other ranks, at most.
 ERROR_LENGTH = 1000
 
 
 @dataclass(frozen=True)
 class Card:
-    """The facts of what one rank is about to do, which all ranks compare.
+    """The facts about the call that one rank is about to make. All ranks compare their cards.
 
     Attributes:
         purpose: the function that was called, for messages.
         facts: the facts that all ranks must have in common: plain values by name.
-        error: why the rank refuses; empty if it does not.
-        is_own: whether the error is the rank's own, and not one that it heard of elsewhere.
+        error: why the rank refuses; empty if it does not refuse.
+        is_own: whether the error arose on this rank; False if the rank heard of it in another process group.
         news: further values for the other ranks, plain values by name; they need not be equal.
     """
 
@@ -65,8 +65,7 @@ class Card:
 
     @classmethod
     def from_json(cls, text: str) -> Card:
-        """Returns the card of a text. A text that is no card gives a card that refuses: its rank has another
-        version."""
+        """Parse a card. If the text is no card, return a card that refuses, because its rank runs another version."""
         unreadable = cls("", {}, f"its card cannot be read ({text:.100}); install the same version on every rank")
         try:
             fields = tuple(json.loads(text))
@@ -76,8 +75,8 @@ class Card:
 
 
 def verdict(cards: Sequence[Card]) -> str:
-    """Returns the reason why the cards of all ranks do not go together; empty if they do."""
-    # An error that a rank has heard of elsewhere is the cause of the others, so it comes first, as it is.
+    """Returns the reason why the cards of all ranks are incompatible; empty if they are compatible."""
+    # An error that a rank heard of in another group is the cause of the other errors, so it comes first, unchanged.
     heard = [card.error for card in cards if card.error and not card.is_own]
     if heard:
         return heard[0]
@@ -107,11 +106,11 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def compared(card: Card, world_size: int, device: torch.device) -> Generator[Sequence[Exchange], None, int]:
-    """Returns the exchange that compares cards over all ranks, as steps; ``device``: where its messages lie.
+    """Returns steps with one exchange that compares the cards of all ranks; ``device`` is the device of the messages.
 
     Raises:
-        ConfigError: a rank refuses, or two differ; raised on every rank. A rank that refuses itself raises nothing
-        here.
+        ConfigError: if a rank refuses, or if two ranks differ. It is raised on every rank, except on a rank that
+            refuses itself, because that rank raises its own error.
     """
     mine = torch.frombuffer(bytearray(_padded(card)), dtype=torch.uint8).to(device)
     everyone = torch.empty(world_size, CARD_BYTES, dtype=torch.uint8, device=device)
@@ -124,10 +123,10 @@ def compared(card: Card, world_size: int, device: torch.device) -> Generator[Seq
 
 
 def _padded(card: Card) -> bytes:
-    """Returns a card on the wire.
+    """Returns the bytes of a card, padded to `CARD_BYTES`.
 
-    Of facts that are too long for it, such as long lists of patterns, a digest is compared. An error that is still too
-    long is cut: JSON writes a character that is not ASCII in 6 or 12 bytes.
+    If the facts are too long, such as long lists of patterns, a digest replaces them. If the error is still too long,
+    it is cut: JSON writes a character that is not ASCII in 6 or 12 bytes.
     """
     text = card.to_json().encode()
     if len(text) > CARD_BYTES:
@@ -145,7 +144,7 @@ class Weights(NamedTuple):
     """Some weights of one parameter on this rank.
 
     Attributes:
-        name: of the parameter, for messages.
+        name: name of the parameter, for messages.
         values: the weights, float64 [`WEIGHTS_COMPARED`].
     """
 
@@ -154,27 +153,27 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, name: str, parameter: Tensor, step: int) -> Weights | None:
-        """Returns some weights of a parameter, others in each step; None if it is empty, not contiguous, complex, or of
-        a subclass."""
+        """Returns some weights of a parameter, different ones in each step; None if the parameter is empty, not
+        contiguous, not of a floating-point dtype, or of a tensor subclass."""
         is_plain = type(parameter) in (nn.Parameter, Tensor) and parameter.is_floating_point()
         if not is_plain or not parameter.is_contiguous() or not parameter.numel():
             return None
-        # A slice needs no list of positions, which a GPU would have to be sent.
+        # A slice is used, because a list of positions would have to be copied to the GPU.
         distance = -(-parameter.numel() // WEIGHTS_COMPARED)
         some = parameter.detach().view(-1)[step % distance :: distance].double()
         return cls(name, nn.functional.pad(some, (0, WEIGHTS_COMPARED - len(some))))
 
 
 class Stamp(NamedTuple):
-    """Numbers of a step, int64. All ranks must have the first three in common.
+    """Numbers of a step, int64. The first three must be equal on all ranks.
 
     Attributes:
-        seed: of the dither.
+        seed: seed of the dither.
         step: number of the dither.
-        digest: of all other facts (see `digest_of`).
-        period_us: length of the step before on this rank in microseconds; 0: none that counts.
-        numbers: further numbers for the other ranks; as many on all ranks.
-        weights: some weights, which training keeps equal on all ranks; None: this rank has none to compare.
+        digest: digest of all other facts (see `digest_of`).
+        period_us: duration of the previous step on this rank in microseconds; 0 if there is none that counts.
+        numbers: more numbers for the other ranks. All ranks send equally many.
+        weights: some weights of a parameter, which should be equal on all ranks; None if this rank has none to compare.
     """
 
     seed: int
@@ -190,19 +189,19 @@ class Stamp(NamedTuple):
 
     @classmethod
     def from_row(cls, row: Sequence[int]) -> Stamp:
-        """Returns the stamp of a `row`."""
+        """Returns the stamp, without weights, whose `row` this is."""
         seed, step, digest, period_us, *numbers = row
         return cls(seed, step, digest, period_us, tuple(numbers))
 
 
 class StepCounter:
-    """The number of a rank's step, and whether other ranks have to hear of it before anything else.
+    """Counts the steps of a rank, and notes whether ranks have to compare the count before they send anything else.
 
     Attributes:
-        number: of the step that is under way, or comes next.
-        is_under_way: whether some buckets of a backward pass have come, and not the last one.
-        compares_first: whether this rank compares its stamp before it sends anything else in the step, because it may
-            be at another step than others, or send other messages.
+        number: number of the current step, or of the next one between steps.
+        is_under_way: whether some buckets of a backward pass have arrived, but not the last one.
+        compares_first: whether this rank compares its stamp before it sends anything else in the step, because its step
+            or its messages may differ from those of other ranks.
     """
 
     def __init__(self) -> None:
@@ -211,12 +210,12 @@ class StepCounter:
         self.compares_first = False
 
     def go_to(self, number: int) -> None:
-        """Go on at another step."""
+        """Continue at another step."""
         self.number = number
         self.compares_first = True
 
     def end(self) -> None:
-        """Go on to the next step: the last bucket of this one has come."""
+        """Continue at the next step, after the last bucket of this step has arrived."""
         self.number += 1
         self.compares_first = False
 
@@ -247,13 +246,13 @@ STATE_DIFFERS = (
 class StampCheck:
     """Compares the stamps of all ranks, step by step.
 
-    Where messages lie in memory of the host, a difference is an error in that step, before its result is used. Over
-    NCCL, the host would have to wait for the GPU to read them. So the host reads those of a step when the next step
-    begins: by then, the GPU has long come to them.
+    If messages lie in host memory, a difference raises an error in that step, before the step's result is used. Over
+    NCCL, the host would have to wait for the GPU before it reads the stamps. So it reads the stamps of a step when the
+    next step begins; by then, the GPU has long received them.
 
     Args:
         world_size: number of ranks.
-        device: where messages lie that the host writes and reads.
+        device: device of the messages that the host writes and reads.
         differ: why stamps may differ, and what to do then, for the error.
         says: whether this rank warns of weights that differ between ranks.
     """
@@ -271,12 +270,12 @@ class StampCheck:
     def _read(self, everyone: Tensor, name: str) -> None:
         """Read the stamps of all ranks, int64 [ranks, numbers] on the host; raises ConfigError if stamps differ.
 
-        ``name``: of the parameter whose weights are compared.
+        ``name`` is the name of the parameter whose weights are compared.
         """
         stamps = [Stamp.from_row(row) for row in everyone[:, :-WEIGHTS_COMPARED].tolist()]
         _check(stamps, self._differ)
         periods = [stamp.period_us for stamp in stamps]
-        # Steps are as long as the slowest rank takes, and every rank computes the same maximum.
+        # A step lasts as long as on the slowest rank. Every rank computes the same maximum.
         period_us = max(periods) if all(periods) else 0
         self._agreed[stamps[0].step] = Agreed(period_us, tuple(stamp.numbers for stamp in stamps))
         for step in list(self._agreed)[:-STEPS_KEPT]:
@@ -289,22 +288,22 @@ class StampCheck:
                 logger.warning("gqsgd: ranks have different weights: parameter %r %s", name, difference)
 
     def take(self, until_step: int) -> dict[int, Agreed]:
-        """Returns the agreed numbers of steps, by step, and forgets them; of the latest `STEPS_KEPT` steps at most."""
+        """Return and forget the agreed numbers, by step. Only the latest `STEPS_KEPT` steps are kept."""
         return {step: self._agreed.pop(step) for step in sorted(self._agreed) if step <= until_step}
 
     def steps(self, stamp: Stamp, *, at_once: bool = False) -> Generator[Sequence[Exchange], None, int]:
-        """Returns the exchange that compares stamps over all ranks, as steps.
+        """Returns steps with one exchange that compares the stamps of all ranks.
 
         Args:
-            stamp: this rank's.
-            at_once: over NCCL, the host waits for the GPU, and reads the numbers in this step.
+            stamp: the stamp of this rank.
+            at_once: over NCCL, make the host wait for the GPU, so that it reads the stamps in this step.
 
         Raises:
-            ConfigError: stamps differ; raised on every rank.
+            ConfigError: if stamps differ. It is raised on every rank.
         """
         self.read_sent()
         mine = torch.tensor(stamp.row(), dtype=torch.int64, device="cpu")
-        # From pinned memory the copy does not make the host wait for the GPU.
+        # A copy from pinned memory does not make the host wait for the GPU.
         mine = mine.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else mine
         name = "" if stamp.weights is None else stamp.weights.name
         mine = torch.cat([mine, self._weights_of(stamp).view(torch.int64)])
@@ -319,23 +318,24 @@ class StampCheck:
         return 0
 
     def _weights_of(self, stamp: Stamp) -> Tensor:
-        # Weights of a GPU whose messages lie on the host are left out: the host would have to wait for them.
+        # If weights are on a GPU and messages on the host, weights are not compared: the host would have to wait for
+        # them.
         if stamp.weights is None or stamp.weights.values.device.type != self._device.type:
             return torch.full((WEIGHTS_COMPARED,), math.nan, dtype=torch.float64, device=self._device)
         return stamp.weights.values
 
     def read_sent(self) -> None:
-        """Read the stamps that the GPU was asked for, if there are any; the host waits until they are there."""
+        """Read the stamps that are being copied from the GPU, if there are any. The host waits for the copy."""
         if self._unread is not None:
             numbers, event, name = self._unread
-            # First of all: an error in `_read` must not be raised again by the next call.
+            # Forgotten first, so that the next call does not raise an error of `_read` again.
             self._unread = None
             event.synchronize()
             self._read(numbers, name)
 
 
 def _sent_to_host(everyone: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    """Returns a copy in pinned memory, and the event that says that it is there."""
+    """Returns a copy in pinned memory, and an event that is complete once the copy is."""
     numbers = torch.empty(everyone.shape, dtype=everyone.dtype, device="cpu", pin_memory=True)
     numbers.copy_(everyone, non_blocking=True)
     event = torch.cuda.Event()
@@ -344,10 +344,10 @@ def _sent_to_host(everyone: Tensor) -> tuple[Tensor, torch.cuda.Event]:
 
 
 def difference_of_weights(weights: Sequence[Sequence[float]]) -> str:
-    """Returns in words how the weights of two ranks differ; empty if no two do by more than `WEIGHTS_TOLERANCE`.
+    """Returns in words how the weights of two ranks differ; empty if no difference exceeds `WEIGHTS_TOLERANCE`.
 
     Args:
-        weights: of each rank, [ranks, weights]. Those of a rank that compares none are NaN.
+        weights: the weights of each rank, [ranks, weights]; NaN for a rank that compares none.
     """
     compared = {rank: row for rank, row in enumerate(weights) if all(map(math.isfinite, row))}
     if len(compared) < 2:

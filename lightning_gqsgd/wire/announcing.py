@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that compilers of a GPU's kernels may take before a line says so: kernels in Triton's cache take less.
+#: Seconds after which a line says that a GPU's kernels are being compiled. Loading kernels from Triton's cache is
+#: faster.
 _SILENT_S = 3.0
 
 
 def say(text: str) -> None:
-    """Log a line at level INFO, or print it to stderr where no logging was set up.
+    """Log a line at level INFO, or print it to stderr if no logging was set up.
 
-    It is for what should be seen by default, such as decisions that change the results of a training. Python itself
-    drops what is logged at level INFO where nothing was set up.
+    Use it for messages that should be seen by default, such as decisions that change the results of a training. Python
+    drops messages at level INFO if no logging was set up.
     """
     if logger.hasHandlers():
         logger.info("%s", text)
@@ -42,12 +43,12 @@ def print_to_stderr(text: str) -> None:
 
 @contextmanager
 def compilation_is_announced(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Say that kernels are compiled while this context lasts, and the same only once.
+    """Say once that kernels are being compiled, if they are while this context lasts.
 
     On a CPU, the first kernel that is not in the cache is announced, as a warning if it cannot be kept for the next
-    process. Whichever process compiles it speaks: the others of the machine wait, and the first one may be among them.
-    Triton does not tell what it has in its cache, so that time decides for a GPU. There, all processes of a machine
-    compile, and the first one speaks.
+    process. The process that compiles it prints the line: the other processes of the machine wait, and the first one
+    may be among them. Triton does not tell which kernels are in its cache, so for a GPU the elapsed time decides.
+    There, all processes of a machine compile, and only the first one prints the line.
     """
     if device.type == "cpu":
         from lightning_gqsgd.kernels.cpu.cache import watching  # Numba takes a second to import
@@ -65,14 +66,14 @@ def compilation_is_announced(dtype: torch.dtype, device: torch.device) -> Iterat
 
 
 def _say_of_a_gpu(dtype: torch.dtype) -> None:
-    # Launchers number the processes of a machine; without one, each process speaks for itself.
+    # Launchers number the processes of a machine; without a launcher, each process prints its own line.
     if os.environ.get("LOCAL_RANK", "0") == "0":
         _say_once(f"gqsgd: compiling GPU kernels for {dtype}, which takes up to a minute once")
 
 
 @cache
 def _say_once(text: str) -> None:
-    """Say what each of several configurations would say at a start."""
+    """Say a line that several configurations would otherwise repeat at a start."""
     say(text)
 
 
@@ -88,7 +89,7 @@ class _Announcement:
         self._has_told = self._has_warned = False
 
     def __call__(self, compilation: Compilation) -> None:
-        """Announce a compilation if nothing like it has been announced."""
+        """Announce a compilation, unless a similar one was announced."""
         from lightning_gqsgd.kernels.cpu.cache import REMEDY
 
         if compilation.folder is None and not self._has_warned:

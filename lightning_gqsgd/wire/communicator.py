@@ -1,25 +1,25 @@
 """The package's own process groups, and collectives on them.
 
-Own groups: the order of our collectives then depends on nothing but ours (DDP broadcasts buffers, and users reduce
-metrics, on theirs). Gloo keeps an order only within a group, so each stage of a piece's way has a group of its own, and
-stages need no order between them. NCCL has one group for all stages: one thread issues its collectives, in the same
-order on every rank, and NCCL runs them in that order. Another group would take memory of the GPU and threads, and two
-groups that run at once may wait for each other for ever. Where ranks of different scopes exchange, there is a group for
-each scope, and a collective starts, on the device, after the latest collective of another group of ours.
+The groups are our own, so the order of their collectives depends only on our calls (DDP broadcasts buffers, and users
+reduce metrics, on other groups). Gloo keeps an order only within a group, so each stage of a piece has its own group,
+and stages need no order between them. NCCL has one group for all stages: one thread issues its collectives, in the same
+order on every rank, and NCCL runs them in that order. Another group would take GPU memory and threads, and two groups
+that run at once may deadlock. If ranks of different scopes exchange, there is a group for each scope, and a collective
+starts, on the device, after the latest collective of our other groups.
 
 Collectives of other groups over NCCL (SyncBatchNorm's, or those with which DDP finds out which parameters were used)
-need no such order. They are issued on the stream of the backward pass, which waits for each of them. So when ours
-start, those that were issued before are over: our streams wait for the stream of the backward pass first. Of those that
-are issued later, at most one runs beside at most one of ours, on any rank. The kernels of two NCCL collectives fit on a
-GPU together, so neither waits for the other to end.
+need no such order. They are issued on the stream of the backward pass, which waits for each of them. Our streams first
+wait for the stream of the backward pass, so all earlier collectives of other groups have ended when ours start. Of the
+later ones, at most one runs at the same time as at most one of ours, on any rank. The kernels of two NCCL collectives
+fit on a GPU together, so neither waits for the other to end.
 
-Over Gloo, a stage may have several groups, each with a connection to every other rank, that pieces take in turns. Where
-all ranks of a group are on one machine, and their tensors in its memory, they also have `shared_memory`, which takes
-what it can in Gloo's place.
+Over Gloo, a stage may have several groups, which pieces use in turns. Each has a connection to every other rank. If all
+ranks of a group are on one machine, and their tensors are in its host memory, they also have `shared_memory`, which
+runs all collectives that it supports instead of Gloo.
 
-Stage 0 is for what ranks agree on, and for gathering memories; the other stages are a reducer's. The groups are
-backends made directly, under a key that no other groups have had (see `meeting`): names that `new_group` gives may
-differ among the ranks of a subgroup.
+Stage 0 is for agreements between ranks and for gathering memories; the other stages belong to a reducer. The groups are
+backends that are created directly, under a key that no other groups have had (see `meeting`), because the names that
+`new_group` chooses may differ between the ranks of a subgroup.
 """
 
 from __future__ import annotations
@@ -44,36 +44,38 @@ from lightning_gqsgd.wire.peers import Peers, backends_of, peers_of
 from lightning_gqsgd.wire.shared_memory import SharedGroup
 from lightning_gqsgd.wire.staging import Staging
 
-#: The longest time that ranks may wait for each other: clocks cannot add much more to the present.
+#: The longest time that ranks may wait for each other, because clocks cannot add much more to the current time.
 LONGEST_TIMEOUT = timedelta(days=3650)
-#: Coordinates of a piece over NCCL: one piece for a bucket of DDP's default size, since launches cost more than pieces
-#: gain there. A piece holds two messages and a shard, and `pipeline.MAX_ON_STREAM` pieces of each of two streams are
-#: under way. So a GPU has at most 4 (2 + 1/ranks) times 16 MiB of scratch memory at 8 bits, less with fewer bits, and
-#: as much for what travels uncompressed, whose pieces are smaller. PyTorch's allocator keeps it from step to step.
+#: Coordinates of a piece over NCCL: one piece for a bucket of DDP's default size, since kernel launches cost more than
+#: smaller pieces would gain. A piece holds two messages and a shard, and `pipeline.MAX_ON_STREAM` pieces of each of two
+#: streams are under way. So scratch memory on a GPU is at most 4 (2 + 1/ranks) times 16 MiB at 8 bits, less with fewer
+#: bits, and the same for uncompressed parameters, whose pieces are smaller. PyTorch's allocator keeps it from step to
+#: step.
 NCCL_PIECE_NUMEL = 1 << 24
 NCCL_PIECE_SIZE = PieceSize(NCCL_PIECE_NUMEL, NCCL_PIECE_NUMEL)
 
 
 class Communicator:
-    """The ranks of a process group, over groups of our own.
+    """Runs collectives between the ranks of a process group, over our own groups.
 
-    Creating one is a collective: every rank of ``group`` does it, with the same key.
+    Creating one is a collective: every rank of ``group`` has to create one, with the same key.
 
     Args:
-        device: device of the tensors to come: CUDA over NCCL or, through host memory, over Gloo; CPU over Gloo.
+        device: device of the tensors of later collectives: CUDA over NCCL or, through host memory, over Gloo; CPU over
+            Gloo.
         group: process group, or the ranks themselves.
         key: a name that no other communicator has had, the same on all ranks (see `meeting.Meeting.agree`).
-        timeout: of collectives; None takes that of ``group``.
+        timeout: timeout of collectives; None uses the timeout of ``group``.
 
     Attributes:
         rank: this process's rank in the group.
         size: number of ranks.
         backend: ``"gloo"`` or ``"nccl"``.
-        device: device of the tensors to come.
-        timeout: of collectives.
+        device: device of the tensors of later collectives.
+        timeout: timeout of collectives.
 
     Raises:
-        ConfigError: the backend of the group does not go with the device.
+        ConfigError: if the backend of the group does not support the device.
     """
 
     def __init__(
@@ -91,16 +93,16 @@ class Communicator:
         # Backends by stage, scope and turn; torch's type stubs lack their collectives.
         self._groups: dict[tuple[int, Scope, int], Any] = {}
         self._shared: dict[tuple[int, Scope, int], SharedGroup] = {}
-        # Gloo's devices, by turn. Each has a thread, which wakes up a hundred times a second also where nothing comes.
+        # Gloo's devices, by turn. Each has a thread that wakes up a hundred times a second, even if no data arrive.
         self._devices: dict[int, Sequence[Any]] = {0: peers.devices} if peers.devices else {}
-        self._apart: set[Scope] = set()  # those whose ranks share no memory
+        self._apart: set[Scope] = set()  # scopes whose ranks share no memory
         self._turn = 0
         self._has_several = False  # whether groups over NCCL have to be kept in order
         self._latest: tuple[Any, Any] = (None, None)  # group and work of the latest collective
         self._staging: Staging | None = None
         self._has_failed = False
-        self._tried: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that have had a collective
-        neighbours.is_wanted()  # refuses the variable before other ranks wait for this one
+        self._tried: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that have run a collective
+        neighbours.is_wanted()  # checks the variable before other ranks wait for this one
         if self.size > 1:
             self.extend([])
             if needs_staging(self.backend, device):
@@ -130,17 +132,18 @@ class Communicator:
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     def extend(self, stages: Sequence[Sequence[Scope]], connections: int = 1) -> None:
-        """Make the groups that are still missing for a piece's exchanges; those for stage 0 are there from the start.
+        """Create the groups that a piece's exchanges need and that do not exist yet. Groups for stage 0 exist from the
+        start.
 
-        A collective: every rank does it, with the same stages.
+        A collective: every rank has to call it, with the same stages.
 
         Args:
-            stages: between whom the exchanges are, stage by stage after stage 0 (see `reducers.stages`).
-            connections: groups for each stage after stage 0; more than 1 over Gloo only.
+            stages: the scopes of the exchanges, for each stage after stage 0 (see `reducers.stages`).
+            connections: number of groups for each stage after stage 0; more than 1 only over Gloo.
 
         Raises:
-            CollectiveError: other ranks did not come within the timeout.
-            ConfigError: several connections over NCCL, which has its own.
+            CollectiveError: if other ranks do not arrive within the timeout.
+            ConfigError: if several connections are requested over NCCL, which has its own.
         """
         if connections > 1 and self.backend == "nccl":
             raise ConfigError(
@@ -155,13 +158,13 @@ class Communicator:
         self._has_several = self.backend == "nccl" and len(set(self._groups.values())) > 1
 
     def try_groups(self) -> None:
-        """Do one tiny collective in each group that has had none, over NCCL. A collective.
+        """Over NCCL, run one tiny collective in each group that has run none. A collective.
 
-        NCCL connects ranks when a group is used for the first time. Without this, that would be in the first backward
-        pass, where it takes seconds, and where errors of a network that is set up wrongly would come up.
+        NCCL connects ranks when a group is used for the first time. Without this call, that would happen in the first
+        backward pass: it would take seconds there, and errors of a misconfigured network would be raised there.
 
         Raises:
-            CollectiveError: the ranks cannot be connected.
+            CollectiveError: if the ranks cannot be connected.
         """
         if self.backend != "nccl":
             return
@@ -176,21 +179,20 @@ class Communicator:
                 raise self.describe(error, "the first collective of a group") from error
 
     def turns(self, count: int, connections: int) -> list[int]:
-        """Returns the connections of the next pieces. Every rank asks in the same order.
+        """Returns the connections of the next pieces. Every rank has to call this in the same order.
 
         Args:
             count: number of pieces.
-            connections: how many connections there are.
+            connections: number of connections.
         """
         first = self._turn
         self._turn = self._turn + count
         return [turn % connections for turn in range(first, first + count)]
 
     def _group_for(self, stage: int, scope: Scope, turn: int) -> Any:
-        """Returns the group of a stage, scope and turn; over NCCL, all stages of a scope have one."""
+        """Returns the group of a stage, scope and turn; over NCCL, all stages of a scope share one group."""
         if self.backend == "nccl":
-            # One NCCL communicator takes memory of the GPU and threads, and NCCL keeps the order of collectives within
-            # it.
+            # Each NCCL communicator takes GPU memory and threads, and NCCL keeps the order of collectives within one.
             same = [group for (_, other, _), group in self._groups.items() if other == scope]
             if same:
                 return same[0]
@@ -205,7 +207,8 @@ class Communicator:
         return made
 
     def _new_group(self, store: dist.Store, rank: int, size: int, turn: int) -> Any:
-        """Returns a new process group. Over Gloo, those of one turn share the thread that receives from the network."""
+        """Returns a new process group. Over Gloo, all groups of a turn share the thread that receives from the
+        network."""
         if self.backend != "gloo":
             nccl: Any = dist.ProcessGroupNCCL
             return nccl(store, rank, size, self.timeout)
@@ -215,7 +218,7 @@ class Communicator:
         options = gloo._Options()
         options._timeout = self.timeout
         options._devices = list(self._devices[turn])
-        options._threads = 2 * len(self._devices[turn])  # as many as torch takes
+        options._threads = 2 * len(self._devices[turn])  # as many as torch uses
         return gloo(store, rank, size, options)
 
     def _share(self, stage: int, scope: Scope, turn: int) -> None:
@@ -237,23 +240,23 @@ class Communicator:
         except RuntimeError as error:  # e.g. another rank has died
             raise self.describe(error, f"connecting to {len(members)} ranks") from error
         if found is None:
-            self._apart.add(scope)  # all its ranks know, so that none tries again for the next stage
+            self._apart.add(scope)  # all its ranks do the same, so that none tries again for the next stage
         else:
             numbers = [self._ranks[member] for member in members]
             self._shared[stage, scope, turn] = SharedGroup(found, numbers, timeout_s)
 
     def start(self, exchange: Exchange, stage: int, turn: int = 0) -> Any:
-        """Start a collective of a stage, on one of its connections.
+        """Start a collective of a stage, on one of the stage's connections.
 
         Returns:
-            torch's `Work`, whose `wait` returns at once over NCCL: the current stream waits.
+            torch's `Work`. Over NCCL, its `wait` returns at once, and the current stream waits.
 
         Raises:
-            RuntimeError: the communicator was closed, or this process was forked from the one that made it.
+            RuntimeError: if the communicator was closed, or if this process was forked from the one that created it.
         """
         if not self._groups:
             raise RuntimeError("the communicator was closed, or belongs to the process that this one was forked from")
-        if self._staging is not None:  # also collectives on host tensors, because all have one order
+        if self._staging is not None:  # also collectives on host tensors, because all share one order
             return self._staging.start(exchange, stage, turn)
         return self._start(exchange, stage, turn)
 
@@ -271,21 +274,21 @@ class Communicator:
             work = group._allgather_base(output.view(-1), source)
         else:
             work = group.allreduce([output], dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM)
-        # A fork must not run the destructor of a work either, see `_abandon_after_fork`.
+        # A forked child must not run the destructor of a work either, see `_abandon_after_fork`.
         _connected.add(work)
         if self._has_several:  # with one group, NCCL orders collectives itself
             self._latest = (group, work)
         return work
 
     def _wait_for_other_groups(self, group: Any) -> None:
-        """Let the current stream wait for the latest collective of another group of ours, before one starts on NCCL."""
+        """Make the current stream wait for the latest collective if another of our groups ran it. For NCCL."""
         latest, work = self._latest
         if work is not None and latest is not group:
             work.wait()
 
     def describe(self, error: BaseException, what: str) -> Exception:
-        """Returns a CollectiveError that says where an error happened and what to do; a ConfigError is returned as it
-        is."""
+        """Returns a CollectiveError that says where an error happened and what to do. A ConfigError is returned
+        unchanged."""
         if isinstance(error, ConfigError):
             return error
         self._has_failed = True
@@ -298,7 +301,7 @@ class Communicator:
     def close(self) -> None:
         """Destroy the groups. Not a collective.
 
-        After an error, groups over NCCL are aborted: to shut one down may wait for work that a dead peer never ends.
+        After an error, groups over NCCL are aborted, because a shutdown may wait for work that a dead rank never ends.
         """
         _alive.discard(self)
         if self._staging is not None:
@@ -312,17 +315,17 @@ class Communicator:
         self._shared = {}
         for in_memory in shared.values():
             in_memory.close()
-        # Over NCCL, stages share a group, which is to be shut down once.
+        # Over NCCL, stages share a group, which must be shut down only once.
         for group in dict.fromkeys(groups.values()):
             if self.backend != "nccl":
-                continue  # Gloo's end with their last reference
+                continue  # Gloo's groups end with their last reference
             if self._has_failed:
                 group.abort()
             else:
                 group.shutdown()
 
     def abandon(self) -> None:
-        """Forget the groups in a process that was forked from the one that made them, without ending them.
+        """Forget the groups without ending them, in a process that was forked from the one that created them.
 
         The groups themselves are kept for the rest of this process, see `_abandon_after_fork`.
         """
@@ -335,11 +338,11 @@ class Communicator:
         """Gather the tensors of all ranks, [ranks, ...]. A collective, outside any job.
 
         Args:
-            tensor: this rank's, of the same shape, dtype and device on all ranks.
-            purpose: what it is gathered for, for the error.
+            tensor: the tensor of this rank, of the same shape, dtype and device on all ranks.
+            purpose: why the tensor is gathered, for the error message.
 
         Raises:
-            CollectiveError: it failed, e.g. because other ranks did not come within the timeout.
+            CollectiveError: if the collective fails, e.g. because other ranks do not arrive within the timeout.
         """
         everyone = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if self.size == 1 or not tensor.numel():
@@ -355,10 +358,10 @@ class Communicator:
 
         Args:
             rows: on rank 0, a row for every rank, [ranks, numel]; None elsewhere.
-            like: a tensor of the size, dtype and device of a row, the same on all ranks.
+            like: a tensor with the size, dtype and device of a row, which are the same on all ranks.
 
         Raises:
-            CollectiveError: it failed, e.g. because other ranks did not come within the timeout.
+            CollectiveError: if the collective fails, e.g. because other ranks do not arrive within the timeout.
         """
         source = like.new_empty(0) if rows is None else rows.to(like).contiguous().view(-1)
         if self.size == 1 or not like.numel():
@@ -375,10 +378,10 @@ class Communicator:
 
 
 def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Returns the group itself, or the default one.
+    """Returns the group itself, or the default group if it is None.
 
     Raises:
-        ConfigError: torch.distributed is not initialised, or the group is no process group of this rank, or was
+        ConfigError: if torch.distributed is not initialised, or if the group is no process group of this rank, or was
             destroyed.
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -403,11 +406,11 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 
 
 def gloo_devices() -> list[Any]:
-    """Returns new devices of Gloo, as torch makes them for a process group: one for each of the network interfaces that
-    GLOO_SOCKET_IFNAME names, or one for the address of this host's name."""
+    """Create Gloo's devices as torch creates them for a process group: one for each network interface named in
+    GLOO_SOCKET_IFNAME, or one for the address of this host's name."""
     gloo: Any = dist.ProcessGroupGloo
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if len(names) > 1:  # as torch looks at it
+    if len(names) > 1:  # as torch checks it
         return [gloo.create_device(interface=name) for name in names.split(",")]
     return [gloo.create_default_device()]
 
@@ -417,7 +420,7 @@ def backend_for(group: dist.ProcessGroup | Peers, device: torch.device) -> str:
     otherwise Gloo.
 
     Raises:
-        ConfigError: the group has neither of the two for that device.
+        ConfigError: if the group has neither of the two for that device.
     """
     names = backends_of(group)
     if device.type == "cuda" and names.get("cuda") == "nccl":
@@ -432,9 +435,9 @@ def backend_for(group: dist.ProcessGroup | Peers, device: torch.device) -> str:
 
 
 def patience_of(timeout: timedelta | None, group: dist.ProcessGroup | Peers, device: torch.device) -> timedelta:
-    """Returns the time that ranks wait for each other: the user's timeout, or that of the group.
+    """Returns how long ranks wait for each other: the user's timeout, or the timeout of the group.
 
-    A timeout that `check_timeout` refuses is not used, so that the other ranks can be told of it.
+    If `check_timeout` would refuse the user's timeout, the group's is used, so that the other ranks can be told.
     """
     return timeout if _is_timeout(timeout) else timeout_of(group, device)
 
@@ -466,18 +469,18 @@ def timeout_of(group: dist.ProcessGroup | Peers, device: torch.device) -> timede
     return min(getattr(options, "_timeout", dist.constants.default_pg_timeout), LONGEST_TIMEOUT)
 
 
-#: The communicators of this process, which a forked child must not touch.
+#: The communicators of this process. A forked child must not use them.
 _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
-#: What ends a connection when it is dropped: process groups and works of this process, also those of communicators that
-#: were closed. Something else may still hold one, as a traceback does.
+#: Objects whose destructors end connections: process groups and works of this process, also of closed communicators,
+#: because something else may still refer to them, for example a traceback.
 _connected: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _abandon_after_fork() -> None:
-    """Keep all groups and works for ever, and forget the communicators.
+    """Keep references to all groups and works for ever, and forget the communicators.
 
-    The groups' threads live in the other process. Destructors would wait for these threads, and would shut down the
-    connections, which the other process still uses.
+    The groups' threads run in the parent process. Destructors would wait for these threads, and would shut down
+    connections that the parent process still uses.
     """
     for connected in list(_connected):
         pythonapi.Py_IncRef(py_object(connected))

@@ -19,37 +19,38 @@ from lightning_gqsgd.reducers import REDUCERS, Setting, new_store, setting_for
 from lightning_gqsgd.wire.announcing import compilation_is_announced
 from lightning_gqsgd.wire.plan import Plan
 
-#: Parameters that a first run on a CPU is made on: one that is compressed, one that is not.
+#: Parameters of the first run on a CPU: one is compressed, the other is not.
 _SEGMENTS = (Segment(0, 64, raw=False), Segment(1, 8, raw=True))
 
-#: Coordinates of all virtual ranks up to which kernels are compared: the readable ones take about a second for them.
+#: Coordinates of all virtual ranks together up to which kernels are compared. The readable kernels take about a second
+#: for so many.
 MOST_COMPARED = 1 << 22
-#: A coordinate is wrong if it is off by more than this, of the largest magnitude. Where a device rounds the last bit of
-#: a scale in another way, a coordinate in thousands may have another code, so a share of them may be wrong.
+#: A coordinate is wrong if its error exceeds this share of the largest magnitude. If a device rounds the last bit of a
+#: scale differently, one coordinate in thousands may get another code, so a share of them may be wrong.
 _TOLERANCE = 1e-3
 _SHARE_ALLOWED = 1 / 50
 
 
 def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
-    """Run what ``ranks`` ranks need once, on virtual ranks, so that no step waits for a compiler.
+    """Run the kernels that ``ranks`` ranks need once, on virtual ranks, so that no step waits for a compiler.
 
-    Where the number of ranks is part of what is compiled, on a GPU, there are as many virtual ranks, and otherwise two.
+    Kernels of a GPU are compiled for a number of ranks, so there are as many virtual ranks; otherwise there are two.
 
-    One line says that kernels are compiled, see `announcing.compilation_is_announced`. Nothing is said if all kernels
-    are in the cache.
+    One line says that kernels are compiled, see `announcing.compilation_is_announced`. If all kernels are in the cache,
+    nothing is printed.
 
-    The kernels are compared with the readable ones in every start, whether they were compiled or found in the cache. A
-    compiler that makes a mistake for one processor would otherwise train a model on wrong gradients. On a CPU, this
-    takes about 10 ms.
+    The kernels are compared with the readable ones at every start, whether they were compiled or found in the cache.
+    Otherwise, a compiler's mistake for one processor would train a model on wrong gradients. On a CPU, this takes about
+    10 ms.
 
     Args:
-        config: the configuration, with its reducer chosen.
+        config: the configuration with the chosen reducer.
         dtype: dtype of the gradients.
-        device: device of the gradients; nothing is done for other devices than CPUs and CUDA.
+        device: device of the gradients. For devices other than CPUs and CUDA, nothing is done.
         ranks: number of ranks.
 
     Raises:
-        ConfigError: the kernels give other numbers than the readable ones.
+        ConfigError: if the kernels give other numbers than the readable ones.
     """
     if not REDUCERS[config.reducer].compresses or device.type not in ("cpu", "cuda"):
         return
@@ -60,7 +61,8 @@ def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.devic
 
 
 def settings_of(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> list[Setting]:
-    """Returns what `compile_kernels` runs, with the same arguments: the configuration as it is, for fewer ranks.
+    """Returns the settings that `compile_kernels` runs: those of the configuration, for fewer ranks. It takes the same
+    arguments.
 
     Returns:
         The setting for compressed parameters, and the setting for the steps before compression starts, if there are
@@ -80,7 +82,7 @@ def run_once(setting: Setting, device: torch.device, *, on: torch.device | None 
     Args:
         setting: reducer, codec, number of virtual ranks and dtype.
         device: device of the gradients.
-        on: where the gradients of virtual ranks are, if not there.
+        on: device of the virtual ranks' gradients; None means ``device``.
 
     Returns:
         The mean, [coordinates], in the setting's dtype.
@@ -97,19 +99,19 @@ def run_once(setting: Setting, device: torch.device, *, on: torch.device | None 
 
 
 def check(setting: Setting, device: torch.device, mean: Tensor) -> None:
-    """Check that the mean of `run_once` is the one that the readable kernels give.
+    """Check that the mean of `run_once` equals the mean that the readable kernels compute.
 
-    Nothing is checked for so many ranks that the readable kernels would take seconds.
+    If there are so many ranks that the readable kernels would take seconds, nothing is checked.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: if the means differ.
     """
     if len(mean) * setting.ranks > MOST_COMPARED:
         return
     with readable_kernels():
         expected = run_once(setting, device, on=torch.device("cpu")).double()
     found = mean.cpu().double()
-    # What is not a number is not near.
+    # A NaN counts as wrong.
     wrong = int((~((found - expected).abs() <= _TOLERANCE * expected.abs().max())).sum())
     if wrong > _SHARE_ALLOWED * len(expected):
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "this CPU"
@@ -123,14 +125,14 @@ def check(setting: Setting, device: torch.device, mean: Tensor) -> None:
 
 
 def _gradient(rank: int, numel: int) -> Tensor:
-    """Returns the gradient of a virtual rank, the same on every device: numbers of both signs and many sizes, and
+    """Returns the gradient of a virtual rank, the same on every device: numbers of both signs and many magnitudes, and
     zeros."""
     places = torch.arange(numel, dtype=torch.float64, device="cpu")  # not the default device
     return (places * (rank + 1)).sin() ** 3 * ((places + rank) % 7 != 0)
 
 
 def every_tile(block_size: int, ranks: int) -> tuple[Segment, ...]:
-    """Returns parameters whose blocks go into every kind of tile of a GPU, on every owner of a shard.
+    """Returns parameters whose blocks need every kind of tile of a GPU, on every rank that owns a shard.
 
     Kernels are compiled for each kind, see `kernels.cuda.tiles`: blocks of full length that begin at multiples of 16
     bytes, others that begin elsewhere, and shorter and uncompressed ones.

@@ -1,11 +1,11 @@
-"""Native all-reduces over Gloo without a thread in between, which are as cheap as those of DDP itself.
+"""Native all-reduces over Gloo without a thread in between, which cost no more than DDP's own all-reduces.
 
-A native bucket needs no codec. So the thread that hands the bucket over starts the all-reduce, and the backend's thread
-completes the job. The order of collectives is that of the hook's calls, which is the same on every rank, on groups of
-our own. The sequencing thread uses the same groups in other steps. By then DDP has waited for all buckets of this step,
-so that at most its stamp is still under way, which all ranks have started before.
+A native bucket needs no codec. So the thread that calls the hook starts the all-reduce, and the backend's thread
+completes the job. Collectives are started on our own groups in the order of the hook's calls, which is the same on
+every rank. The sequencing thread uses the same groups in other steps. By then, DDP has waited for all buckets of this
+step, so at most the step's stamp is still under way, and all ranks have started that comparison before.
 
-A stamp (see `agreement`) is compared in every step, and no job waits for it. That is safe. A rank on which a state was
+A stamp (see `agreement`) is compared in every step, and no job waits for it. This is safe: a rank on which a state was
 loaded compares its stamp before it sends anything else, so the other ranks cannot complete a bucket of that step before
 they have read its stamp.
 """
@@ -24,13 +24,14 @@ from lightning_gqsgd.wire.pipeline import Job, Runner
 
 
 class DirectRunner:
-    """Runs the jobs of one communicator that have one exchange and no codec, on tensors in the host's memory.
+    """Runs the jobs of one communicator that have one exchange and no codec, on tensors in host memory.
 
-    All jobs of a step are native, or none is: two threads would start their collectives in any order.
+    Either all jobs of a step are native or none is, because two threads would start their collectives in no fixed
+    order.
 
     Args:
         communicator: the ranks.
-        behind: runs all other jobs of the communicator.
+        behind: the runner of all other jobs of the communicator.
     """
 
     def __init__(self, communicator: Communicator, behind: Runner) -> None:
@@ -46,10 +47,10 @@ class DirectRunner:
         if error is None and not job.is_direct:
             self._behind.submit(communicator, job)
             return
-        if error is not None:  # perhaps of the other runner, which uses the same groups
+        if error is not None:  # it may be an error of the other runner, which uses the same groups
             self._fail(error, job.name)
         with self._lock:
-            # The lock makes the check and the entry one step: a backend's thread may fail all jobs at any time.
+            # The lock makes the check and the append atomic, because a backend's thread may fail all jobs at any time.
             error = self._error
             if error is None:
                 self._under_way.append(job)
@@ -68,19 +69,19 @@ class DirectRunner:
         future.add_done_callback(partial(self._arrived, job, steps))
 
     def error_of(self, communicator: Communicator) -> BaseException | None:
-        """Returns the error after which nothing can be run any more; see `Runner.error_of`."""
+        """Returns the error after which no job can be run any more; see `Runner.error_of`."""
         return self._error or self._behind.error_of(communicator)
 
     def close(self, communicator: Communicator) -> None:
-        """Fail what is under way; see `Runner.close`."""
+        """Fail all jobs that are under way; see `Runner.close`."""
         self._fail(RuntimeError("it was closed"), "its end")
         self._behind.close(communicator)
 
     def _arrived(self, job: Job, steps: Steps, future: torch.futures.Future[Any]) -> None:
-        """Complete a job; on a thread of the backend."""
+        """Complete a job. Called on a thread of the backend."""
         try:
             future.value()  # raises the collective's error
-            next(steps, None)  # counts its bytes, or compares what all ranks have sent
+            next(steps, None)  # counts its bytes, or compares the stamps of all ranks
         except Exception as error:
             self._fail(error, job.name)
             return
@@ -91,7 +92,7 @@ class DirectRunner:
         job.finish()
 
     def _fail(self, error: BaseException, what: str) -> None:
-        """Fail all jobs that are under way, and all that come after."""
+        """Fail all jobs that are under way, and all later jobs."""
         with self._lock:
             self._error = self._error or error
             # Jobs are finished outside the lock: callbacks of their futures run here, and may submit other jobs.

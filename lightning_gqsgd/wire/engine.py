@@ -39,24 +39,26 @@ from lightning_gqsgd.wire.workers import codec_threads
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-#: No step has a larger number.
+#: The largest number of a step.
 MAX_STEP = 2**63 - 1
 
-#: Seconds that ranks that are alive are waited for beyond the timeout where kernels may have to be compiled.
+#: Seconds beyond the timeout that a rank waits for live ranks that may have to compile kernels.
 COMPILE_PATIENCE_S = 600.0
 
-#: How many times larger pieces are where ranks share memory. No link is to be filled there while a piece is encoded,
-#: and what Python does for each piece takes more of a processor than copying its codes.
+#: Factor by which pieces are larger if ranks share memory. There is no network to keep busy while a piece is encoded,
+#: and Python's overhead for each piece takes more processor time than copying its codes.
 SHARED_GROWTH = 4
 
 
 def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorator for a function of an engine's caller: torch.compile traces neither its calls nor what they call.
+    """Decorator for a function of an engine's caller: torch.compile traces neither the function nor the functions that
+    it calls.
 
-    Dynamo runs whatever a compiled train step calls, and also the hook that DDP calls from its backward pass. It cannot
-    trace threads, process groups and compiled kernels, and fails instead of leaving them out.
+    Dynamo traces every function that a compiled train step calls, including the hook that DDP calls from its backward
+    pass. It cannot trace threads, process groups and compiled kernels, and fails instead of skipping them.
     """
-    # `torch.compiler.disable` would import Dynamo at once, which takes seconds. So it is called when Dynamo is there.
+    # `torch.compiler.disable` would import Dynamo at once, which takes seconds. So it is called only once Dynamo is
+    # imported.
 
     disabled: list[Callable[_P, _T]] = []  # once it was needed; Dynamo would warn of a function that is cached
 
@@ -73,7 +75,7 @@ def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @dataclass(frozen=True)
 class Messages:
-    """The words for an engine's caller in the engine's errors.
+    """The words that describe an engine's caller in the engine's error messages.
 
     Attributes:
         owner: the object that is closed together with the engine, in words.
@@ -91,20 +93,20 @@ class Request(NamedTuple):
 
     Attributes:
         name: for messages.
-        configs: the configuration, with its reducer chosen; where segments have different ones, that of each choice.
-            They differ in ``bits`` alone, and in what follows from that.
+        configs: the configuration with the chosen reducer; if segments have different ones, the configuration of each
+            choice. They differ only in ``bits``, and in fields that follow from ``bits``.
         segments: the parameters in the tensor, in order.
         step: number of the step, and of its dither.
-        store: the memory of this rank; None: it remembers nothing.
+        store: the memory of this rank; None if it has no memory.
         agreement: a card, which ranks compare before anything else is sent, or a stamp, which they compare while
-            messages are under way. In steps whose messages differ from those of other steps, a stamp is compared before
-            anything else, too.
+            messages are under way. In steps whose messages differ from those of other steps, a stamp is also compared
+            before anything else is sent.
         bucket: index of the counters.
         ends_step: whether the tensor is the last one of its step.
-        compressed: False: everything travels uncompressed.
+        compressed: False if everything is sent uncompressed.
         varies: whether messages may have other sizes in other steps, so that a stamp is compared before they are sent.
-        watch: a function that is called with the mean as soon as it is there, on the thread and the stream that
-            complete the job, and that leaves the mean as it is; None: there is none.
+        watch: a function that is called with the mean as soon as the mean is complete, on the thread and the stream
+            that complete the job. It must not change the mean. None if there is no such function.
     """
 
     name: str
@@ -126,8 +128,8 @@ class Request(NamedTuple):
 
     @property
     def is_special(self) -> bool:
-        """Returns whether a rank at another step might send other messages: as the request says, in steps that sample
-        errors, and in the warm-up."""
+        """Returns whether a rank at another step might send other messages: if the request says so, in steps that
+        sample errors, and in the warm-up."""
         every = self.configs[0].sample_every
         return self.varies or not self.compressed or bool(every) and self.step % every == 0
 
@@ -135,14 +137,14 @@ class Request(NamedTuple):
 class Engine:
     """Replaces flat tensors by their mean over the ranks of a process group.
 
-    Creating one is a collective: every rank of ``group`` does it, with the same key.
+    Creating an engine is a collective: every rank of ``group`` has to create one, with the same key.
 
     Args:
         device: device of the tensors.
         group: process group, or the ranks themselves.
         key: a name that no other engine has had, the same on all ranks (see `wire.meeting.Meeting.agree`).
-        timeout: of collectives; None takes that of ``group``.
-        streams: on a GPU over NCCL, number of streams to work on; 1 if another engine is to work beside this one.
+        timeout: timeout of collectives; None uses the timeout of ``group``.
+        streams: on a GPU over NCCL, number of streams to work on; 1 if another engine shares this engine's runner.
         shares_runner_of: another engine, which was made with one stream. Both engines use the other engine's runner,
             so that their collectives never run at the same time, and both add to the same counters.
         messages: the words for the caller in errors.
@@ -157,7 +159,8 @@ class Engine:
         plans: the cache of plans, which say how tensors are cut into pieces.
 
     Raises:
-        ConfigError: the backend of the group does not go with the device, or ``GQSGD_THREADS`` is no number of threads.
+        ConfigError: if the backend of the group does not support the device, or if ``GQSGD_THREADS`` is no number of
+            threads.
     """
 
     def __init__(
@@ -186,11 +189,11 @@ class Engine:
         self._stamps = StampCheck(
             self.world_size, self.communicator.control_device, self._messages.differ, says=self.rank == 0
         )
-        self._borrowed: Runner | None = None  # what `close` gives back
+        self._borrowed: Runner | None = None  # the runner that `close` releases
         if shares_runner_of is None:
             self._borrowed = runner_for(self.communicator, streams)
         self._runner: Runner | None = self._borrowed if shares_runner_of is None else shares_runner_of._runner
-        # On a GPU, a native all-reduce needs the runner's streams, and over Gloo copies in host memory.
+        # On a GPU, a native all-reduce needs the runner's streams, and over Gloo also copies in host memory.
         is_simple = self.communicator.backend == "gloo" and device.type == "cpu" and self.world_size > 1
         self._is_direct = direct and is_simple
         self._comparing: dict[int, Job] = {}  # comparisons that no other job waits for, by step
@@ -204,40 +207,41 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """Returns whether an error has left the ranks at different places, so that nothing can be reduced any more."""
+        """Returns whether an earlier error prevents all further reductions, because ranks may be at different
+        places."""
         return self._runner is not None and self._runner.error_of(self.communicator) is not None
 
     def connect(self, *configs: GQSGDConfig) -> None:
-        """Make the process groups that configurations need and that do not exist yet. A collective.
+        """Create the process groups that configurations need and that do not exist yet. A collective.
 
-        It comes before any kernel is compiled: ranks wait here no longer than the timeout.
+        Call it before any kernel is compiled, because ranks wait here no longer than the timeout.
 
         Args:
-            *configs: the configurations, with their reducers chosen.
+            *configs: the configurations with the chosen reducers.
 
         Raises:
-            ConfigError: a configuration is not for the engine's device.
+            ConfigError: if a configuration does not support the engine's device.
         """
         for config in configs:
-            setting = setting_of(config, self.world_size, torch.float32)  # of any dtype: the stages are the same
+            setting = setting_of(config, self.world_size, torch.float32)  # any dtype will do: the stages are the same
             setting.reducer.check_device(setting, self.communicator.device)
             self.communicator.extend(stages(setting), config.connections)
         self.communicator.try_groups()
 
     def compile(self, config: GQSGDConfig, dtype: torch.dtype) -> None:
-        """Compile the kernels of a configuration, with its reducer chosen, for gradients of a dtype."""
+        """Compile the kernels of a configuration with a chosen reducer for gradients of a dtype."""
         if self.world_size > 1:
             compile_kernels(config, dtype, self.communicator.device, self.world_size)
 
     def reduce(self, x: Tensor, request: Request) -> Job:
-        """Start to replace a flat tensor by its mean over ranks; on every rank in the same order.
+        """Start to replace a flat tensor by its mean over ranks. Every rank has to make its calls in the same order.
 
         Returns:
             The job, whose future completes with the tensor.
 
         Raises:
-            ConfigError: a tensor that cannot be reduced.
-            RuntimeError: the engine is closed.
+            ConfigError: if the tensor cannot be reduced.
+            RuntimeError: if the engine is closed.
         """
         self.check_open()
         counters = self.telemetry.bucket(request.bucket)
@@ -247,7 +251,7 @@ class Engine:
             plan = self.plan(x, request)
             is_direct = self._is_direct and plan.is_native
             if is_direct and isinstance(request.agreement, Stamp):
-                # No job waits for it, see `wire.direct`. `agreed` does.
+                # No job waits for this comparison, see `wire.direct`. `agreed` waits for it.
                 comparison = self._compare_alone("the comparison of stamps", request.agreement, is_direct=True)
                 self._comparing[request.step] = comparison
                 request = request._replace(agreement=None)
@@ -258,18 +262,19 @@ class Engine:
         return self._submit(job)
 
     def run(self, x: Tensor, request: Request, start: Callable[[BucketCounters], Steps]) -> Job:
-        """Start steps of the caller's own, in the order of `reduce`; on every rank, with any tensor.
+        """Start steps that the caller defines, on every rank, in one order with the calls of `reduce`. Any tensor is
+        allowed.
 
         Args:
-            x: what becomes NaN if the steps fail.
+            x: the tensor that becomes NaN if the steps fail.
             request: see `Request`; its agreement is compared.
-            start: makes the steps; called with the counters of the bucket, not if there is one rank only.
+            start: creates the steps; called with the counters of the bucket, unless there is only one rank.
 
         Returns:
-            The job, whose future completes with ``x`` when the steps are through.
+            The job, whose future completes with ``x`` after the steps.
 
         Raises:
-            RuntimeError: the engine is closed.
+            RuntimeError: if the engine is closed.
         """
         self.check_open()
         counters = self.telemetry.bucket(request.bucket)
@@ -277,12 +282,12 @@ class Engine:
         return self._submit(self._job(x, starts, request, counters))
 
     def agreed(self, until_step: int = MAX_STEP, *, at_once: bool = False) -> dict[int, Agreed]:
-        """Returns the numbers that all ranks have agreed on in stamps, by step, and forgets them.
+        """Return and forget the numbers that the compared stamps of all ranks had, by step.
 
         Args:
-            until_step: the latest step whose stamps count. If they were exchanged in the step before the last one, or
-                earlier, this waits for nobody.
-            at_once: over NCCL, the host waits for the GPU, so that stamps of the latest step count.
+            until_step: the latest step whose stamps are returned. If its stamps were exchanged in the step before the
+                last one, or earlier, this does not wait for other ranks.
+            at_once: over NCCL, make the host wait for the GPU, so that stamps of the latest step are included.
         """
         if at_once:
             self._stamps.read_sent()
@@ -292,26 +297,28 @@ class Engine:
         return self._stamps.take(until_step)
 
     def compare(self, stamp: Stamp) -> Job:
-        """Start to compare a stamp over all ranks, between steps. `agreed` knows it when the job is done. If stamps
-        differ, `Job.wait` raises ConfigError; over NCCL, `agreed` does."""
+        """Start to compare a stamp over all ranks, between steps. `agreed` returns its numbers once the job is done. If
+        stamps differ, `Job.wait` raises ConfigError; over NCCL, `agreed` raises it."""
         return self._compare_alone(f"step {stamp.step}", stamp)
 
     def compare_first(self, stamp: Stamp) -> None:
-        """Compare a stamp over all ranks before this rank sends anything else of the step: a state was loaded on this
-        rank, or its messages have changed. Waits for other ranks, which compare theirs while messages are under way.
+        """Compare a stamp over all ranks before this rank sends anything else in the step, because a state was loaded
+        on this rank, or because its messages have changed. Waits for the other ranks, which compare their stamps while
+        messages are under way.
 
-        If stamps differ, all later jobs fail with what is raised on the other ranks.
+        If stamps differ, all later jobs fail with the error that the other ranks raise.
         """
         if self.world_size > 1:
-            # Not a comparison that blocks: after those, ranks go on where they differ.
+            # Not a blocking comparison: after one of those, ranks continue although they differ.
             with suppress(ConfigError, CollectiveError):  # all later jobs fail with that, too
                 self._compare_alone(f"step {stamp.step}", stamp, blocks=False, at_once=True).wait()
 
     def agree(self, card: Card) -> Job:
-        """Start to compare a card over all ranks. A rank that refuses, by the card's error, need not wait for the job.
+        """Start to compare a card over all ranks. If the card of this rank has an error, the rank need not wait for the
+        job.
 
         Returns:
-            The job, whose `Job.wait` raises ConfigError if ranks differ, or one refuses.
+            The job, whose `Job.wait` raises ConfigError if ranks differ, or if a rank refuses.
         """
         return self._compare_alone(card.purpose, card)
 
@@ -326,13 +333,13 @@ class Engine:
             raise RuntimeError(f"gqsgd: {self._messages.owner} was closed; {self._messages.remedy}")
 
     def close(self) -> None:
-        """Stop using threads and process groups. Not a collective; does nothing in a forked process."""
-        # The runner is taken away first, so that a job that fails below finds the engine closed.
+        """Stop using threads and process groups. This is not a collective. It does nothing in a forked process."""
+        # The runner is removed first, so that a job that fails below finds the engine closed.
         runner = self._runner
         self._runner = None
         if runner is None or self._process != os.getpid():
             return
-        # First the jobs, then the groups that they use.
+        # Jobs are ended before the groups that they use.
         runner.close(self.communicator)
         if self._borrowed is not None:
             release(self._borrowed)
@@ -342,7 +349,7 @@ class Engine:
         """Returns the plan that cuts a flat tensor into pieces for a request.
 
         Raises:
-            ConfigError: a tensor that cannot be reduced.
+            ConfigError: if the tensor cannot be reduced.
         """
         key = PlanKey(request.configs, request.segments, x.dtype, request.compressed)
         return self.plans.get(key, request.step, lambda: self._planned(x, request))
@@ -351,7 +358,7 @@ class Engine:
         check_gradient(x, "a gradient")
         configs = request.configs
         segments = request.segments
-        if not request.compressed:  # all parameters travel in the same way then
+        if not request.compressed:  # all parameters are sent in the same way then
             configs = configs[:1]
             segments = tuple(segment._replace(raw=True, choice=0) for segment in segments)
         settings = []
@@ -369,11 +376,12 @@ class Engine:
         return size.times(SHARED_GROWTH) if self._has_large_pieces else size
 
     def _wants_large_pieces(self) -> bool:
-        """Returns whether pieces are larger than over a network, the same on all ranks: where ranks share memory, and
-        each has one thread for its codes. Several threads want several pieces. A collective where ranks share memory.
+        """Returns whether pieces are larger than over a network: if ranks share memory and each has one thread for its
+        codes, because several threads need several pieces. The result is the same on all ranks. A collective if ranks
+        share memory.
 
         Raises:
-            CollectiveError: another rank has died, or has not come.
+            CollectiveError: if another rank has died, or has not arrived.
         """
         if not self.communicator.shares_memory:
             return False
@@ -396,7 +404,7 @@ class Engine:
         connections: int = 1,
         is_direct: bool = False,
     ) -> Job:
-        """Returns the job of a request, whose pieces are started by ``starts``; for the others, see `Job`."""
+        """Returns the job of a request. ``starts`` start its pieces; for the other arguments, see `Job`."""
         is_card = isinstance(request.agreement, Card)
         return Job(
             x,
@@ -405,11 +413,11 @@ class Engine:
             counters,
             self.telemetry,
             request.ends_step,
-            preface=self._preface(request.agreement),  # also for nothing, because other ranks may have something
+            preface=self._preface(request.agreement),  # also for an empty tensor: other ranks' may have elements
             preface_blocks=is_card or request.is_special,
             watch=request.watch,
             kept_if_refused=is_card,
-            # Pieces of one parameter share what is remembered of it. A single piece is nothing to share among threads.
+            # Pieces of one parameter share its memory. A single piece cannot be shared among threads.
             threads=1 if len(starts) == 1 or request.configs[0].remembers else self._threads,
             connections=connections,
             is_direct=is_direct,
@@ -418,7 +426,7 @@ class Engine:
     def _compare_alone(
         self, name: str, agreement: Card | Stamp, *, blocks: bool = True, at_once: bool = False, is_direct: bool = False
     ) -> Job:
-        """Start to compare a card or a stamp, without anything to reduce; see `Job` and `StampCheck.steps`."""
+        """Start to compare a card or a stamp without a tensor to reduce; see `Job` and `StampCheck.steps`."""
         self.check_open()
         nothing = torch.empty(0, device=self.communicator.control_device)
         preface = self._preface(agreement, at_once=at_once)
@@ -428,7 +436,8 @@ class Engine:
         )
 
     def _preface(self, agreement: Card | Stamp | None, *, at_once: bool = False) -> Start | None:
-        """Returns what starts the steps that compare a card or a stamp; None if there is nothing to compare."""
+        """Returns a function that starts the steps that compare a card or a stamp; None if there is nothing to
+        compare."""
         if agreement is None or self.world_size == 1:
             return None
         if isinstance(agreement, Card):
@@ -436,7 +445,8 @@ class Engine:
         return partial(self._stamps.steps, agreement, at_once=at_once)
 
     def _submit(self, job: Job) -> Job:
-        """Give a job to the runner, which also knows why nothing can be run any more. All jobs come through here."""
+        """Give a job to the runner. All jobs are submitted here. After an error, the runner makes them fail with its
+        reason."""
         assert self._runner is not None  # see `check_open`
         if job.left or self.failed:
             self._runner.submit(self.communicator, job)

@@ -1,22 +1,23 @@
 """Lets all ranks agree on a start over torch's store, before they have a process group of their own.
 
-A `Meeting` uses nothing but the store of torch.distributed. So a rank that calls something else, or dies, costs the
-others a timeout and an error that names it, and never a collective that finds the wrong partner.
+A `Meeting` uses only the store of torch.distributed. So if a rank calls something else, or dies, the other ranks get a
+timeout and an error that names it. They never start a collective that meets the wrong partner.
 
 One round goes as follows. Every rank writes a card: what it is about to do, or why it refuses. Rank 0 of the process
 group compares the cards and writes the minutes: the verdict, a token that was never used before, the nonces of the
 cards, and the news on them. The others acknowledge minutes that list their own nonce; when all have, rank 0 writes that
 the round is done, and all leave with the verdict. Nonces and tokens are random. So cards of an earlier attempt, or of
-processes that have died since, do no harm: nobody acknowledges minutes that list them, and rank 0 writes new minutes
-when a new card comes.
+processes that have died since, do no harm: no rank acknowledges minutes that list them, and rank 0 writes new minutes
+when a new card arrives.
 
-The token is what the process groups of the ranks are made under. No rank counts anything, so an attempt that failed on
-some ranks, or a store that outlives its processes, leaves no trace.
+The ranks create their process groups under the token as a key. No rank counts attempts, so an attempt that failed on
+some ranks does no harm, nor does a store that outlives its processes.
 
-Ranks may compile kernels for minutes, so they wait for each other longer than the timeout there. Without signs of life,
-a rank that has died would keep the others waiting for as long. So each rank has a thread that counts in the store. A
-rank whose number stands still for the timeout counts as dead. Rank 0 watches all ranks, and the others watch rank 0. A
-rank that leaves by an error writes last words, which all ranks read. So a look takes few requests.
+Ranks may compile kernels for minutes, so they then wait for each other longer than the timeout. Without signs of life,
+the other ranks would wait as long for a rank that has died. So each rank has a thread that increments a counter in the
+store. A rank whose counter does not change for the timeout is considered dead. Rank 0 watches all ranks, and the others
+watch only rank 0, which keeps the number of requests small. A rank that leaves by an error writes last words, which all
+ranks read.
 """
 
 from __future__ import annotations
@@ -44,29 +45,29 @@ from lightning_gqsgd.wire.store import Store
 
 logger = logging.getLogger(__name__)
 
-#: How long a rank that refuses waits until the others have heard of it, at most, in seconds.
+#: Seconds that a rank that refuses waits at most until the others know of its refusal.
 REFUSAL_PATIENCE_S = 60.0
 
-#: After how many seconds of waiting a rank says whom it waits for.
+#: Seconds of waiting after which a rank logs which ranks it waits for.
 SAY_AFTER_S = 10.0
 
-#: Shortest and longest pause between two looks at the store, in seconds.
+#: Shortest and longest pause between two reads of the store, in seconds.
 PAUSES_S = (0.001, 0.1)
 
-#: Seconds between two beats, and between two looks at those of others, at most.
+#: Seconds between two beats, and between two checks of the beats of others, at most.
 PERIOD_S = 1.0
 _LAST_WORDS = "last words"
 
-#: For each set of ranks, whose turn it is among the threads of this process.
+#: For each set of ranks, the lock of the thread of this process that meets them.
 _turns: dict[str, Any] = {}
 _turns_lock = threading.Lock()
 
 
 class Meeting:
-    """Rounds in which all ranks of some process groups agree, and in which an error of one rank becomes everyone's.
+    """Rounds in which all ranks of some process groups agree, and in which an error of one rank is raised on all ranks.
 
-    Every rank of the groups opens the meeting and holds the same rounds. Where a rank leaves the ``with`` block by an
-    exception, the others get a ConfigError that names the rank and its reason in the round that they are in::
+    Every rank of the groups opens the meeting and holds the same rounds. If a rank leaves the ``with`` block by an
+    exception, the round of every other rank raises a ConfigError that names the rank and its reason::
 
         with Meeting("register_gqsgd", [group], timeout) as meeting:
             config = make_config(**fields)                  # an error in here is told to all ranks
@@ -74,12 +75,12 @@ class Meeting:
             with meeting.preparing(patience_s=600):
                 ...                                         # may take so much longer on some ranks, while they live
 
-    Threads of a process meet the same ranks one after another. On all ranks they have to do so in the same order.
+    Threads of one process meet the same ranks one after another, and have to do so in the same order on all ranks.
 
     Args:
         purpose: the function that was called, for messages.
-        groups: process groups. With several, every two ranks have to be connected by them: a rank's news go round the
-            first group, then round the second, and then round the first again.
+        groups: process groups. If there are several, they have to connect every two ranks: news go round the first
+            group, then round the second group, and then round the first group again.
         timeout: how long to wait for other ranks in a round.
     """
 
@@ -92,7 +93,7 @@ class Meeting:
         self._turn = ExitStack()
 
     def __enter__(self) -> Meeting:
-        # Two meetings of the same ranks at once, in threads, would take each other's cards.
+        # If two threads held a meeting of the same ranks at once, each would read the cards of the other.
         for turn in sorted({circle.turn for circle in self._circles}, key=id):
             turn.acquire()
             self._turn.callback(turn.release)
@@ -105,11 +106,11 @@ class Meeting:
             self._leave(error)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Tell the other ranks of an error that they have not heard of."""
+        """Tell the other ranks of an error that they do not know yet."""
         if error is None or self._told:
             return
         self._told = True
-        # An interrupt ends the process, which should not wait for anybody. Nor would it help to wait for dead ranks.
+        # An interrupt ends the process, which should not wait for other ranks. Nor does it help to wait for dead ranks.
         if not isinstance(error, Exception) or isinstance(error, CollectiveError):
             self._say_last_words(error)
             return
@@ -120,7 +121,7 @@ class Meeting:
             self._say_last_words(error)
 
     def _say_last_words(self, error: BaseException) -> None:
-        """Tell the ranks that wait, or will wait, for this one to prepare."""
+        """Tell the error to the ranks that wait, or will wait, until this rank is prepared."""
         with suppress(dist.DistNetworkError, dist.DistStoreError):
             for pulse in self._pulses():
                 pulse.leave(str(error) or type(error).__name__)
@@ -129,7 +130,7 @@ class Meeting:
         return [circle.pulse for circle in self._circles if circle.pulse is not None]
 
     def agree(self, facts: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Hold a round: compare what each rank brings. A collective.
+        """Hold a round in which the facts of all ranks are compared. A collective.
 
         Args:
             facts: for each group, the facts that its ranks must have in common: plain values by name.
@@ -138,8 +139,8 @@ class Meeting:
             For each group, a key that was never used before, the same on all its ranks.
 
         Raises:
-            ConfigError: ranks differ, or one refuses; raised on every rank.
-            CollectiveError: a rank did not come in time.
+            ConfigError: if ranks differ, or if a rank refuses. It is raised on every rank.
+            CollectiveError: if a rank did not arrive in time.
         """
         self._keys = self._agree(facts, self._timeout_s)
         return self._keys
@@ -154,23 +155,23 @@ class Meeting:
             For each group, the news of its ranks, in the order of ranks.
 
         Raises:
-            ConfigError: a rank refuses; raised on every rank.
-            CollectiveError: a rank did not come in time.
+            ConfigError: if a rank refuses. It is raised on every rank.
+            CollectiveError: if a rank did not arrive in time.
         """
         self._agree([{}] * len(self._circles), self._timeout_s, news)
         return [circle.told for circle in self._circles]
 
     @contextmanager
     def preparing(self, patience_s: float) -> Iterator[None]:
-        """Show other ranks that this one is alive while the block runs, and then wait for them to come to its end. A
-        collective, once, after `agree`.
+        """Show other ranks that this rank is alive while the block runs, and then wait until they reach its end. A
+        collective, to be called once, after `agree`.
 
         Args:
             patience_s: seconds to wait, beyond the timeout, for ranks that are alive.
 
         Raises:
-            ConfigError: a rank refuses, e.g. because of an error in its block; raised on every rank.
-            CollectiveError: a rank gave no sign of life for the timeout, has left, or did not come in time.
+            ConfigError: if a rank refuses, e.g. because of an error in its block. It is raised on every rank.
+            CollectiveError: if a rank gave no sign of life for the timeout, has left, or did not arrive in time.
         """
         for circle, key in zip(self._circles, self._keys, strict=True):
             circle.show_life(key)
@@ -186,7 +187,7 @@ class Meeting:
         try:
             keys, problem = self._hold(facts, "", patience_s, news)
         except BaseException as error:
-            self._told = True  # the other ranks see for themselves that this one has left
+            self._told = True  # the other ranks notice on their own that this rank has left
             self._say_last_words(error)
             raise
         if problem:
@@ -201,7 +202,8 @@ class Meeting:
         patience_s: float,
         news: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[list[str], str]:
-        """Go round all groups, and back, so that a problem in the last group reaches all ranks."""
+        """Hold a round in each group, and again in reverse order, so that a problem in the last group reaches all
+        ranks."""
         keys: dict[int, str] = {}
         problem = error
         is_own = bool(error)
@@ -210,7 +212,7 @@ class Meeting:
             card = Card(self._purpose, facts[index], problem, is_own, news)
             key, heard = self._circles[index].round(card, min(patience_s, self._patience_of(error)))
             keys.setdefault(index, key)
-            # The first problem is what all ranks are told, on the way back as well.
+            # The first problem is reported to all ranks, also on the way back.
             if heard and not problem:
                 problem = heard
                 is_own = False
@@ -241,15 +243,16 @@ class _Circle:
         self.told: list[Mapping[str, Any]] = []
 
     def show_life(self, key: str) -> None:
-        """Begin to watch whether the other ranks are alive; ``key``: that of a round."""
+        """Start to watch whether the other ranks are alive; ``key`` is the key of a round."""
         if self.size > 1:
             self.pulse = Pulse(self._store.under(f"alive/{key}"), self.rank, self.size, self._timeout_s)
 
     def round(self, card: Card, patience_s: float) -> tuple[str, str]:
-        """Hold a round. Returns a key that was never used before, and the problem; empty if there is none.
+        """Hold a round. Returns a key that was never used before, and the problem, which is empty if there is none.
 
         Raises:
-            CollectiveError: a rank did not come within ``patience_s`` seconds, or is not alive, or the store is gone.
+            CollectiveError: if a rank did not arrive within ``patience_s`` seconds, if it is not alive, or if the store
+                is gone.
         """
         nonce = secrets.token_hex(8)
         if self.size == 1:
@@ -261,7 +264,7 @@ class _Circle:
             waiting = _Waiting(card.purpose, self.rank, self.size, patience_s, self.pulse)
             try:
                 return self._lead(waiting) if self.rank == 0 else self._follow(nonce, waiting)
-            finally:  # a nonce in the store says that its rank has come and has not left; empty, that it has left
+            finally:  # a nonce in the store says that its rank is in the round; an empty one, that it has left
                 self._store.set(f"nonce/{self.rank}", "")
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise CollectiveError(
@@ -270,7 +273,8 @@ class _Circle:
             ) from error
 
     def _lead(self, waiting: _Waiting) -> tuple[str, str]:
-        """Rank 0's part: write minutes, and new ones whenever a card is replaced, until all have acknowledged them."""
+        """Rank 0's part: write minutes, and new minutes whenever a card is replaced, until all ranks have acknowledged
+        them."""
         ranks = range(self.size)
         listed: list[str] = []
         token = problem = ""
@@ -293,7 +297,8 @@ class _Circle:
             waiting.pause(partial(list, missing))
 
     def _follow(self, nonce: str, waiting: _Waiting) -> tuple[str, str]:
-        """Any other rank's part: acknowledge the minutes that list its card, until a round with them is done."""
+        """The part of any other rank: acknowledge the minutes that list its card, until a round with these minutes is
+        done."""
         token = problem = ""
         while True:
             minutes = self._store.get("minutes")
@@ -308,12 +313,12 @@ class _Circle:
             waiting.pause(self._absent)
 
     def _absent(self) -> list[int]:
-        """Returns the ranks that have not come, or have left."""
+        """Returns the ranks that have not arrived, or have left."""
         return [rank for rank in range(self.size) if not self._store.get(f"nonce/{rank}")]
 
 
 class _Waiting:
-    """Pauses of growing length, a log line when it takes long, and an error when it takes too long."""
+    """Waits in pauses of growing length. Logs a line if the wait is long, and raises an error if it is too long."""
 
     def __init__(self, purpose: str, rank: int, size: int, patience_s: float, pulse: Pulse | None) -> None:
         self._who = f"gqsgd: {purpose} on rank {rank} of {size}"
@@ -325,10 +330,10 @@ class _Waiting:
         self._said = False
 
     def pause(self, missing: Callable[[], list[int]]) -> None:
-        """Sleep a little; ``missing``: the ranks that are waited for, if that is known.
+        """Sleep a little; ``missing`` returns the ranks that are waited for, as far as they are known.
 
         Raises:
-            CollectiveError: the patience has run out, or a rank is not alive.
+            CollectiveError: if the wait exceeds the patience, or if a rank is not alive.
         """
         problem = self._pulse.problem() if self._pulse is not None else ""
         if problem:
@@ -346,18 +351,19 @@ class _Waiting:
                 "gqsgd: %s has been waiting for %s for %.0f s", self._purpose, ranks_in_words(missing()), waited
             )
         time.sleep(self._pause_s)
-        # Short pauses first, because ranks usually come together; longer ones later, to spare the store.
+        # Short pauses first, because ranks usually arrive together; longer pauses later, to send the store fewer
+        # requests.
         self._pause_s = min(2 * self._pause_s, PAUSES_S[1])
 
 
 class Pulse:
-    """The signs of life that one rank shows to the ranks of a group, and sees of them.
+    """The signs of life that one rank gives to the ranks of a group, and those that it reads from them.
 
     Args:
-        store: a store of these ranks, in which nobody has written.
+        store: a store of these ranks, empty so far.
         rank: this rank's number in the group.
         size: number of ranks.
-        timeout_s: seconds without a beat after which a rank counts as dead.
+        timeout_s: seconds without a beat after which a rank is considered dead.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
@@ -368,7 +374,7 @@ class Pulse:
         self.period_s = min(PERIOD_S, timeout_s / 4)
         # If each rank watched all others, rank 0's store would have n² requests a second.
         self._watched = range(1, size) if rank == 0 else range(1)
-        self._heard: dict[int, tuple[str, float]] = {}  # for each rank, its number, and since when it stands still
+        self._heard: dict[int, tuple[str, float]] = {}  # for each rank, its counter, and since when it has not changed
         self._next_look = 0.0
 
     def beat(self) -> None:
@@ -376,13 +382,13 @@ class Pulse:
         self._store.count(f"beats/{self._rank}")
 
     def leave(self, reason: str) -> None:
-        """Write last words, which end the waiting of the other ranks."""
+        """Write last words, at which the other ranks stop waiting."""
         self._store.set(_LAST_WORDS, f"rank {self._rank} has left: {reason[:ERROR_LENGTH]}")
 
     def problem(self) -> str:
-        """Returns why a watched rank counts as gone, in words; empty: all are alive, as far as is known."""
+        """Returns in words why a watched rank is considered gone; empty if all are alive, as far as is known."""
         now = time.monotonic()
-        # The caller asks every few milliseconds, and each look is a request to the store.
+        # The caller asks every few milliseconds, and each check makes requests to the store.
         if now < self._next_look:
             return ""
         self._next_look = now + self.period_s
@@ -398,7 +404,8 @@ class Pulse:
 
 
 class Heartbeat:
-    """A thread that beats for a rank from now on, until it is stopped; one pulse for each group that the rank is in."""
+    """A thread that gives a rank's signs of life until it is stopped; ``pulses`` has one for each of the rank's
+    groups."""
 
     def __init__(self, pulses: Sequence[Pulse]) -> None:
         self._pulses = pulses
@@ -421,7 +428,7 @@ class Heartbeat:
 
 
 def _forget_after_fork() -> None:
-    """Forget whose turn it was: a thread that does not exist in a forked child may have had it."""
+    """Forget the locks: one may be held by a thread that does not exist in a forked child."""
     global _turns_lock
     _turns.clear()
     _turns_lock = threading.Lock()

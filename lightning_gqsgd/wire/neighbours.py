@@ -33,24 +33,25 @@ from lightning_gqsgd.wire.node import this_node
 
 logger = logging.getLogger(__name__)
 
-#: "0" in this environment variable keeps ranks of one machine on Gloo.
+#: If this environment variable is "0", the ranks of one machine exchange over Gloo.
 VARIABLE = "GQSGD_SHARED_MEMORY"
-#: Bytes of memory of a rank, for one process group: a stage of eight pieces has as many under way at 8 bits.
+#: Bytes of a rank's memory for one process group. At 8 bits, the messages of a stage of eight pieces fill it.
 MEMORY_BYTES = 1 << 22
-#: Seconds that ranks wait for each other while they connect, at most. After that, they stay on Gloo.
+#: Seconds that ranks wait for each other at most while they connect. After that, they use Gloo.
 PATIENCE_S = 10.0
 
-#: Bytes in which a rank says which node it is on.
+#: Bytes of the message that says which node a rank is on.
 _NODE_BYTES = 8
 _TOKEN_BYTES = 16
-#: The token of a rank without memory to share.
+#: The token of a rank that has no memory to share.
 _NO_TOKEN = bytes(_TOKEN_BYTES)
-#: Bytes in which a rank tells the others why it could not connect; all zero: it could.
+#: Bytes of the message that says why a rank could not connect; all zero if it could.
 _PROBLEM_BYTES = 200
 _GREETING = struct.Struct(f"<{_TOKEN_BYTES}sI")
 _CREDENTIALS = struct.Struct("3i")  # process, user and group, as SO_PEERCRED gives them
 
-#: Tells bytes to all ranks of a process group, the same number on each, and returns those of all, in rank order.
+#: Sends bytes to all ranks of a process group, equally many from each rank, and returns the bytes of all ranks in rank
+#: order.
 Gather = Callable[[bytes], list[bytes]]
 
 
@@ -60,8 +61,8 @@ class Neighbour:
 
     Attributes:
         rank: its number in the process group.
-        socket: the connection to it, which keeps the limits of packets, and does not wait.
-        memory: its memory, uint8 [MEMORY_BYTES], which can be read only.
+        socket: the connection to it: a non-blocking socket that preserves the boundaries of packets.
+        memory: its memory, uint8 [MEMORY_BYTES], read-only.
     """
 
     rank: int
@@ -71,7 +72,7 @@ class Neighbour:
 
 @dataclass(frozen=True, eq=False)
 class Neighbours:
-    """The ranks of a process group that is on one machine, as one of them sees them.
+    """The ranks of a process group on one machine, seen from one of them.
 
     Attributes:
         rank: this process's number in the process group.
@@ -89,7 +90,7 @@ class Neighbours:
         return len(self.others) + 1
 
     def close(self) -> None:
-        """Close the connections. The memory is given back with the last reference to it."""
+        """Close the connections. The memory is freed with the last reference to it."""
         for other in self.others.values():
             other.socket.close()
 
@@ -98,7 +99,7 @@ def is_wanted() -> bool:
     """Returns whether the environment allows shared memory.
 
     Raises:
-        ConfigError: ``GQSGD_SHARED_MEMORY`` has another value than 0 or 1.
+        ConfigError: if ``GQSGD_SHARED_MEMORY`` is neither 0 nor 1.
     """
     said = os.environ.get(VARIABLE, "").strip()
     if said not in ("", "0", "1"):
@@ -112,20 +113,20 @@ def connect(gather: Gather, rank: int, number: int, timeout_s: float) -> Neighbo
     """Connect the ranks of a process group, if all of them run on one node and can share memory. A collective.
 
     Args:
-        gather: see `Gather`; over the process group.
+        gather: gathers bytes over the process group; see `Gather`.
         rank: this process's number in the process group.
         number: its number among all processes.
         timeout_s: seconds that ranks wait for each other, at most.
 
     Returns:
-        The ranks; None, on all ranks, if one of them cannot be reached in this way.
+        The ranks. If one of them cannot be reached in this way, None on all ranks.
 
     Raises:
-        RuntimeError: ``gather`` has failed.
+        RuntimeError: if ``gather`` fails.
         ConfigError: see `is_wanted`.
     """
     is_possible = is_wanted() and sys.platform == "linux"
-    # First of all, because memory takes milliseconds to reserve, and ranks of several nodes do not need it.
+    # Nodes are compared first, because reserving memory takes milliseconds, and ranks on several nodes do not need it.
     nodes = gather(_node(number) if is_possible else secrets.token_bytes(_NODE_BYTES))
     if len(set(nodes)) > 1:
         return None
@@ -156,15 +157,15 @@ def connect(gather: Gather, rank: int, number: int, timeout_s: float) -> Neighbo
 
 
 def _node(number: int) -> bytes:
-    """Returns a digest of the node's name; one that no other rank has where the environment names it wrongly."""
+    """Returns a digest of the node's name; if the environment names the node wrongly, random bytes."""
     try:
         return digest_of(this_node(number)).to_bytes(_NODE_BYTES, "little")
-    except ConfigError:  # is raised where the number of nodes counts
+    except ConfigError:  # the code that counts nodes raises this error
         return secrets.token_bytes(_NODE_BYTES)
 
 
 class _Offer:
-    """The offer of a rank to others: memory, and a socket on which they ask for it.
+    """A rank's offer to the others: its memory, and a socket on which they ask for it.
 
     Attributes:
         token: the name of the socket.
@@ -177,7 +178,8 @@ class _Offer:
 
     @classmethod
     def make(cls, undo: ExitStack) -> _Offer | None:
-        """Returns an offer, which ends with ``undo``; None if the system has no such memory or sockets, or no more."""
+        """Returns an offer that ``undo`` ends; None if the system does not provide such memory or sockets, or has run
+        out of them."""
         with ExitStack() as failed, suppress(OSError, AttributeError):
             memory = os.memfd_create("gqsgd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             failed.callback(os.close, memory)
@@ -192,7 +194,7 @@ class _Offer:
         return None
 
     def put_away(self) -> None:
-        """End the offer, once everybody has taken it."""
+        """End the offer, once all ranks have taken it."""
         self._listener.close()
         os.close(self._memory)
 
@@ -200,17 +202,17 @@ class _Offer:
         """Connect to all other ranks, and take their memory.
 
         Args:
-            tokens: of all ranks.
+            tokens: the tokens of all ranks.
             rank: this process's number.
             timeout_s: seconds to wait for each rank.
 
         Raises:
-            OSError: a rank cannot be reached, or did not come in time.
-            ValueError: a rank's memory is not what it should be.
+            OSError: if a rank cannot be reached, or does not connect in time.
+            ValueError: if a rank's memory has the wrong size or is not sealed, or if another process connects.
         """
         with ExitStack() as undo:
-            # Nothing here waits for what another rank does later: greetings are kept by the system, first of all. So
-            # ranks may come in any order.
+            # The system buffers connections and greetings, so nothing here waits for a later action of another rank. So
+            # ranks may arrive in any order.
             called = {}
             for other in range(rank):
                 connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -237,12 +239,12 @@ class _Offer:
             return neighbours
 
     def _greet(self, connection: socket.socket, token: bytes, rank: int) -> None:
-        """Send this rank's number and its memory; ``token``: of the other rank, which no third one knows."""
+        """Send this rank's number and its memory. ``token`` is the other rank's token, which only ranks know."""
         socket.send_fds(connection, [_GREETING.pack(token, rank)], [self._memory])
 
 
 def _greeted(connection: socket.socket, token: bytes) -> tuple[int, np.ndarray]:
-    """Returns the number of the rank at the other end, and its memory; ``token``: of this rank."""
+    """Returns the number of the rank at the other end, and its memory; ``token`` is this rank's token."""
     greeting, descriptors, _, _ = socket.recv_fds(connection, _GREETING.size, 1)
     try:
         if len(greeting) != _GREETING.size or len(descriptors) != 1 or _GREETING.unpack(greeting)[0] != token:
@@ -257,13 +259,13 @@ def _mapped(descriptor: int, *, writes: bool = False) -> np.ndarray:
     """Returns memory as uint8 [MEMORY_BYTES].
 
     Raises:
-        ValueError: it has another size, or may become smaller.
+        ValueError: if the memory has another size, or may become smaller.
     """
     size = os.fstat(descriptor).st_size
     if size != MEMORY_BYTES or not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise ValueError(f"memory of {size} bytes, in place of {MEMORY_BYTES} that are sealed")
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
-    # All pages are mapped at once, so that the first step does not fault on each of them.
+    # All pages are mapped at once, so that the first step causes no page faults.
     return np.frombuffer(mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE, access), np.uint8)
 
 
@@ -276,5 +278,5 @@ def _check_user(connection: socket.socket) -> None:
 
 
 def _address(token: bytes) -> Any:
-    """Returns the name of a socket, in the system's own table of names: it has no file."""
+    """Returns a socket's name in the system's abstract namespace, so that the socket has no file."""
     return b"\0gqsgd-" + token.hex().encode()

@@ -11,23 +11,24 @@ import torch.distributed as dist
 
 from lightning_gqsgd.errors import ConfigError
 
-#: Where torchrun says how many processes it has started on this node.
+#: Environment variable in which torchrun says how many processes it has started on this node.
 LOCAL_RANKS = "LOCAL_WORLD_SIZE"
-#: Where launchers say the number of a node: torchrun, and Lightning. A machine may stand for several nodes.
+#: Environment variables in which launchers (torchrun, Lightning) say the number of a node. One machine may act as
+#: several nodes.
 NODE_NUMBERS = ("GROUP_RANK", "NODE_RANK")
 
 
 def this_node(rank: int | None = None) -> str:
-    """Returns a name of the node that this process runs on, which no process on another node has.
+    """Returns a name of the node that this process runs on. Processes on other nodes get other names.
 
-    A machine may stand for several nodes: where a launcher numbers them, and where processes have networks of their
-    own, as in containers.
+    One machine may act as several nodes: if a launcher numbers them, or if processes have their own networks, as in
+    containers.
 
     Args:
-        rank: this process's number among all processes; None takes that of torch.distributed.
+        rank: this process's number among all processes; None uses the rank in torch.distributed.
 
     Raises:
-        ConfigError: ``LOCAL_WORLD_SIZE`` is no number of processes.
+        ConfigError: if ``LOCAL_WORLD_SIZE`` is no number of processes.
     """
     number = next((os.environ[name] for name in NODE_NUMBERS if name in os.environ), None)
     local = os.environ.get(LOCAL_RANKS)
@@ -40,8 +41,8 @@ def this_node(rank: int | None = None) -> str:
 
 
 def network() -> str:
-    """Returns what tells machines, and networks of containers, apart that have the same host name; empty where the
-    system does not say it."""
+    """Returns text that differs between machines, and between networks of containers, that have the same host name;
+    empty if the system does not provide it."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"

@@ -1,7 +1,7 @@
 """The ranks that reduce together, and their store: everything that the engine needs of a process group.
 
-A group that torch.distributed knows gives them (`peers_of`). So does one that it does not know, such as that of a
-framework whose groups change their size while a training runs (`peers_of_unregistered`).
+`peers_of` reads them from a group that torch.distributed knows. `peers_of_unregistered` reads them from a group that it
+does not know, for example of a framework whose groups change their size during a training.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Peers:
 
     Attributes:
         own: this process's number among them.
-        numbers: the number that each of them has among all processes, in order.
-        store: where they meet: a store that all of them reach.
+        numbers: the number of each of these ranks among all processes, in order.
+        store: the store in which they meet. All of them can reach it.
         backends: name of the backend for each type of device, e.g. ``{"cpu": "gloo"}``.
-        timeout: of collectives; None where the group itself says it for each device (see `communicator.timeout_of`).
-        turn: what threads of this process hold while they meet these ranks; None: one for each set of numbers. Ranks
-            that are threads of one process need one each.
+        timeout: timeout of collectives; None if the group has its own for each device (see `communicator.timeout_of`).
+        turn: lock that a thread of this process holds while it meets these ranks. None means one lock for each set of
+            numbers. Ranks that are threads of one process need a lock each.
     """
 
     own: int
@@ -46,11 +46,11 @@ class Peers:
 
 
 def peers_of(group: dist.ProcessGroup | Peers) -> Peers:
-    """Returns the ranks of a group that torch.distributed knows; they meet in its store. Peers are returned as they
-    are.
+    """Returns the ranks of a group that torch.distributed knows. They meet in its default store. Peers are returned
+    unchanged.
 
     Raises:
-        ConfigError: the other ranks of the group do not exist.
+        ConfigError: if the other ranks of the group do not exist.
     """
     if isinstance(group, Peers):
         return group
@@ -68,7 +68,7 @@ def peers_of_unregistered(group: dist.ProcessGroup, backends: Mapping[str, str])
     """Returns the ranks of a group that torch.distributed does not know, with the group's own store and timeout.
 
     Args:
-        group: a group with a store in which nobody else writes.
+        group: a group with a store in which no one else writes.
         backends: see `Peers`.
     """
     backend = group._get_backend(torch.device(next(iter(backends))))

@@ -1,16 +1,16 @@
 """Jobs and their runners: over Gloo, one thread that orders all steps; over NCCL, separate streams.
 
-A job is a flat tensor on its way to the mean over ranks, with a future that completes with it. Its pieces are the steps
-of reducers.
+A job replaces a flat tensor by its mean over ranks. It has a future that completes with the mean. Its pieces are the
+steps of reducers.
 
-Gloo: a collective that is started from the callback of another aborts the process or mixes up ranks, because callbacks
-run on several threads in no order. Here one thread per process starts every collective, and callbacks only wake it.
-Pieces are started in the order in which they were submitted, stage by stage, so each group sees the same order on every
-rank. Within that order, the thread does whatever is ready: the encoding, the exchange and the decoding of different
-pieces overlap.
+Gloo: if a callback of one collective starts another collective, the process aborts or ranks get mixed up, because
+callbacks run on several threads in no fixed order. So one thread per process starts every collective, and callbacks
+only wake it. Pieces are started in the order in which they were submitted, stage by stage, so each group sees the same
+order on every rank. Within that order, the thread does all work that is ready, so encoding, exchange and decoding of
+different pieces overlap.
 
-NCCL: the thread that hands a bucket over issues all its work at once and waits for none; no collective is issued from a
-callback. CUDA tensors over Gloo take the thread, which issues their work on a stream of its own (see `staging`).
+NCCL: the thread that submits a bucket issues all its work at once and does not wait. No collective is issued from a
+callback. For CUDA tensors over Gloo, the sequencing thread issues the work on its own stream (see `staging`).
 
 A future of a CUDA tensor completes on the host once all work is issued. Code that waits for the future makes the
 current stream wait for the work.
@@ -48,15 +48,16 @@ logger = logging.getLogger(__name__)
 #: Pieces under way at once, per communicator: enough to fill the wire, few enough to bound scratch memory.
 MAX_UNDER_WAY = 8
 
-#: Streams over NCCL that jobs take in turns.
+#: Number of streams that jobs use in turns over NCCL.
 STREAMS = 2
-#: The same on the streams of a GPU: one is encoded or decoded while the other is on the wire. More would only take
-#: memory, see `communicator.NCCL_PIECE_NUMEL`.
+#: Pieces under way at once on one stream of a GPU: one is encoded or decoded while the other is sent. More pieces would
+#: only take more memory, see `communicator.NCCL_PIECE_NUMEL`.
 MAX_ON_STREAM = 2
-#: Streams whose kernels go before those of the backward pass, which has priority 0: a GPU takes the lower number first.
+#: Priority of our streams: their kernels run before those of the backward pass, which has priority 0. A GPU runs lower
+#: numbers first.
 HIGH_PRIORITY = -1
 
-#: How long to wait for the thread when closing; it never waits for the network itself.
+#: Seconds that `close` waits for the thread, which itself never waits for the network.
 CLOSE_TIMEOUT_S = 60.0
 
 #: The context of most work on the CPU. It may be entered by several threads at once.
@@ -74,18 +75,20 @@ class Job:
         tensor: the tensor; after an error it is all NaN, unless ``kept_if_refused`` says otherwise.
         pieces: for each piece, a function that starts its steps.
         name: for messages.
-        counters: of the bucket; time is added there.
-        telemetry: of the process; time is added there.
+        counters: counters of the bucket, to which times are added.
+        telemetry: counters of the process, to which times are added.
         last_of_step: True for the last bucket of a step.
-        preface: a function that starts the steps of an agreement, without which the job does not complete; None: there
-            is nothing to agree on.
-        preface_blocks: whether the agreement is over before the first piece starts.
-        watch: called with the tensor once the mean is there, before the job is complete; None: nothing.
-        kept_if_refused: whether the tensor stays as it is where ranks do not agree, and nothing has been sent.
+        preface: a function that starts the steps of an agreement. The job does not complete before the agreement. None
+            if there is nothing to agree on.
+        preface_blocks: whether the agreement has to end before the first piece starts.
+        watch: a function that is called with the tensor once it is the mean, before the job completes; None if there is
+            none.
+        kept_if_refused: whether the tensor stays unchanged if ranks do not agree, which ends the job before anything is
+            sent.
         threads: how many pieces may be encoded and decoded at once. More than 1 only if pieces have nothing in common
             that they change, such as a memory.
-        connections: how many connections the pieces take in turns.
-        is_direct: whether the calling thread starts its only exchange, which needs no codec; see `wire.direct`.
+        connections: number of connections that the pieces use in turns.
+        is_direct: whether the calling thread starts the job's only exchange, which needs no codec; see `wire.direct`.
         error: the error, once complete.
     """
 
@@ -104,7 +107,7 @@ class Job:
     is_direct: bool = False
 
     def __post_init__(self) -> None:
-        # A future of a CUDA tensor has to know its device: `wait` then synchronises streams, not the host.
+        # The future of a CUDA tensor has to know the device, so that `wait` synchronises streams and not the host.
         devices: list[int | str | torch.device] | None = [self.tensor.device] if self.tensor.is_cuda else None
         self._done: torch.futures.Future[Tensor | None] = torch.futures.Future(devices=devices)
         self.error: BaseException | None = None
@@ -116,25 +119,26 @@ class Job:
     @property
     def future(self) -> torch.futures.Future[Tensor]:
         """The future that completes with the tensor, or with the error."""
-        # An error raised in a `then` reaches C++ as an error; `Future.set_exception` would hand it over as a value.
+        # An error that is raised in a `then` reaches C++ as an error; `Future.set_exception` would pass it as a value.
         succeeded = self._done.done() and self.error is None
         return cast("torch.futures.Future[Tensor]", self._done) if succeeded else self._done.then(self._result)
 
     def take(self, stream: torch.cuda.Stream | None) -> None:
-        """Do all work on ``stream``, behind the current stream's work when the job was made; None: on the CPU."""
+        """Do all work on ``stream``, after the work that the current stream had when the job was created. None stands
+        for the CPU."""
         self._stream = stream
         if stream is not None:
             stream.wait_event(cast("torch.cuda.Event", self._arrived))
-            # The caching allocator would reuse the memory once the tensor is freed, although this stream may not be
-            # done with it.
+            # Otherwise, the caching allocator could reuse the memory of the freed tensor while this stream still uses
+            # it.
             self.tensor.record_stream(stream)
 
     def wait(self) -> Tensor:
         """Wait for the tensor and return it. On a GPU, the current stream waits.
 
         Raises:
-            ConfigError: the ranks do not agree.
-            CollectiveError: a collective failed; the tensor is all NaN.
+            ConfigError: if the ranks do not agree.
+            CollectiveError: if a collective failed. The tensor is then all NaN.
         """
         try:
             self.future.wait()
@@ -148,7 +152,7 @@ class Job:
 
     def context(self) -> AbstractContextManager[object]:
         """Returns the context in which the job's work is done: the job's stream, and inference mode if the tensor was
-        made there, because PyTorch lets nobody else change such tensors."""
+        created in it, because PyTorch lets no other code change such tensors."""
         stream = self._stream
         if not self.tensor.is_inference():
             return _NO_CONTEXT if stream is None else torch.cuda.stream(stream)
@@ -168,8 +172,8 @@ class Job:
                 elif error is not None and not (self.kept_if_refused and isinstance(error, ConfigError)):
                     self.tensor.fill_(torch.nan)  # never a mixture of averaged and local gradients
                 self._count()
-                self._done.set_result(self.tensor)  # on a GPU, complete when the job's stream has come so far
-        except Exception as cause:  # e.g. the GPU has failed: then a future cannot take a tensor on it any more
+                self._done.set_result(self.tensor)  # on a GPU, complete when the job's stream reaches this point
+        except Exception as cause:  # e.g. the GPU has failed, so that a future cannot hold its tensors any more
             self.error = error or cause
             logger.critical("gqsgd: %s: the result on %s cannot be written: %s", self.name, self.tensor.device, cause)
             if not self._done.done():
@@ -192,15 +196,15 @@ class _Piece:
 
     Attributes:
         job: the job that it belongs to.
-        stage: of the next exchange.
+        stage: stage of the next exchange.
         is_preface: whether it is the job's agreement.
         blocks: whether the piece is the agreement, and the job's other pieces wait for it.
         works: the collectives of the latest stage.
         waiting_for: how many of them are still under way, or 1 while a worker computes.
-        is_through: whether nothing is left to be done.
+        is_through: whether the piece has ended.
         is_computing: whether a worker computes for the piece.
-        task: the latest work of a worker for the piece; it may end a little after ``is_computing``.
-        turn: which of several connections its exchanges take.
+        task: the latest task of a worker for the piece. It may end shortly after ``is_computing`` has become False.
+        turn: number of the connection that its exchanges use.
     """
 
     def __init__(self, job: Job, start: Start, stage: int, turn: int = 0) -> None:
@@ -219,12 +223,12 @@ class _Piece:
         self._computed: _Outcome | None = None
 
     def resume(self, communicator: Communicator) -> bool:
-        """Go on to the next exchange and start it; False if there is none and the piece is through.
+        """Compute up to the next exchange and start it. Returns False if there is none, because the piece has ended.
 
-        It is called in the job's context.
+        Call it in the job's context.
         """
         for work in self.works:
-            work.wait()  # over Gloo, the work is complete, and this raises its error; over NCCL, the stream waits
+            work.wait()  # over Gloo, the work has ended, and this raises its error; over NCCL, the stream waits
         self.works = []
         outcome = self._computed or self._compute()
         self._computed = None
@@ -234,7 +238,7 @@ class _Piece:
         if outcome.exchanges is None:
             self.is_through = True
             return False
-        # Empty messages need no collective; where parts are unequal, all ranks take part if one of them sends.
+        # Empty messages need no collective. If parts are unequal, all ranks have to take part if one of them sends.
         self.works = [
             communicator.start(exchange, self.stage, self.turn)
             for exchange in outcome.exchanges
@@ -245,7 +249,8 @@ class _Piece:
         return True
 
     def compute(self) -> None:
-        """Encode or decode, on any thread, as `resume` does before it starts an exchange. Raises nothing.
+        """Encode or decode, as `resume` does before it starts an exchange. It may run on any thread, and raises
+        nothing.
 
         If an exchange has failed, this computes nonsense, and `resume` raises the exchange's error.
         """
@@ -254,12 +259,12 @@ class _Piece:
 
     @property
     def wants_computing(self) -> bool:
-        """Returns whether a worker may compute for the piece: nothing is under way, and nothing is computed already."""
+        """Returns whether a worker may compute for the piece: if no exchange is under way and no result is waiting."""
         return not self.waiting_for and self._computed is None
 
     @property
     def can_resume(self) -> bool:
-        """Returns whether `resume` computes nothing that is left to workers."""
+        """Returns whether `resume` may be called now, because it would do no computation that is left to workers."""
         return self.job.threads == 1 or self.is_preface or self._computed is not None
 
     def _compute(self) -> _Outcome:
@@ -286,10 +291,10 @@ class _Outcome(NamedTuple):
     """The result of one computation of a piece.
 
     Attributes:
-        seconds: that it took.
-        exchanges: what follows; None: nothing, the piece is through, or has failed.
-        nonfinite: number of blocks that are not finite, of a piece that is through.
-        error: why it has failed.
+        seconds: duration of the computation.
+        exchanges: the exchanges that follow; None if the piece has ended or failed.
+        nonfinite: number of non-finite blocks, if the piece has ended.
+        error: the error, if the piece has failed.
     """
 
     seconds: float
@@ -313,29 +318,29 @@ class Runner(Protocol):
     """The interface of the runners of jobs."""
 
     def submit(self, communicator: Communicator, job: Job) -> None:
-        """Start a job; jobs of a communicator are submitted in the same order on every rank."""
+        """Start a job. The jobs of a communicator have to be submitted in the same order on every rank."""
         ...
 
     def error_of(self, communicator: Communicator) -> BaseException | None:
-        """Returns the error after which nothing can be run on a communicator any more: ranks do not know where others
-        are."""
+        """Returns the error after which a communicator can run no more jobs, because ranks do not know the state of
+        others; None if there is none."""
         ...
 
     def close(self, communicator: Communicator) -> None:
-        """Fail what is under way on a communicator, and forget it."""
+        """Fail all jobs that are under way on a communicator, and forget it."""
         ...
 
 
 class StreamRunner:
-    """Runs jobs at once in the caller's thread: on streams of its own on a GPU, where the host waits for nothing.
+    """Runs jobs at once in the caller's thread. On a GPU, it has its own streams, and the host does not wait.
 
-    Jobs take the streams in turns, so that a bucket is encoded while its predecessor is on the wire or decoded. Pieces
-    of a job take turns for the same reason: `MAX_ON_STREAM` of them take a stage before any takes the next. What ranks
-    only compare has a stream of its own, beside the first encoding. On the CPU (for tests) the runner waits for every
-    exchange.
+    Jobs use the streams in turns, so that a bucket is encoded while the previous bucket is sent or decoded. Pieces of a
+    job take turns for the same reason: `MAX_ON_STREAM` pieces issue a stage before any of them issues the next.
+    Agreements that do not block have their own stream, and run at the same time as the first encoding. On the CPU (for
+    tests), the runner waits for every exchange.
 
     Args:
-        streams: to issue work on; None stands for the CPU.
+        streams: the streams on which work is issued; None stands for the CPU.
     """
 
     def __init__(self, streams: Sequence[torch.cuda.Stream | None]) -> None:
@@ -356,8 +361,8 @@ class StreamRunner:
         piece = pieces[0]
         error = None
         try:
-            # The preface goes alone, before any piece starts: ranks that do not agree must not have sent messages of
-            # different sizes, and all have one order of collectives.
+            # The preface runs alone, before any piece starts: ranks that do not agree must not have sent messages of
+            # different sizes, and all ranks need the same order of collectives.
             if job.preface is not None:
                 with self._context_beside(job):
                     while piece.resume(communicator):
@@ -373,18 +378,18 @@ class StreamRunner:
         job.finish(error)
 
     def _context_beside(self, job: Job) -> AbstractContextManager[object]:
-        """Returns the context of what ranks compare: a stream of its own, unless all work waits for it."""
+        """Returns the context of an agreement: its own stream, unless all work of the job waits for it."""
         if job.preface_blocks or not job.tensor.is_cuda:
             return job.context()
         self._beside = self._beside or torch.cuda.Stream(job.tensor.device, HIGH_PRIORITY)
         return torch.cuda.stream(self._beside)
 
     def error_of(self, communicator: Communicator) -> BaseException | None:
-        """Returns the error after which nothing can be run on a communicator; see `Runner.error_of`."""
+        """Returns the error after which a communicator can run no more jobs; see `Runner.error_of`."""
         return self._broken.get(communicator)
 
     def close(self, communicator: Communicator) -> None:
-        """Forget a communicator; see `Runner.close`. Nothing is under way between calls, so nothing has to fail."""
+        """Forget a communicator; see `Runner.close`. No job is under way between calls, so none has to fail."""
         self._broken.pop(communicator, None)
 
 
@@ -407,11 +412,11 @@ class Sequencer:
         self._events.put(lambda: self._add(communicator, job))
 
     def error_of(self, communicator: Communicator) -> BaseException | None:
-        """Returns the error after which nothing can be run on a communicator; see `Runner.error_of`."""
+        """Returns the error after which a communicator can run no more jobs; see `Runner.error_of`."""
         return self._broken.get(communicator)
 
     def close(self, communicator: Communicator) -> None:
-        """Fail what is under way on a communicator, and forget it; see `Runner.close`."""
+        """Fail all jobs that are under way on a communicator, and forget it; see `Runner.close`."""
         closed = threading.Event()
 
         def forget() -> None:
@@ -421,7 +426,7 @@ class Sequencer:
 
         self._events.put(forget)
         if threading.current_thread() is self._thread or self._workers.has_this_thread():
-            return  # this thread has collected a model as garbage, and cannot wait for itself
+            return  # called by garbage collection of a model; a thread cannot wait for itself
         if not closed.wait(CLOSE_TIMEOUT_S):
             raise RuntimeError(f"gqsgd: the sequencing thread did not answer within {CLOSE_TIMEOUT_S:.0f} s")
 
@@ -445,7 +450,7 @@ class Sequencer:
                 return
             try:
                 event()
-            except Exception as error:  # a defect; without this thread, everybody would wait for ever
+            except Exception as error:  # a bug; without this thread, all callers would wait for ever
                 logger.exception("gqsgd: the sequencing thread failed")
                 for communicator in list(self._lanes):
                     self._fail(communicator, error, None)
@@ -470,7 +475,7 @@ class Sequencer:
         return self._streams.get(device)
 
     def _advance(self, communicator: Communicator) -> None:
-        """Resume every piece whose exchanges are through and whose turn it is."""
+        """Resume every piece whose exchanges have ended and whose turn it is."""
         lane = self._lanes.get(communicator, deque())
         while piece := self._next(communicator, lane):
             try:
@@ -486,32 +491,33 @@ class Sequencer:
                         piece.job.finish()
             except Exception as error:
                 if piece.blocks and isinstance(error, ConfigError):
-                    # All ranks have heard the same, and none has begun with the job: the others can go on.
+                    # All ranks have the same error, and none has started the job's pieces, so other jobs can continue.
                     self._lanes[communicator] = lane = deque(other for other in lane if other.job is not piece.job)
                     piece.job.finish(error)
                     continue
-                self._fail(communicator, error, piece)  # reported through the futures of all that is under way
+                self._fail(communicator, error, piece)  # reported through the futures of all jobs under way
                 return
 
     def _next(self, communicator: Communicator, lane: deque[_Piece]) -> _Piece | None:
-        """Returns the piece to be resumed; workers get what they can compute meanwhile."""
+        """Returns the piece to be resumed, after giving workers the pieces that they can compute meanwhile."""
         if self._uses_workers:
             self._compute_ahead(communicator, lane)
         return next((piece for piece in ready(lane) if piece.can_resume), None)
 
     def _compute_ahead(self, communicator: Communicator, lane: deque[_Piece]) -> None:
-        """Let workers compute for the pieces whose exchanges are through, even if another piece has the turn.
+        """Let workers compute for the pieces whose exchanges have ended, even if it is another piece's turn.
 
-        A job that has one thread, because its pieces have something in common or it lies on a GPU, is left to this one.
+        If a job has one thread, because its pieces share a memory or because it is on a GPU, this thread computes for
+        it.
         """
         for piece in computable(lane):
-            # Counts as an exchange, so that nobody resumes the piece before the worker is done.
+            # Counts as an exchange, so that the piece is not resumed before the worker is done.
             piece.waiting_for = 1
             piece.is_computing = True
             piece.task = self._workers.submit(partial(self._compute, communicator, piece))
 
     def _compute(self, communicator: Communicator, piece: _Piece) -> None:
-        """Compute for a piece on a worker's thread, and wake the sequencing thread."""
+        """Compute for a piece and wake the sequencing thread. Called on a worker's thread."""
 
         def computed() -> None:
             piece.is_computing = False
@@ -521,20 +527,20 @@ class Sequencer:
         self._events.put(computed)
 
     def _waker(self, communicator: Communicator, piece: _Piece) -> Callable[[object], None]:
-        """Returns a callback for a backend's thread: it only wakes ours."""
+        """Returns a callback for a backend's thread. It only wakes the sequencing thread."""
         return lambda _: self._events.put(partial(self._arrived, communicator, piece))
 
     def _arrived(self, communicator: Communicator, piece: _Piece) -> None:
-        """Note that an exchange of a piece is through, or what a worker has computed for it."""
+        """Note that an exchange of a piece has ended, or that a worker has computed for it."""
         piece.waiting_for -= 1
         if not piece.waiting_for:
             self._advance(communicator)
 
     def _fail(self, communicator: Communicator, error: BaseException, failed: _Piece | None) -> None:
-        """Fail all that is under way on a communicator, and all that comes after."""
+        """Fail all jobs that are under way on a communicator, and all later ones."""
         self._broken[communicator] = error
         pieces = self._lanes.pop(communicator, ())
-        wait([piece.task for piece in pieces if piece.task is not None])  # no worker writes into a tensor that is NaN
+        wait([piece.task for piece in pieces if piece.task is not None])  # before tensors are set to NaN
         for job in dict.fromkeys(piece.job for piece in pieces):
             where = f"{job.name}, stage {failed.stage}," if failed and failed.job is job else f"{job.name}, behind it,"
             job.finish(communicator.describe(error, where))
@@ -553,13 +559,13 @@ def refuse_capture(job: Job) -> None:
 
 def computable(lane: deque[_Piece]) -> list[_Piece]:
     """Returns the pieces that workers may compute for now, oldest first."""
-    # Only pieces that may be under way: each one that is encoded holds scratch memory until it is through.
+    # Only pieces that may be under way, because each encoded piece holds scratch memory until it ends.
     window = list(lane)[:MAX_UNDER_WAY]
     busy = sum(piece.is_computing for piece in window)
     found: list[_Piece] = []
     for piece in window:
         if piece.blocks:
-            break  # what ranks agree on decides whether anything is done for the pieces behind it
+            break  # the agreement decides whether the pieces after it are computed at all
         may_compute = not piece.is_preface and piece.job.threads > busy + len(found)
         if may_compute and piece.job.threads > 1 and piece.wants_computing:
             found.append(piece)
@@ -567,10 +573,10 @@ def computable(lane: deque[_Piece]) -> list[_Piece]:
 
 
 class Underway(Protocol):
-    """The attributes of a piece that decide on its turn; see `_Piece`.
+    """The attributes of a piece that determine its turn; see `_Piece`.
 
-    The performance model's clock (`predict.runners`) puts its pieces in order by the same two functions, `by_stages`
-    and `ready`.
+    The performance model's clock (`predict.runners`) orders its pieces with the same two functions, `by_stages` and
+    `ready`.
     """
 
     stage: int
@@ -584,11 +590,12 @@ P = TypeVar("P", bound=Underway)
 
 
 def by_stages(pieces: Iterable[P]) -> Iterator[P]:
-    """Yield each piece whose next stage is to be issued: `MAX_ON_STREAM` take a stage before any takes the next."""
+    """Yield the piece whose next stage is to be issued: `MAX_ON_STREAM` pieces issue a stage before any of them issues
+    the next."""
     waiting = deque(pieces)
     under_way: deque[P] = deque()
     while waiting or under_way:
-        # As many as may be under way, so that the scratch memory of a large job is bounded.
+        # Only as many as may be under way, so that the scratch memory of a large job is bounded.
         while waiting and len(under_way) < MAX_ON_STREAM:
             under_way.append(waiting.popleft())
         piece = under_way.popleft()
@@ -598,7 +605,7 @@ def by_stages(pieces: Iterable[P]) -> Iterator[P]:
 
 
 def ready(lane: deque[P]) -> Iterator[P]:
-    """Yield the pieces whose exchanges are through and whose predecessor is a stage ahead, oldest first."""
+    """Yield the pieces whose exchanges have ended and whose predecessor is a stage ahead, oldest first."""
     ahead: P | None = None
     for number, piece in enumerate(lane):
         if number == MAX_UNDER_WAY:
@@ -606,25 +613,25 @@ def ready(lane: deque[P]) -> Iterator[P]:
         waits_for_nobody = piece.is_preface and not piece.blocks
         if not piece.waiting_for and (waits_for_nobody or ahead is None or ahead.stage > piece.stage):
             yield piece
-        if not waits_for_nobody:  # nor does anybody wait for it
+        if not waits_for_nobody:  # nor does another piece wait for it
             ahead = piece
 
 
 _shared: Sequencer | None = None
 _users = 0
-_lock = threading.RLock()  # a collection of garbage within `runner_for` may call `release`
+_lock = threading.RLock()  # garbage collection within `runner_for` may call `release`
 
 
 def runner_for(communicator: Communicator, streams: int = STREAMS) -> Runner:
-    """Returns the runner for the jobs of a communicator. Give it back with `release`.
+    """Returns the runner for the jobs of a communicator. Return it with `release`.
 
     Args:
-        communicator: over Gloo, the process's thread runs its jobs.
-        streams: over NCCL, number of streams; 1 where other communicators use the runner, too, because collectives of
-            two that run at once might wait for each other for ever.
+        communicator: the communicator; over Gloo, the process's sequencing thread runs its jobs.
+        streams: over NCCL, number of streams; 1 if other communicators also use the runner, because two of their
+            collectives that run at once might deadlock.
     """
     global _shared, _users
-    # NCCL keeps the order of collectives on the device, so that no thread has to.
+    # NCCL keeps the order of collectives on the device, so no thread is needed for it.
     if communicator.backend == "nccl":
         return StreamRunner([torch.cuda.Stream(communicator.device, HIGH_PRIORITY) for _ in range(streams)])
     with _lock:
@@ -637,7 +644,7 @@ def release(runner: Runner) -> None:
     """Stop the sequencing thread after its last user."""
     global _shared, _users
     with _lock:
-        if runner is not _shared:  # no thread of this process: another runner, or one from before a fork
+        if runner is not _shared:  # another runner, or the thread of a parent process before a fork
             return
         _users -= 1
         last = None if _users else _shared
@@ -647,7 +654,8 @@ def release(runner: Runner) -> None:
 
 
 def _forget_after_fork() -> None:
-    """Start anew in a forked child: threads do not survive a fork, and one of them may have held the lock."""
+    """Reset the state in a forked child, because threads do not survive a fork, and one of them may have held the
+    lock."""
     global _shared, _users, _lock
     _shared = None
     _users = 0

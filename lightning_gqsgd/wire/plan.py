@@ -23,9 +23,9 @@ from lightning_gqsgd.reducers.native import Native
 from lightning_gqsgd.reducers.scatter import Scatter
 from lightning_gqsgd.wire.telemetry import SAMPLE_NUMEL, BucketCounters, Telemetry, sampled
 
-#: Steps without a plan's use after which the plan is dropped, where configurations take turns.
+#: Steps after which an unused plan is dropped, if configurations take turns.
 PLANS_KEPT = 100
-#: Bytes that the plans of one engine take, at most, where tensors have sizes of their own.
+#: Bytes that the plans of one engine take at most, if tensors have arbitrary sizes.
 MAX_PLAN_BYTES = 64 << 20
 
 
@@ -56,7 +56,7 @@ def check_parameters(trained: Mapping[str, Tensor]) -> None:
 
 
 class _Piece(NamedTuple):
-    """A run of coordinates, their reducer, and where to sample them; only compressed pieces are sampled."""
+    """A run of coordinates, their reducer, and the places to sample; only compressed pieces are sampled."""
 
     part: slice
     reducer: HasSteps
@@ -70,9 +70,9 @@ class _Run:
     Attributes:
         choice: number of the setting.
         first: number of the first segment.
-        end: number of the first segment behind the run.
+        end: number of the first segment after the run.
         start: first coordinate.
-        only_raw: whether nothing in it is quantised so far, so that any setting with codes will do.
+        only_raw: whether no segment so far is quantised, so that any setting with codes fits.
     """
 
     choice: int
@@ -88,8 +88,8 @@ class Plan:
     Args:
         segments: the parameters in the flat tensor, in order.
         setting: reducer, codec, number of ranks and dtype.
-        *others: the settings of segments whose choice is 1, 2 and so on. They do not differ in the seed and in
-            ``sample_every``. No piece has coordinates with different settings.
+        *others: the settings of segments whose choice is 1, 2 and so on. All settings have the same seed and the same
+            ``sample_every``. All coordinates of a piece have the same setting.
     """
 
     def __init__(self, segments: Sequence[Segment], setting: Setting, *others: Setting) -> None:
@@ -107,19 +107,20 @@ class Plan:
         counters: BucketCounters,
         telemetry: Telemetry,
     ) -> list[Callable[[], Steps]]:
-        """Returns a function for each piece, which starts its steps on ``x``. The steps count the bytes that they send.
+        """Returns one function for each piece. The function starts the steps of the piece on ``x``. The steps count the
+        bytes that they send.
 
         Args:
             x: flat tensor, [numel].
             rank: this rank.
             step: number of the step, and of its dither.
             store: the memory of this rank.
-            counters: of the bucket.
-            telemetry: of the process.
+            counters: counters of the bucket.
+            telemetry: counters of the process.
         """
         setting = self.setting
         ranks = setting.ranks
-        # Nothing is drawn for a native all-reduce, and the keys of a new step take time.
+        # A native all-reduce draws no random numbers, and computing the keys of a new step takes time.
         keys = StepKeys.of(setting.seed, 0 if self.is_native else step, ranks)
         counters.calls += 1
         counters.numel += self.numel
@@ -131,7 +132,7 @@ class Plan:
                 steps = sampled(steps, x, piece.sample, self._result(rank), ranks, telemetry)
             return _counted(steps, piece.reducer, counters)
 
-        # Functions, and not steps: a piece that is started draws scratch memory, and the runner decides when.
+        # Functions, not steps: a started piece allocates scratch memory, and the runner decides when it does.
         return [partial(start, piece) for piece in self._pieces]
 
     def average(
@@ -168,13 +169,13 @@ class Plan:
 
     @cached_property
     def is_native(self) -> bool:
-        """Whether the tensor is one piece that the backend's own all-reduce takes as it is."""
+        """Whether the tensor is one piece that is reduced by the backend's own all-reduce."""
         is_native = all(setting.reducer is Native for setting in self._settings)
         return is_native and len(self._pieces) == 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the tables of all pieces take, about."""
+        """Approximate number of bytes that the tables of all pieces take."""
         return self._table_bytes
 
     def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
@@ -185,7 +186,7 @@ class Plan:
             reducer = setting.reducer
             start = run.start
             for piece in pieces_of(segments[run.first : run.end], setting):
-                # A reducer sees its piece alone, so its table counts from the start of the piece.
+                # A reducer sees only its own piece, so the table counts coordinates from the start of the piece.
                 table = table_of(piece, setting.block_size)
                 self._table_bytes += 3 * table.nbytes
                 part = slice(start, start + sum(blocks.numel for blocks in piece))
@@ -198,19 +199,21 @@ class Plan:
         return reduced(piece.reducer, part, rank, keys, store)
 
     def _result(self, rank: int) -> slice:
-        """Returns the part of a piece's samples in which a rank finds the mean."""
+        """Returns the part of a piece's samples that holds the mean on a rank."""
         return slice(None)
 
 
 class ScatterPlan(Plan):
-    """The pieces of a flat tensor of which every rank needs the mean of one part only: a reduce-scatter.
+    """The pieces of a flat tensor for a reduce-scatter, in which every rank needs the mean of only one part.
 
-    After a step, the r-th of as many equal parts as there are ranks holds the mean on rank r; the others hold anything.
-    Each piece has the same coordinates of every part, so that each rank sends the others equal shares of it.
+    The tensor has one part per rank, all of equal length. After a step, part r holds the mean on rank r; the contents
+    of the other parts are undefined. Each piece has the same coordinates of every part, so each rank sends equal shares
+    of it to the others.
 
     Args:
-        segments: the parameters' shards in the tensor, in order: each part has as many, of the same sizes.
-        setting, *others: as for `Plan`; the reducers of their configurations do not count.
+        segments: the parameters' shards in the tensor, in order. All parts have the same number of segments, of the
+            same sizes.
+        setting, *others: as for `Plan`; the reducers of their configurations are ignored.
     """
 
     def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
@@ -219,7 +222,7 @@ class ScatterPlan(Plan):
         return [piece for run in _runs(segments[:each], self._settings) for piece in self._cut_run(segments, each, run)]
 
     def _cut_run(self, segments: Sequence[Segment], each: int, run: _Run) -> list[_Piece]:
-        """Returns the pieces of a run of each part's segments; ``each``: number of segments of a part."""
+        """Returns the pieces of a run of segments of each part; ``each`` is the number of segments of a part."""
         setting = self._settings[run.choice]
         ranks = setting.ranks
         share = self.numel // setting.ranks
@@ -244,7 +247,7 @@ class ScatterPlan(Plan):
         parts = x.view(self.setting.ranks, -1)[:, piece.part]
         together = parts.reshape(-1)  # a copy, unless this is the only piece
         bad = yield from reduced(piece.reducer, together, rank, keys, store)
-        # Only this part has the mean. The others may hold anything, so nothing is copied back for them.
+        # Only this part has the mean. The contents of the others are undefined, so they are not copied back.
         parts[rank] = together.view(parts.shape)[rank]
         return bad
 
@@ -253,7 +256,7 @@ class ScatterPlan(Plan):
 
     @cached_property
     def is_native(self) -> bool:
-        """Always False: a rank needs the mean of its part only, which an all-reduce does not give."""
+        """Always False: a rank needs only the mean of its own part, while an all-reduce computes the whole mean."""
         return False
 
 
@@ -273,7 +276,7 @@ class _Cached:
     Attributes:
         plan: the plan.
         step: the latest step that used it.
-        use: the number of its latest use, among those of all plans.
+        use: the number of its latest use, counted over the uses of all plans.
     """
 
     plan: Plan
@@ -282,9 +285,9 @@ class _Cached:
 
 
 class PlanCache:
-    """Plans by what they depend on.
+    """A cache of plans, by `PlanKey`.
 
-    The tables of a plan take about a quarter of a byte of memory per coordinate, three times.
+    The tables of a plan are stored three times. Each copy takes about a quarter of a byte per coordinate.
     """
 
     def __init__(self) -> None:
@@ -295,8 +298,9 @@ class PlanCache:
         return len(self._plans)
 
     def get(self, key: PlanKey, step: int, make: Callable[[], Plan]) -> Plan:
-        """Returns the plan of a key, which is made if there is none; ``step``: the step that uses the plan."""
-        cached = self._plans.get(key)  # the only time that a bucket's key is hashed
+        """Returns the plan of a key, which ``make`` creates if it is not in the cache; ``step`` is the step that uses
+        the plan."""
+        cached = self._plans.get(key)  # the only place where a bucket's key is hashed
         if cached is None:
             cached = self._plans[key] = _Cached(make())
         self._uses += 1
@@ -305,12 +309,12 @@ class PlanCache:
         return cached.plan
 
     def drop_unused(self, since_step: int) -> None:
-        """Forget the plans that no step has used from ``since_step`` on."""
+        """Forget the plans that were not used in step ``since_step`` or later."""
         for key in [key for key, cached in self._plans.items() if cached.step < since_step]:
             del self._plans[key]
 
     def trim(self) -> None:
-        """Forget the plans that were not used for longest, until the others take `MAX_PLAN_BYTES` bytes, or one is
+        """Forget the least recently used plans, until the others take at most `MAX_PLAN_BYTES` bytes, or one is
         left."""
         total = sum(cached.plan.nbytes for cached in self._plans.values())
         while total > MAX_PLAN_BYTES and len(self._plans) > 1:
@@ -325,7 +329,7 @@ class PlanCache:
 def _runs(segments: Sequence[Segment], settings: Sequence[Setting]) -> list[_Run]:
     """Returns the longest runs of segments with one setting each.
 
-    A parameter that travels uncompressed beside codes takes the same way with all of them, so it joins a neighbour.
+    An uncompressed parameter is sent in the same way beside the codes of any setting, so it joins a neighbouring run.
     """
     runs: list[_Run] = []
     start = 0
@@ -343,27 +347,27 @@ def _runs(segments: Sequence[Segment], settings: Sequence[Setting]) -> list[_Run
 
 
 def _join(run: _Run, choice: int, only_raw: bool, settings: Sequence[Setting]) -> bool:
-    """Returns whether a segment of another choice can be reduced with a run, because one of them has nothing to
-    quantise."""
+    """Returns whether a segment of another choice can be reduced with a run, because one of the two is not
+    quantised."""
     both = _has_codes(settings[run.choice]) and _has_codes(settings[choice])
     return both and (run.only_raw or only_raw)
 
 
 def _has_codes(setting: Setting) -> bool:
-    """Returns whether the setting quantises, so that uncompressed parameters travel beside codes."""
+    """Returns whether the setting quantises, so that uncompressed parameters are sent beside codes."""
     return not isinstance(setting.codec, FloatCodec)
 
 
 def pieces_of(segments: Sequence[Segment], setting: Setting) -> list[list[BlockRun]]:
     """Returns the blocks of all pieces of consecutive segments that are reduced with one setting."""
     numel = sum(segment.numel for segment in segments)
-    # The backend's own all-reduce takes the tensor whole, so that it gives DDP's bits.
+    # The backend's own all-reduce gets the whole tensor, so that the result is bit-identical to DDP's.
     at_once = setting.piece_size.within(numel) if setting.reducer.compresses else max(1, numel)
     return _cut(segments, at_once, setting)
 
 
 def _cut(segments: Sequence[Segment], piece_numel: int, setting: Setting) -> list[list[BlockRun]]:
-    """Returns the segments cut into pieces of at most so many coordinates; see `layout.pieces`."""
+    """Cut segments into pieces of at most ``piece_numel`` coordinates; see `layout.pieces`."""
     blocks = whole(segments, setting.block_size)
     if setting.scale_rule.per == "bucket":  # one scale, so one piece
         return [blocks] if blocks else []

@@ -1,26 +1,26 @@
 """Collectives between the ranks of one machine, through shared memory instead of Gloo over loopback.
 
-A rank writes its messages into its own memory, tells the others on their sockets where each of them lies, and copies
-theirs from their memory. A message takes two copies by the processor and one packet of 40 bytes, where loopback takes
-two copies by the system as well, and all that TCP does for each segment of 64 KiB.
+A rank writes its messages into its own memory, tells the others over sockets where each message lies, and copies the
+messages of the others from their memory. A message takes two copies by the process and one packet of 40 bytes. Loopback
+takes two more copies by the system, and TCP's work for each segment of 64 KiB.
 
-Sockets carry the notices, and no counters in the memory do, for four reasons:
+Notices are sent over sockets, and not as counters in the memory, for four reasons:
 
 * A rank that waits sleeps in `poll`, and takes no processor time from the ranks that it waits for. Ranks often have one
   core each.
-* Packets order memory: what a rank has written before it sends a notice is what the reader of the notice sees, on every
-  processor. Memory is used again only after a notice in the other direction.
-* A process that dies closes its sockets, so that its peers notice at once.
+* Packets order memory accesses: the reader of a notice sees everything that the sender wrote before it sent the notice,
+  on every type of processor. Memory is reused only after a notice in the other direction.
+* If a process dies, its sockets close, so the other ranks notice at once.
 * A wait can end at a deadline.
 
 Every collective of a group has a number, the same on all ranks, because all ranks start them in the same order. Notices
-carry it, so ranks may start them at different times. Long messages travel in chunks, which take the memory in turns.
-The memory belongs to one group. So it never fills up with messages for which a rank is not ready because it waits for
-a message of another group.
+contain the number, so ranks may start a collective at different times. Long messages are sent in chunks, which use the
+memory in turns. The memory belongs to one group. So it never fills up with messages that a rank cannot take yet because
+it waits for a message of another group.
 
-Sums and maxima of whole numbers do not depend on an order: each rank joins what all others send with its own numbers.
-Nor does the sum of two floating-point numbers, so two ranks add gradients in the same way. Sums of more ranks stay with
-Gloo, because their bits depend on the order and are to be plain DDP's.
+Sums and maxima of integers do not depend on the order: each rank combines the numbers of all others with its own. The
+sum of two floating-point numbers does not depend on the order either, so two ranks also add gradients here. Sums over
+more ranks are left to Gloo, because their bits depend on the order and have to equal plain DDP's.
 """
 
 from __future__ import annotations
@@ -48,31 +48,32 @@ from lightning_gqsgd.reducers.base import Exchange
 from lightning_gqsgd.wire.agreement import ranks_in_words
 from lightning_gqsgd.wire.neighbours import MEMORY_BYTES, Neighbour, Neighbours
 
-#: Bytes of a long message that are written, and told, at once.
+#: Bytes of a chunk: the part of a long message that is written and announced at once.
 CHUNK_BYTES = 1 << 20
-#: Messages begin at multiples of this: a line of the processor's cache.
+#: Messages begin at multiples of this many bytes, the length of a cache line.
 ALIGNMENT = 64
-#: Ranks beyond which sums stay with Gloo, whose ring adds each number once per rank.
+#: Number of ranks up to which integers are combined here. Beyond it, they are left to Gloo, whose ring adds each number
+#: once per rank.
 MOST_TO_ADD = 4
-#: Milliseconds between two looks at the deadlines.
+#: Milliseconds between two checks of the deadlines.
 PERIOD_MS = 500
-#: Seconds to wait for the thread when closing; it never waits for another rank.
+#: Seconds that `close` waits for the thread, which itself never waits for another rank.
 CLOSE_TIMEOUT_S = 60.0
 
 _MESSAGE = struct.Struct("<BQQQII")
 _IS_MESSAGE = 1
-#: A list of places that were read and may be used again: this byte, and a number of 4 bytes for each.
+#: A list of places that were read and may be reused: this header of 4 bytes, and 4 bytes for each place.
 _ARE_FREE = b"\x02\0\0\0"
-#: Asks for such a list at once, or as soon as there is something to be listed.
+#: Asks for such a list, at once or as soon as there is a place to list.
 _PLEASE = b"\x03"
-#: Says that the sender has failed: this byte, and why.
+#: Says that the sender has failed: this byte, and the reason.
 _HAS_FAILED = b"\x04"
 #: Bytes of the reason at most.
 _REASON_BYTES = 300
 _PACKET_BYTES = 1 << 16
 
 _COMBINED_BY = {"sum": np.add, "max": np.maximum}
-#: Floating-point numbers that two ranks add here. NumPy has no bf16, and adds fp16 one number at a time.
+#: Floating-point dtypes that two ranks add here. NumPy has no bf16, and adds fp16 one number at a time.
 _ADDED_DTYPES = (torch.float32, torch.float64)
 
 
@@ -80,10 +81,10 @@ class _Notice(NamedTuple):
     """A notice that a chunk of a message lies in the sender's memory.
 
     Attributes:
-        number: of the collective.
-        position: of the chunk in the message, in bytes.
+        number: number of the collective.
+        position: position of the chunk in the message, in bytes.
         total: bytes of the whole message.
-        place: of the chunk in the sender's memory.
+        place: position of the chunk in the sender's memory, in bytes.
         length: bytes of the chunk.
     """
 
@@ -105,14 +106,15 @@ class SharedWork:
         self._future: torch.futures.Future[None] = torch.futures.Future()
 
     def get_future(self) -> torch.futures.Future[None]:
-        """Completes when the collective is through or has failed; it then has the error."""
+        """Returns a future that completes when the collective has ended or failed. If it failed, the future has the
+        error."""
         return self._future
 
     def wait(self) -> None:
         """Wait for the result.
 
         Raises:
-            RuntimeError: the collective failed.
+            RuntimeError: if the collective failed.
         """
         self._future.wait()
 
@@ -126,7 +128,7 @@ class SharedWork:
 
 @dataclass(eq=False)
 class _Incoming:
-    """The message of one rank: its target, and how many bytes of it were announced and have been received."""
+    """The message of one rank: its target, and how many of its bytes were announced and received."""
 
     target: np.ndarray
     told: int = 0
@@ -135,7 +137,7 @@ class _Incoming:
 
 @dataclass(eq=False)
 class _Outgoing:
-    """A message to some ranks, and how many bytes of it lie in the memory already."""
+    """A message to some ranks, and how many of its bytes were written to the memory."""
 
     number: int
     source: np.ndarray
@@ -148,14 +150,14 @@ class _Collective:
     """A collective under way.
 
     Attributes:
-        number: see the module.
-        deadline: when it fails, on the monotonic clock.
+        number: see the module's docstring.
+        deadline: time at which it fails, on the monotonic clock.
         incoming: the message of each other rank that sends something.
-        outgoing: the messages that are not wholly written yet.
-        combine: joins the numbers of a message with those that are there; None: the message takes their place.
-        dtype: of the numbers that are combined.
+        outgoing: the messages that are not completely written yet.
+        combine: combines the numbers of a message with the numbers in the target; None if the message replaces them.
+        dtype: dtype of the numbers that are combined.
         own_rank: number of this rank in the group.
-        held: chunks that have to wait, because they would change numbers that this rank has not written yet.
+        held: chunks that have to wait, because combining them would change numbers that this rank has not sent yet.
         work: the object that the caller waits for.
     """
 
@@ -176,15 +178,15 @@ class _Collective:
 
     @property
     def adds_floats(self) -> bool:
-        """Returns whether floating-point numbers are added, which a thread's mode of rounding changes."""
+        """Returns whether floating-point numbers are added. The result of that depends on a thread's rounding mode."""
         return self.combine is not None and self.dtype.kind == "f"
 
     def can_take(self, notice: _Notice) -> bool:
-        """Returns whether a chunk may change the numbers at its place."""
+        """Returns whether a chunk may change the numbers in its target now."""
         return self.combine is None or all(part.written >= notice.position + notice.length for part in self.outgoing)
 
     def take(self, rank: int, chunk: np.ndarray, position: int) -> None:
-        """Copy a chunk of a rank's message, or combine it with what is there."""
+        """Copy a chunk of a rank's message, or combine it with the numbers in the target."""
         part = self.incoming[rank]
         target = part.target[position : position + len(chunk)]
         if self.combine is None:
@@ -193,29 +195,29 @@ class _Collective:
             numbers = target.view(self.dtype)
             terms = (numbers, chunk.view(self.dtype))
             # In rank order: where both numbers are NaN, the processor keeps the bits of the first one.
-            with np.errstate(all="ignore"):  # infinities and overflows go to whoever looks at the gradient
+            with np.errstate(all="ignore"):  # infinities and overflows are left to the code that checks gradients
                 self.combine(*(terms if rank > self.own_rank else terms[::-1]), out=numbers)
         part.received += len(chunk)
 
     def missing(self) -> list[int]:
-        """Returns the ranks that have not told all that they send."""
+        """Returns the ranks that have not announced all of their message."""
         return [rank for rank, part in self.incoming.items() if part.told < len(part.target)]
 
 
 class _Ring:
-    """The memory of a rank, which messages take in turns.
+    """The memory of a rank, which messages use in turns as a ring buffer.
 
     Args:
-        nbytes: its size.
+        nbytes: size of the memory.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
-        self._blocks: deque[tuple[int, int, set[int]]] = deque()  # place, end, and who has not read it
+        self._blocks: deque[tuple[int, int, set[int]]] = deque()  # place, end, and ranks that have not read it
         self._readers: dict[int, set[int]] = {}  # by place
 
     def reserve(self, length: int, readers: frozenset[int]) -> int | None:
-        """Returns a place for so many bytes; None as long as there is none."""
+        """Returns a place for ``length`` bytes; None as long as there is no room."""
         size = -(-length // ALIGNMENT) * ALIGNMENT
         place = self._place_for(size)
         if place is not None:
@@ -229,27 +231,27 @@ class _Ring:
             return 0
         oldest = self._blocks[0][0]
         newest, end, _ = self._blocks[-1]
-        if newest < oldest:  # messages go on at the start of the memory, before the oldest
+        if newest < oldest:  # messages continue at the start of the memory, before the oldest
             return end if end + size <= oldest else None
         if end + size <= self._nbytes:
             return end
         return 0 if size <= oldest else None
 
     def free(self, place: int, reader: int) -> None:
-        """Note that a reader is done with what lies at a place."""
+        """Note that a reader has read the message at a place."""
         readers = self._readers.get(place)
         if readers is not None:
             readers.discard(reader)
         self._shrink()
 
     def forget(self, reader: int) -> None:
-        """Wait no longer for a reader."""
+        """Stop waiting for a reader."""
         for readers in self._readers.values():
             readers.discard(reader)
         self._shrink()
 
     def readers(self) -> set[int]:
-        """Returns those who have not read everything."""
+        """Returns the ranks that have not read everything."""
         return set().union(*self._readers.values())
 
     def _shrink(self) -> None:
@@ -258,11 +260,12 @@ class _Ring:
 
 
 class _Line:
-    """The connection to another rank, with packets that wait to be sent, and places that were read in its memory.
+    """The connection to another rank, with the packets that wait to be sent, and the places that were read in its
+    memory.
 
     Args:
         neighbour: the rank.
-        most_unfreed: bytes that are read before the rank is told so; more bytes need fewer packets.
+        most_unfreed: bytes that are read before the rank is told so. A larger value needs fewer packets.
     """
 
     def __init__(self, neighbour: Neighbour, most_unfreed: int) -> None:
@@ -270,7 +273,7 @@ class _Line:
         self.memory = neighbour.memory
         self.socket = neighbour.socket
         self.is_lost = False
-        self.has_asked = False  # for the places that the rank has read
+        self.has_asked = False  # the rank for the places that it has read
         self.is_asked = False
         self.backlog: deque[bytes] = deque()
         self._most_unfreed = most_unfreed
@@ -278,7 +281,7 @@ class _Line:
         self._unfreed_bytes = 0
 
     def send(self, packet: bytes) -> None:
-        """Send a packet, or keep it until there is room; never waits. What is for a lost rank is dropped."""
+        """Send a packet, or keep it until there is room. Never waits. Packets for a lost rank are dropped."""
         if not self.is_lost:
             self.backlog.append(packet)
             self.flush()
@@ -291,11 +294,11 @@ class _Line:
                 self.backlog.popleft()
         except BlockingIOError:
             return
-        except OSError:  # the rank is gone, as `receive` will find once all that it has sent is read
+        except OSError:  # the rank is gone; `receive` will notice after it has read all that the rank sent
             self.backlog.clear()
 
     def receive(self) -> Iterator[bytes]:
-        """Yield the packets that have come; the last one is empty where the rank has closed the connection."""
+        """Yield the packets that have arrived. If the rank has closed the connection, the last packet is empty."""
         was_reset = False
         while not self.is_lost:
             try:
@@ -303,8 +306,8 @@ class _Line:
             except BlockingIOError:
                 return
             except OSError:
-                # The rank has closed with packets of ours unread. The system says so once, before what the rank had
-                # sent until then, which may be all that this one waits for.
+                # The rank has closed the connection with packets of ours unread. The system reports this once, before
+                # the packets that the rank had sent, which may be all that this rank waits for.
                 if not was_reset:
                     was_reset = True
                     continue
@@ -313,7 +316,7 @@ class _Line:
             yield packet
 
     def ask(self) -> None:
-        """Ask the rank to say what it has read, unless it was asked already."""
+        """Ask the rank which places it has read, unless it was asked already."""
         if not self.has_asked:
             self.has_asked = True
             self.send(_PLEASE)
@@ -330,7 +333,7 @@ class _Line:
             self.say_free()
 
     def say_free(self) -> None:
-        """Say what was read, now or, if there is nothing, as soon as there is something."""
+        """Tell the rank which places were read, now or, if there are none, as soon as there are some."""
         self.is_asked = not self._unfreed
         if self._unfreed:
             self.send(_ARE_FREE + self._unfreed.tobytes())
@@ -342,9 +345,9 @@ class SharedGroup:
     """A process group of ranks that share memory.
 
     Args:
-        neighbours: the ranks; the group closes the connections.
+        neighbours: the ranks. The group closes the connections to them.
         numbers: the number that each rank has among all processes, for messages.
-        timeout_s: seconds in which a collective has to be through.
+        timeout_s: seconds within which a collective has to end.
     """
 
     def __init__(self, neighbours: Neighbours, numbers: Sequence[int], timeout_s: float) -> None:
@@ -352,7 +355,7 @@ class SharedGroup:
         self._size = neighbours.size
         self._memory = neighbours.memory
         self._ring = _Ring(MEMORY_BYTES)
-        # A rank that needs room asks for it. Usually it hears of it before.
+        # A rank that needs room asks for it. Usually it is told of free places before.
         most_unfreed = MEMORY_BYTES // (4 * len(neighbours.others))
         self._lines = {rank: _Line(other, most_unfreed) for rank, other in neighbours.others.items()}
         self._by_descriptor = {line.socket.fileno(): line for line in self._lines.values()}
@@ -369,8 +372,8 @@ class SharedGroup:
         self._holder = 0  # thread that has the lock
         self._bell = _Bell()
         sockets = [line.socket for line in self._lines.values()]
-        # The thread holds no reference to the group between two looks. So a group that nobody refers to any more, and
-        # that was never closed, ends its thread.
+        # The thread holds no reference to the group while it waits. So the thread ends when nothing refers to the group
+        # any more, even if the group was never closed.
         self._end = weakref.finalize(self, self._bell.ring)
         self._end.atexit = False
         self._thread = threading.Thread(
@@ -383,7 +386,8 @@ class SharedGroup:
         _alive.add(self)
 
     def takes(self, exchange: Exchange) -> bool:
-        """Returns whether a collective runs through the memory; if not, it is for Gloo. The same on all ranks."""
+        """Returns whether a collective runs through the memory; otherwise Gloo runs it. The answer is the same on all
+        ranks."""
         if exchange.kind not in _COMBINED_BY:
             return True
         dtype = exchange.output.dtype
@@ -399,7 +403,7 @@ class SharedGroup:
         """Start a collective.
 
         Raises:
-            RuntimeError: an earlier one has failed, or the group is closed.
+            RuntimeError: if an earlier collective has failed, or if the group is closed.
         """
         done: list[tuple[SharedWork, BaseException | None]] = []
         with self._held():
@@ -410,35 +414,37 @@ class SharedGroup:
             self._under_way[collective.number] = collective
             self._outgoing.extend(collective.outgoing)
             try:
-                # A rank that has failed meanwhile said so: nothing may be through here that is not there.
+                # First read whether another rank has failed: no collective may end on this rank that fails on that
+                # rank.
                 for line in self._lines.values():
                     self._receive(line)
                 self._write()
                 for rank, notice in self._early.pop(collective.number, ()):
                     self._told(rank, notice)
                 self._sweep(done)
-            except Exception as error:  # as in `_look`: the work has it
+            except Exception as error:  # as in `_look`: the work raises it
                 self._break(error, done)
             if any(line.backlog for line in self._lines.values()):
-                self._bell.ring()  # the thread goes on when there is room
+                self._bell.ring()  # the thread sends them when there is room
         _finish(done)
         return collective.work
 
     def close(self) -> None:
-        """End the group. Not a collective. What is under way fails."""
+        """End the group. This is not a collective. Collectives that are under way fail."""
         _alive.discard(self)
         self._is_closing = True
         if self._end.detach() is None:
             return  # it was closed before
         self._bell.ring()
-        # A thread may come here while it collects garbage: it cannot wait for itself, nor for one that waits for it.
+        # Garbage collection may call this on any thread. A thread cannot wait for itself, nor for a thread that waits
+        # for it.
         if threading.get_ident() not in (self._thread.ident, self._holder):
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def abandon(self) -> None:
-        """Close what a forked child has inherited. The connections of the process that it was forked from stay."""
+        """Close the descriptors that a forked child has inherited. The connections of its parent process stay open."""
         if self._end.detach() is not None:
-            os.close(self._bell.descriptor)  # not by its lock, which another thread may have had
+            os.close(self._bell.descriptor)  # not with its lock, which another thread may have held
             for line in self._lines.values():
                 line.socket.close()
 
@@ -452,7 +458,7 @@ class SharedGroup:
                 self._holder = 0
 
     def _made(self, exchange: Exchange) -> _Collective:
-        """Returns a collective, with what this rank sends to itself in its place."""
+        """Create a collective, and copy what this rank sends to itself."""
         kind = exchange.kind
         source = _bytes_of(exchange.input)
         output = _bytes_of(exchange.output)
@@ -476,13 +482,13 @@ class SharedGroup:
             raise RuntimeError(
                 f"{kind}: this rank sends itself {len(sent[self._rank])} bytes, and expects {len(coming[self._rank])}"
             )
-        if coming[self._rank].ctypes.data != sent[self._rank].ctypes.data:  # a gathered message may lie there already
+        if coming[self._rank].ctypes.data != sent[self._rank].ctypes.data:  # a gathered message may be in place
             coming[self._rank][:] = sent[self._rank]
         incoming = {rank: _Incoming(coming[rank]) for rank in self._lines if len(coming[rank])}
         return _Collective(number, deadline, incoming, outgoing)
 
     def _write(self) -> None:
-        """Write what is to be sent, as far as there is room, and tell its readers."""
+        """Write the outgoing messages, as far as there is room, and tell their readers."""
         while self._outgoing:
             part = self._outgoing[0]
             length = min(CHUNK_BYTES, len(part.source) - part.written)
@@ -506,7 +512,7 @@ class SharedGroup:
             self._take_held(collective)
 
     def _told(self, rank: int, notice: _Notice) -> None:
-        """Note that a chunk lies in another rank's memory, and take it if this rank is ready."""
+        """Note that a chunk lies in another rank's memory, and take it if this rank has started the collective."""
         collective = self._under_way.get(notice.number)
         if collective is None:
             self._early.setdefault(notice.number, []).append((rank, notice))
@@ -522,15 +528,15 @@ class SharedGroup:
         self._take(collective, rank, notice)
 
     def _take_held(self, collective: _Collective) -> None:
-        """Take the chunks of a collective that had to wait, if they need not wait any longer."""
+        """Take the held chunks of a collective that need not wait any longer."""
         held = collective.held
         collective.held = []
         for rank, notice in held:
             self._take(collective, rank, notice)
 
     def _take(self, collective: _Collective, rank: int, notice: _Notice) -> None:
-        # The group's thread is alike on all ranks. A thread that starts collectives may flush denormal numbers to zero,
-        # on one rank only, and ranks would hold different sums.
+        # The group's thread has the same rounding mode on all ranks. A thread that starts collectives may flush
+        # denormal numbers to zero on one rank only, and then sums would differ between ranks.
         is_for_thread = collective.adds_floats and threading.get_ident() != self._thread.ident
         if is_for_thread or not collective.can_take(notice):
             collective.held.append((rank, notice))
@@ -542,8 +548,9 @@ class SharedGroup:
         line.free(notice)
 
     def _sweep(self, done: list[tuple[SharedWork, BaseException | None]]) -> None:
-        """Complete the collectives that are through, and fail those that can never be."""
-        # A packet that is still to be sent would be lost if the caller closed the group now.
+        """Complete the collectives that have ended, and fail those that can never end."""
+        # If packets are still to be sent, nothing is completed, because the caller might close the group, and they
+        # would be lost.
         is_sent = not any(line.backlog for line in self._lines.values())
         for collective in list(self._under_way.values()) if is_sent else ():
             if collective.is_through:
@@ -566,7 +573,7 @@ class SharedGroup:
         return f"global {ranks_in_words(sorted(self._numbers[rank] for rank in ranks))}"
 
     def _break(self, error: BaseException, done: list[tuple[SharedWork, BaseException | None]]) -> None:
-        """Fail all that is under way, and all that comes after, also on the other ranks."""
+        """Fail all collectives that are under way, and all later ones, also on the other ranks."""
         if self._error is None:
             for line in self._lines.values():
                 line.send(_HAS_FAILED + str(error).encode()[:_REASON_BYTES])
@@ -579,10 +586,10 @@ class SharedGroup:
                 line.socket.shutdown(socket.SHUT_RDWR)
 
     def _look(self, events: Sequence[tuple[int, int]]) -> dict[int, int]:
-        """Handle what has come from other ranks, and look at the deadlines; on the group's thread.
+        """Handle the packets from other ranks, and check the deadlines. Called on the group's thread.
 
         Returns:
-            What to wait for next, for the descriptor of each connection that is not lost.
+            The events to wait for next, by the descriptor of each connection that is not lost.
         """
         done: list[tuple[SharedWork, BaseException | None]] = []
         with self._held():
@@ -595,7 +602,7 @@ class SharedGroup:
                     if collective.adds_floats:
                         self._take_held(collective)
                 self._sweep(done)
-            except Exception as error:  # ranks do not fit together, or a defect
+            except Exception as error:  # the ranks' calls do not match, or there is a bug
                 self._break(error, done)
             interests = {
                 descriptor: select.POLLIN | (select.POLLOUT if line.backlog else 0)
@@ -622,7 +629,8 @@ class SharedGroup:
             elif packet == _PLEASE:
                 line.say_free()
             elif packet.startswith(_HAS_FAILED):
-                # It may have sent all that is asked of it here. But this rank must not go on where that one has not.
+                # That rank may have sent everything that this rank needs. But this rank must not continue if that rank
+                # has failed.
                 reason = packet[len(_HAS_FAILED) :].decode(errors="replace")
                 raise RuntimeError(f"Connection closed by {self._in_words({line.rank})}, which has failed: {reason}")
             else:
@@ -632,15 +640,15 @@ class SharedGroup:
 
 
 class _Bell:
-    """Wakes a thread that waits in `poll`; it may be rung after its end.
+    """Wakes a thread that waits in `poll`. It may be rung after it was closed.
 
     Attributes:
-        descriptor: what can be read when it was rung.
+        descriptor: file descriptor that is readable after a ring.
     """
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.RLock()  # a collection of garbage within `ring` may ring it
+        self._lock = threading.RLock()  # garbage collection within `ring` may call `ring`
         self._is_over = False
 
     def ring(self) -> None:
@@ -650,12 +658,12 @@ class _Bell:
                 os.eventfd_write(self.descriptor, 1)
 
     def hush(self) -> None:
-        """Forget that it was rung."""
+        """Reset the bell after a ring."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.descriptor)
 
     def close(self) -> None:
-        """End it."""
+        """Close the descriptor."""
         with self._lock:
             self._is_over = True
             os.close(self.descriptor)
@@ -667,7 +675,7 @@ def _watch(
     sockets: Sequence[socket.socket],
     under_way: dict[int, _Collective],
 ) -> None:
-    """Look after a group until it is closed, or nobody refers to it any more; then close its connections."""
+    """Serve a group until it is closed, or until nothing refers to it any more. Then close its connections."""
     poll = select.poll()
     poll.register(bell.descriptor, select.POLLIN)
     watched: dict[int, int] = {}
@@ -702,19 +710,20 @@ def _bytes_of(tensor: Tensor) -> np.ndarray:
 
 
 def _parts(data: np.ndarray, sizes: Sequence[int], tensor: Tensor, ranks: int) -> list[np.ndarray]:
-    """Returns the part of each rank; ``sizes``: in elements of the tensor; none: all parts are equal."""
+    """Returns the part of each rank. ``sizes`` are in elements of the tensor; if empty, all parts are equal."""
     if not sizes:
         return list(data.reshape(ranks, -1))
     ends = accumulate((size * tensor.element_size() for size in sizes), initial=0)
     return [data[start:end] for start, end in pairwise(ends)]
 
 
-#: The groups of this process, whose connections a forked child must not keep.
+#: The groups of this process. A forked child must not keep their connections.
 _alive: weakref.WeakSet[SharedGroup] = weakref.WeakSet()
 
 
 def _abandon_after_fork() -> None:
-    """Close the connections in a forked child: as long as it has them, peers do not notice that its parent has died."""
+    """Close the connections in a forked child. While the child has them, other ranks cannot notice that its parent
+    died."""
     for group in list(_alive):
         group.abandon()
     _alive.clear()

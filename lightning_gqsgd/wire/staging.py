@@ -1,6 +1,6 @@
 """Collectives of CUDA tensors over Gloo, through pinned copies in host memory, because Gloo needs host memory.
 
-A collective is requested while its input is still being computed, and must not start before the input is there. One
+A collective is requested while a GPU still computes its input, and must not start before the input is complete. One
 thread per communicator waits for inputs, and starts the collectives in the order of the requests, which is the same on
 every rank. The thread that requests a collective does not wait.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_gqsgd.reducers.base import Exchange
 
-#: How long to wait for the thread when closing, in seconds: it may itself wait for a GPU.
+#: How many seconds `close` waits for the thread, which may itself wait for a GPU.
 CLOSE_TIMEOUT_S = 60.0
 
 Start = Callable[[Exchange, int, int], Any]
@@ -28,7 +28,7 @@ class StagedWork:
     """A collective under way, like torch's `Work`.
 
     Args:
-        exchange: the collective; its input is being copied.
+        exchange: the collective. The constructor starts to copy its input.
         patience: how long `wait` waits for the collective to start; after that, the collective has its own timeout.
     """
 
@@ -36,7 +36,7 @@ class StagedWork:
         self._output = exchange.output
         self._patience = patience
         source = _to_host(exchange.input)
-        # An all-reduce works in place, so the copy of its input is its output, too.
+        # An all-reduce works in place, so the copy of its input is also its output.
         target = source if exchange.output is exchange.input else _host_like(exchange.output)
         self._host = exchange._replace(output=target, input=source)
         self._copied = torch.cuda.Event(blocking=True) if exchange.input.is_cuda else None
@@ -48,7 +48,7 @@ class StagedWork:
         self._error: BaseException | None = None
 
     def begin(self, start: Start, stage: int, turn: int) -> None:
-        """Wait for the input and start the collective; on the staging thread."""
+        """Wait for the input and start the collective. Called on the staging thread."""
         try:
             if self._copied is not None:
                 self._copied.synchronize()  # lets other threads run
@@ -67,14 +67,14 @@ class StagedWork:
         self._future.set_result(None)
 
     def get_future(self) -> torch.futures.Future[None]:
-        """Completes when the collective is through or has failed; `wait` says which."""
+        """Returns a future that completes when the collective has ended or failed; `wait` raises the error."""
         return self._future
 
     def wait(self) -> None:
-        """Wait for the result and copy it to the device, where the current stream waits for that.
+        """Wait for the result and start to copy it to the device, on the current stream.
 
         Raises:
-            RuntimeError: the collective failed, or the GPU did not come to it in time.
+            RuntimeError: if the collective failed, or if the GPU did not compute its input in time.
         """
         if not self._begun.wait(self._patience.total_seconds()):
             raise RuntimeError(
@@ -83,7 +83,7 @@ class StagedWork:
             )
         if self._error is not None:
             raise self._error
-        # Gloo is through here: this raises its error, if it had one.
+        # The collective has ended here. This raises its error, if there is one.
         self._work.wait()
         self._output.copy_(self._host.output, non_blocking=True)
 
@@ -92,11 +92,11 @@ class StagedWork:
 
 
 class Staging:
-    """The thread that starts a communicator's collectives; see the module.
+    """The thread that starts a communicator's collectives; see the module's docstring.
 
     Args:
-        start: starts a collective of a stage and a turn on host tensors, and returns torch's `Work`.
-        patience: how long to wait for a GPU to come to a collective.
+        start: function that starts a collective of a stage and a turn on host tensors, and returns torch's `Work`.
+        patience: how long to wait for a GPU to compute the input of a collective.
     """
 
     def __init__(self, start: Start, patience: timedelta) -> None:
@@ -109,10 +109,10 @@ class Staging:
         self._thread.start()
 
     def start(self, exchange: Exchange, stage: int, turn: int = 0) -> StagedWork:
-        """Copy the input on the current stream, and start the collective behind that. Returns at once.
+        """Copy the input on the current stream, and start the collective after the copy. Returns at once.
 
         Raises:
-            RuntimeError: closed.
+            RuntimeError: if this was closed.
         """
         work = StagedWork(exchange, self._patience)
         with self._lock:
@@ -122,11 +122,11 @@ class Staging:
         return work
 
     def close(self) -> None:
-        """End the thread. What has not started fails."""
+        """End the thread. Collectives that have not started fail."""
         with self._lock:
             self._closed.set()
             self._asked.put(None)
-        # The thread may close itself, when it collects a model as garbage; it cannot wait for itself.
+        # The thread itself may call this, if garbage collection of a model runs on it. It cannot wait for itself.
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_TIMEOUT_S)
 
@@ -144,6 +144,6 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def _host_like(tensor: Tensor) -> Tensor:
-    """Memory for a tensor's elements; pinned if they come from a GPU. PyTorch gives pinned memory to nobody else before
-    the copies to and from it are through."""
+    """Returns host memory for a tensor's elements, pinned if the tensor is on a GPU. PyTorch does not reuse pinned
+    memory before the copies to and from it are complete."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)

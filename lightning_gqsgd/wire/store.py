@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-#: Seconds beyond the timeout of a request for which its answer may be on its way.
+#: Seconds beyond the timeout of a request in which its answer may still arrive.
 _MARGIN_S = 2.0
 
 
@@ -28,12 +28,12 @@ def _make_all(asked: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 class Requests:
-    """Requests to one store, each of which comes to an end.
+    """Requests to one store, each of which ends in bounded time.
 
-    The client of a TCPStore waits for its server without a limit, and the server is usually a part of another process.
-    Where that process stands still, or the link to it is cut, a request would wait for ever. So requests are made by
-    another thread, which is left behind where no answer comes. While one waits, other requests fail at once, because
-    the client has one connection.
+    The client of a TCPStore waits for its server without a limit, and the server usually runs in another process. If
+    that process is stopped, or the connection to it is cut, a request would wait for ever. So another thread makes the
+    requests, and the caller leaves a request behind if no answer comes. While such a request waits, other requests fail
+    at once, because the client has one connection.
     """
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class Requests:
         self._thread: threading.Thread | None = None
 
     def make(self, request: Callable[[], T], within_s: float) -> T:
-        """Make a request that may take so many seconds, and return its answer.
+        """Make a request that may take at most ``within_s`` seconds, and return its answer.
 
         Raises:
-            DistStoreError, DistNetworkError: the store is gone, or does not answer.
+            DistStoreError, DistNetworkError: if the store is gone, or does not answer.
         """
         answers: list[T] = []
         errors: list[Exception] = []
@@ -61,12 +61,12 @@ class Requests:
 
         self._left_behind[:] = [other for other in self._left_behind if not other.is_set()]
         if not self._left_behind:
-            if self._thread is None or not self._thread.is_alive():  # there was none yet, or it was in a parent process
+            if self._thread is None or not self._thread.is_alive():  # none was started yet, or only in a parent process
                 self._start_thread()
             self._asked.put(ask)
             try:
                 ended.wait(within_s)
-            finally:  # an interrupt, too, leaves it behind
+            finally:  # an interrupt also leaves it behind
                 if not ended.is_set():
                     self._left_behind.append(ended)
         if errors:
@@ -76,14 +76,14 @@ class Requests:
         return answers[0]
 
     def _start_thread(self) -> None:
-        self._asked = SimpleQueue()  # a new one, because the thread of a parent process may have held the other's lock
+        self._asked = SimpleQueue()  # a new one: a parent process's thread may have held the old one's lock
         weakref.finalize(self, self._asked.put, None)
         self._thread = threading.Thread(target=_make_all, args=(self._asked,), name="gqsgd-store", daemon=True)
         self._thread.start()
 
 
 class Store:
-    """A store of text whose requests come to an end, see `Requests`.
+    """A store of text whose requests end in bounded time, see `Requests`.
 
     Args:
         store: the store that holds the values, all of them text.
@@ -102,19 +102,20 @@ class Store:
         return part
 
     def get(self, key: str) -> str:
-        """Returns a value; empty if there is none. torch's `get` alone would wait for it, so no key is ever deleted.
+        """Returns a value; empty if the key has none. torch's `get` waits for a missing key, so keys are checked first,
+        and never deleted.
 
         Raises:
-            DistStoreError, DistNetworkError: the store is gone, or does not answer.
+            DistStoreError, DistNetworkError: if the store is gone, or does not answer.
         """
         return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else "")
 
     def set(self, key: str, value: str) -> None:
-        """Put a value in the place of another one, or of none; raises as `get` does."""
+        """Set the value of a key, which may have a value already; raises as `get` does."""
         self._ask(lambda: self._store.set(key, value))
 
     def count(self, key: str) -> None:
-        """Add 1 to a number, which is 0 at first; raises as `get` does."""
+        """Add 1 to a counter, which is 0 at first; raises as `get` does."""
         self._ask(lambda: self._store.add(key, 1))
 
     def _ask(self, request: Callable[[], T]) -> T:
@@ -122,11 +123,11 @@ class Store:
 
 
 class EndingStore(dist.Store):
-    """A store for process groups of torch whose requests come to an end, see `Requests`.
+    """A store for torch's process groups whose requests end in bounded time, see `Requests`.
 
     Args:
-        store: the store that holds the values. Its waits end after ``timeout`` where the store lives.
-        timeout: of one request.
+        store: the store that holds the values. Its own waits end after ``timeout`` if the store is alive.
+        timeout: timeout of one request.
     """
 
     def __init__(self, store: dist.Store, timeout: timedelta) -> None:
@@ -136,11 +137,11 @@ class EndingStore(dist.Store):
         self._requests = Requests()
 
     def set(self, key: str, value: Any) -> None:
-        """Put a value in the place of another one, or of none."""
+        """Set the value of a key, which may have a value already."""
         self._ask(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
-        """Returns a value, once it is there."""
+        """Returns a value, and waits until it is set."""
         return self._ask(lambda: self._store.get(key))
 
     def add(self, key: str, value: int) -> int:

@@ -1,4 +1,4 @@
-"""Counters of what compression sends and costs: bytes, seconds, and the error measured on samples.
+"""Counters of compression: bytes sent, seconds, and the error measured on samples.
 
 Nothing here waits for a GPU during a step. Numbers that a GPU computes are added up on the GPU, and copied to the host
 when they are read.
@@ -25,7 +25,7 @@ from lightning_gqsgd.reducers.base import Exchange, Steps
 #: Coordinates per piece whose exact mean is computed on sampling steps.
 SAMPLE_NUMEL = 4096
 
-#: Measurements on a GPU that have not ended yet, at most; older ones are left out.
+#: Unfinished measurements on a GPU that are kept, at most; older ones are dropped.
 MAX_MEASURING = 64
 
 #: Tensors that a sum keeps before it adds them up.
@@ -39,7 +39,7 @@ Moment = float | torch.cuda.Event
 
 
 def moment(device: torch.device) -> Moment:
-    """Returns the present moment; on a GPU, the moment at which the current stream gets to this point."""
+    """Returns the current time; on a GPU, the time when the current stream reaches this point."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -48,7 +48,7 @@ def moment(device: torch.device) -> Moment:
 
 
 class _Computed(NamedTuple):
-    """A tensor, and the stream that computes it; None on the CPU."""
+    """A tensor, and the stream that computes it (None on the CPU)."""
 
     tensor: Tensor
     stream: torch.cuda.Stream | None
@@ -59,13 +59,13 @@ class _Computed(NamedTuple):
         return cls(tensor, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None)
 
     def get(self) -> Tensor:
-        """Returns the tensor for the current stream, which waits for the other."""
+        """Returns the tensor, after the current stream has been made to wait for the stream that computes it."""
         wait_for_stream(self.stream, [self.tensor])
         return self.tensor
 
 
 def wait_for_stream(stream: torch.cuda.Stream | None, tensors: Sequence[Tensor]) -> None:
-    """Let the current stream wait for the one that computes some tensors; None: they are on the CPU."""
+    """Make the current stream wait for the stream that computes some tensors. None means that they are on the CPU."""
     if stream is None:
         return
     now = torch.cuda.current_stream(tensors[0].device)
@@ -78,8 +78,8 @@ def wait_for_stream(stream: torch.cuda.Stream | None, tensors: Sequence[Tensor])
 class Tally:
     """A sum of numbers and of tensors of one shape, on the tensors' device.
 
-    Each stream has terms of its own, so that none waits for another before the sum is read. They are added up when they
-    are many: an addition is a launch, which takes longer than keeping a term.
+    Each stream has its own terms, so that no stream waits for another before the sum is read. Terms are added up only
+    once there are many, because an addition is a kernel launch, which takes longer than keeping a term.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Tally:
             self._terms[stream] = [torch.stack(terms).sum(0)]
 
     def total(self) -> float | Tensor:
-        """Returns the sum: a tensor for the current stream, which waits for the others, if any was added."""
+        """Returns the sum: a tensor if a tensor was added. The current stream waits for the others."""
         total: float | Tensor = self._number
         for stream, terms in list(self._terms.items()):
             kept = list(terms)
@@ -111,7 +111,8 @@ class Tally:
 class BucketCounters:
     """Totals of one bucket index since the start.
 
-    On a GPU, ``encode_s``, ``decode_s`` and ``latency_s`` are the host's time to issue the work, not that of the work.
+    On a GPU, ``encode_s``, ``decode_s`` and ``latency_s`` are the times in which the host issues the work, not the
+    times in which the GPU does it.
 
     Attributes:
         calls: number of times that the bucket was reduced.
@@ -119,7 +120,7 @@ class BucketCounters:
         message_bytes: bytes of one rank's messages (see `reducers.base.Reducer`).
         bytes_sent: bytes sent by this rank.
         encode_s: seconds in stages before the last exchange.
-        decode_s: seconds after it.
+        decode_s: seconds in stages after the last exchange.
         latency_s: seconds from the hook's call to the result.
     """
 
@@ -134,7 +135,7 @@ class BucketCounters:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add_sent(self, bytes_sent: int, message_bytes: int) -> None:
-        """Count the bytes of a piece; several threads may do so at once."""
+        """Count the bytes of a piece. Several threads may call this at once."""
         with self._lock:
             self.bytes_sent += bytes_sent
             self.message_bytes += message_bytes
@@ -174,7 +175,7 @@ class Telemetry:
     exposed_s: float = 0.0
     buckets: dict[int, BucketCounters] = field(default_factory=dict)
     choice: dict[str, float] = field(default_factory=dict)
-    # Ends of the latest backward passes: the host's clock, and the counters of waiting and of plain steps.
+    # For the ends of the latest backward passes: the host's clock, ``exposed_s`` and ``plain_steps``.
     _ends: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT + 1), repr=False)
     _measuring: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(
         default_factory=lambda: deque(maxlen=MAX_MEASURING), repr=False
@@ -186,19 +187,20 @@ class Telemetry:
     _of_all: Tally = field(default_factory=Tally, repr=False)
 
     def bucket(self, index: int) -> BucketCounters:
-        """Counters of a bucket, made on first use."""
+        """Returns the counters of a bucket, which are created on first use."""
         counters = self.buckets.get(index)
         return self.buckets.setdefault(index, BucketCounters()) if counters is None else counters
 
     def add_sample(self, error: Tensor, reference: Tensor) -> None:
-        """Add sums of squares over one sample, 0-d; a non-finite sample is left out."""
+        """Add the sums of squares of one sample, 0-d tensors; a non-finite sample is ignored."""
         sums = torch.stack([error, reference]).double()
         sums = torch.where(sums.isfinite().all(), sums, 0.0)
         with self._lock:  # several threads may add samples at once
             self._of_step.add(sums)
 
     def expose(self, since: Moment, until: Moment) -> None:
-        """Book time in which backward waited for a result; of two moments on a GPU, once both have passed."""
+        """Count time in which the backward pass waited for a result. Two moments on a GPU are counted once both have
+        passed."""
         if isinstance(since, float) and isinstance(until, float):
             self.exposed_s += until - since
         elif not isinstance(since, float) and not isinstance(until, float):
@@ -206,7 +208,7 @@ class Telemetry:
         self.collect()
 
     def collect(self) -> None:
-        """Book what a GPU has finished, without waiting for it."""
+        """Count the measurements that a GPU has finished, without waiting for it."""
         with self._lock:
             while self._measuring and self._measuring[0][1].query():
                 since, until = self._measuring.popleft()
@@ -217,11 +219,11 @@ class Telemetry:
         self._ends.append((time.perf_counter(), self.exposed_s, self.plain_steps))
 
     def median_step(self) -> tuple[float, float]:
-        """Returns the median seconds of a step, and of its wait for gradients, of the latest steps; NaN before the
-        second.
+        """Returns the median duration of the latest steps and the median wait for gradients in them, in seconds; NaN
+        before the second step.
 
-        Medians leave out a validation or a checkpoint between two steps. What plain DDP has carried between two ends is
-        left out as well, because nothing measures it.
+        A median ignores a validation or a checkpoint between two steps. Intervals that contain steps of plain DDP are
+        left out, because nothing measures those steps.
         """
         pairs = [(before, now) for before, now in pairwise(self._ends) if before[2] == now[2]]
         if not pairs:
@@ -241,11 +243,11 @@ class Telemetry:
             self._of_all.add(torch.where(sums[1] > 0, sums, 0.0))
 
     def add_plain_step(self, numel: int, message_bytes: int, bytes_sent: int) -> None:
-        """Count a step that plain DDP has carried; how long it has waited is not known.
+        """Count a step that plain DDP has reduced. Its waiting time is unknown.
 
         Args:
             numel: coordinates of all gradients.
-            message_bytes: their bytes.
+            message_bytes: bytes of all gradients.
             bytes_sent: bytes that a ring all-reduce of them makes this rank send.
         """
         counters = self.bucket(0)
@@ -297,7 +299,7 @@ class Telemetry:
 
 
 class Meter:
-    """Reads counters for a logger, from here on.
+    """Reads counters for a logger, starting from the counts at its creation.
 
     ``bytes_sent`` (by this rank) and ``nonfinite_blocks`` are totals since the start. ``encode_s``, ``wait_s``,
     ``decode_s`` and ``exposed_s`` are means since the last reading, in seconds per step. They do not count steps that
@@ -330,7 +332,8 @@ class Meter:
 def sampled(steps: Steps, x: Tensor, sample: Sequence[slice], result: slice, ranks: int, telemetry: Telemetry) -> Steps:
     """Returns the same steps, which also measure the error of some coordinates of ``x`` against their exact mean.
 
-    ``sample``: where they are, all of one length; ``result``: in which of these places the steps leave the mean.
+    ``sample`` lists the places of the coordinates, all of one length; ``result`` says in which of these places the
+    steps leave the mean.
     """
     exact = torch.stack([x[part] for part in sample]).to(torch.promote_types(x.dtype, torch.float32)) / ranks
     first: Sequence[Exchange] = next(steps)

@@ -1,8 +1,8 @@
-"""Threads that encode and decode, besides the thread that starts collectives.
+"""Threads that encode and decode, in addition to the thread that starts collectives.
 
-One thread encodes and decodes about as fast as a link of 10 Gbit/s carries codes of 4 bits. Where a rank has processors
-to spare, several threads do that for different pieces of a bucket at once. They start no collective, so the order of
-collectives does not depend on them, nor do results.
+One thread encodes and decodes about as fast as a link of 10 Gbit/s carries codes of 4 bits. If a rank has spare
+processors, several threads encode and decode different pieces of a bucket at once. They start no collectives, so
+neither the order of collectives nor the results depend on them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 from lightning_gqsgd.errors import ConfigError
 
-#: Says how many threads of a rank encode and decode, in place of `spare_threads`.
+#: Environment variable that sets how many threads of a rank encode and decode, instead of `spare_threads`.
 VARIABLE = "GQSGD_THREADS"
-#: Threads at most. Beyond, memory is what limits the kernels of one socket.
+#: Threads at most. With more threads, memory bandwidth limits the kernels of one socket.
 MOST = 16
-#: Threads at most unless the variable says otherwise: enough for 25 Gbit/s at 4 bits.
+#: Threads at most if the variable is unset: enough for 25 Gbit/s at 4 bits.
 MOST_BY_ITSELF = 4
 
-#: Where torchrun and others say how many processes this machine runs.
+#: Environment variable in which torchrun and other launchers say how many processes this machine runs.
 _LOCAL_RANKS = "LOCAL_WORLD_SIZE"
 
 
@@ -31,16 +31,16 @@ def codec_threads(ranks: int) -> int:
     """Returns the number of threads of this rank that encode and decode, 1 to `MOST`.
 
     Args:
-        ranks: number of ranks, all of which are taken to be on this machine unless ``LOCAL_WORLD_SIZE`` says how many.
+        ranks: number of ranks. All are assumed to be on this machine, unless ``LOCAL_WORLD_SIZE`` says how many are.
 
     Raises:
-        ConfigError: the variable ``GQSGD_THREADS`` has another value.
+        ConfigError: if the variable ``GQSGD_THREADS`` is not such a number.
     """
     said = os.environ.get(VARIABLE, "").strip()
     if not said:
         local = os.environ.get(_LOCAL_RANKS, "")
-        # Without the variable, all ranks may share this machine: too few threads cost little, and too many slow all
-        # ranks down.
+        # Without the variable, all ranks may share this machine. Too few threads cost little; too many slow all ranks
+        # down.
         here = int(local) if local.isdecimal() and int(local) else ranks
         return spare_threads(_processors(), here, torch.get_num_threads())
     if not said.isdecimal() or not 1 <= int(said) <= MOST:
@@ -49,14 +49,14 @@ def codec_threads(ranks: int) -> int:
 
 
 def spare_threads(processors: int, local_ranks: int, compute_threads: int) -> int:
-    """Returns the number of threads that a rank's share of the processors has room for beside those that compute.
+    """Returns how many threads fit on a rank's share of the processors in addition to those that compute gradients.
 
     It is at least 1.
 
     Args:
-        processors: of this machine, as far as the process may use them.
-        local_ranks: processes that share them.
-        compute_threads: threads that compute gradients in each of them.
+        processors: number of this machine's processors that the process may use.
+        local_ranks: number of processes that share them.
+        compute_threads: number of threads that compute gradients in each process.
     """
     return max(1, min(MOST_BY_ITSELF, processors // local_ranks - compute_threads))
 
@@ -67,14 +67,14 @@ def _processors() -> int:
 
 
 class Workers:
-    """Runs tasks on up to `MOST` threads, which are made when they are first needed."""
+    """Runs tasks on up to `MOST` threads, which are created when they are first needed."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(MOST, thread_name_prefix="gqsgd-codec", initializer=self._join)
         self._own: set[int] = set()
 
     def submit(self, task: Callable[[], None]) -> Future[None]:
-        """Start a task, which raises nothing."""
+        """Start a task. The task must not raise."""
         return self._pool.submit(task)
 
     def has_this_thread(self) -> bool:
@@ -82,8 +82,8 @@ class Workers:
         return threading.get_ident() in self._own
 
     def stop(self) -> None:
-        """End the threads, once they have nothing left to do."""
-        # A worker that collects a model as garbage may come here, and cannot wait for itself.
+        """End the threads, once they have finished their tasks."""
+        # A worker may call this, if garbage collection of a model runs on it. It cannot wait for itself.
         self._pool.shutdown(wait=not self.has_this_thread())
 
     def _join(self) -> None:

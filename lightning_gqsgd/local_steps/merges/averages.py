@@ -75,7 +75,7 @@ logger = logging.getLogger(__name__)
 
 _MESSAGES = Messages("LocalSteps", "make a new LocalSteps")
 
-#: Entries of every state, beside those of all states.
+#: Entries of every state of merges, in addition to those of all hooks' states.
 _ENTRIES: dict[str, type] = {"merged": Mapping}
 
 
@@ -92,7 +92,7 @@ class MergedAverages:
         options: when to merge, and how to use the mean.
         config: the compression.
         group: process group; None is the default group. With ``options.elastic``, there is none.
-        timeout: timeout of collectives. None takes that of the group, and 60 s with ``options.elastic``.
+        timeout: timeout of collectives. None uses the timeout of the group, or 60 s with ``options.elastic``.
         meeting: a meeting that the caller has opened; None opens one.
 
     Attributes:
@@ -161,16 +161,16 @@ class MergedAverages:
             raise
         self._start_from_anchors()
         self._notice = PreemptionNotice() if options.elastic else None
-        # Also at exit: Gloo groups that are still open then can abort the process.
+        # This also runs at exit, because Gloo groups that are still open then can abort the process.
         weakref.finalize(model, self._thread.close)
 
     # --- starting ----------------------------------------------------------------------------------------------------
 
     def _train(self, model: nn.Module) -> Trained:
-        """Take the model, and return what of it is trained.
+        """Prepare the model, and return its trained parts.
 
         Raises:
-            ConfigError: a model or an optimizer that cannot work.
+            ConfigError: if the model or an optimizer cannot work.
         """
         model, trained = trained_by(model, self._optimizers, self.options, self.requested)
         self.device = trained.device
@@ -193,14 +193,15 @@ class MergedAverages:
             with open_engines(start, [side], self.device, timeout=timeout, messages=_MESSAGES, dtypes=dtypes) as (
                 engine,
             ):
-                # Behind the last round of the meeting: no rank can refuse any more and leave others in a broadcast.
+                # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
+                # broadcast.
                 take_from_first_rank(model, group)
                 self._shared.start_anew()
                 self._shared.integers = self._integers.read()
         return FixedMembers(engine, config), trained
 
     def _meet_elastic(self, trained: Trained, timeout: timedelta | None) -> TorchftMembers:
-        """Returns those that the lighthouse knows."""
+        """Returns the members that the lighthouse knows."""
         with torchft_for("elastic=True"):
             from lightning_gqsgd.membership.manager import TorchftMembers
 
@@ -296,7 +297,7 @@ class MergedAverages:
         Raises:
             ConfigError: if the model or an optimizer was changed, or if members do not fit together.
             CollectiveError: if nothing can be merged any more.
-            RuntimeError: this was closed.
+            RuntimeError: if this was closed.
             SystemExit: with ``elastic``, if this process was sent SIGTERM. Its change has been merged, and this is
                 closed.
         """
@@ -331,7 +332,7 @@ class MergedAverages:
         does nothing.
         """
         refuse_kept([self._fragment])
-        self._thread.settled()  # raises what has gone wrong
+        self._thread.settled()  # raises an earlier error
         if self.step == self._finished_after:
             return
         if self._pending is not None:
@@ -346,7 +347,7 @@ class MergedAverages:
     @untraced
     @torch.no_grad()
     def leave(self) -> None:
-        """Merge the changes since the last merge with the present members, and close. Use this if the machine has to
+        """Merge the changes since the last merge with the current members, and close. Use this if the machine has to
         go.
 
         If no merge succeeds within the timeout after the end of the round, for example because the lighthouse is gone,
@@ -379,14 +380,14 @@ class MergedAverages:
         Raises:
             ConfigError: if weights were loaded since this was created.
         """
-        self._thread.settled()  # raises what has gone wrong
+        self._thread.settled()  # raises an earlier error
         if self.step or self._has_started:
             return
         self._has_started = True
         self._watched.check()
         self._buffers.take_back()
         with self._shared.lock:
-            # After a merge that came before this member's first step, the anchors are no longer what it started from.
+            # If a merge came before this member's first step, the member did not start from the current anchors.
             is_comparable = self._shared.version == self._known_version
             if is_comparable and any(bundle.has_changed(False, ROUNDING) for bundle in self._fragment.bundles):
                 raise ConfigError(
@@ -486,10 +487,11 @@ class MergedAverages:
     # --- one merge ---------------------------------------------------------------------------------------------------
 
     def _hand_over(self, has_finished: bool = False) -> None:
-        """Hand over what was learnt since the last time.
+        """Hand over the change since the last handover.
 
         Raises:
-            ConfigError: the model or an optimizer was changed. This member leaves, so that the others do not wait.
+            ConfigError: if the model or an optimizer was changed. This member then leaves, so that the others do not
+                wait.
         """
         try:
             self._watched.check()
@@ -520,17 +522,17 @@ class MergedAverages:
         self._thread.hand_over(self._pending)
 
     def _has_merged_within(self, seconds: float | None) -> bool:
-        """Wait for what was handed over, and use the merge; returns whether there was one in time."""
+        """Wait until the handed-over change is merged, and use the merge. Returns whether it succeeded in time."""
         if self._thread.wait_settled(seconds) is None:
             return False
         self._catch_up()
         return True
 
     def _catch_up(self) -> None:
-        """Go on from the present anchors, if they have moved, with what was learnt since."""
+        """If the anchors have moved, continue from them, and keep the change since the handover."""
         settled = self._thread.settled() if self._pending is not None else None
         if self._pending is not None and settled is None:
-            return  # its change begins at the anchors of before
+            return  # its change starts at the previous anchors
         with self._shared.lock:
             if self._shared.version == self._known_version:
                 return
@@ -539,7 +541,7 @@ class MergedAverages:
                 self._start_from_anchors()
                 self._say_left_out(settled)
             else:
-                # What is in the anchors by now, of this member's.
+                # The values of this member that the anchors already include.
                 references = self._starts if self._pending is None else self._pending.positions
                 self._go_on_from_anchors(references)
             self._integers.write(self._shared.integers)
@@ -549,16 +551,16 @@ class MergedAverages:
             self._inner.forget(entry.tensor for entry, _ in self._fragment.entries())
 
     def _go_on_from_anchors(self, references: Sequence[Tensor]) -> None:
-        """Put the anchors, plus what this member has learnt since ``references``, into its tensors."""
+        """Set this member's tensors to the anchors plus its change since ``references``."""
         self._starts = [bundle.flat_starts() for bundle in self._fragment.bundles]
         for bundle, start, reference in zip(self._fragment.bundles, self._starts, references, strict=True):
             present = bundle.flat_tensors()
-            # Exactly the anchor where nothing was learnt, also where a buffer is infinite.
+            # Exactly the anchor where there is no change, also where a buffer is infinite.
             bundle.put(torch.where(present == reference, start, start + (present - reference)))
 
     @torch.no_grad()
     def _start_from_anchors(self) -> None:
-        """Put the anchors into this member's tensors, and forget what it has learnt since."""
+        """Copy the anchors to this member's tensors, and discard its change."""
         with self._shared.lock:
             self._fragment.set_tensors()
             self._integers.write(self._shared.integers)
@@ -568,7 +570,8 @@ class MergedAverages:
         self._steps_since = 0
 
     def _check_state(self) -> None:
-        """Raise ConfigError if the inner optimizers keep weights, of which every member would keep its own."""
+        """Raise ConfigError if the inner optimizers keep weights in their state, because each member would keep its
+        own."""
         if self.options.inner_state == "keep":
             self._weights_in_state.check(self.options.delay)
 
@@ -589,7 +592,7 @@ class MergedAverages:
 
 
 def refuse_memory(config: GQSGDConfig) -> None:
-    """Raise ConfigError for a compression that has a memory, or that begins with uncompressed steps."""
+    """Raise ConfigError for a compression that has a memory, or that starts with uncompressed steps."""
     if config.remembers:
         raise ConfigError(
             "a merge by the clock, or with members that come and go, remembers nothing of the errors of earlier ones; "

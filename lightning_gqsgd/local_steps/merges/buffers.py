@@ -10,7 +10,7 @@ from lightning_gqsgd.local_steps.starting import integer_buffers
 
 
 class IntegerValues:
-    """The buffers of a model that are no floating-point numbers.
+    """The buffers of a model whose dtype is not floating-point.
 
     Args:
         model: the model.
@@ -29,11 +29,11 @@ class IntegerValues:
 
     @torch.no_grad()
     def write(self, numbers: Tensor) -> None:
-        """Put what `read` gave into the buffers."""
+        """Copy the result of `read` to the buffers."""
         place = 0
         together = numbers.contiguous().view(torch.uint8)
         for buffer in self._buffers:
-            # A copy: the part may not lie where numbers of this dtype may lie in memory.
+            # A copy, because the part may not be aligned for this dtype.
             part = together[place : place + buffer.nbytes].clone()
             buffer.copy_(part.view(buffer.dtype).view(buffer.shape))
             place += buffer.nbytes

@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Contribution:
-    """A member's change, as it was handed over between two of its steps.
+    """A member's change that was handed over between two of its steps.
 
     Attributes:
-        number: counts this member's contributions from 1.
-        starts: where the change begins: the anchor that the member started from; a flat tensor for each bundle.
-        positions: where it ends: the member's tensors.
-        samples: seen by the steps in between.
+        number: number of this member's contribution, counted from 1.
+        starts: the start of the change: the anchor from which the member started, a flat tensor for each bundle.
+        positions: the end of the change: the member's tensors.
+        samples: number of samples that the steps in between have used.
         steps: number of those steps.
         integers: the member's buffers that are not averaged, as int64 numbers; see `buffers.IntegerValues`.
         has_finished: whether the member makes no more steps.
@@ -35,16 +35,16 @@ class Contribution:
     def changes(self) -> list[Tensor]:
         """Returns starts minus positions of each bundle, [numel].
 
-        A buffer may hold infinities, such as a mask of attention, whose difference to themselves is none.
+        A buffer may hold infinities, such as an attention mask; the difference of two equal infinities is set to 0.
         """
         return [difference(start, end) for start, end in zip(self.starts, self.positions, strict=True)]
 
 
 def difference(start: Tensor, end: Tensor) -> Tensor:
-    """Returns ``start − end``, and 0 where both are the same, also where both are infinite."""
+    """Returns ``start − end``, with 0 where both are equal, also where both are infinite."""
     return torch.where(start == end, torch.zeros((), dtype=start.dtype, device=start.device), start - end)
 
 
 def norm_of(changes: Sequence[Tensor]) -> float:
-    """Returns the l2 norm of some flat tensors together; not finite if a value of them is not."""
+    """Returns the l2 norm of several flat tensors together. It is not finite if one of their values is not."""
     return math.hypot(*(float(torch.linalg.vector_norm(change.double())) for change in changes))

@@ -19,8 +19,8 @@ class FixedMembers(Members):
     """The ranks of an engine.
 
     Args:
-        engine: of the ranks, with compiled kernels.
-        config: the compression, with its reducer chosen.
+        engine: engine of the ranks, with compiled kernels.
+        config: the compression, with the chosen reducer.
 
     Attributes:
         config: see above.
@@ -42,7 +42,7 @@ class FixedMembers(Members):
         """Answer one request; see `Members`.
 
         Raises:
-            CollectiveError: a collective failed, after which nothing can be merged any more.
+            CollectiveError: if a collective failed. No further merge is possible then.
         """
         if isinstance(request, Meet):
             return Quorum(self._engine.rank)

@@ -1,12 +1,12 @@
 """One merge: the weighted mean of the members' changes moves the anchors of all members.
 
 Member i hands over the change Δ_i = start − x_i of its n_i samples. The anchors move by Σ_i (n_i / Σ_j n_j) Q(Δ_i).
-That is unbiased, because the weights are known exactly before anything is quantised. A member that sends nothing has
-weight 0, and moves its anchors all the same.
+That is unbiased, because the weights are known exactly before anything is quantised. A member that sends no change has
+weight 0, and still moves its anchors.
 
-A member whose connection breaks in the middle does not know whether the others have used its change. It goes on with
-their state, in which each member's latest contribution is put down. So no change is counted twice, and none that was
-not counted is lost.
+If a member's connection breaks during a merge, the member does not know whether the others have used its change. It
+continues with their state, which records the latest contribution of each member. So no change is counted twice, and no
+uncounted change is lost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Member:
-    """What does not change about a member.
+    """The constant properties of a member.
 
     Attributes:
         identity: a number that no other member has.
@@ -45,15 +45,15 @@ class Member:
 
 @dataclass(frozen=True)
 class Merge:
-    """What became of a merge.
+    """The result of a merge.
 
     Attributes:
-        rows: of its members, in order.
-        shares: of their changes.
+        rows: the rows of its members, in order.
+        shares: the shares of their changes.
         own: this member's number among them.
         is_used: whether the anchors moved.
         is_left_out: whether this member's contribution was not used.
-        gathered_at: time.monotonic() when the rows of all members were there.
+        gathered_at: time.monotonic() when the rows of all members were gathered.
     """
 
     rows: Sequence[Row]
@@ -65,11 +65,11 @@ class Merge:
 
     @property
     def is_last(self) -> bool:
-        """Returns whether no member makes further steps, so that all have all that was learnt."""
+        """Returns whether no member makes further steps, so that all members have all changes."""
         return all(Flag.HAS_FINISHED in row.flags for row in self.rows)
 
 
-#: Yields requests, is resumed with their answers, and returns what became of the merge; None: it did not count.
+#: Yields requests, is resumed with their answers, and returns the result of the merge; None if it was not valid.
 Requests = Generator[Request, Any, Merge | None]
 
 
@@ -83,15 +83,15 @@ def merge(
     outlier: float = math.inf,
     has_finished: bool = False,
 ) -> Requests:
-    """Ask for all that one merge needs, and make it.
+    """Make one merge: yield all requests that it needs, and apply it.
 
     Args:
-        shared: what all members have in common; changed.
-        member: this one.
-        contribution: what it has learnt; None: it sends nothing this time.
+        shared: the state that all members share, which is changed.
+        member: this member.
+        contribution: its change; None if it sends none in this merge.
         step_s: seconds that one of its steps takes.
         outlier: see `rows.shares_of`.
-        has_finished: whether it makes no more steps, and has nothing else to send.
+        has_finished: whether it makes no more steps, and has no other change to send.
     """
     quorum: Quorum = yield Meet(shared.merges)
     if quorum.state is not None:
@@ -113,13 +113,13 @@ def merge(
         share = shares.of_members[quorum.own]
         bundles = shared.fragment.bundles
         for place, bundle in enumerate(bundles):
-            # Not 0 times the change, which may be NaN.
+            # Zeros, not 0 times the change, which may be NaN.
             x = changes[place] * share if share else bundle.zeros()
             mean: Tensor = yield Sum(x, bundle.segments, shared.merges * len(bundles) + place)
             means.append(mean)
     integers = shared.integers
     if means and integers.numel():
-        # Of the first member whose change is used.
+        # Use the values of the first member whose change is used.
         own = integers if sent is None else sent.integers
         integers = (yield Gather(own))[next(n for n, share in enumerate(shares.of_members) if share)]
     if not (yield Commit()):
@@ -130,7 +130,7 @@ def merge(
 
 
 def _take(shared: SharedState, member: Member, state: Mapping[str, Any]) -> None:
-    """Go on from what members know that have made more merges."""
+    """Continue from the state of members that have made more merges."""
     before = shared.merges
     lost = shared.missing_in(state)
     shared.load_state_dict(state)
@@ -146,7 +146,7 @@ def _take(shared: SharedState, member: Member, state: Mapping[str, Any]) -> None
 
 
 def _part(shared: SharedState, member: Member, rows: Sequence[Row]) -> Generator[Request, Any, None]:
-    """Give up a merge of members that have different anchors. Those with the fewer ones take the others' state."""
+    """Give up a merge of members that have different anchors. The members in the minority load the others' state."""
     if (shared.merges, shared.checksum()) != majority(rows):
         logger.warning(
             "gqsgd: member %s has other anchors after %d merges than most of %d members, from which it was cut off; it "
@@ -168,7 +168,7 @@ def _row(
     step_s: float,
     has_finished: bool,
 ) -> Row:
-    """Returns what this member says of itself."""
+    """Returns the row of this member."""
     flags = Flag(0)
     norm = 0.0
     if sent is not None:

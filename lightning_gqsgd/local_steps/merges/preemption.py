@@ -12,11 +12,11 @@ from typing import Any
 class PreemptionNotice:
     """Listens for SIGTERM.
 
-    A handler that is there already, such as Lightning's, is called as well. Outside of the main thread, Python lets
-    nobody listen, and no notice is ever given.
+    An existing handler, such as Lightning's, is called as well. Python allows handlers only in the main thread; in
+    other threads, no notice is ever given.
 
     Attributes:
-        was_given: whether SIGTERM has come.
+        was_given: whether SIGTERM was received.
     """
 
     def __init__(self) -> None:
@@ -28,14 +28,14 @@ class PreemptionNotice:
             self._before = signal.signal(signal.SIGTERM, self._take)
 
     def close(self) -> None:
-        """Give the signal back to the handler of before, unless somebody else has taken it since."""
+        """Restore the previous handler, unless another handler was installed since."""
         if self._listens and threading.current_thread() is threading.main_thread():
             if signal.getsignal(signal.SIGTERM) == self._take:
                 signal.signal(signal.SIGTERM, self._before)
             self._listens = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a forked process has no share in the training, and dies as it would have
+        if os.getpid() != self._process:  # a forked process does not train, and ends as it would have without this
             signal.signal(number, signal.SIG_DFL if self._before is None else self._before)
             signal.raise_signal(number)
             return

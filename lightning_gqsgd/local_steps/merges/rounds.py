@@ -1,9 +1,10 @@
 """Decides when a member hands over its change: by the clock, or after a number of steps.
 
-By the clock, all members begin a round at the same moment, when the merge before has gathered their rows, and it ends
-``every`` seconds later. A member can hand over between two of its steps only. It does so at the last end of a step
-before ``grace`` is over, where ``grace`` is the time of the fastest member's step. So a fast member waits for less than
-one of its own steps, and a slow member, which hands over up to one of its own steps early, as well.
+By the clock, all members begin a round at the same moment, when the previous merge has gathered their rows. The round
+ends ``every`` seconds later. A member can only hand over between two of its steps. It does so at the end of its last
+step before the round's end plus ``grace``, where ``grace`` is the time of the fastest member's step. So a fast member
+waits for less than one of its own steps. A slow member hands over up to one of its own steps early, so it also waits
+for less than one step.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from collections.abc import Callable, Sequence
 from lightning_gqsgd.local_steps.merges.rows import Row, fastest_step_s
 from lightning_gqsgd.local_steps.options import LocalOptions
 
-#: Latest steps whose times count.
+#: Number of latest steps whose times are used.
 _STEPS = 8
 
-#: The least patience with other members.
+#: The smallest patience with other members, in seconds.
 _PATIENCE_S = 600.0
 
 
@@ -28,8 +29,8 @@ class MergeRounds(ABC):
 
     Attributes:
         step_s: seconds of the longest of the latest steps; 0 before the first one.
-        patience_s: seconds without a merge that succeeds, after which members give up.
-        round_s: seconds of a round; None where nobody knows.
+        patience_s: seconds without a successful merge after which members give up.
+        round_s: seconds of a round; None if unknown.
     """
 
     patience_s: float
@@ -42,7 +43,7 @@ class MergeRounds(ABC):
 
     @property
     def step_s(self) -> float:
-        """See the class."""
+        """Seconds of the longest of the latest steps; see the class."""
         return max(self._times, default=0.0)
 
     def end_step(self) -> None:
@@ -53,28 +54,28 @@ class MergeRounds(ABC):
         self._step_began = now
 
     def begin_step(self) -> None:
-        """Note that the next step begins now, because this member has waited since the last one."""
+        """Note that the next step begins now, because this member has waited since the last step."""
         self._step_began = time.monotonic()
 
     def wait(self) -> None:
-        """Let nothing be due until the next round begins.
+        """Make no handover due until the next round begins.
 
-        A member that has joined between two merges has asked for the next one already, with nothing to hand over.
+        A member that joined between two merges has already asked for the next merge, without a change to hand over.
         """
         self._waits = True
 
     def is_due(self, steps: int) -> bool:
-        """Returns whether to hand over after a step; ``steps``: those since the last time."""
+        """Returns whether to hand over after a step; ``steps`` is the number of steps since the last handover."""
         return not self._waits and self._is_over(steps)
 
     def begin(self, began: float, rows: Sequence[Row]) -> None:
-        """Begin the next round; ``began``: time.monotonic() when all members' rows were there."""
+        """Begin the next round; ``began`` is time.monotonic() when the rows of all members were gathered."""
         self._waits = False
         self._plan(began, rows)
 
     @abstractmethod
     def late_after_s(self) -> float | None:
-        """Returns the seconds until this member merges without having handed anything over; None: it never does."""
+        """Returns the seconds until this member merges without a handover; None if it never does."""
 
     @abstractmethod
     def _is_over(self, steps: int) -> bool:
@@ -86,7 +87,7 @@ class MergeRounds(ABC):
 
 
 class ByClock(MergeRounds):
-    """Rounds of a number of seconds; see the module.
+    """Rounds of a number of seconds; see the module's docstring.
 
     Args:
         every_s: seconds of a round.
@@ -104,7 +105,8 @@ class ByClock(MergeRounds):
         return steps > 0 and time.monotonic() + self.step_s >= self._ends + self._grace_s
 
     def late_after_s(self) -> float | None:
-        """Returns the seconds until the end of the round and the grace, and half a step for its varying time."""
+        """Returns the seconds until the end of the round plus the grace, plus half a step because the times of steps
+        vary."""
         return max(0.0, self._ends + self._grace_s + self.step_s / 2 - time.monotonic())
 
     def _plan(self, began: float, rows: Sequence[Row]) -> None:
@@ -114,14 +116,14 @@ class ByClock(MergeRounds):
 
 
 class BySteps(MergeRounds):
-    """Rounds of a number of this member's own steps, for which the other members wait.
+    """Rounds of a number of this member's own steps. The other members wait for these steps.
 
     Args:
         steps_of_round: the number of steps of a round, by the number of rounds so far.
     """
 
     patience_s = 3600.0
-    round_s = None  # how long others need for their steps
+    round_s = None  # the time that others need for their steps is unknown
 
     def __init__(self, steps_of_round: Callable[[int], int]) -> None:
         super().__init__()
@@ -129,15 +131,15 @@ class BySteps(MergeRounds):
         self._number = 0
 
     def _is_over(self, steps: int) -> bool:
-        """Returns whether the round's steps are made."""
+        """Returns whether the round's steps have been made."""
         return steps >= self._steps_of_round(self._number)
 
     def late_after_s(self) -> float | None:
-        """Returns None: a merge begins when this member has handed over."""
+        """Returns None: a merge begins only after this member has handed over."""
         return None
 
     def _plan(self, began: float, rows: Sequence[Row]) -> None:
-        """Plan the next round, with the number that all members have."""
+        """Plan the next round, whose number is equal on all members."""
         self._number = rows[0].merges + 1
 
 

@@ -12,17 +12,17 @@ from enum import IntFlag
 import torch
 from torch import Tensor
 
-#: Bytes of a member's name that travel.
+#: Bytes of a member's name that are sent.
 _NAME_BYTES = 40
 
 
 class Flag(IntFlag):
-    """What is true of a member.
+    """Properties of a member in a merge.
 
     Attributes:
         HAS_CHANGE: it sends a change in this merge.
         IS_FINITE: that change has no NaN and no infinity.
-        HAS_FINISHED: it makes no more steps, and all that it has learnt is in this merge or in earlier ones.
+        HAS_FINISHED: it makes no more steps, and all of its changes are in this merge or in earlier ones.
     """
 
     HAS_CHANGE = 1
@@ -32,15 +32,15 @@ class Flag(IntFlag):
 
 @dataclass(frozen=True)
 class Row:
-    """What a member says of itself.
+    """The numbers that a member sends about itself.
 
     Attributes:
         identity: a number that no other member has.
         name: for messages, e.g. ``host-3:4711``.
-        merges: how many merges it has made.
-        checksum: stands for the bits of its anchors.
-        contribution: counts its changes from 1; 0: it sends none.
-        samples: seen by the steps of its change: its weight.
+        merges: number of merges that it has made.
+        checksum: checksum of its anchors' bits.
+        contribution: number of its change, counted from 1; 0 if it sends none.
+        samples: number of samples that the steps of its change have used, which is its weight.
         steps: number of those steps.
         step_s: seconds that one of its steps takes.
         norm: l2 norm of its change.
@@ -77,7 +77,7 @@ class Row:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Row:
-        """Returns the row that `tensor` has written."""
+        """Returns the row from the result of `tensor`."""
         values = _LAYOUT.unpack(tensor.cpu().contiguous().numpy().tobytes())
         identity, merges, checksum, contribution, samples, steps, step_s, norm, flags, name = values
         return cls(
@@ -95,7 +95,7 @@ class Row:
 
     @property
     def norm_per_step(self) -> float:
-        """Returns how far one step went in the mean."""
+        """Norm of the change divided by the number of its steps."""
         return self.norm / max(1, self.steps)
 
 
@@ -104,7 +104,7 @@ _LAYOUT = struct.Struct(f"<qqqqqqddq{_NAME_BYTES}s")
 
 @dataclass(frozen=True)
 class Shares:
-    """How much of each member's change is in the mean change.
+    """The share of each member's change in the mean change.
 
     Attributes:
         of_members: the weight of each member's change, in order; they add up to 1, or all are 0.
@@ -116,20 +116,20 @@ class Shares:
 
 
 def shares_of(rows: Sequence[Row], outlier: float) -> Shares:
-    """Returns the shares by samples; the same on all members.
+    """Returns the shares, in proportion to samples. They are equal on all members.
 
     A change that is not finite is left out. So is one whose norm for each step is more than ``outlier`` times the
-    median of all members' norms for each step. Norms are compared for each step, because a fast member makes many.
+    median of all members' norms for each step. Norms per step are compared because a fast member makes many steps.
 
     Args:
-        rows: of all members, in order.
-        outlier: the limit; infinity: there is none.
+        rows: the rows of all members, in order.
+        outlier: the limit; infinity means no limit.
     """
     senders = [number for number, row in enumerate(rows) if Flag.HAS_CHANGE in row.flags and row.samples > 0]
     left_out = {number: "is not finite" for number in senders if Flag.IS_FINITE not in rows[number].flags}
     finite = [number for number in senders if number not in left_out]
     if finite:
-        # The lower one of two in the middle: of two members, the one that went less far is believed.
+        # The lower of the two middle values: of two members, the one with the smaller change is trusted.
         median = statistics.median_low(rows[number].norm_per_step for number in finite)
         for number in finite:
             if median > 0 and rows[number].norm_per_step > outlier * median:
@@ -142,10 +142,11 @@ def shares_of(rows: Sequence[Row], outlier: float) -> Shares:
 
 
 def majority(rows: Sequence[Row]) -> tuple[int, int]:
-    """Returns merges and checksum of the anchors that most members have; the same on all members.
+    """Returns the number of merges and the checksum of the anchors that most members have. All members get the same
+    result.
 
-    They differ only where members were cut off from each other after one of them had made a merge that failed on the
-    others. Of two groups of one size, the one with the smallest identity counts.
+    Anchors differ only if members were cut off from each other after one of them had made a merge that failed on the
+    others. If two groups have the same size, the group with the smallest identity wins.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for row in rows:

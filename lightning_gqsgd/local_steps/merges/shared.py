@@ -18,10 +18,11 @@ from lightning_gqsgd.local_steps.merges.rows import Flag, Row, Shares
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import load_outer
 
-#: Merges after which a member that has sent nothing since is forgotten. It needs its entry until its next merge only.
+#: Merges after which a member that has sent no change since is forgotten. Its entry is only needed until its next
+#: merge.
 _REMEMBERED_MERGES = 1000
 
-#: Words of a checksum that are weighted at once: so many stay in a processor's cache, and no sum of them overflows.
+#: Words of a checksum that are weighted at once: they fit in a processor's cache, and their sum does not overflow.
 _CHUNK = 1 << 16
 
 #: Entries of the state.
@@ -30,25 +31,25 @@ _ENTRIES |= {"anchors": Mapping, "outer": Mapping, "integers": Tensor}
 
 
 class SharedState:
-    """Anchors, the outer optimizer, and the account of what is in them.
+    """The anchors, the outer optimizer, and a record of the changes that they include.
 
     Threads hold ``lock`` while they read or change it.
 
     Args:
         fragment: the whole model, with its anchors.
         outer: the outer optimizer of the anchors.
-        options: when it begins.
+        options: the options, which say when the outer optimizer begins.
         integers: the buffers that are not averaged, as int64 numbers; see `buffers.IntegerValues`.
 
     Attributes:
         fragment: see above.
         outer: see above.
         merges: number of merges so far.
-        samples: that have entered the anchors, of all members together.
-        mean_steps: steps that have entered the anchors, of the mean member.
+        samples: number of samples that have entered the anchors, of all members together.
+        mean_steps: number of steps that have entered the anchors, as a mean over members.
         left_out: number of changes that were not used.
         integers: see above.
-        version: changes with the anchors.
+        version: a number that changes whenever the anchors change.
         lock: see above.
     """
 
@@ -64,15 +65,15 @@ class SharedState:
         self.integers = integers
         self.lock = threading.RLock()
         self._checked = (-1, 0)  # version and checksum
-        # By member: the number of its latest contribution that is settled, and the merge that settled it.
+        # By member: the number of its latest settled contribution, and the merge that settled it.
         self._settled: dict[int, tuple[int, int]] = {}
 
     def has_settled(self, identity: int, contribution: int) -> bool:
-        """Returns whether a member's contribution is in the anchors, or was left out of them for good."""
+        """Returns whether a member's contribution is in the anchors, or was finally left out."""
         return self._settled.get(identity, (0, 0))[0] >= contribution
 
     def checksum(self) -> int:
-        """Returns a number that stands for the bits of the anchors. Waits for a GPU."""
+        """Returns a checksum of the anchors' bits. Waits for a GPU."""
         with self.lock:
             version, found = self._checked
             if version != self.version:
@@ -82,7 +83,7 @@ class SharedState:
 
     def _sum_of_bits(self) -> int:
         memories = [bundle.bits() for bundle in self.fragment.bundles]
-        # Weighted by place, so that two values that have changed places do not look the same.
+        # Weighted by place, so that two swapped values change the sum.
         places = torch.arange(1, _CHUNK + 1, device=memories[0].device)
         sums = []
         for memory in memories:
@@ -97,7 +98,7 @@ class SharedState:
         return (total + 2**63) % 2**64 - 2**63
 
     def start_anew(self) -> None:
-        """Take the tensors' present values for the anchors."""
+        """Set the anchors to the current values of the tensors."""
         with self.lock:
             for bundle in self.fragment.bundles:
                 bundle.take_anchors()
@@ -105,16 +106,16 @@ class SharedState:
 
     @torch.no_grad()
     def apply(self, means: Sequence[Tensor], rows: Sequence[Row], shares: Shares, integers: Tensor) -> bool:
-        """Move the anchors by the mean change, and put the merge down in the account.
+        """Move the anchors by the mean change, and record the merge.
 
         Args:
             means: the mean change of each bundle, [numel]; empty if no member has sent any.
-            rows: of all members.
+            rows: the rows of all members.
             shares: see `rows.shares_of`.
             integers: the new values of the buffers that are not averaged.
 
         Returns:
-            Whether the mean was used. One that is not finite is not, on any member.
+            Whether the mean was used. If it is not finite, no member uses it.
         """
         with self.lock:
             is_usable = bool(means) and all(bool(mean.isfinite().all()) for mean in means)
@@ -122,7 +123,8 @@ class SharedState:
                 used = [row for row, share in zip(rows, shares.of_members, strict=True) if share]
                 self.samples += sum(row.samples for row in used)
                 self.mean_steps += sum(row.steps for row in used) / len(used)
-                # At the end, the anchor becomes the mean of the members' models: a momentum would carry it too far.
+                # At the end, the anchor becomes the mean of the members' models, because momentum would move it too
+                # far.
                 is_last = all(Flag.HAS_FINISHED in row.flags for row in rows)
                 plain = is_last or self._options.leaves_outer_out(int(self.mean_steps))
                 self.fragment.move_anchors(means, self.outer, plain=plain)
@@ -138,15 +140,15 @@ class SharedState:
             return is_usable
 
     def missing_in(self, state: Mapping[str, Any]) -> int:
-        """Returns the number of members with a contribution in these anchors that another state does not know.
+        """Returns the number of members that have a contribution in these anchors that another state does not include.
 
-        There are some where the other state comes from members who were cut off from these, or who have begun anew.
+        It is not 0 if the other state comes from members that were cut off from these, or that have started again.
 
         Args:
-            state: what `state_dict` of another member gave.
+            state: the `state_dict` of another member.
 
         Raises:
-            ConfigError: it is no such state.
+            ConfigError: if it is no such state.
         """
         _check_entries(state)
         with self.lock:
@@ -159,12 +161,12 @@ class SharedState:
             )
 
     def forget(self) -> None:
-        """Count from 0 again, so that this member takes another one's state before its next merge."""
+        """Set the number of merges to 0, so that this member loads another member's state before its next merge."""
         with self.lock:
             self.merges = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of all that a member needs that joins: plain values and tensors."""
+        """Returns copies of everything that a joining member needs: plain values and tensors."""
         with self.lock:
             return {
                 "merges": self.merges,
@@ -179,10 +181,11 @@ class SharedState:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what another member knows, or a checkpoint has.
+        """Load the state of another member, or of a checkpoint.
 
         Raises:
-            ConfigError: this is no such state, or that of another model or outer optimizer; nothing was changed.
+            ConfigError: if this is no such state, or belongs to another model or outer optimizer. Nothing is changed
+                then.
         """
         _check_entries(state)
         anchors = {entry.name: anchor for entry, anchor in self.fragment.entries()}
@@ -202,7 +205,7 @@ class SharedState:
 
 
 def _check_entries(state: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what is no state of merges."""
+    """Raise ConfigError if a mapping is no state of merges."""
     for name, kind in _ENTRIES.items():
         if not isinstance(state.get(name), kind):
             raise ConfigError(

@@ -19,7 +19,7 @@ from lightning_gqsgd.membership.members import Members, MergeFailed
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after a merge that came to nothing until the next try.
+#: Seconds from a failed merge to the next attempt.
 _PAUSE_S = 0.2
 
 
@@ -27,15 +27,15 @@ class MergeThread:
     """Makes one merge after the other.
 
     Args:
-        members: who takes part.
-        shared: what all of them have in common.
-        member: this one.
-        rounds: when merges are.
+        members: the members that take part.
+        shared: the state that all members share.
+        member: this member.
+        rounds: the rounds, which say when merges are due.
         outlier: see `rows.shares_of`.
 
     Attributes:
         latest: the latest merge; None before the first one.
-        failed: number of merges that came to nothing.
+        failed: number of failed merges.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class MergeThread:
         return self._is_closing or self._error is not None or self._process != os.getpid()
 
     def join(self) -> None:
-        """Take what the others know, and begin the rounds.
+        """Load the others' state, and begin the rounds.
 
-        Where members come and go, that is what one of them knew a moment ago, and this member's first merge is beside
-        its training. Otherwise, this makes the first merge.
+        If members join and leave, this is the state that one of them had a moment ago, and this member trains during
+        its first merge. Otherwise, this makes the first merge.
 
         Raises:
-            ConfigError: this member does not fit the others.
-            CollectiveError: they cannot be reached.
+            ConfigError: if this member does not fit the others.
+            CollectiveError: if the others cannot be reached.
         """
         self._failing_since = time.monotonic()  # so that the first merge is due at once
         if self._has_taken(self._members.present_state()):
@@ -88,7 +88,7 @@ class MergeThread:
                 return
 
     def hand_over(self, contribution: Contribution) -> None:
-        """Merge a contribution as soon as the others do. The one before is settled."""
+        """Merge a contribution as soon as the others merge. The previous contribution must be settled."""
         with self._changed:
             assert self._contribution is None
             self._contribution = contribution
@@ -102,7 +102,7 @@ class MergeThread:
             self._changed.notify_all()
 
     def go_on(self) -> None:
-        """Begin with further rounds after the last merge of `finish`. Does nothing where that has not been."""
+        """Begin further rounds after the last merge of `finish`. Does nothing if that merge has not taken place."""
         with self._changed:
             if self._rests:
                 self._rests = False
@@ -110,20 +110,20 @@ class MergeThread:
                 self._changed.notify_all()
 
     def settled(self) -> Merge | None:
-        """Returns the merge that has settled what was handed over last; None if none has yet.
+        """Returns the merge that has settled the latest contribution; None if it is not settled yet.
 
         Raises:
-            ConfigError, CollectiveError: nothing can be merged any more.
+            ConfigError, CollectiveError: if no further merge is possible.
         """
         with self._changed:
             self._check()
             return self._settled_by
 
     def wait_settled(self, within_s: float | None = None) -> Merge | None:
-        """Wait until what was handed over last is settled; see `settled`.
+        """Wait until the latest contribution is settled; see `settled`.
 
         Args:
-            within_s: how long; None: until it is.
+            within_s: how long to wait at most, in seconds; None means no limit.
         """
         with self._changed:
             self._changed.wait_for(
@@ -140,12 +140,13 @@ class MergeThread:
 
     @contextmanager
     def between_merges(self) -> Iterator[None]:
-        """A context in which no merge is under way."""
+        """Returns a context in which no merge is under way."""
         with self._between:
             yield
 
     def close(self) -> None:
-        """End the thread. A merge under way fails, on the other members as well. Does nothing in a forked process."""
+        """End the thread. If a merge is under way, it fails, also on the other members. Does nothing in a forked
+        process."""
         if self._process != os.getpid():
             return
         with self._changed:
@@ -154,13 +155,14 @@ class MergeThread:
         self._members.close()
 
     def _has_taken(self, state: Mapping[str, Any] | None) -> bool:
-        """Take a state, if there is one that is of use; returns whether there was."""
+        """Load a state if there is one that fits. Returns whether a state was loaded."""
         if state is None or not state.get("merges"):
             return False
         try:
             self._shared.load_state_dict(state)
         except ConfigError as error:
-            # Whoever answers a stranger's question may be anything. In a merge, all hear of what does not fit.
+            # Any program may have answered, so a state that does not fit is ignored. In a merge, it is reported to all
+            # members.
             logger.info("gqsgd: the state of another member does not fit: %s", error)
             return False
         self._members.start_after(self._shared.merges)
@@ -180,7 +182,7 @@ class MergeThread:
             while self._wait_until_due():
                 with self._changed:
                     contribution = self._contribution
-                    # What was handed over before says for itself whether it is the last.
+                    # A contribution has its own flag that says whether it is the last.
                     has_finished = self._has_finished and contribution is None
                 found = self._merge(contribution, has_finished)
                 if found is not None:
@@ -207,15 +209,15 @@ class MergeThread:
         if late_after_s == 0:
             return True
         if self._has_finished:
-            # Where members come and go, those that have finished would begin without the others.
+            # If members join and leave, finished members would begin a merge without the others.
             return self._members.waits_for_all or late_after_s is None
         return self._contribution is not None
 
     def _merge(self, contribution: Contribution | None, has_finished: bool) -> Merge | None:
-        """Try to make a merge. Returns None if it came to nothing.
+        """Try to make a merge. Returns None if it failed.
 
         Raises:
-            CollectiveError: none has succeeded for as long as the rounds' patience.
+            CollectiveError: if no merge has succeeded for longer than the patience of the rounds.
         """
         requests = merge(
             self._shared,

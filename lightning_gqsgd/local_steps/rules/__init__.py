@@ -41,10 +41,10 @@ RULES: dict[str, type[Rule]] = {
 
 
 def parse_rule(value: object) -> Rule:
-    """The rule that a value stands for: a rule, its name, or a mapping of its numbers with its name as ``"name"``.
+    """Returns the rule for a value: a rule, its name, or a mapping of its numbers with its name as ``"name"``.
 
     Raises:
-        ConfigError: the value stands for no rule.
+        ConfigError: if the value describes no rule.
     """
     if isinstance(value, Rule):
         return value

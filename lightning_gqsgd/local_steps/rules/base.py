@@ -1,7 +1,7 @@
 """The interface of a rule. A rule describes the requests that a rank makes until it has the mean change.
 
-A rule issues no collective itself. The `Averager` of a rank yields what it asks for and is resumed with the answer, so
-that the same objects run over process groups (`PendingMean`) and over virtual workers of one process
+A rule issues no collective itself. The `Averager` of a rank yields its requests and is resumed with the answers, so the
+same objects run over process groups (`PendingMean`) and over virtual workers of one process
 (`research.simulation.local`).
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeanOf:
-    """A request: the mean of a flat tensor over ranks, by the configuration's codec, memory and reducer.
+    """A request for the mean of a flat tensor over ranks, by the configuration's codec, memory and reducer.
 
     Attributes:
         x: this rank's values, [numel], which become the mean.
@@ -39,13 +39,13 @@ class MeanOf:
 
 @dataclass
 class Exchanges:
-    """A request: exchanges of the rule's own.
+    """A request to run exchanges that the rule defines.
 
     Attributes:
-        x: what the exchanges replace, the same on all ranks afterwards.
-        start: starts the exchanges, as those of a reducer (see `reducers.base.Steps`).
-        sent_bytes: bytes that this rank has sent, once they are over.
-        message_bytes: bytes of this rank's message, once they are over.
+        x: the tensor that the exchanges replace. It is equal on all ranks afterwards.
+        start: function that starts the exchanges, as steps of a reducer (see `reducers.base.Steps`).
+        sent_bytes: bytes that this rank has sent, valid after the exchanges.
+        message_bytes: bytes of this rank's message, valid after the exchanges.
     """
 
     x: Tensor
@@ -54,7 +54,7 @@ class Exchanges:
     message_bytes: int = 0
 
     def counted(self, counters: BucketCounters) -> Steps:
-        """The exchanges, whose bytes are added to counters once they are over."""
+        """Run the exchanges, and add their bytes to counters afterwards."""
         bad = yield from self.start()
         counters.calls += 1
         counters.numel += self.x.numel()
@@ -70,16 +70,16 @@ RuleRequests = Generator[RuleRequest, Tensor, Tensor]
 
 
 class Averager(ABC):
-    """The requests of one rank to average one bundle, and its memory from average to average."""
+    """Makes the requests of one rank to average one bundle, and keeps its memory between averages."""
 
     @abstractmethod
     def requests(self, change: Tensor) -> RuleRequests:
         """Ask for the mean of all ranks' changes.
 
-        What is remembered moves only if the mean is finite: otherwise all ranks leave the average out.
+        The memory changes only if the mean is finite; otherwise, all ranks skip the average.
 
         Args:
-            change: this rank's, [numel]; free to be changed.
+            change: the change of this rank, [numel]; it may be overwritten.
         """
 
     def state(self) -> dict[str, Tensor]:
@@ -87,46 +87,46 @@ class Averager(ABC):
         return {}
 
     def take(self, state: Mapping[str, Tensor]) -> None:
-        """Remember what `state` gave. Names that are missing are remembered as at the start."""
+        """Load a memory from `state`. Missing names are set to zero, as at the start."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name]) if name in state else tensor.zero_()
 
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """How the ranks' changes of a bundle become one mean change.
+    """Base class of rules, which compute one mean change of a bundle from the ranks' changes.
 
     Attributes:
-        remembers: whether a rank remembers something from average to average.
+        remembers: whether a rank has a memory between averages.
     """
 
     remembers: ClassVar[bool] = False
 
     @property
     def most_requests(self) -> int:
-        """The most requests of an average. Those after the first one are asked while steps wait."""
+        """The largest number of requests of one average. Steps wait for all requests after the first."""
         return 1
 
-    def check(self, config: GQSGDConfig) -> None:  # noqa: B027  # most rules go with every configuration
-        """Raise ConfigError for a compression, with its reducer chosen, that does not go with the rule."""
+    def check(self, config: GQSGDConfig) -> None:  # noqa: B027  # most rules support every configuration
+        """Raise ConfigError for a compression, with the chosen reducer, that the rule does not support."""
 
     @abstractmethod
     def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
-        """The averager of a rank.
+        """Returns the averager of a rank.
 
         Args:
-            bundle: what is averaged, with its anchors.
+            bundle: the tensors that are averaged, with their anchors.
             rank: this rank.
             ranks: number of ranks.
         """
 
 
 class PendingMean:
-    """A mean change that is under way: starts an averager's requests one after the other, and hands it the answers.
+    """A mean change that is under way. Starts an averager's requests one after the other, and passes it the answers.
 
     Args:
-        requests: of the averager.
-        put: starts to answer a request; the second argument counts the requests from 0.
+        requests: the requests of the averager.
+        put: function that starts to answer a request; the second argument is the request's number, from 0.
     """
 
     def __init__(self, requests: RuleRequests, put: Callable[[RuleRequest, int], Job]) -> None:
@@ -138,11 +138,11 @@ class PendingMean:
         self._go_on(None)
 
     def wait(self) -> Tensor:
-        """The mean change, [numel].
+        """Wait for the mean change and return it, [numel].
 
         Raises:
-            ConfigError: the ranks do not agree.
-            CollectiveError: a collective failed.
+            ConfigError: if the ranks do not agree.
+            CollectiveError: if a collective failed.
         """
         while self._job is not None:
             self._go_on(self._job.wait())

@@ -6,13 +6,13 @@ and the latest move of the anchor, it sends
 
     δ_i = Δ_i - h_i    unless    |δ_i|² <= ε |a - a_before|²
 
-and then h_i <- Δ_i; all ranks take h̄ <- h̄ + 1/n Σ δ_i over those that sent, which is the mean change. With one step of
-gradient descent between two averages, Δ_i = η ∇f_i. CHB makes steps of α = η/n along the sum of gradients, so this is
-its rule with ε₁ = ε / η² = ε / (α n)². The momentum is that of the outer optimizer. The norms are those of a bundle of
+and then h_i <- Δ_i; all ranks take h̄ <- h̄ + 1/n Σ δ_i over those that sent, which is the mean change. With one step
+of gradient descent between two averages, Δ_i = η ∇f_i. CHB makes steps of α = η/n along the sum of gradients, so this
+is its rule with ε₁ = ε / η² = ε / (α n)². The momentum is the outer optimizer's. The norms are those of a bundle of
 tensors, which is the whole model unless there are fragments.
 
-First, ranks tell each other in one byte whether they send. If none does, nothing else travels. Those that send give
-their differences uncompressed to every other rank.
+First, ranks tell each other in one byte whether they send. If no rank sends, this is all. Otherwise, each sending rank
+sends its difference uncompressed to every other rank.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Censored(Rule):
     """Rule in which a rank sends its change only if it differs enough from the last one that it sent.
 
     Args:
-        threshold: ε, 0 or more; 0: every rank sends as long as its change differs from the last one that it sent.
+        threshold: ε, 0 or more. With 0, a rank sends whenever its change differs from the last one that it sent.
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: if the threshold is out of its range.
     """
 
     threshold: float = 0.1
@@ -52,7 +52,7 @@ class Censored(Rule):
         check_real("threshold", self.threshold, 0, float("inf"))
 
     def check(self, config: GQSGDConfig) -> None:
-        """Raise ConfigError for a compression that does not go with the rule."""
+        """Raise ConfigError for a compression that the rule does not support."""
         if config.reducer != "native":
             raise ConfigError(
                 f"rule='censored' sends differences as they are, without reducer={config.reducer!r}; take bits=32"
@@ -96,7 +96,7 @@ class _CensoredAverager(Averager):
         return mean.clone()
 
     def _steps(self, exchanges: Exchanges, sends: bool) -> Steps:
-        """Exchange differences; ``exchanges.x``: this rank's, which becomes the sum of all."""
+        """Exchange differences; ``exchanges.x`` is this rank's difference, which becomes the sum over all ranks."""
         x = exchanges.x
         ranks = self._ranks
         flags = torch.empty(ranks, 1, dtype=torch.uint8, device=x.device)
@@ -114,7 +114,7 @@ class _CensoredAverager(Averager):
         yield (Exchange("all_to_all", received, own, splits),)
 
         x.zero_()
-        # One after the other, in the order of ranks: the same bits on all of them.
+        # Added one after the other in rank order, so that all ranks get the same bits.
         for difference in received.view(len(senders), -1):
             x += difference
         if sends:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mean(Rule):
-    """See the module."""
+    """The mean of all changes."""
 
     def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
         """Returns the averager of one bundle, as `Rule.averager` specifies."""

@@ -1,16 +1,15 @@
 """Multi-step compression: a change is sent in R messages, each of which contains what the previous ones have left out
 (NEOLITHIC, arXiv 2206.03665).
 
-With error feedback, the memory of the configuration is all that this needs. The first message holds the codes of the
-change and of the error e that is remembered. Each further one holds the codes of zero and of e, which is what was left
-out:
+With error feedback, this rule needs no memory other than the configuration's. The first message has the codes of the
+change plus the remembered error e. Each further message has the codes of zero plus e, the part that was left out:
 
-    u_1 = Δ + e,   u_r = e for r = 2..R,   e <- u_r - C(u_r) after each of them,   Σ C(u_r) is what peers take.
+    u_1 = Δ + e,   u_r = e for r = 2..R,   e <- u_r - C(u_r) after each message;   other ranks use Σ C(u_r).
 
-So with a contraction, |x - C(x)|² <= (1 - δ) |x|², the loss of R messages is at most (1 - δ)^R of what was to be sent.
-The way back does the same with the owner's error. NEOLITHIC takes gradients of R batches at the same point, one
-for each message: accumulate R batches for each optimizer step, as loops do that accumulate gradients
-(``accumulate_grad_batches`` of Lightning's Trainer).
+So with a contraction, |x - C(x)|² <= (1 - δ) |x|², the loss after R messages is at most (1 - δ)^R of the original. The
+way back does the same with the owner's error. NEOLITHIC computes the gradients of R batches at the same point, one for
+each message. To do the same, accumulate the gradients of R batches for each optimizer step (``accumulate_grad_batches``
+of Lightning's Trainer).
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MultiStep(Rule):
-    """See the module.
+    """Rule that sends a change in several messages; see the module's docstring.
 
     Args:
         messages: R, 1 to 1000.
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: if the number is out of its range.
     """
 
     messages: int = 4
@@ -51,7 +50,7 @@ class MultiStep(Rule):
         return self.messages
 
     def check(self, config: GQSGDConfig) -> None:
-        """Raise ConfigError for a compression that does not go with the rule."""
+        """Raise ConfigError for a compression that the rule does not support."""
         memories = {"memory": config.up}
         if config.reducer == "two_shot":
             memories["memory_down"] = config.down

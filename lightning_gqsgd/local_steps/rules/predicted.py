@@ -1,15 +1,16 @@
-"""Predictive coding: ranks send how far a change is from what all of them can predict (arXiv 2108.00918).
+"""Predictive coding: ranks send the difference between a change and a prediction that all ranks can make (arXiv
+2108.00918).
 
-Predictions of the next mean change are made of the mean changes so far, which all ranks know, by the formulas of the
-released code, KAI-YUE/Predictive-Coding-FL: zero, i.e. the previous model; the mean of the last three changes; and
-η m / (√v + 1e-4), with moving averages m and v of changes and of their squares, of weights 0.8 and 0.9 and η = 1e-3.
-For each tensor, a rank takes the prediction that is nearest to its change in l2 norm, and sends
+The next mean change is predicted from the mean changes so far, which all ranks know, by the formulas of the released
+code, KAI-YUE/Predictive-Coding-FL: zero, i.e. the previous model; the mean of the last three changes; and η m / (√v +
+1e-4), with moving averages m and v of changes and of their squares, of weights 0.8 and 0.9 and η = 1e-3. For each
+tensor, a rank takes the prediction that is nearest to its change in l2 norm, and sends
 
     r = Δ - prediction,
 
-by the codec of the configuration, and beside it, uncompressed, which prediction it took. The mean change is the mean of
-all r and of all predictions. The released code also learns an autoregression, and chooses between two scales by a
-rate-distortion rule; both are left out here. With an entropy coder, few bits remain where predictions are good.
+by the codec of the configuration, and also, uncompressed, which prediction it used. The mean change is the mean of all
+r and of all predictions. The released code also learns an autoregression, and chooses between two scales by a
+rate-distortion rule; both are left out here. With an entropy coder, good predictions leave few bits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PREDICTIONS = 3
 
 @dataclass(frozen=True)
 class Predicted(Rule):
-    """See the module."""
+    """Rule of predictive coding; see the module's docstring."""
 
     remembers: ClassVar[bool] = True
 
@@ -49,7 +50,7 @@ class Predicted(Rule):
 class _PredictedAverager(Averager):
     def __init__(self, bundle: Bundle) -> None:
         self._sizes = [segment.numel for segment in bundle.segments]
-        # The number of a parameter that no model has, for what is told of the predictions.
+        # The number of a parameter that no model has, for the chosen predictions.
         told = Segment(2**31 - 1 - bundle.segments[0].parameter, len(self._sizes) * _PREDICTIONS, raw=True)
         self._segments = (*bundle.segments, told)
         like = bundle.flat_anchors()
@@ -84,7 +85,7 @@ class _PredictedAverager(Averager):
         return mean
 
     def _predictions(self) -> list[Tensor]:
-        """What the next mean change may be, each [numel]."""
+        """Returns the predictions of the next mean change, each [numel]."""
         known = min(int(self._count), _LAST)
         first, second = self._averages
         corrected = [1 - weight ** int(self._count) for weight in _WEIGHTS] if known else [1.0, 1.0]

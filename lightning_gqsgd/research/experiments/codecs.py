@@ -150,7 +150,7 @@ def dq_psgd() -> Rows:
 
 
 def eden(name: str) -> Rows:
-    """EDEN and DRIVE: the same error whatever the gradient, and nothing lost along it."""
+    """EDEN and DRIVE: the same error for every gradient, and no error along the gradient."""
     stated = {"drive": 0.571, "eden": 0.133}[name]
     for kind, x in (("normal", normal(0, 1 << 14)), ("heavy-tailed", normal(0, 1 << 14) ** 3)):
         omega = message(x, name, 8)[0]

@@ -20,7 +20,7 @@ from lightning_gqsgd.research.simulation import relative_error, simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
 from lightning_gqsgd.research.simulation.subspaces import SubspaceRanks
 
-#: A reference that is the latest reduced gradient.
+#: A memory whose reference is the latest reduced gradient.
 LATEST = {"shared": True, "rho": 1.0, "beta": 0.0}
 
 
@@ -42,16 +42,17 @@ def ecq_sgd() -> Rows:
 
 @cache
 def _excess(preset: str, memory: str = "") -> float:
-    """Loss above the least one after 350 steps of 10 workers with a truth of their own each, full gradients."""
+    """Returns the loss above its minimum after 350 steps with full gradients, in which each of 10 workers has its own
+    true weights."""
     problem = LeastSquares(dimension=20, rows=1000, parts=10, spread=1.0, noise=0.0, dtype=torch.float64)
-    lr = 1 / 7 / problem.smoothness  # ω <= 24/4 in a block of 24, and a block is the least that d fits in
+    lr = 1 / 7 / problem.smoothness  # ω <= 24/4 in a block of 24, the smallest block that holds d
     fields = {"memory": memory} if memory else {}
     given: dict[str, Any] = {"record_every": 5, "progress": False, "block_size": 24, **fields}
     return float(simulate(preset, problem, workers=10, steps=350, lr=lr, **given).metrics["excess"][-20:].mean())
 
 
 def differences(name: str) -> Rows:
-    """DIANA, Artemis and DORE where workers differ."""
+    """DIANA, Artemis and DORE with workers that differ."""
     found = _excess(name)
     without = _excess("diana" if name == "diana" else "artemis", "none")
     yield Row("linear convergence where workers differ: the loss goes to 0", f"{found:.2g}", found < 1e-9)
@@ -60,8 +61,9 @@ def differences(name: str) -> Rows:
 
 @cache
 def _penalised_excess(memory: str) -> tuple[float, float]:
-    """Returns the objective above the least one, and the share of weights that are zero in one of the two points only,
-    of DIANA's codes with a memory and proximal steps, on the problem of `_excess` with a penalty 0.3 |x|_1."""
+    """Train DIANA's codes with a memory and proximal steps, on the problem of `_excess` with a penalty 0.3 |x|_1.
+    Returns the objective above its minimum, and the share of weights that are zero either in the result or at the
+    optimum, but not in both."""
     problem = LeastSquares(dimension=20, rows=1000, parts=10, spread=1.0, noise=0.0, dtype=torch.float64)
     penalty = 0.3
     least = problem.start()
@@ -76,7 +78,7 @@ def _penalised_excess(memory: str) -> tuple[float, float]:
 
 
 def diana() -> Rows:
-    """DIANA where workers differ, without and with a penalty."""
+    """DIANA with workers that differ, without and with a penalty."""
     yield from differences("diana")
     found, wrong = _penalised_excess("diana")
     without = _penalised_excess("none")[0]
@@ -91,7 +93,7 @@ def _amsgrad(parameters: list[Tensor]) -> torch.optim.Optimizer:
 
 @cache
 def _slopes(preset: str, memory: str = "") -> tuple[float, float]:
-    """|∇f| after 1000 and after 2000 steps of AMSGrad, 5 workers with a truth of their own each."""
+    """Returns |∇f| after 1000 and after 2000 steps of AMSGrad, in which each of 5 workers has its own true weights."""
     problem = LogisticRegression(
         dimension=100, rows=500, parts=5, spread=1.0, scale=0.3, regularisation=0.1, dtype=torch.float64
     )
@@ -122,7 +124,7 @@ def comp_ams() -> Rows:
 
 @cache
 def _digits(preset: str, fields: tuple[tuple[str, Any], ...] = ()) -> tuple[float, float]:
-    """Loss and accuracy on the digits after 300 steps of 4 workers with batches of 32."""
+    """Returns loss and accuracy on the digits after 300 steps of 4 workers with batches of 32."""
     run = simulate(preset, DigitsMLP(), workers=4, steps=300, lr=0.2, progress=False, **dict(fields))
     return run.last(), run.last("accuracy")
 
@@ -131,8 +133,8 @@ def trained(name: str, points: float) -> Rows:
     """A system on the digits, against no compression.
 
     Args:
-        name: of its preset.
-        points: how far its accuracy may be behind.
+        name: name of its preset.
+        points: the largest allowed deficit of its accuracy.
     """
     exact = _digits("ddp")
     found = _digits(name)
@@ -154,7 +156,7 @@ def fed_back(name: str) -> Rows:
 
 
 def walk(distance: float, numel: int, steps: int) -> list[Tensor]:
-    """Returns vectors of norm sqrt(numel), each of which is so far, relative to the norm, from the one before."""
+    """Returns vectors of norm sqrt(numel), each at the given relative ``distance`` from the previous one."""
     generator = torch.Generator().manual_seed(0)
     vectors = [torch.randn(numel, generator=generator)]
     for _ in range(steps):
@@ -164,8 +166,8 @@ def walk(distance: float, numel: int, steps: int) -> list[Tensor]:
 
 
 def squared_error(vectors: list[Tensor], **fields: Any) -> float:
-    """Returns the mean relative squared error of one rank's messages, after a reference has had three steps to
-    begin."""
+    """Returns the mean relative squared error of one rank's messages, without the first three, in which a reference
+    builds up."""
     fields = {"bits": 3, "codec": "linear", "reducer": "gather", "block_size": 256, **fields}
     rank = virtual(1, vectors[0].numel(), **fields)
     errors = [relative_error(rank.mean([vector], step), [vector]) ** 2 for step, vector in enumerate(vectors)]
@@ -175,7 +177,7 @@ def squared_error(vectors: list[Tensor], **fields: Any) -> float:
 def wyner_ziv() -> Rows:
     """Differences to a shared reference."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", StabilityWarning)  # of the worst gradient
+        warnings.simplefilter("ignore", StabilityWarning)  # the warning is about the worst gradient
         errors = {distance: squared_error(walk(distance, 4096, 8), memory=LATEST) for distance in (0.1, 0.3)}
     plain = squared_error(walk(0.1, 4096, 8))
     ratio = errors[0.3] / errors[0.1]
@@ -186,7 +188,7 @@ def wyner_ziv() -> Rows:
 
 
 def half_a_bit() -> Rows:
-    """Signs of half of the turned coordinates, which are unbiased as well."""
+    """Signs of half of the rotated coordinates, which are also unbiased."""
     numel, steps = 1024, 400
     x = normal(0, numel) ** 3
     ranks = SubspaceRanks(1, numel, 0.5, x.dtype, remembers=False, codec="eden", bits=1, block_size=512)

@@ -93,7 +93,7 @@ def genqsgd() -> Rows:
 
 
 def sparseloco() -> Rows:
-    """SparseLoCo on the digits, each worker with digits of its own."""
+    """SparseLoCo on the digits, in which each worker has its own digits."""
     problem = DigitsMLP(by_label=True)
 
     def run(preset: str, **fields: Any) -> Record:
@@ -113,7 +113,7 @@ def sparseloco() -> Rows:
 
 @dataclass
 class Uneven(LeastSquares):
-    """Least squares whose workers differ in smoothness: rows of worker i have a largest eigenvalue of L_i."""
+    """Least squares whose workers differ in smoothness: the largest eigenvalue for the rows of worker i is L_i."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,11 +131,11 @@ class Uneven(LeastSquares):
 
 
 def uploads(problem: Uneven, threshold: float | None, outer: str) -> tuple[int, int]:
-    """Returns the steps until f - f* = 1e-7, and the uploads of all workers until then.
+    """Returns the number of steps until f - f* = 1e-7, and the number of uploads of all workers until then.
 
     Args:
-        problem: with d = 50 and 9 workers.
-        threshold: of censoring; None: nothing is censored.
+        problem: the problem, with d = 50 and 9 workers.
+        threshold: threshold of censoring; None means no censoring.
         outer: the outer optimizer.
     """
     workers, numel, lr = 9, 50, 1 / problem.smoothness
@@ -239,7 +239,7 @@ def mcm() -> Rows:
 
 
 def predictive_run(rule: str) -> Record:
-    """Returns the training of predictive coding's preset with a rule: digits, 5 workers, rounds of 10 steps of Adam."""
+    """Train the preset of predictive coding with a rule: digits, 5 workers, rounds of 10 steps of Adam."""
     problem = DigitsMLP(hidden=64)
     problem.segments = [segment._replace(raw=False) for segment in problem.segments]
     given: dict[str, Any] = {"local_steps": 10, "rule": rule, "record_every": 10, "progress": False}

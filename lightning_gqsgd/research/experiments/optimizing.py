@@ -15,14 +15,14 @@ from lightning_gqsgd.research.simulation.problems import LeastSquares, LogisticR
 from lightning_gqsgd.research.simulation.shifted import DGDDEF
 from lightning_gqsgd.research.systems import SYSTEMS
 
-#: Of the L1 norm.
+#: Weight of the L1 norm.
 PENALTY = 1e-2
 #: Codes of one bit, for DGD-DEF.
 SIGN: dict[str, Any] = {"codec": "sign", "bits": 1, "dither": "adaptive"}
 
 
 class SparseLogistic(LogisticRegression):
-    """Logistic regression of which 5 % of the true weights are not zero."""
+    """Logistic regression in which 5 % of the true weights are not zero."""
 
     def _targets(self, scores: Tensor, noise: Tensor) -> Tensor:
         self.truth = 2 * torch.where(torch.arange(self.dimension) % 20 == 0, self.truth, 0.0)
@@ -37,11 +37,12 @@ def sparse_problem() -> SparseLogistic:
 def sparse_run(
     problem: SparseLogistic, optimizer: Any, preset: str, steps: int, **fields: Any
 ) -> tuple[float, float, float]:
-    """Returns zeros, loss with penalty and accuracy after some steps of 4 workers with batches of 32.
+    """Returns the share of zeros, the loss with penalty and the accuracy after some steps of 4 workers with batches of
+    32.
 
     Args:
-        problem: of `sparse_problem`.
-        optimizer: makes the optimizer of a list of parameters.
+        problem: the result of `sparse_problem`.
+        optimizer: function that creates the optimizer of a list of parameters.
         preset: name of the preset of the gradients.
         steps: number of steps.
         **fields: fields of `GQSGDConfig`.
@@ -63,7 +64,8 @@ def adagrad() -> Rows:
 
 
 def penalised(name: str) -> Rows:
-    """Adagrad with an L1 penalty on ternary gradients, clipped and not, against fp32; ``name``: of the system."""
+    """Adagrad with an L1 penalty on ternary gradients, clipped and not, against fp32; ``name`` is the name of the
+    system."""
     kind = CMDAdagrad if name == "qcmd_adagrad" else RDAAdagrad
     problem = sparse_problem()
     clipped = SYSTEMS[name].fields
@@ -83,7 +85,7 @@ def penalised(name: str) -> Rows:
 
 
 class Rates:
-    """Factors per step by which the distance to the optimum shrinks in 50 steps; d = 116, one worker."""
+    """Computes the factor per step by which the distance to the optimum shrinks, over 50 steps; d = 116, one worker."""
 
     def __init__(self) -> None:
         self._problem = LeastSquares(dimension=116, rows=400, noise=0.0, dtype=torch.float64)
@@ -105,7 +107,7 @@ class Rates:
 
 
 def dgd_def() -> Rows:
-    """DGD-DEF's linear rate, which is that of gradient descent."""
+    """DGD-DEF's linear rate, which equals the rate of gradient descent."""
     rates = Rates()
     exact = rates.exact()
     cases: list[tuple[int, dict[str, Any]]] = [(1, SIGN), (2, {"bits": 2}), (4, {"bits": 4})]

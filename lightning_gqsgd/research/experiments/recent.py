@@ -20,7 +20,7 @@ from lightning_gqsgd.research.systems import SYSTEMS
 
 
 def demo() -> Rows:
-    """DeMo's code: few coordinates of the cosine transform, and what they keep of something smooth."""
+    """DeMo's code: few coordinates of the cosine transform, and their error on a smooth vector."""
     numel = 8192
     fields = {**SYSTEMS["demo"].fields, "memory": "none"}
     smooth = torch.cos(torch.arange(numel) * 0.02) + 0.5 * torch.sin(torch.arange(numel) * 0.05)

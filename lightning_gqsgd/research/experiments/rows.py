@@ -1,5 +1,5 @@
-"""A row of an experiment: what is claimed, what was measured, and whether that holds; and what several experiments
-measure."""
+"""A row of an experiment: the claim, the measurement, and whether they agree; and measurements that several experiments
+share."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Row:
     """A claim about a system, and its measurement.
 
     Attributes:
-        claim: what is claimed, with its numbers.
-        measured: what was measured, with its numbers.
+        claim: the claim, with its numbers.
+        measured: the measurement, with its numbers.
         holds: whether the measurement agrees with the claim.
     """
 
@@ -35,7 +35,7 @@ Rows = Iterator[Row]
 
 
 def normal(seed: int, numel: int) -> Tensor:
-    """Returns independent normal numbers of a seed, [numel]."""
+    """Returns independent normal numbers from a seed, [numel]."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
@@ -60,9 +60,10 @@ def message(x: Tensor, preset: str, repeats: int = 40, **fields: Any) -> tuple[f
 
 
 def bias(preset: str, ranks: int = 3, numel: int = 4096, steps: int = 100, **fields: Any) -> Row:
-    """Returns the row of an unbiased preset: the errors of steps, on the same normal gradients, average out.
+    """Returns the row for an unbiased preset: the errors of different steps on the same normal gradients average out.
 
-    With independent errors of mean zero, the squared error of the mean over N steps is 1/N of that of one step.
+    If errors are independent with mean zero, the squared error of the mean over N steps is 1/N of the squared error of
+    one step.
     """
     ranks_of = virtual(ranks, numel, preset, **fields)
     gradients = [normal(rank, numel) for rank in range(ranks)]
@@ -74,7 +75,7 @@ def bias(preset: str, ranks: int = 3, numel: int = 4096, steps: int = 100, **fie
         total += mean
         squares += float((mean - exact).square().sum()) / steps
     left = float((total / steps - exact).square().sum()) / (squares / steps)
-    # A mean of numel squares has a standard deviation of sqrt(2 / numel), and a little more where blocks are turned.
+    # A mean of numel squares has a standard deviation of sqrt(2 / numel), and a little more if blocks are rotated.
     return Row(
         f"unbiased: the mean of {steps} steps has 1/{steps} of the squared error of one",
         f"{left:.2f}/{steps}",

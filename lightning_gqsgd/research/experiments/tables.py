@@ -22,13 +22,13 @@ from lightning_gqsgd.wire.telemetry import BucketCounters
 
 
 def gathered(touched: Sequence[Touched], height: int, step: int = 0, number: int = 3, **fields: Any) -> list[Touched]:
-    """Returns the mean of virtual ranks' rows, as each of them has it.
+    """Returns the mean of virtual ranks' rows, as computed by each rank.
 
     Args:
         touched: the rows of each rank.
-        height: rows of the table.
+        height: number of rows of the table.
         step: number of the dither.
-        number: of the table's parameter.
+        number: number of the table's parameter.
         **fields: fields of `GQSGDConfig`.
     """
     ranks = len(touched)
@@ -51,7 +51,7 @@ def gathered(touched: Sequence[Touched], height: int, step: int = 0, number: int
 
 
 def sketched(touched: Sequence[Touched], height: int, step: int = 0) -> list[Touched]:
-    """Returns the mean of virtual ranks' rows by sketches, as each of them has it; see `gathered`."""
+    """Returns the mean of virtual ranks' rows by sketches, as computed by each rank; see `gathered`."""
     ranks = len(touched)
     table = Table(3, height, touched[0].values.shape[1], False)
     key = StepKeys.of(resolve(GQSGDConfig(sparse="sketch"), ranks).seed, step, ranks).rotation
@@ -89,7 +89,7 @@ def dense(mean: Touched, height: int) -> Tensor:
 
 
 class SparseRows:
-    """Logistic regression on samples of 60 of 20,000 features, with labels of a hidden vector."""
+    """Logistic regression on samples that have 60 of 20,000 features, with labels from a hidden vector."""
 
     features = 20_000
     per_sample = 60
@@ -152,8 +152,8 @@ def median_error(exact: Tensor, rows: Tensor, times: int) -> float:
 
     Args:
         exact: the mean of all ranks' rows, [height, 1].
-        rows: numbers of the rows that any rank has touched.
-        times: cells of the sketch, over those from which rows are read by peeling.
+        rows: numbers of the rows that at least one rank has touched.
+        times: number of cells of the sketch, divided by the number from which peeling reads rows.
     """
     table = Table(3, len(exact), 1, False)
     places = places_of(table, rows, times * len(rows), StepKeys.of(0, 0, 1).rotation, exact.dtype)

@@ -34,8 +34,8 @@ def fedvote() -> Rows:
 
 
 def lasso() -> tuple[Penalised, float, float]:
-    """Returns logistic regression with an L1 penalty, d = 40, 8 workers with a truth of their own each; its least
-    objective and its smoothness."""
+    """Returns logistic regression with an L1 penalty, d = 40, in which each of 8 workers has its own true weights; its
+    smallest objective, and its smoothness."""
     fields: dict[str, Any] = {"dimension": 40, "rows": 1600, "parts": 8, "spread": 0.5, "regularisation": 0.0}
     fields |= {"dtype": torch.float64}
     penalty = 1e-2
@@ -51,17 +51,17 @@ def lasso() -> tuple[Penalised, float, float]:
     return problem, problem.objective(x), smoothness
 
 
-#: Budgets of gradients, in epochs, over which rates are fitted.
+#: Budgets of gradients, in epochs, to which rates are fitted.
 BUDGETS = (15, 30, 60, 120)
 
 
 def spent(run: GossipRecord, least: float) -> list[float]:
-    """Returns F - F* of a run where it has spent each of the budgets, at most."""
+    """Returns F - F* of a run at the last record within each of the budgets."""
     return [run.objective[bisect_right(run.epochs, budget) - 1] - least for budget in BUDGETS]
 
 
 def exponent(errors: Sequence[float]) -> float:
-    """Returns the p of the power T^-p of the budget T that fits errors best, by their logarithms."""
+    """Returns the p for which T^-p, with the budget T, fits the logarithms of errors best."""
     return -linear_regression([math.log(budget) for budget in BUDGETS], [math.log(error) for error in errors]).slope
 
 
@@ -75,7 +75,7 @@ def dpsvrg() -> Rows:
         for tau in (5, 20, 100)
     ]
     stochastic = [min(errors) for errors in zip(*tried, strict=True)]
-    # A stage that has begun is finished, so the budget is a little larger than the last one that is looked at.
+    # A stage that has begun is finished, so the budget is a little larger than the last one in `BUDGETS`.
     run = DPSVRG(0.1 / smoothness, first=10, growth=1.05, most_rounds=16).run(problem, ring, 1.02 * BUDGETS[-1])
     reduced = spent(run, least)
     yield Row(

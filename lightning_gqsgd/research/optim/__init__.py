@@ -1,5 +1,5 @@
 """Optimizers that torch lacks: Adagrad with an L1 penalty, for models most of whose coordinates are exactly zero; Muon
-beside AdamW, for local steps; and Dion, which averages factors of low rank by itself."""
+together with AdamW, for local steps; and Dion, which itself averages factors of low rank."""
 
 from lightning_gqsgd.research.optim.adagrad import CMDAdagrad, RDAAdagrad
 from lightning_gqsgd.research.optim.dion import Dion

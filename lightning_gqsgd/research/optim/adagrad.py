@@ -32,7 +32,7 @@ from lightning_gqsgd.research.optim.closures import OwnOptimizer
 class _ProximalAdagrad(OwnOptimizer):
     """Base class with the parts that both methods share."""
 
-    #: What is remembered of each parameter, beside the number of its steps: tensors like the parameter, zero at first.
+    #: State of each parameter in addition to its number of steps: tensors like the parameter, initially zero.
     _KEPT: tuple[str, ...] = ("sum",)
 
     def __init__(
@@ -57,14 +57,14 @@ class _ProximalAdagrad(OwnOptimizer):
         """Update all parameters that have a gradient.
 
         Raises:
-            RuntimeError: a gradient is sparse, or a parameter complex.
+            RuntimeError: if a gradient is sparse, or if a parameter is complex.
         """
         for group in self.param_groups:
             for parameters in self._lists(group):
                 self._step_list(parameters, group)
 
     def _lists(self, group: dict[str, Any]) -> list[list[Tensor]]:
-        """Returns the parameters with a gradient, in lists that one call of a foreach operation can take."""
+        """Returns the parameters with a gradient, in lists for single calls of foreach operations."""
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in trained:
             if parameter.grad.is_sparse:
@@ -73,7 +73,7 @@ class _ProximalAdagrad(OwnOptimizer):
                 raise RuntimeError(f"{type(self).__name__} does not support complex parameters")
             self._remember(parameter)
         foreach = group["foreach"]
-        if foreach is None:  # as torch's own: lists save launches on a GPU, and cost memory everywhere
+        if foreach is None:  # as in torch: lists save kernel launches on a GPU, but need more memory
             foreach = all(parameter.is_cuda for parameter in trained)
         if not foreach:
             return [[parameter] for parameter in trained]
@@ -83,7 +83,7 @@ class _ProximalAdagrad(OwnOptimizer):
         return list(alike.values())
 
     def _remember(self, parameter: Tensor) -> None:
-        """Make the state of a parameter in its first step."""
+        """Create the state of a parameter in its first step."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -91,7 +91,7 @@ class _ProximalAdagrad(OwnOptimizer):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
     def _step_list(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """One step of parameters of one device and dtype."""
+        """Make a step of parameters of one device and dtype."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if group["maximize"]:
             gradients = list(torch._foreach_neg(gradients))
@@ -130,7 +130,7 @@ class CMDAdagrad(_ProximalAdagrad):
         maximize: whether to maximise the objective minus the penalty.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: if a number is out of its range.
 
     State of each parameter: ``step``, and ``sum`` like the parameter.
     """
@@ -157,8 +157,8 @@ class RDAAdagrad(_ProximalAdagrad):
     of its gradients is at most λ, so noise without bias hardly makes models less sparse. On gradients that the
     communication hook has quantised, this is QRDA Adagrad (Xu et al. 2022).
 
-    The result of a step does not depend on where the parameters were. The first step therefore replaces initial
-    parameters: the method is for models that may start at zero, such as linear ones, and not for networks.
+    The result of a step does not depend on the previous values of the parameters. So the first step replaces the
+    initial parameters: the method is for models that may start at zero, such as linear ones, and not for networks.
 
     Arguments and errors are those of `CMDAdagrad`.
 

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 
 class OwnOptimizer(Optimizer):
-    """An optimizer whose step first calls the closure, if there is one, as torch's optimizers do."""
+    """Base class whose step first calls the closure, if there is one, as torch's optimizers do."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
@@ -20,7 +20,7 @@ class OwnOptimizer(Optimizer):
             closure: computes the loss and its gradients again, and returns the loss.
 
         Returns:
-            What the closure returned; None without one.
+            The result of the closure; None without a closure.
         """
         loss = None
         if closure is not None:

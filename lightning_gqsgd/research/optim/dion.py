@@ -1,7 +1,7 @@
-"""Dion: orthonormal steps of low rank, of which ranks average the factors instead of gradients (arXiv 2504.05295).
+"""Dion: orthonormal steps of low rank. Ranks average the factors of a step instead of gradients (arXiv 2504.05295).
 
-For a matrix X of m rows and n columns, rank i has the gradient G_i and a momentum M_i of its own, and all ranks have
-the same Q of n rows and r columns. A step is
+For a matrix X of m rows and n columns, rank i has its own gradient G_i and momentum M_i, and all ranks have the same Q
+of n rows and r columns. A step is
 
     M_i <- M_i + G_i
     P = orthonormal columns of mean_i (M_i Q)                 m r numbers are averaged
@@ -10,13 +10,13 @@ the same Q of n rows and r columns. A step is
     Q <- R, each column divided by its length
     X <- (1 - η λ) X - η √(m / n) P Qᵀ.
 
-Both means are linear in M_i, so the step is that of Dion on the mean of all gradients, up to rounding, although the
-mean of the gradients is never computed: (m + n) r numbers travel in the place of m n. What P Rᵀ lacks of the momentum
-stays in it. Averages that are quantised (fields such as ``bits=8``) give another P and R, the same on all ranks, and
-their errors stay in the momentum, too.
+Both means are linear in M_i, so the step equals Dion's step on the mean of all gradients, up to rounding, although the
+mean of the gradients is never computed: (m + n) r numbers are sent instead of m n. The part of the momentum that P Rᵀ
+does not contain stays in the momentum. If averages are quantised (fields such as ``bits=8``), P and R differ, but are
+the same on all ranks, and their errors also stay in the momentum.
 
-Parameters that are no matrices have AdamW, on the mean of their gradients. Columns are made orthonormal by
-`torch.linalg.qr` on every rank, so ranks have the same bits if their processors, and libraries, are alike.
+Parameters that are no matrices are trained by AdamW, on the mean of their gradients. Every rank makes columns
+orthonormal with `torch.linalg.qr`, so ranks have the same bits if their processors and libraries are the same.
 """
 
 from __future__ import annotations
@@ -37,35 +37,37 @@ _KEY = "is_dion"
 
 
 class Dion(OwnOptimizer):
-    """Trains a model on several ranks without DistributedDataParallel's averages of gradients; see the module.
+    """Trains a model on several ranks without DistributedDataParallel's averages of gradients; see the module's
+    docstring.
 
     Use it with the module itself, or inside of ``no_sync()`` of DistributedDataParallel. All ranks start from the same
     parameters, and make equally many steps::
 
         optimizer = Dion(*matrices_of(model), lr=0.01)
 
-    A step is a collective where torch.distributed is initialised. Momenta differ between ranks, so each rank saves its
-    own state; `average_momenta` makes that of one rank enough.
+    If torch.distributed is initialised, a step is a collective. Momenta differ between ranks, so each rank has to save
+    its own state; after `average_momenta`, the state of one rank is enough.
 
     Args:
         matrices: parameters of two dimensions, in fp32.
         others: all other parameters, in fp32.
         lr: learning rate η of matrices, at least 0.
-        rank_fraction: r over the smaller side of a matrix, above 0 and at most 1; r is rounded up.
+        rank_fraction: r divided by the smaller side of a matrix, above 0 and at most 1; r is rounded up.
         momentum: μ, 0 to 1.
         weight_decay: λ, at least 0.
-        others_lr: learning rate of AdamW; None: η.
-        betas: of AdamW.
+        others_lr: learning rate of AdamW; None means η.
+        betas: betas of AdamW.
         group: process group; None is the default group.
-        **fields: fields of `GQSGDConfig` for averages, e.g. ``bits=8``; without any, they are those of fp32 numbers.
+        **fields: fields of `GQSGDConfig` for averages, e.g. ``bits=8``. By default, fp32 numbers are averaged.
 
     Attributes:
-        averaged_numel: numbers that the latest step has averaged.
+        averaged_numel: number of values that the latest step has averaged.
 
     Raises:
-        ValueError: a number out of its range, a matrix that has not two dimensions, or parameters of another dtype.
+        ValueError: if a number is out of its range, if a matrix does not have two dimensions, or if a parameter has
+            another dtype.
 
-    State of each matrix: ``momentum`` like it, and ``basis``, Q.
+    State of each matrix: ``momentum``, like the matrix, and ``basis``, Q.
     """
 
     def __init__(
@@ -112,11 +114,11 @@ class Dion(OwnOptimizer):
         self.averaged_numel = 0
 
     def _update(self) -> None:
-        """Average what all ranks need, and update all parameters that have a gradient.
+        """Average the factors of matrices and the other gradients, and update all parameters that have a gradient.
 
         Raises:
-            ConfigError: the ranks do not agree, e.g. on which parameters have a gradient.
-            CollectiveError: a collective failed.
+            ConfigError: if the ranks do not agree, e.g. on which parameters have a gradient.
+            CollectiveError: if a collective failed.
         """
         matrices = [(matrix, group) for group in self.param_groups if group[_KEY] for matrix in _trained(group)]
         others = [other for group in self.param_groups if not group[_KEY] for other in _trained(group)]
@@ -138,15 +140,15 @@ class Dion(OwnOptimizer):
         for other, mean in zip(others, means[len(left) :], strict=True):
             other.grad = mean
         if self._adamw is not None:
-            # In each step anew, because loading a state replaces groups and state.
+            # Set in each step, because loading a state replaces groups and state.
             self._adamw.param_groups = [group for group in self.param_groups if not group[_KEY]]
             self._adamw.state = self.state
             self._adamw.step()
 
     @torch.no_grad()
     def average_momenta(self) -> None:
-        """Replace all ranks' momenta by their mean, so that one rank's state is that of all. Steps stay as they would
-        have been, up to rounding. A collective."""
+        """Replace the momenta of all ranks by their mean, so that all ranks have the same state. Later steps do not
+        change, up to rounding. A collective."""
         kept = [self.state[matrix]["momentum"] for matrix in self._matrices() if self.state[matrix]]
         for momentum, mean in zip(kept, self._means(kept), strict=True):
             momentum.copy_(mean)
@@ -155,11 +157,11 @@ class Dion(OwnOptimizer):
         return [matrix for group in self.param_groups if group[_KEY] for matrix in group["params"]]
 
     def _momentum(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
-        """Returns the momentum of a matrix with the new gradient in it, and makes its state in the first step."""
+        """Add the new gradient to the momentum of a matrix and return it. Creates the state in the first step."""
         state = self.state[matrix]
         if not state:
             rank = math.ceil(group["rank_fraction"] * min(matrix.shape))
-            # The same on all ranks, and no other random number is drawn for it.
+            # The same on all ranks, without use of torch's global generator.
             generator = torch.Generator().manual_seed(matrix.shape[0] * 65537 + matrix.shape[1])
             state["momentum"] = torch.zeros_like(matrix)
             state["basis"] = torch.randn(matrix.shape[1], rank, generator=generator).to(matrix)
@@ -172,7 +174,7 @@ class Dion(OwnOptimizer):
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         self.averaged_numel += flat.numel()
         if dist.is_initialized() and dist.get_world_size(self._group) > 1:
-            from lightning_gqsgd.ddp.functional import all_reduce  # not where one rank trains
+            from lightning_gqsgd.ddp.functional import all_reduce  # not needed with one rank
 
             all_reduce(flat, group=self._group, out=flat, **self._fields)
         parts = flat.split([tensor.numel() for tensor in tensors])

@@ -5,12 +5,12 @@ and n columns, the momentum B and the learning rate η, a step is
 
     B <- μ B + (1 - μ) G,   X <- (1 - η λ) X - 0.2 η √(max(m, n)) NS((1 - μ) G + μ B),
 
-where NS is a Newton-Schulz iteration that brings all singular values near 1. The factor 0.2 √(max(m, n)) gives the step
-the root mean square of a step of AdamW (J. Liu et al. 2025, arXiv 2502.16982, section 2.2), so that both optimizers
-have one learning rate and one schedule.
+where NS is a Newton-Schulz iteration that brings all singular values close to 1. With the factor 0.2 √(max(m, n)), the
+step has the same root mean square as a step of AdamW (J. Liu et al. 2025, arXiv 2502.16982, section 2.2), so both
+optimizers can share one learning rate and one schedule.
 
-MuLoCo (Thérien et al. 2025, arXiv 2505.23725) is DiLoCo with this optimizer inside: all singular values of a change of
-a matrix are about as large, so that the changes of ranks agree in more directions, and few bits lose less of them.
+MuLoCo (Thérien et al. 2025, arXiv 2505.23725) is DiLoCo with this optimizer inside: all singular values of a matrix's
+change are about equal, so the changes of ranks agree in more directions, and codes of few bits lose less of them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.optim.optimizer import Optimizer
 
 from lightning_gqsgd.research.optim.closures import OwnOptimizer
 
-#: Key of a parameter group that says which of the two optimizers it belongs to.
+#: Key of a parameter group that says to which of the two optimizers it belongs.
 _KEY = "is_muon"
 
 
 class MuonAdamW(OwnOptimizer):
-    """Muon for matrices and AdamW for all other parameters; see the module.
+    """Muon for matrices and AdamW for all other parameters; see the module's docstring.
 
     Use `matrices_of` to divide the parameters of a model::
 
@@ -44,13 +44,13 @@ class MuonAdamW(OwnOptimizer):
         lr: learning rate η of both, at least 0.
         weight_decay: λ of both, at least 0.
         momentum: μ of Muon, at least 0.
-        betas: of AdamW.
+        betas: betas of AdamW.
 
     Raises:
-        RuntimeError: torch has no Muon.
-        ValueError: a matrix has not two dimensions, or a number is out of its range.
+        RuntimeError: if torch has no Muon.
+        ValueError: if a matrix does not have two dimensions, or if a number is out of its range.
 
-    State of each parameter: ``momentum_buffer`` of a matrix; of all others, that of `torch.optim.AdamW`.
+    State of each parameter: ``momentum_buffer`` for a matrix; for all others, the state of `torch.optim.AdamW`.
     """
 
     def __init__(
@@ -80,18 +80,18 @@ class MuonAdamW(OwnOptimizer):
 
     def _update(self) -> None:
         for is_muon, part in self._parts.items():
-            # In each step anew, because loading a state replaces groups and state.
+            # Set in each step, because loading a state replaces groups and state.
             part.param_groups = [group for group in self.param_groups if group[_KEY] == is_muon]
             part.state = self.state
             part.step()
 
 
 def matrices_of(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Returns the trained parameters of a model that Muon is for, and all others.
+    """Divide the trained parameters of a model into those for Muon and all others.
 
-    Muon is for matrices that turn a hidden vector into another one. Tables of embeddings are no such matrices, even
-    where a model also multiplies by one to make its logits. Neither is the weight of the last layer of a classifier,
-    which only its author knows: move it to the others, or train it by Muon as well.
+    Muon is for matrices that map a hidden vector to another one. Tables of embeddings are no such matrices, even if a
+    model also uses one to compute its logits. The weight of a classifier's last layer is no such matrix either, but
+    this function cannot recognise it: move it to the others, or also train it with Muon.
 
     Args:
         model: the model; a parameter that several modules share counts once.

@@ -32,12 +32,12 @@ class ProximalSGD(OwnOptimizer):
     DIANA (arXiv 1901.09269) makes this step with the gradients that it decodes.
 
     Args:
-        params: parameters, or groups of them with numbers of their own.
+        params: parameters, or parameter groups with their own numbers.
         lr: η, at least 0.
         l1: λ, at least 0.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: if a number is out of its range.
     """
 
     def __init__(self, params: ParamsT, lr: float, l1: float) -> None:
@@ -62,7 +62,7 @@ def sparsity(parameters: Iterable[Tensor]) -> float:
         parameters: tensors of any shape, e.g. ``model.parameters()``.
 
     Raises:
-        ValueError: the parameters have no coordinate.
+        ValueError: if the parameters have no coordinate.
     """
     zeros = total = 0
     for parameter in parameters:

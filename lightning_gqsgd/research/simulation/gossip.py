@@ -27,13 +27,13 @@ from lightning_gqsgd.research.simulation.problems import Problem
 
 @dataclass(frozen=True)
 class Penalised:
-    """F(x) = mean of f_i(x) + λ |x|_1, whose f_i can be seen in batches and whole.
+    """F(x) = mean of f_i(x) + λ |x|_1, with gradients of batches and full gradients of f_i.
 
     Args:
         batches: the problem with gradients of batches.
         whole: the same problem with full gradients.
         l1: λ, at least 0.
-        batch_share: gradients of samples in a batch over those of a full gradient, 0 to 1; for the budget.
+        batch_share: number of samples of a batch divided by that of a full gradient, 0 to 1; for the budget.
     """
 
     batches: Problem
@@ -51,12 +51,12 @@ class GossipRecord:
     """Record of a run over a graph.
 
     Attributes:
-        objective: F at the mean of all workers' models, after each stage (DSPG: each epoch).
+        objective: F at the mean of all workers' models, after each stage (for DSPG, after each epoch).
         epochs: full gradients' worth of samples that each worker has seen by then.
         rounds: rounds of gossip by then.
         disagreement: l2 distance of the models from their mean, over all workers, by then.
-        models: of the workers at the end, [workers, d].
-        bytes_sent: by the busiest worker in all rounds.
+        models: models of the workers at the end, [workers, d].
+        bytes_sent: bytes that the busiest worker has sent in all rounds.
     """
 
     models: Tensor
@@ -67,7 +67,7 @@ class GossipRecord:
     bytes_sent: int = 0
 
     def note(self, problem: Penalised, graph: Graph, epochs: float, rounds: int) -> None:
-        """Add a row for the models as they are."""
+        """Add a row for the current models."""
         mean = self.models.mean(0)
         self.objective.append(problem.objective(mean))
         self.epochs.append(epochs)
@@ -78,16 +78,17 @@ class GossipRecord:
 
 @dataclass(frozen=True)
 class DPSVRG:
-    """Decentralised proximal SVRG; see the module.
+    """Decentralised proximal SVRG; see the module's docstring.
 
     Args:
         lr: step a, above 0.
-        first: inner steps of the first stage, at least 1.
+        first: number of inner steps of the first stage, at least 1.
         growth: factor from one stage's number of inner steps to the next one's, at least 1.
-        most_rounds: the most rounds of gossip after an inner step, at least 1; 1: always one round.
+        most_rounds: largest number of rounds of gossip after an inner step, at least 1. With 1, there is always one
+            round.
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: if a number is out of its range.
     """
 
     lr: float
@@ -135,10 +136,10 @@ class DSPG:
 
     Args:
         lr: first step, above 0.
-        tau: after how many steps the step is lr / sqrt(2), above 0.
+        tau: number of steps after which the step is lr / sqrt(2), above 0.
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: if a number is out of its range.
     """
 
     lr: float

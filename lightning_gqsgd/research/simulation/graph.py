@@ -1,7 +1,7 @@
-"""Gossip: ranks that exchange models with their neighbours in a graph only, and average them with Metropolis weights.
+"""Gossip: ranks exchange models only with their neighbours in a graph, and average them with Metropolis weights.
 
-No rank ever has the mean of all: the bits differ between ranks, which training with a communication hook rules out. So
-gossip is a topology of simulations.
+No rank ever has the mean of all ranks, so the bits differ between ranks. Training with a communication hook does not
+allow that, so gossip exists only in simulations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Graph:
         edges: pairs of different ranks; the order of a pair and repetitions do not matter.
 
     Raises:
-        ConfigError: an edge that is not between two different ranks of the graph, or a graph that is not connected.
+        ConfigError: if an edge is not between two different ranks of the graph, or if the graph is not connected.
     """
 
     ranks: int
@@ -80,8 +80,8 @@ class Graph:
 
     @cached_property
     def contraction(self) -> float:
-        """By how much a round shrinks what the ranks differ by, at least: the second largest magnitude of W's
-        eigenvalues, 0 to 1; the smaller, the faster all agree."""
+        """The largest factor by which a round shrinks the differences between ranks: the second largest magnitude of
+        W's eigenvalues, 0 to 1. The smaller it is, the faster all ranks agree."""
         if self.ranks == 1:
             return 0.0
         return float(torch.linalg.eigvalsh(self.weights).abs().sort().values[-2])
@@ -94,7 +94,7 @@ class Graph:
             rounds: number of rounds, at least 0.
 
         Raises:
-            ConfigError: the number of models is not that of the ranks.
+            ConfigError: if the number of models differs from the number of ranks.
         """
         if models.ndim != 2 or len(models) != self.ranks:
             raise ConfigError(f"models of shape {tuple(models.shape)} are not one row for each of {self.ranks} ranks")
@@ -108,7 +108,7 @@ class Graph:
         return max(self.degrees, default=0) * numel * itemsize
 
     def _reached(self) -> set[int]:
-        """Returns the ranks that rank 0 has a way to."""
+        """Returns the ranks that are connected to rank 0."""
         reached = {0}
         before = 0
         while len(reached) > before:

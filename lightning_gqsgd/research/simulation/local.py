@@ -1,8 +1,8 @@
 """Local steps of virtual workers in one process, with the objects of `local_steps`: rounds, fragments, outer optimizer
 and rule of averages.
 
-Beside what `LocalSteps` does between processes, workers may make different numbers of steps in a round (GenQSGD,
-arXiv 2110.12987). And only some workers, drawn anew for each round, may take part in it (FedPAQ, arXiv 1909.13014): the
+In addition to the features of `LocalSteps`, workers may make different numbers of steps in a round (GenQSGD, arXiv
+2110.12987). Also, only some workers, drawn again for each round, may take part in it (FedPAQ, arXiv 1909.13014): the
 anchor then moves by the mean change of those workers.
 """
 
@@ -37,17 +37,18 @@ VIRTUAL_ONLY = ("participation", "local_steps_of")
 
 @dataclass(frozen=True)
 class Crowd:
-    """Which workers train how much.
+    """The workers that take part in rounds, and their numbers of steps.
 
     Args:
         workers: number of workers.
         participation: number of workers that take part in a round, drawn at random without replacement for each round;
-            None: all of them.
-        steps_of: each worker's number of steps in a round, from 1 to the round's; None: all steps of the round.
-        seed: of what is drawn.
+            None means all workers.
+        steps_of: each worker's number of steps in a round, at least 1 and at most the steps of the round; None means
+            all steps of the round.
+        seed: seed of the draws.
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: if a number is out of its range.
     """
 
     workers: int
@@ -74,8 +75,8 @@ class Crowd:
         return self.workers if self.participation is None else self.participation
 
     def check(self, options: LocalOptions, config: GQSGDConfig) -> None:
-        """Raise ConfigError for local steps that do not go with so few workers, or with so many steps, and for what is
-        not simulated."""
+        """Raise ConfigError for options that do not work with these workers or numbers of steps, and for options that
+        are not simulated."""
         for name, usual in (("inner_state", "keep"), ("anchor_dtype", None), ("anchor_device", None)):
             if getattr(options, name) != usual:
                 raise ConfigError(
@@ -115,21 +116,21 @@ class Crowd:
 
 
 class LocalWorkers(AveragingLoop["VirtualAverage"]):
-    """Virtual workers that train by themselves.
+    """Virtual workers that train separately.
 
     Args:
-        problem: what they train on.
+        problem: the problem to train on.
         options: when to average.
         config: the compression.
-        crowd: which workers train how much.
-        make_optimizer: makes the inner optimizer of a list of one flat parameter for each worker.
+        crowd: the workers that take part in rounds, and their numbers of steps.
+        make_optimizer: function that creates the inner optimizer from a list with one flat parameter for each worker.
 
     Attributes:
-        config: the compression with its reducer chosen.
+        config: the compression with the chosen reducer.
         error: relative L2 error of the latest mean change.
 
     Raises:
-        ConfigError: values that cannot work.
+        ConfigError: if values cannot work.
     """
 
     def __init__(
@@ -173,12 +174,12 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
 
     @property
     def x(self) -> Tensor:
-        """The anchors as one flat vector, [d]: what all workers have in common."""
+        """The anchors as one flat vector, [d]. All workers share them."""
         return torch.cat([anchor.flatten() for fragment in self.fragments for _, anchor in fragment.entries()])
 
     @property
     def preserved(self) -> Tensor:
-        """The preserved model, [d]; where there is none, the anchors (see `local_steps.preserved`)."""
+        """The preserved model, [d]; if there is none, the anchors (see `local_steps.preserved`)."""
         errors = self._errors() if is_preserved(self.config, self.outer) else {}
         parts = [
             anchor.flatten() - errors.get(entry.segment.parameter, 0)
@@ -189,19 +190,20 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that a worker has sent, on average over all workers."""
+        """Bytes that a worker has sent, as a mean over all workers."""
         by_ranks = sum(ranks.bytes_sent for ranks in self._ranks.values()) * self._crowd.each_round
         return (by_ranks + self._own_bytes) // self._crowd.workers
 
     @property
     def wire_bits(self) -> float:
-        """Bits of one worker's message per coordinate in the latest average, on average over those that take part."""
+        """Bits of one worker's message per coordinate in the latest average, as a mean over the workers that take
+        part."""
         if self._own_message_bytes:
             return 8 * self._own_message_bytes / self._crowd.each_round / self.points.shape[1]
         return self._latest.wire_bits
 
     def train(self, step: int) -> None:
-        """Make a step of all workers that train in it, and the averages that are due."""
+        """Make a step of all workers that train in this step, and the averages that are due."""
         gradients = self._problem.gradients(self.points, step, self._crowd.workers)
         done = self.step - self.rounds.begun_after
         training = set(self._crowd.of_round(self.rounds.number))
@@ -226,7 +228,7 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
                 store.forget(Keeps.DOWN_ERROR)
 
     def _errors(self) -> dict[int, Tensor]:
-        """Returns what owners remember of the way back, by parameter number."""
+        """Returns the errors of the way back that owners remember, by parameter number."""
         errors: dict[int, Tensor] = {}
         for segments, ranks in self._ranks.items():
             numbers = [segment.parameter for segment in segments if not segment.raw]
@@ -263,7 +265,7 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
                 fragment.set_tensors()
 
     def _answer(self, workers: Sequence[RuleRequests]) -> Tensor:
-        """Lead the averagers of all workers in lock-step; returns the mean change, which is the first worker's."""
+        """Run the averagers of all workers in lock-step. Returns the first worker's mean change."""
         step = self.averages * self.options.averaging.most_requests
         answer = None
         while True:
@@ -313,7 +315,7 @@ class VirtualAverage:
 
 
 def pop_virtual(fields: dict[str, Any]) -> dict[str, Any]:
-    """Take what only virtual workers have out of arguments; None: not given."""
+    """Remove the arguments that only virtual workers have and return them; None if not given."""
     return {name: fields.pop(name, None) for name in VIRTUAL_ONLY}
 
 
@@ -324,7 +326,7 @@ def crowd_of(workers: int, given: Mapping[str, Any], seed: int) -> Crowd:
 
 
 def _fragments(point: Tensor, segments: Sequence[Segment], options: LocalOptions) -> list[Fragment]:
-    """Returns the fragments of one worker's flat parameter; its parts stay views of it."""
+    """Returns the fragments of one worker's flat parameter. Their tensors are views of it."""
     views = point.split([segment.numel for segment in segments])
     entries = [
         Entry(segment, f"parameter {segment.parameter}", view, False)

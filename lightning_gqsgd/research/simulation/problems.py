@@ -1,8 +1,8 @@
-"""Problems to simulate training on: small, seeded, with gradients of any number of workers at once.
+"""Problems for simulated training: small, seeded, with the gradients of any number of workers at once.
 
-Workers' gradients average to the gradient of one loss (batches: on average), whatever the number of workers, so that
-runs with different numbers can be compared. Data come from generators with fixed seeds, and batches depend on the step
-only.
+For any number of workers, the mean of the workers' gradients is the gradient of one loss (with batches, in
+expectation), so runs with different numbers of workers can be compared. Data come from generators with fixed seeds, and
+batches depend only on the step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 
-#: Parameters with fewer coordinates travel uncompressed, as is the default in training.
+#: Parameters with fewer coordinates are sent uncompressed, as by default in training.
 MIN_NUMEL = 1024
 
 
@@ -33,7 +33,7 @@ class Problem(Protocol):
         ...
 
     def start(self) -> Tensor:
-        """Returns the x to start from, [d]; its dtype is that of all other tensors."""
+        """Returns the initial x, [d]. All other tensors have its dtype."""
         ...
 
     def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
@@ -46,7 +46,7 @@ class Problem(Protocol):
         ...
 
     def metrics(self, x: Tensor) -> dict[str, float]:
-        """Returns further metrics, under the same names in every call."""
+        """Returns more metrics, with the same names in every call."""
         ...
 
 
@@ -59,11 +59,11 @@ class Quadratic:
         dimension: d.
         condition: ratio of A's largest eigenvalue, 1, to its smallest.
         noise: standard deviation of the noise in each coordinate of a gradient.
-        spread: standard deviation of each coordinate of b_i over workers; 0: all workers have one optimum.
-        seed: of all random numbers.
-        dtype: of x; fp32 or fp64.
+        spread: standard deviation of each coordinate of b_i over workers; with 0, all workers have the same optimum.
+        seed: seed of all random numbers.
+        dtype: dtype of x; fp32 or fp64.
 
-    The loss is f(x) less its minimum. Metrics: ``distance`` to the optimum and ``gradient_norm``, both l2.
+    The loss is f(x) minus its minimum. Metrics: ``distance`` to the optimum and ``gradient_norm``, both l2.
     """
 
     dimension: int = 1000
@@ -94,7 +94,7 @@ class Quadratic:
         return gradients
 
     def loss(self, x: Tensor) -> float:
-        """Returns f(x) less its minimum."""
+        """Returns f(x) minus its minimum."""
         return float(((x - self.optimum).square() * self.eigenvalues).sum() / 2)
 
     def metrics(self, x: Tensor) -> dict[str, float]:
@@ -103,10 +103,10 @@ class Quadratic:
         return {"distance": float(away.norm()), "gradient_norm": float((away * self.eigenvalues).norm())}
 
     def _offset(self, workers: int) -> Tensor:
-        """Returns b_i less their mean, [workers, d]."""
+        """Returns b_i minus their mean, [workers, d]."""
         if workers not in self._offsets:
             shape = (workers, self.dimension)
-            # Uses of their own, which share no random number with the optimum.
+            # A separate use of the seed, which shares no random number with the optimum.
             offset = self.spread * torch.randn(shape, generator=generator_of(self.seed, 3), dtype=self.dtype)
             self._offsets = {workers: offset - offset.mean(0)}
         return self._offsets[workers]
@@ -118,17 +118,18 @@ class _LinearModel:
 
     Args:
         dimension: d.
-        rows: number of rows, dealt to the workers in order, as evenly as can be.
-        batch: rows of one worker's gradient, drawn from its own with replacement; None: all of them.
-        spread: how far the weights behind the targets differ: in each of ``parts`` equal runs of rows, each coordinate
-            of the weights is moved by a normal number of this standard deviation. As many workers as parts have a truth
-            of their own each.
+        rows: number of rows, divided among the workers in order, as evenly as possible.
+        batch: number of rows of one worker's gradient, drawn from its own rows with replacement; None means all of its
+            rows.
+        spread: how much the true weights differ: in each of ``parts`` equal runs of rows, a normal number of this
+            standard deviation is added to each coordinate of the weights. If there are as many workers as parts, each
+            has its own true weights.
         parts: see ``spread``.
-        noise: of the targets.
+        noise: noise of the targets.
         scale: standard deviation of the coordinates of a_r.
         regularisation: λ.
-        seed: of all random numbers.
-        dtype: of x; fp32 or fp64.
+        seed: seed of all random numbers.
+        dtype: dtype of x; fp32 or fp64.
     """
 
     dimension: int
@@ -162,7 +163,8 @@ class _LinearModel:
     def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
         """Returns each worker's gradient in a step, [workers, d], at one point [d] or at one for each [workers, d]."""
         first = _dealt(self.rows, workers)
-        # Weights of workers with a row more than others: the mean of gradients is that of all rows.
+        # Weights for workers that have one row more than others, so that the mean of gradients is the mean over all
+        # rows.
         shares = first.diff().to(x) * workers / self.rows
         if self.batch is None:
             bounds = first.tolist()
@@ -192,7 +194,7 @@ class _LinearModel:
         return self.features.T @ slopes / self.rows + self.regularisation * x
 
     def _targets(self, scores: Tensor, noise: Tensor) -> Tensor:
-        """Returns the targets y of the scores a_rᵀ w and of noise, [rows]."""
+        """Returns the targets y for the scores a_rᵀ w and for noise, [rows]."""
         raise NotImplementedError
 
     def _losses(self, scores: Tensor, targets: Tensor) -> Tensor:
@@ -200,7 +202,7 @@ class _LinearModel:
         raise NotImplementedError
 
     def _slopes(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Returns the derivative of l for a_rᵀ x."""
+        """Returns the derivative of l with respect to a_rᵀ x."""
         raise NotImplementedError
 
 
@@ -208,9 +210,8 @@ class _LinearModel:
 class LeastSquares(_LinearModel):
     """Linear regression, l = ½ (a_rᵀ x - y_r)²; see `_LinearModel` for the arguments.
 
-    Metrics: ``excess``, the loss less its minimum; ``distance`` to ``truth``, the weights behind the targets (the part
-    that all rows have in common); ``gradient_norm``. ``optimum`` and ``smoothness``, the largest eigenvalue of the
-    Hessian, are attributes.
+    Metrics: ``excess``, the loss minus its minimum; ``distance`` to ``truth``, the true weights (the part that all rows
+    share); ``gradient_norm``. ``optimum`` and ``smoothness``, the largest eigenvalue of the Hessian, are attributes.
     """
 
     dimension: int = 256
@@ -225,7 +226,7 @@ class LeastSquares(_LinearModel):
         self.smoothness = float(torch.linalg.eigvalsh(hessian)[-1])
 
     def metrics(self, x: Tensor) -> dict[str, float]:
-        """Returns ``excess``, the loss less its minimum, the ``distance`` to ``truth``, and the ``gradient_norm``."""
+        """Returns ``excess``, the loss minus its minimum, the ``distance`` to ``truth``, and the ``gradient_norm``."""
         away = x - self.optimum
         squares = (self.features @ away).square().mean() + self.regularisation * away.square().sum()
         return {
@@ -273,19 +274,19 @@ class LogisticRegression(_LinearModel):
 
 @dataclass
 class DigitsMLP:
-    """scikit-learn's digits, 1400 to train on and 397 to test, and a network 64-``hidden``-10 with ReLU.
+    """scikit-learn's digits, 1400 for training and 397 for testing, and a network 64-``hidden``-10 with ReLU.
 
     Args:
-        batch: samples of one worker's gradient, drawn from its own with replacement.
+        batch: number of samples of one worker's gradient, drawn from its own samples with replacement.
         hidden: width of the hidden layer.
-        by_label: deal the samples to workers in the order of their labels, so that workers differ.
-        seed: of all random numbers.
-        dtype: of x; fp32 or fp64.
+        by_label: whether to divide the samples among workers in the order of their labels, so that workers differ.
+        seed: seed of all random numbers.
+        dtype: dtype of x; fp32 or fp64.
 
     The loss is the cross entropy of the training samples. Metrics: ``accuracy`` on the test samples.
 
     Raises:
-        ImportError: scikit-learn is missing.
+        ImportError: if scikit-learn is missing.
     """
 
     batch: int = 32
@@ -357,11 +358,11 @@ class DigitsMLP:
 
 
 def generator_of(*numbers: int) -> torch.Generator:
-    """Returns a generator of its own for each tuple of a seed, a use and perhaps a step.
+    """Returns a separate generator for each tuple of a seed, a use and, optionally, a step.
 
-    Torch's generator on the CPU is seeded by the low 32 bits of a number only, so all of the tuple has to reach them:
-    the tuple is hashed by the finaliser of SplitMix64 (Steele, Lea, Flood 2014). With seed 0, the uses 0 to 2 are not
-    hashed. They have the step as their number, and share their random numbers in a step.
+    Torch's generator on the CPU uses only the low 32 bits of a seed, so these have to depend on the whole tuple: the
+    tuple is hashed by the finaliser of SplitMix64 (Steele, Lea, Flood 2014). With seed 0, the uses 0 to 2 are not
+    hashed. The step is their seed, and they share their random numbers in a step.
     """
     seed, use, step = (*numbers, 0)[:3]
     number = ((seed * 8 + use) << 32) + step
@@ -369,7 +370,7 @@ def generator_of(*numbers: int) -> torch.Generator:
 
 
 def _hashed(number: int) -> int:
-    """Returns 64 bits, each of which depends on all bits of a number modulo 2⁶⁴."""
+    """Returns 64 bits. Each of them depends on all bits of a number modulo 2⁶⁴."""
     mask = 2**64 - 1
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & mask
     number = (number ^ number >> 27) * 0x94D049BB133111EB & mask
@@ -384,7 +385,7 @@ def _dealt(rows: int, workers: int) -> Tensor:
 
 
 def _drawn(first: Tensor, batch: int, generator: torch.Generator) -> Tensor:
-    """Returns the numbers of rows, ``batch`` of each worker's own: [workers, batch]."""
+    """Draws row numbers, ``batch`` of each worker's own rows: [workers, batch]."""
     uniform = torch.rand(len(first) - 1, batch, generator=generator, dtype=torch.float64)
     return first[:-1, None] + (uniform * first.diff()[:, None]).long()
 

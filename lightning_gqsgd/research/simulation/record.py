@@ -69,7 +69,7 @@ class Record:
         """Returns all columns as a `pandas.DataFrame`.
 
         Raises:
-            ImportError: pandas is missing.
+            ImportError: if pandas is missing.
         """
         try:
             pandas = importlib.import_module("pandas")
@@ -81,7 +81,7 @@ class Record:
         """Write a picture of this and other runs: loss over steps, and over the bytes that a worker sends.
 
         Raises:
-            ImportError: matplotlib is missing.
+            ImportError: if matplotlib is missing.
         """
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -116,11 +116,11 @@ class Rows:
         self._metrics: dict[str, list[float]] = defaultdict(list)
 
     def add(self, loss: float, metrics: Mapping[str, float], **columns: float) -> bool:
-        """Add a row, unless the loss is not finite; return whether it is.
+        """Add a row if the loss is finite. Returns whether it is finite.
 
         Args:
-            loss: of the problem.
-            metrics: of the problem, by name, the same names every time.
+            loss: loss of the problem.
+            metrics: metrics of the problem, by name; the names are the same in every call.
             **columns: ``step``, ``bytes_sent``, ``relative_error`` and ``wire_bits``; see `Record`.
         """
         if not math.isfinite(loss):

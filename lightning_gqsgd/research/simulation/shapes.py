@@ -1,4 +1,4 @@
-"""Lets optimizers of matrices train virtual workers: views of a worker's flat vector as its parameters."""
+"""Lets optimizers of matrices train virtual workers, with views of a worker's flat vector as parameters."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lightning_gqsgd.errors import ConfigError
 
 
 class Shaped(Optimizer):
-    """Makes the steps of flat vectors by optimizers of the parameters that they consist of.
+    """Updates flat vectors with optimizers of the parameters that they contain.
 
-    Virtual workers have one flat parameter each, which is all that an optimizer such as SGD or Adam needs. Muon and
-    others need the matrices::
+    Each virtual worker has one flat parameter, which is enough for an optimizer such as SGD or Adam. Muon and others
+    need the matrices::
 
         simulate("gqsgd_muloco", problem, workers=4, steps=300, optimizer=lambda flat: Shaped(flat, shapes, make))
 
     Args:
-        flat: flat parameters, [d] each, e.g. one of each worker.
-        shapes: shapes of the parameters in each of them, in order, of d coordinates in all.
-        make: makes the optimizer of one flat parameter, of a list of parameters with these shapes.
+        flat: flat parameters, [d] each, e.g. one for each worker.
+        shapes: shapes of the parameters in each of them, in order, with d coordinates in total.
+        make: function that creates the optimizer for one flat parameter, from a list of parameters with these shapes.
 
     Attributes:
         optimizers: the optimizer of each flat parameter, in order.
 
     Raises:
-        ConfigError: the shapes have another number of coordinates than a flat parameter.
+        ConfigError: if the shapes have another number of coordinates than a flat parameter.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Shaped(Optimizer):
         """Make a step of each flat parameter that has a gradient.
 
         Raises:
-            ConfigError: a closure is given; virtual workers have none.
+            ConfigError: if a closure is given, because virtual workers have none.
         """
         if closure is not None:
             raise ConfigError("Shaped makes steps of gradients that are there; leave closure out")

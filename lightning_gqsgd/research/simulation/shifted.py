@@ -1,11 +1,12 @@
-"""DGD-DEF: error feedback with gradients at the point where the model would be without errors (arXiv 2103.07578).
+"""DGD-DEF: error feedback whose gradients are computed at the point that the model would have without errors (arXiv
+2103.07578).
 
-With the error memory e_i of worker i, as `spec.memories.Memory` has it for ``"ef"``, and the learning rate η, a step is
+With the error memory e_i of worker i (see `spec.memories.Memory`, ``"ef"``) and the learning rate η, a step is
 
     z_i = x - η e_i,   u_i = ∇f_i(z_i) + e_i,   e_i <- u_i - Q(u_i),   x <- x - η mean of Q(u_i).
 
-The mean of all z_i moves by -η times the mean of ∇f_i(z_i), whatever Q is; so with one worker z is gradient descent
-without compression, and x stays as near to z as the errors are small. The codec is nearly democratic: a block is
+For any Q, the mean of all z_i moves by -η times the mean of ∇f_i(z_i). So with one worker, z follows gradient descent
+without compression, and the distance from x to z is η times the error. The codec is nearly democratic: a block is
 rotated by a random Hadamard matrix, so that no coordinate is much larger than the others, and each coordinate is
 rounded to the nearest of 2^R levels. On a smooth, strongly convex problem the distance to the optimum shrinks by max(ν,
 C) per step, where ν is the factor of gradient descent, (L-μ)/(L+μ) with η = 2/(L+μ), and C is |Q(u) - u| / |u|. For
@@ -29,7 +30,7 @@ from lightning_gqsgd.research.simulation.virtual import VirtualRanks, relative_e
 
 @dataclass(frozen=True)
 class DGDDEF:
-    """Gradient descent with differential error feedback; see the module.
+    """Gradient descent with differential error feedback; see the module's docstring.
 
     Args:
         workers: number of workers, at least 1.
@@ -38,7 +39,7 @@ class DGDDEF:
         share: share of the rotated coordinates that is sent, above 0 and at most 1.
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: if a number is out of its range.
     """
 
     workers: int
@@ -87,7 +88,7 @@ class DGDDEF:
         return rows.record("dgd_def", ranks.config, self.workers, x, diverged_at)
 
     def _ranks(self, problem: Problem, x: Tensor, fields: dict[str, Any]) -> VirtualRanks | SubspaceRanks:
-        """Returns what averages messages, and remembers their errors."""
+        """Returns the virtual ranks that average messages and remember their errors."""
         if self.share == 1:
             return VirtualRanks(self.workers, problem.segments, x.dtype, None, **fields)
         return SubspaceRanks(self.workers, x.numel(), self.share, x.dtype, remembers=True, **fields)

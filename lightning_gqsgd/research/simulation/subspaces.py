@@ -1,15 +1,15 @@
-"""Random subspaces: less than one bit per coordinate, as DGD-DEF and DQ-PSGD have it (arXiv 2103.07578).
+"""Random subspaces: less than one bit per coordinate, as in DGD-DEF and DQ-PSGD (arXiv 2103.07578).
 
-A code has one bit at least. So a vector x, with zeros at its end up to a power of two m, is turned by a random Hadamard
-matrix, and a part of the m turned coordinates travels. Matrix and places are random, new in each step, and the same on
-all ranks. With the projection P on k places, the rotation R and the code Q,
+A code has at least one bit. So a vector x, padded with zeros to a power of two m, is rotated by a random Hadamard
+matrix, and only a part of the m rotated coordinates is sent. Matrix and places are random, new in each step, and the
+same on all ranks. With the projection P on k places, the rotation R and the code Q,
 
     message: Q(P R x),   decoded: c Rᵀ Pᵀ Q(P R x).
 
 * With an error memory, c = 1. Since R keeps lengths and E |P R x|² = k/m |x|², a code that loses at most 1 - δ of its
   input's square loses at most 1 - δ k/m of that of x, on average over places.
-* Without one, c = m/k, so that the decoded vector is unbiased where Q is, and the error has the places that are left
-  out: E |decoded - x|² <= ((1 + ω) m/k - 1) |x|².
+* Without one, c = m/k, so that the decoded vector is unbiased if Q is. The error includes the places that are left out:
+  E |decoded - x|² <= ((1 + ω) m/k - 1) |x|².
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from lightning_gqsgd.research.simulation.virtual import VirtualRanks
 
 
 class SubspaceRanks:
-    """Virtual ranks that send a share of turned coordinates to all others; like `VirtualRanks` in its methods.
+    """Virtual ranks that send a share of rotated coordinates to all others. The methods are like those of
+    `VirtualRanks`.
 
     Args:
         ranks: number of ranks.
         dimension: coordinates d of a gradient.
-        share: turned coordinates that travel, over d: above 0 and at most 1.
+        share: number of rotated coordinates that are sent, divided by d; above 0 and at most 1.
         dtype: dtype of the gradients.
-        remembers: keep what a message lost for the next one.
+        remembers: whether to add the error of a message to the next message.
         **fields: fields of `GQSGDConfig` without a memory and with the reducer ``"gather"``.
 
     Attributes:
@@ -44,7 +45,7 @@ class SubspaceRanks:
         wire_bits: bits of a message, scales included, per coordinate of the gradient.
 
     Raises:
-        ConfigError: a share out of its range, or a configuration that cannot work.
+        ConfigError: if the share is out of its range, or if the configuration cannot work.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class SubspaceRanks:
         self._width = 1 << (dimension - 1).bit_length()
         self._kept = max(1, round(share * dimension))
         given = {**fields, "memory": "none", "rotation": False, "reducer": "gather"}
-        # A group of one rank: its mean is what a message decodes to, on every rank that receives the message.
+        # A group of one rank: its mean is the decoded message, as every receiving rank decodes it.
         self._codes = VirtualRanks(1, [Segment(0, self._kept, raw=False)], dtype, **given)
         self.config = self._codes.config
         self._memory = torch.zeros(ranks, dimension, dtype=dtype)
@@ -65,15 +66,15 @@ class SubspaceRanks:
         self.bytes_sent = 0
 
     def errors(self) -> Tensor:
-        """Returns each rank's memory of its own messages' errors, [ranks, d]."""
+        """Returns the error memory of each rank for its own messages, [ranks, d]."""
         return self._memory
 
     def mean(self, gradients: Sequence[Tensor], step: int) -> Tensor:
-        """Returns what each rank holds after a step, [d]."""
+        """Returns the mean that each rank has after a step, [d]."""
         ranks = len(gradients)
         sent = torch.stack(list(gradients)) + self._memory
         blocks = torch.from_numpy(cut([Segment(0, self._width, raw=False)], self._width)).expand(ranks, -1)
-        key = step_key(self.config.seed, step, ranks)  # ranks have the streams below
+        key = step_key(self.config.seed, step, ranks)  # ranks use the streams below
         places = torch.randperm(self._width, generator=torch.Generator().manual_seed(key[0]))[: self._kept]
         padded = torch.nn.functional.pad(sent, (0, self._width - self._dimension))
         inside = turned(padded, blocks, key)[:, places]

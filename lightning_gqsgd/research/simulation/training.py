@@ -22,9 +22,9 @@ from lightning_gqsgd.research.simulation.virtual import VirtualRanks, relative_e
 
 #: The name for training without compression.
 UNCOMPRESSED = "ddp"
-#: Step of the default optimizer.
+#: Learning rate of the default optimizer.
 DEFAULT_LR = 0.1
-#: Problems with fewer coordinates run on one of torch's threads: operations this small wait for each other on more,
+#: Problems with fewer coordinates run on one of torch's threads: with more threads, such small operations take up to
 #: five times as long on a busy machine.
 SMALL = 1 << 17
 
@@ -62,10 +62,10 @@ class _EveryStep:
         self._optimizer.step()
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: gradients are averaged in every step."""
 
 
-#: Virtual workers that `simulate` leads, with their common state.
+#: The kinds of virtual workers that `simulate` trains.
 Trainer = _EveryStep | LocalWorkers
 
 
@@ -162,7 +162,7 @@ def _trainer(
 
 
 def _maker(make: MakeOptimizer | None, lr: float | None) -> MakeOptimizer:
-    """Returns the function that makes the optimizer."""
+    """Returns the function that creates the optimizer."""
     if make is None:
         return lambda parameters: torch.optim.SGD(parameters, lr=DEFAULT_LR if lr is None else lr)
     if lr is not None:
@@ -184,7 +184,7 @@ def _booked(rows: Rows, problem: Problem, trainer: Trainer, step: int) -> bool:
 
 @contextmanager
 def _one_thread(wanted: bool) -> Iterator[None]:
-    """Let torch use one thread, if wanted."""
+    """Make torch use one thread within this context, if ``wanted``."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if wanted else before)
     try:
@@ -195,7 +195,7 @@ def _one_thread(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def _bar(label: str, steps: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """Returns a bar that the function advances by a step."""
+    """Show a progress bar within this context, and yield a function that advances it by a step."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, transient=True, disable=not shown) as bar:
         task = bar.add_task(label, total=steps)

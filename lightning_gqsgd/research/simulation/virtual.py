@@ -1,4 +1,4 @@
-"""Runs reducers on virtual ranks in one process, to see what a configuration does to given gradients."""
+"""Runs reducers on virtual ranks in one process, to measure the effect of a configuration on given gradients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class VirtualRanks:
         bytes_sent: bytes that each rank has sent so far.
 
     Raises:
-        ConfigError: a configuration that cannot work.
+        ConfigError: if the configuration cannot work.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class VirtualRanks:
 
     @property
     def wire_bits(self) -> float:
-        """Bits of one rank's message per coordinate, scales included; of variable lengths, the latest step's."""
+        """Bits of one rank's message per coordinate, including scales; if lengths vary, those of the latest step."""
         return 8 * self._plan.message_bytes / self._plan.numel
 
     def errors(self) -> Tensor:
-        """Returns each rank's memory of its own messages' errors, e of `spec.memories.Memory`: [ranks, d].
+        """Returns the error memory of each rank for its own messages, e of `spec.memories.Memory`, [ranks, d].
 
         Raises:
             ConfigError: if the configuration has no error memory.
@@ -131,7 +131,7 @@ def average(
     Args:
         gradients: one flat floating-point tensor per rank, all of one shape, dtype and device; not changed.
         step: number of the dither.
-        segments: the parameters in a gradient, in order. None: the gradient is one compressed parameter.
+        segments: the parameters in a gradient, in order. None means that the gradient is one compressed parameter.
         preset: name of a preset; see `presets.PRESETS`.
         **fields: fields of `GQSGDConfig`.
 

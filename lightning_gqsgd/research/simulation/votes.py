@@ -1,4 +1,4 @@
-"""FedVote: workers train latent weights by themselves, and vote on the sign of every weight (arXiv 2110.02998).
+"""FedVote: workers train latent weights separately, and vote on the sign of every weight (arXiv 2110.02998).
 
 A voted weight is W = tanh(k h) of a latent number h. In a round, each worker trains its h for some steps of Adam and
 sends a vote b for each weight: +1 with probability (1 + W)/2, otherwise -1, so that E b = W. All workers continue with
@@ -31,13 +31,13 @@ from lightning_gqsgd.research.simulation.record import Record, Rows
 from lightning_gqsgd.research.simulation.virtual import VirtualRanks, relative_error
 from lightning_gqsgd.research.systems import SYSTEMS
 
-#: A mean vote is kept this far from ±1, where its latent number would be infinite.
+#: Smallest distance of a mean vote from ±1, where its latent number would be infinite.
 MARGIN = 1e-4
 
 
 @dataclass(frozen=True)
 class FedVote:
-    """A training with votes; see the module.
+    """A training with votes; see the module's docstring.
 
     Args:
         workers: number of workers n, at least 1.
@@ -50,7 +50,7 @@ class FedVote:
         seed: seed of the random votes.
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: if a number is out of its range.
     """
 
     workers: int
@@ -79,11 +79,11 @@ class FedVote:
 
         Returns:
             A row for the start and for each round. The loss and ``accuracy`` are those of the weights p;
-            ``binary_accuracy`` is that of their signs, which is the model to deploy. ``relative_error``: of p against
-            the mean of the workers' W. ``step``: local steps.
+            ``binary_accuracy`` is the accuracy of their signs, which are the model to deploy. ``relative_error`` is the
+            error of p against the mean of the workers' W. ``step`` is the number of local steps.
 
         Raises:
-            ConfigError: a number out of its range, or a parameter that the problem does not have.
+            ConfigError: if a number is out of its range, or if the problem does not have a parameter.
         """
         check_whole(rounds=rounds)
         x = problem.start().clone()
@@ -116,7 +116,7 @@ class FedVote:
 
     def _votes(self, weights: Tensor, number: int) -> Tensor:
         """Returns the votes that the workers send, each 1 or -1: [workers, voted]."""
-        generator = generator_of(self.seed, 5 if self.seed else 0, number)  # 5: a use of its own, see there
+        generator = generator_of(self.seed, 5 if self.seed else 0, number)  # 5: a separate use, see there
         uniform = torch.rand(weights.shape, generator=generator, dtype=weights.dtype)
         votes = torch.where(2 * uniform < 1 + weights, 1.0, -1.0).to(weights)
         votes[: self.attackers] *= -1
@@ -124,9 +124,9 @@ class FedVote:
 
 
 class _Summed:
-    """All votes count alike: the reducer ``sum`` adds them as integers, in as few bits as hold n votes.
+    """All votes have equal weight: the reducer ``sum`` adds them as integers, in the fewest bits that hold n votes.
 
-    A scale is 1 and a vote one of the outermost levels, -1 and 1, so that nothing is lost.
+    The scale is 1 and a vote is one of the outermost levels, -1 and 1, so the sum is exact.
     """
 
     def __init__(self, workers: int, numel: int) -> None:
@@ -144,11 +144,12 @@ class _Summed:
 
 
 class _Weighed:
-    """Votes count by reputation: signs are gathered, and all workers decode and weigh all messages alike."""
+    """Votes are weighted by reputation: signs are gathered, and all workers decode and weight all messages in the same
+    way."""
 
     def __init__(self, workers: int, numel: int) -> None:
         fields: dict[str, Any] = {"codec": "sign", "memory": "none", "block_size": 65536}  # all have scale 1
-        # A group of one rank: its mean is what a message decodes to, on every worker that receives the message.
+        # A group of one rank: its mean is the decoded message, as every receiving worker decodes it.
         self.ranks = VirtualRanks(1, [Segment(0, numel, raw=False)], reducer="gather", **fields)
         self._message_bytes = round(self.ranks.wire_bits * numel / 8)
         self._reputations = torch.full((workers,), 0.5, dtype=torch.float64)
