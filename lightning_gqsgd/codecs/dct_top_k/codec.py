@@ -163,7 +163,7 @@ class DctTopKCodec(TopKCodec):
         return "codec='dct_top_k'"
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and words that say what they are."""
+        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
         bits, _ = super().describe()
         return bits, [f"dct_top_k, {self.density:.3g} of all coordinates of a cosine transform"]
 

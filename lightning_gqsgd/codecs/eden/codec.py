@@ -284,7 +284,7 @@ class EdenCodec(Codec):
 
     @classmethod
     def of(cls, bits: int) -> Self:
-        """Returns the codec with so many bits.
+        """Returns the codec with ``bits`` bits.
 
         Args:
             bits: bits of a code, 1 to 4.
@@ -312,7 +312,7 @@ class EdenCodec(Codec):
             )
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and words that say what they are."""
+        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
         return f"{self.bits}", [self.name]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> TurnedQuantiser:

@@ -60,7 +60,7 @@ class Eden(NamedTuple):
 
 @lru_cache
 def constants(q: EdenQuantiser, dtype: torch.dtype, sources: int) -> Eden:
-    """Returns the constants of a quantiser, for messages of so many sources."""
+    """Returns the constants of a quantiser, for messages of ``sources`` sources."""
     real = float_type(dtype)
     thresholds = table_of(q.thresholds, real)
     magnitudes = table_of(q.magnitudes, real)

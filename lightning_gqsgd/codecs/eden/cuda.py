@@ -39,7 +39,7 @@ class Eden(NamedTuple):
 
 
 def numbers_of(q: Any, dtype: torch.dtype) -> Eden:
-    """Returns the numbers of an `EdenQuantiser`, for gradients of a dtype."""
+    """Returns the constants of the family for an `EdenQuantiser` and gradients of a dtype."""
     real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
     return Eden(tuple(float(real(size)) for size in q.magnitudes), tuple(float(real(size)) for size in q.thresholds))
 
@@ -112,7 +112,7 @@ def send_scales_of(turned, level_a, level_b, t, key, scales, c: tl.constexpr):
 
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the coordinates that codes stand for; see `ScaledFamily.to_values`."""
+    """Returns the coordinates of codes; see `ScaledFamily.to_values`."""
     return turned_back_tile(_levels(code_a, c), _levels(code_b, c), t, key, scale, KIND, c)
 
 

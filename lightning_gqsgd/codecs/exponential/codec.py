@@ -77,7 +77,7 @@ class ExponentialQuantiser:
         return codes, torch.zeros(len(values), dtype=torch.bool, device=values.device)
 
     def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
-        """Returns the coordinates that codes stand for; see `kernels.protocol.ScaledQuantiser.decode`. Levels need no
+        """Returns the coordinates of codes; see `kernels.protocol.ScaledQuantiser.decode`. Levels need no
         dither."""
         cut, bits_of_one = self._cut(scales.dtype)
         magnitude = codes & ((1 << (self.bits - 1)) - 1)
@@ -138,7 +138,7 @@ class ExponentialCodec(Codec):
 
     @classmethod
     def of(cls, bits: int, *, levels: int | None = None, mantissa: int = 0) -> ExponentialCodec:
-        """Returns the codec with so many bits.
+        """Returns the codec with ``bits`` bits.
 
         Args:
             bits: bits of a code, 2 to 8.
@@ -162,7 +162,7 @@ class ExponentialCodec(Codec):
         return self.mantissa == 0
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and words that say what they are."""
+        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
         return f"{self.bits}", ["exponential", f"{self.mantissa} mantissa bits"]
 
     @property

@@ -66,7 +66,7 @@ class Exponential(NamedTuple):
 
 @lru_cache
 def constants(q: ExponentialQuantiser, dtype: torch.dtype, sources: int) -> Exponential:
-    """Returns the constants of a quantiser, for messages or sums of so many sources."""
+    """Returns the constants of a quantiser, for messages or sums of ``sources`` sources."""
     share = Share.of(sources)
     real = float_type(dtype)
     wide = integer_type(dtype)
@@ -158,7 +158,7 @@ def _quantise(values, inverse, u, c, codes):
 
 @inlined
 def _decode(scale, flag, block, key, c, s, add, out):
-    """Set ``out`` to the coordinates that ``s.codes`` stand for, or add them to ``out``."""
+    """Decode ``s.codes``, and write the coordinates into ``out``, or add them if ``add`` is true."""
     _dequantise(s.codes, scale, c, add, out)
 
 

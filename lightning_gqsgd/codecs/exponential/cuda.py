@@ -40,7 +40,7 @@ class Magnitudes(NamedTuple):
 
 
 def magnitudes_of(q: Any, dtype: torch.dtype) -> Magnitudes:
-    """Returns the numbers of an `ExponentialQuantiser`, for gradients of a dtype."""
+    """Returns the constants of the family for an `ExponentialQuantiser` and gradients of a dtype."""
     form = scale_format(dtype)
     real, integer = (np.float64, np.int64) if COMPUTE_DTYPES[dtype] == torch.float64 else (np.float32, np.int32)
     cut = form.mantissa - q.mantissa
@@ -59,7 +59,7 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the coordinates that codes stand for; see `ScaledFamily.to_values`. Levels need no dither."""
+    """Returns the coordinates of codes; see `ScaledFamily.to_values`. Levels need no dither."""
     return _values(code_a, scale, c), _values(code_b, scale, c)
 
 

@@ -84,7 +84,7 @@ class FloatCodec(Codec):
             raise ConfigError(f"rotation=True is for codes of 1 to 8 bits, not bits={self.bits}; leave it out")
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and words that say what they are."""
+        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
         return str(self.bits), ["bf16, stochastic rounding" if self.bits == 16 else "as they are"]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> NoReturn:

@@ -72,8 +72,8 @@ class LinearQuantiser:
         return (summable_code_bytes if self.summable else code_bytes)(length, self.bits)
 
     def encode(self, values: Tensor, lengths: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the codes of blocks, and a flag of each block; see `kernels.protocol.ScaledQuantiser.encode`. A
-        block's flag says that it is rounded stochastically."""
+        """Returns the codes and the flag of each block; see `kernels.protocol.ScaledQuantiser.encode`. The flag is set
+        if the block is rounded stochastically."""
         stochastic = are_stochastic(values, lengths, self.stochastic_from)
         levels = torch.where(stochastic, self.odd_levels, self.levels)
         middle = ((levels - 1) / 2).to(scales.dtype)
@@ -87,7 +87,7 @@ class LinearQuantiser:
         return shifted.nan_to_num().floor().long() + zero[:, None], stochastic
 
     def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
-        """Returns the coordinates that codes stand for; see `kernels.protocol.ScaledQuantiser.decode`."""
+        """Returns the coordinates of codes; see `kernels.protocol.ScaledQuantiser.decode`."""
         middle = (torch.where(flags, self.odd_levels, self.levels) - 1) / 2
         dither = torch.zeros_like(uniform) if self.nearest else uniform - 0.5
         offset = middle[:, None] + torch.where(flags[:, None], 0, dither)
@@ -176,7 +176,7 @@ class LinearCodec(Codec):
 
     @classmethod
     def of(cls, bits: int, *, levels: int | None = None, dither: str = "adaptive") -> LinearCodec:
-        """Returns the codec with so many bits.
+        """Returns the codec with ``bits`` bits.
 
         Args:
             bits: bits of a code, 1 to 8.
@@ -215,7 +215,7 @@ class LinearCodec(Codec):
         return self.bits > 1
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and words that say what they are."""
+        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
         dither = f"{self.dither} dither" if self.dither != "nearest" else "nearest level"
         return f"{self.bits}", ["linear", dither]
 

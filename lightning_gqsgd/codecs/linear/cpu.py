@@ -56,7 +56,7 @@ class Linear(NamedTuple):
 
 @lru_cache
 def constants(q: LinearQuantiser, dtype: torch.dtype, sources: int) -> Linear:
-    """Returns the constants of a quantiser, for messages of so many sources."""
+    """Returns the constants of a quantiser, for messages of ``sources`` sources."""
     share = Share.of(sources)
     real = float_type(dtype)
     return Linear(
@@ -170,7 +170,7 @@ def quantise(values, inverse, middle, u, zero, codes):
 
 @inlined
 def _decode(scale, stochastic, block, key, c, s, add, out):
-    """Set ``out`` to the coordinates that ``s.codes`` stand for, or add them to ``out``."""
+    """Decode ``s.codes``, and write the coordinates into ``out``, or add them if ``add`` is true."""
     if stochastic:
         fill(part(s.u, 0, out.size), c.odd_middle)
     elif c.nearest:

@@ -47,7 +47,7 @@ class Levels(NamedTuple):
 
 
 def levels_of(q: Any, dtype: torch.dtype) -> Levels:
-    """Returns the numbers of a `LinearQuantiser`, for gradients of a dtype."""
+    """Returns the constants of the family for a `LinearQuantiser` and gradients of a dtype."""
     real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
     return Levels(
         levels=q.levels,
@@ -71,7 +71,7 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the coordinates that codes stand for; see `ScaledFamily.to_values`."""
+    """Returns the coordinates of codes; see `ScaledFamily.to_values`."""
     middle = middle_of(flag, c)
     offset_a = middle.to(tl.float32)[:, None]
     offset_b = offset_a

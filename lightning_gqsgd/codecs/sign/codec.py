@@ -47,7 +47,7 @@ class SignCodec(Codec):
         return False
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and words that say what they are."""
+        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
         return "1", ["sign"]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> LinearQuantiser:

@@ -146,7 +146,7 @@ class TopKCodec(Codec):
         return "codec='top_k'"
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and words that say what they are."""
+        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
         what = f"top_k, {self.density:.3g} of all coordinates"
         if self.bits != 32:
             what += f" at {self.bits} bits"

@@ -40,7 +40,7 @@ class TopK(NamedTuple):
 
 @lru_cache
 def constants(q: TopKQuantiser, dtype: torch.dtype, sources: int) -> TopK:
-    """Returns the constants of a quantiser, for messages of so many sources."""
+    """Returns the constants of a quantiser, for messages of ``sources`` sources."""
     share = Share.of(sources)
     real = float_type(dtype)
     return TopK(form_of(dtype), real(share.each), real(share.rest), q.kept, np.dtype(real).itemsize)

@@ -75,7 +75,7 @@ class Trellis(NamedTuple):
 
 @lru_cache
 def constants(q: TrellisQuantiser, dtype: torch.dtype, sources: int) -> Trellis:
-    """Returns the constants of a quantiser, for messages of so many sources."""
+    """Returns the constants of a quantiser, for messages of ``sources`` sources."""
     return Trellis(**turned_constants(q, dtype, sources))
 
 

@@ -61,7 +61,7 @@ class Trellis(NamedTuple):
 
 
 def numbers_of(q: Any, dtype: torch.dtype) -> Trellis:
-    """Returns the numbers of a `TrellisQuantiser`, for gradients of a dtype."""
+    """Returns the constants of the family for a `TrellisQuantiser` and gradients of a dtype."""
     real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
     usual = {codec.subset_of(window): window for window in range(codec.WINDOWS) if window not in codec.FAR_WINDOWS}
     alphabets = q.alphabets[[usual[0], usual[1], usual[2], usual[3], _FAR_WINDOW_0.value, _FAR_WINDOW_3.value]]
@@ -93,7 +93,7 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the coordinates that codes stand for; see `ScaledFamily.to_values`."""
+    """Returns the coordinates of codes; see `ScaledFamily.to_values`."""
     HIGHEST: tl.constexpr = c.codes.bits - 1
     window_a, window_b = _halves(_windows_of(_joined(code_a >> HIGHEST, code_b >> HIGHEST, c), c), c)
     level_a = _levels(code_a & ((1 << HIGHEST) - 1), _alphabet(window_a), c)
