@@ -218,14 +218,14 @@ class Layout:
         """Returns the coded blocks of other shards than ``index``, and all uncompressed blocks, with their positions in
         the message of all shards.
 
-        These are the blocks that the owner of shard ``index`` decodes. It already has the coordinates of its own shard,
-        so it reads only uncompressed blocks from its own message.
+        The owner of shard ``index`` encodes these blocks, and the owners of the other shards decode the coded ones. It
+        already has the coordinates of its own shard, so it reads only uncompressed blocks from its own message.
         """
 
         def table() -> np.ndarray:
             encoded = np.ones(len(self.table), dtype=bool)
-            # A rank has its own coordinates exactly, so it does not decode its own coded blocks. Raw blocks are always
-            # taken from messages, and are added in rank order.
+            # A rank has its own coordinates exactly, so the coded blocks of its own shard need no message. Raw blocks
+            # are always taken from messages, and are added in rank order.
             encoded[self.order[self.first[index] : self.first[index + 1]]] = False
             return self.table[encoded | (self.table[:, RAW] == 1)]
 
