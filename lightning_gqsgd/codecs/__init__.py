@@ -1,8 +1,9 @@
-"""Codecs: the maths of one direction, from coordinates to integer codes and back.
+"""Codecs: the maths of quantisation, from coordinates to integer codes and back.
 
-A family is a folder. Its codec has the numbers of the paper: how many levels, which ω, what it can be combined with.
-Its quantiser has the numbers that kernels need, and the readable encoding and decoding. A new family is a folder and a
-line in `_ALL`, and docs/extending.md has a whole one. Fast kernels can follow (see `kernels.families`).
+Each family of codes has a folder with two classes. The codec has the numbers of the paper: the number of levels, ω, and
+what the codec can be combined with. The quantiser has the numbers that kernels need, and encodes and decodes in
+readable PyTorch. To add a family, add a folder and a line in `_ALL`; docs/extending.md has a complete example. Fast
+kernels can follow later (see `kernels.families`).
 """
 
 from __future__ import annotations

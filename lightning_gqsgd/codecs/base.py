@@ -1,4 +1,4 @@
-"""The interface of codecs: families of codes at a number of bits."""
+"""`Codec`: the interface of codecs, which are families of codes at a number of bits."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 class Codec(ABC):
-    """A codec: stateless, frozen, and equal to another if its numbers are.
+    """Base class of codecs. A codec is stateless and frozen. Two codecs are equal if their numbers are equal.
 
     Attributes:
-        name: its name in a configuration.
-        fields: the fields of a configuration that are this codec's own affair; other codecs leave them alone.
-        default_bits: ``bits`` of a configuration that leaves it out.
-        widths: the numbers of bits that its codes can have, at most.
-        default_block_size: ``block_size`` of a configuration that leaves it out.
+        name: name of the codec in a configuration.
+        fields: the fields of a configuration that this codec reads and other codecs do not.
+        default_bits: default of ``bits`` in a configuration with this codec.
+        widths: the numbers of bits that codes can have; other fields can restrict them further.
+        default_block_size: default of ``block_size`` in a configuration with this codec.
         has_scale: whether each block has a scale.
-        takes_norm: whether the scale is what the fields ``norm``, ``clip`` and ``scale_per`` say.
+        takes_norm: whether the fields ``norm``, ``clip`` and ``scale_per`` define the scale.
         quantiser_finds_scale: whether the quantiser computes each block's scale while it encodes the block.
-        unbiased_over: what the mean of an unbiased codec is taken over, where that is not the dither.
-        adds_as_integers: whether an integer sum of codes stands for the sum of the numbers, under a shared scale.
+        unbiased_over: the random quantity over which the codec is unbiased, if this is not the dither.
+        adds_as_integers: whether the integer sum of codes encodes the sum of the coordinates, under a shared scale.
         bits: bits of one code on the wire.
     """
 
@@ -44,45 +44,45 @@ class Codec(ABC):
     @classmethod
     @abstractmethod
     def of(cls, bits: int) -> Self:
-        """Returns the codec with so many bits; codecs with `fields` of their own take those by name.
+        """Returns the codec with a number of bits. Codecs that have `fields` take these as keyword arguments, too.
 
         Raises:
-            ConfigError: the codec cannot have such a number.
+            ConfigError: if the codec cannot have this number of bits, or such a field.
         """
 
     def check_blocks(self, block_size: int, *, rotation: bool) -> None:
-        """Checks that the codec goes with blocks of a size, and with a rotation of them if there is one.
+        """Check that the codec works with a block size, and with rotated blocks if ``rotation`` is true.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: if the codec does not work with them.
         """
         if rotation and block_size & (block_size - 1):
             raise ConfigError(f"rotation=True needs a block_size that is a power of two, not {block_size}")
 
     @property
     def biased_by(self) -> str:
-        """The setting due to which the mean of the decoded coordinates is not what was encoded, so that training needs
-        a memory; empty if the codec is unbiased."""
+        """The setting that makes the codec biased, so that training needs a memory; empty if the codec is unbiased. A
+        codec is biased if the mean of the decoded coordinates differs from the encoded coordinates."""
         return ""
 
     @property
     def adds_in_pairs(self) -> bool:
-        """Returns whether codes can be added two at a time, under a shared scale."""
+        """True if codes can be added in pairs, under a shared scale."""
         return False
 
     @property
     def has_odd_levels(self) -> bool:
-        """Returns whether all codes are numbers of an odd number of levels, which Elias codes need."""
+        """True if all blocks have an odd number of levels, which Elias codes need."""
         return False
 
     @property
     def leaves_room_for_sums(self) -> bool:
-        """Returns whether a code has bits enough for the sum of two ranks' codes."""
+        """True if a code has enough bits for the sum of two ranks' codes."""
         return True
 
     @abstractmethod
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and words that say what they are."""
+        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
 
     @abstractmethod
     def quantiser(self, block_size: int, summed: int | None = None) -> Quantiser:
@@ -90,10 +90,10 @@ class Codec(ABC):
 
         Args:
             block_size: the largest number of coordinates in a block.
-            summed: number of ranks whose codes are added, under scales that all ranks share; None: none are.
+            summed: number of ranks whose codes are added, under scales that all ranks share. None: no codes are added.
 
         Raises:
-            ConfigError: the codes of so many ranks cannot be added.
+            ConfigError: if the codes of ``summed`` ranks cannot be added.
         """
 
     @abstractmethod
@@ -105,7 +105,7 @@ class Codec(ABC):
             summed: number of ranks whose codes are added before they are decoded.
 
         Raises:
-            ConfigError: the codes of so many ranks cannot be added.
+            ConfigError: if the codes of ``summed`` ranks cannot be added.
         """
 
     @abstractmethod
@@ -115,27 +115,27 @@ class Codec(ABC):
 
         Args:
             dimension: number of coordinates that share a scale.
-            summed: number of ranks whose codes are added before they are decoded; ω is of one rank's codes.
+            summed: number of ranks whose codes are added before they are decoded. ω describes the codes of one rank.
 
         Raises:
-            ConfigError: the codes of so many ranks cannot be added.
+            ConfigError: if the codes of ``summed`` ranks cannot be added.
         """
 
     def delta(self, dimension: int) -> float:
-        """Returns δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω). A biased codec C has one of its own."""
+        """Returns δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω). Biased codecs override this with their own δ."""
         return 1 / (1 + self.omega(dimension))
 
 
 def check_code_bits(codec: str, bits: int, widths: range) -> None:
-    """Check the bits of a code where they are those of floating-point numbers, which have a codec of their own.
+    """Check that a number of bits is not one of the floating-point numbers, which have their own codec.
 
     Args:
         codec: name of the codec.
-        bits: the number of bits; a configuration has checked that it is one that any codec has.
-        widths: the numbers of bits that the codec has.
+        bits: the number of bits. The configuration has checked that at least one codec has this number.
+        widths: the numbers of bits that the codec can have, for the error message.
 
     Raises:
-        ConfigError: the number is above that of any code.
+        ConfigError: if the number is above 8, the largest number of bits of a code.
     """
     if bits > 8:
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""Scales: which norms there are, over coordinates and over ranks, and the norms that the kernels do not compute.
+"""Scales of blocks: the available norms over coordinates and over ranks, and the norms that kernels do not compute.
 
-The kernels compute a block's own largest magnitude. Other norms are computed here, from sums in fp64, and rounded up to
-the compute dtype. A NaN or infinity among the coordinates that share a scale makes it non-finite.
+The kernels compute the largest magnitude of a block. Other norms are computed here, from sums in fp64, and rounded up
+to the compute dtype. A NaN or infinity among the coordinates that share a scale makes the scale non-finite.
 
-Ranks may share scales: with the norm q of each rank's coordinates and p over ranks, they are the mixed norm
-(Σ_i ‖x_i‖_q^p)^(1/p) of Global-QSGD (arXiv 2305.18627).
+Ranks may share scales. With the norm q over each rank's coordinates and the norm p over ranks, a shared scale is the
+mixed norm (Σ_i ‖x_i‖_q^p)^(1/p) of Global-QSGD (arXiv 2305.18627).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import LENGTH, PARAMETER, RAW
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, SCALE_FORMATS, scale_format
 
-#: The coordinates that a scale can be shared by: those of a block, of all blocks of a parameter, or of all compressed
-#: blocks that travel together.
+#: The coordinates that share a scale: those of a block, of all blocks of a parameter, or of all compressed blocks that
+#: are sent together.
 SCALE_PER = ("block", "parameter", "bucket")
-#: The norms of all ranks' scales that a shared scale can be.
+#: The norms over ranks that combine all ranks' scales into a shared scale.
 NORMS_OVER_RANKS = ("max", "l2", "l1")
 
 
@@ -33,10 +33,10 @@ class ScaleRule:
     """The rule for the scale of a block, for codecs that take a norm.
 
     Attributes:
-        norm: a name in `NORMS`.
-        clip: the scale is at most so many root mean squares; 0: no limit.
-        per: the coordinates that the norm is of, a name in `SCALE_PER`.
-        over_ranks: the norm of the ranks' scales, where ranks share one; a name in `NORMS_OVER_RANKS`.
+        norm: the norm over coordinates, a name in `NORMS`.
+        clip: upper limit of the scale, in root mean squares of the coordinates; 0: no limit.
+        per: the coordinates over which the norm is computed, a name in `SCALE_PER`.
+        over_ranks: the norm over ranks if ranks share a scale, a name in `NORMS_OVER_RANKS`.
     """
 
     norm: str = "max"
@@ -46,23 +46,24 @@ class ScaleRule:
 
 
 def kernels_find_scales(codec: Codec, rule: ScaleRule) -> bool:
-    """Returns whether the kernels compute the scales: each block's scale is its own largest magnitude, or follows from
-    the block's codes, or there are no scales."""
+    """Returns True if the kernels compute the scales, or if there are no scales. Kernels compute a scale that is the
+    block's own largest magnitude, or that follows from the block's codes."""
     own_maximum = rule.norm == "max" and not rule.clip and rule.per == "block"
     return not codec.has_scale or codec.quantiser_finds_scale or (codec.takes_norm and own_maximum)
 
 
 def scales_of(x: Tensor, blocks: Tensor, codec: Codec, rule: ScaleRule) -> Tensor:
-    """Returns the scale of every block, as bits of the compute dtype that are ordered like it: int32 or int64 [B].
+    """Returns the scale of every block, as the bits of the compute dtype: int32 or int64 [B]. As integers, the bits are
+    in the order of the scales.
 
     Args:
-        x: flat tensor, which the block table ``blocks`` counts from.
+        x: flat tensor of coordinates; the block table counts from its start.
         blocks: block table, int64 [B, COLUMNS].
-        codec: the codec; one that takes no norm has the mean magnitude.
-        rule: the norm.
+        codec: the codec. If it takes no norm, the scale is the mean magnitude.
+        rule: the rule for the scale.
     """
     norms = _Norms(x, blocks, rule.per)
-    if not codec.takes_norm:  # a codec with a scale of its own kind
+    if not codec.takes_norm:  # the codec's own scale, which is the mean magnitude
         return norms.bits_above(norms.mean)
     scales = NORMS[rule.norm](norms)
     if rule.clip:
@@ -73,16 +74,16 @@ def scales_of(x: Tensor, blocks: Tensor, codec: Codec, rule: ScaleRule) -> Tenso
 
 
 def rounded_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the scales rounded up to the wire's format, in which the sender uses them as well; ``dtype``: that of the
-    gradient."""
+    """Returns the scales rounded up to the wire's format. The sender uses the rounded scales, too. ``dtype`` is the
+    gradient's dtype."""
     return scale_format(dtype).rounded_up(scales.long()).to(scales.dtype)
 
 
 def over_ranks(scales: Tensor, norm: str) -> Tensor:
-    """Returns the l1 or l2 norm over ranks of every block's scale, rounded up, as bits like those of the scales: [B].
+    """Returns the l1 or l2 norm over ranks of every block's scale, rounded up, as bits of the compute dtype: [B].
 
-    The norm is computed in fp64, in rank order, so that all ranks have the same bits. What is finite stays finite, and
-    a NaN or infinity of any rank makes the norm non-finite.
+    The norm is computed in fp64, in rank order, so that all ranks get the same bits. The norm of finite scales is
+    finite. A NaN or infinity of any rank makes the norm non-finite.
 
     Args:
         scales: the scales of all ranks, as bits of the compute dtype: int32 or int64 [ranks, B].
@@ -92,7 +93,7 @@ def over_ranks(scales: Tensor, norm: str) -> Tensor:
     values = SCALE_FORMATS[dtype].floats(scales).double()
     largest = values.amax(0)
     finite = largest.isfinite()
-    # In units of the largest scale, squares neither overflow nor vanish.
+    # In units of the largest scale, squares do not overflow or underflow.
     unit = torch.where(finite & (largest > 0), largest, 1.0)
     total = torch.zeros_like(largest)
     for of_rank in values / unit:
@@ -102,7 +103,7 @@ def over_ranks(scales: Tensor, norm: str) -> Tensor:
 
 
 def _bits_above(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the bits of the smallest numbers of the compute dtype that are not below the values, fp64; finite values
+    """Returns the bits of the smallest numbers of the compute dtype that are not below the fp64 values. Finite values
     stay finite."""
     largest = torch.finfo(dtype).max
     narrow = torch.where(values.isfinite(), values.clamp(max=largest), values).to(dtype)
@@ -113,8 +114,8 @@ def _bits_above(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Norms:
-    """Norms of the group of every block, [B], each computed when it is asked for: the maximum as bits of the compute
-    type, the others fp64."""
+    """Norms over the coordinates that share each block's scale, [B]. Each norm is computed when it is read. The maximum
+    consists of bits of the compute dtype, and the other norms are fp64."""
 
     def __init__(self, x: Tensor, blocks: Tensor, per: str) -> None:
         self._x = x
@@ -122,7 +123,8 @@ class _Norms:
         self._kernels = kernels_for(x.device)
         self.dtype = COMPUTE_DTYPES[x.dtype]
         self.form = SCALE_FORMATS[self.dtype]
-        # A scale of a bucket is of what is quantised. Blocks that travel uncompressed have no use for theirs.
+        # The scale of a bucket must ignore uncompressed blocks. In the other groups, all blocks are uncompressed or
+        # none, and the scale of an uncompressed block is not used.
         self._counts_raw = per != "bucket"
         self._groups = torch.arange(len(blocks), device=blocks.device)
         if per == "parameter":
@@ -137,7 +139,7 @@ class _Norms:
 
     @property
     def mean(self) -> Tensor:
-        """Mean of the magnitudes."""
+        """The mean magnitude."""
         return self._sums[:, 1] / self._counts
 
     @property
@@ -149,16 +151,15 @@ class _Norms:
         return (self._sums[:, 2] / self._counts).sqrt()
 
     def bits_above(self, values: Tensor) -> Tensor:
-        """Returns the bits of the smallest numbers of the compute dtype that are not below the values; finite values
+        """Returns the bits of the smallest numbers of the compute dtype that are not below the values. Finite values
         stay finite."""
         return _bits_above(values, self.dtype)
 
     def power_of_two(self, bits: Tensor) -> Tensor:
-        """Returns the bits of the next power of two; where that power is infinite, bits of the largest finite
-        number."""
+        """Returns the bits of the next power of two, or of the largest finite number if that power is infinite."""
         form = self.form
         rest = (1 << form.mantissa) - 1
-        # Bits of NaN lie above infinity's. In fp64, their sum with `rest` would leave the integer's range.
+        # The bits of NaN are above those of infinity. In fp64, adding `rest` to them would overflow the integer.
         up = (bits.long().clamp(max=form.infinity) + rest) & ~rest
         up = torch.where((up == form.infinity) & (bits < form.infinity), form.infinity - 1, up)
         return up.to(bits.dtype)
@@ -172,18 +173,18 @@ class _Norms:
         return self._total(self._counted(self._blocks[:, LENGTH].double()))
 
     def _counted(self, values: Tensor) -> Tensor:
-        """Returns the values of blocks, [B, ...], with zeros for those that no scale is of."""
+        """Returns the values of blocks, [B, ...], with zeros for blocks on which no scale depends."""
         if self._counts_raw:
             return values
         counts = (self._blocks[:, RAW] == 0).view(-1, *[1] * (values.ndim - 1))
-        return torch.where(counts, values, 0)  # not a product, in which NaN would stay
+        return torch.where(counts, values, 0)  # a product would keep NaN
 
     def _total(self, values: Tensor) -> Tensor:
         return torch.zeros_like(values).index_add_(0, self._groups, values)[self._groups]
 
 
 def _numbers(values: Tensor) -> Tensor:
-    """Returns for each value how many different values are smaller: int64 [B]."""
+    """Returns the number of different values that are smaller than each value: int64 [B]."""
     # `torch.unique` would wait for the device.
     order = values.argsort(stable=True)
     ascending = values[order]
@@ -192,7 +193,7 @@ def _numbers(values: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, steps.cumsum(0))
 
 
-#: The scale of every block for each norm, as bits of the compute dtype.
+#: Functions that return the scale of every block for each norm, as bits of the compute dtype.
 NORMS: dict[str, Callable[[_Norms], Tensor]] = {
     "max": lambda norms: norms.maximum,
     "l2": lambda norms: norms.bits_above(norms.l2),

@@ -1,7 +1,7 @@
 """Constants of single quantisers and of their memories, as plain functions of a few numbers.
 
-ω of an unbiased quantiser Q is the least number with E|Q(x) - x|² <= ω |x|² (l2 norms) for all x of d coordinates. The
-scale is to be at least the largest magnitude and at most the l2 norm: the maximum norm, the l2 norm, and all between.
+ω of an unbiased quantiser Q is the smallest number with E|Q(x) - x|² <= ω |x|² (l2 norms) for all x of d coordinates.
+The formulas hold for scales from the maximum norm to the l2 norm, both included.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from statistics import NormalDist
 
 from lightning_gqsgd.errors import ConfigError
 
-#: Magnitudes of the Lloyd-Max levels of the standard normal distribution, for each number of bits: the level of an
-#: interval is the mean of the distribution there, and intervals end halfway between two levels (J. Max, "Quantizing
-#: for Minimum Distortion", IRE Transactions on Information Theory, 1960). Solved to 18 digits by Newton's method.
+#: Magnitudes of the Lloyd-Max levels of the standard normal distribution, for each number of bits. The level of an
+#: interval is the mean of the distribution over the interval, and intervals end halfway between two levels (J. Max,
+#: "Quantizing for Minimum Distortion", IRE Transactions on Information Theory, 1960). The equations were solved to 18
+#: digits by Newton's method.
 LLOYD_MAX: dict[int, tuple[float, ...]] = {
     1: (0.797884560802865356,),
     2: (0.452780034636492009, 1.51041760849909540),
@@ -38,15 +39,15 @@ def omega_linear(dimension: int, levels: int) -> float:
     f(1-f) N²/s². f(1-f) is at most 1/4 and at most f <= s y, so the variance is at most min(y/s, 1/(4s²)) N². The sum
     over d coordinates is at most d N²/(4s²) and at most N |x|_1/s <= N sqrt(d) |x|/s. N <= |x| gives both terms.
 
-    The first is attained by d = 4s² coordinates y = 1/(2s) under the l2 norm. QSGD (arXiv 1610.02132, lemma 3.1) prints
-    d/s² for the first.
+    d = 4s² coordinates y = 1/(2s) under the l2 norm attain the first term. QSGD (arXiv 1610.02132, lemma 3.1) prints
+    d/s² for the first term.
 
     Args:
-        dimension: coordinates d that share a scale.
+        dimension: number d of coordinates that share a scale.
         levels: s, 1 or more.
 
     Raises:
-        ConfigError: an argument that is no integer or below 1.
+        ConfigError: if an argument is not an integer, or is below 1.
     """
     check_count(dimension=dimension, levels=levels)
     return min(dimension / (4 * levels * levels), math.sqrt(dimension) / levels)
@@ -56,15 +57,15 @@ def omega_subtractive(dimension: int, levels: int) -> float:
     """Returns ω of subtractive dither with K = ``levels`` levels from -N to N under the maximum norm N: d Δ²/12, Δ =
     2/(K-1).
 
-    The error is uniform on [-Δ/2, Δ/2] N whatever the coordinate, zeros included, so d coordinates have d Δ²/12 N²;
-    N <= |x| gives the bound, which one coordinate that is not zero attains.
+    The error is uniform on [-Δ/2, Δ/2] N for every coordinate, including zeros, so the errors of d coordinates sum to
+    d Δ²/12 N². N <= |x| gives the bound. It is attained if a single coordinate is not zero.
 
     Args:
-        dimension: coordinates d that share a scale.
+        dimension: number d of coordinates that share a scale.
         levels: K, 2 or more.
 
     Raises:
-        ConfigError: an argument that is no integer or too small.
+        ConfigError: if an argument is not an integer, or is too small.
     """
     check_count(dimension=dimension)
     check_count(2, levels=levels)
@@ -72,19 +73,19 @@ def omega_subtractive(dimension: int, levels: int) -> float:
 
 
 def variance_companded(magnitude: float, levels: int, slope: float) -> float:
-    """Returns the mean square error of companded subtractive dither for a coordinate |x| under the scale 1, see
-    `codecs.companded`.
+    """Returns the mean square error of companded subtractive dither for a coordinate |x| under the scale 1; see
+    `codecs.companded.codec`.
 
     Let y >= 0 be the coordinate on the companded axis, (s y + y²/m)/(1+s) = m |x| with m = (K-1)/2, and e uniform on
-    [-1/2, 1/2]. The error is that of d(y + e) about its mean, times 1/m. The decoder d is straight with the slope
-    p/(1+s), p = s + 2r/m, around y, and its slope changes by 2/(m (1+s)) at the one number r ± 1/2 within the box, with
-    r = floor(y + 1/2). With f = |y - r|, the variance of this broken line is (up to the factor (1+s)^-2)
+    [-1/2, 1/2]. The error is the deviation of d(y + e) from its mean, times 1/m. Around y, the decoder d is a straight
+    line with the slope p/(1+s), p = s + 2r/m and r = floor(y + 1/2). Its slope changes by 2/(m (1+s)) at the only
+    number r ± 1/2 within the box. With f = |y - r|, the variance of this broken line is (up to the factor (1+s)^-2)
 
         p²/12 ± p f² (1 - 2f/3)/m + f³ (4/3 - f)/m²,    + for y >= r, and - for y < r.
 
-    On average over y from k - 1/2 to k + 1/2, k >= 1, that is the average of (s + 2y/m)²/12, and 1/(720 m²) more. So
-    the error is about Δ²/12 (b² + 4 |x|/(1+s)), Δ = 1/m and b = s/(1+s): linear in |x|, and known from the mean
-    magnitude. For blocks of gradients that is within 1 % at 3 bits and more, and within 10 % at 2 bits.
+    Its average over y from k - 1/2 to k + 1/2, k >= 1, is the average of (s + 2y/m)²/12, plus 1/(720 m²). So the error
+    is about Δ²/12 (b² + 4 |x|/(1+s)), Δ = 1/m and b = s/(1+s). This is linear in |x|, so the mean magnitude is enough
+    to compute it. For blocks of gradients, it is right within 1 % at 3 bits and more, and within 10 % at 2 bits.
 
     Args:
         magnitude: |x| in units of the scale, 0 to 1.
@@ -92,7 +93,7 @@ def variance_companded(magnitude: float, levels: int, slope: float) -> float:
         slope: s, above 0.
 
     Raises:
-        ConfigError: an argument that is out of range.
+        ConfigError: if an argument is out of range.
     """
     check_number(magnitude=magnitude)
     check_number(above=True, slope=slope)
@@ -108,7 +109,7 @@ def variance_companded(magnitude: float, levels: int, slope: float) -> float:
 
 
 def mean_variance_companded(mean_magnitude: float, levels: int, slope: float) -> float:
-    """Returns about the mean of `variance_companded` over coordinates with this mean magnitude.
+    """Returns the approximate mean of `variance_companded` over coordinates with this mean magnitude.
 
     It is Δ²/12 (b² + 4 |x|/(1+s)).
 
@@ -118,7 +119,7 @@ def mean_variance_companded(mean_magnitude: float, levels: int, slope: float) ->
         slope: s, above 0.
 
     Raises:
-        ConfigError: an argument that is out of range.
+        ConfigError: if an argument is out of range.
     """
     check_number(mean_magnitude=mean_magnitude)
     check_number(above=True, slope=slope)
@@ -130,19 +131,19 @@ def omega_companded(dimension: int, levels: int, slope: float) -> float:
     """Returns ω of companded subtractive dither under the maximum norm: Δ²/24 (A + sqrt(A² + k² (d-1))), A = d b² + k.
 
     Here k = 16/(3 (1+s)) and b = s/(1+s). On average over neighbours, a coordinate's error is Δ²/12 (b² + 4 |x|/(1+s)),
-    see `variance_companded`. A single coordinate's error is at most that with 16/3 in place of 4: the factor 4/3 is
-    reached for s = 0 at 2 bits, and is smaller for other slopes (1.2 for s = 3/4) and more bits. Hence k. With the
-    scale 1 and one coordinate at it, the others contribute most to the ratio Σ (b² + k |x|) / Σ x² if all of them are
-    equal, t. The largest value of (A + k (d-1) t)/(1 + (d-1) t²) is k/(2t) at the t where the derivative is zero, which
-    is the bound.
+    see `variance_companded`. The error of a single coordinate is at most this formula with 16/3 instead of 4: the
+    factor 4/3 is reached for s = 0 at 2 bits, and is smaller for other slopes (1.2 for s = 3/4) and more bits. Hence k.
+    Let the scale be 1, and let one coordinate reach it. The ratio Σ (b² + k |x|) / Σ x² is largest if all other
+    coordinates have the same magnitude t. (A + k (d-1) t)/(1 + (d-1) t²) is largest at the t at which its derivative is
+    zero. Its value there is k/(2t), which is the bound.
 
     Args:
-        dimension: coordinates d that share a scale.
+        dimension: number d of coordinates that share a scale.
         levels: K, 4 or more.
         slope: s, above 0.
 
     Raises:
-        ConfigError: an argument that is out of range.
+        ConfigError: if an argument is out of range.
     """
     check_count(dimension=dimension)
     check_count(4, levels=levels)
@@ -153,17 +154,17 @@ def omega_companded(dimension: int, levels: int, slope: float) -> float:
 
 
 def smallest_level(levels: int, mantissa: int = 0) -> float:
-    """Returns the smallest of S = ``levels`` magnitudes 2^-k (1 + j/2^m) that go down from 1, in units of the scale.
+    """Returns the smallest of S = ``levels`` magnitudes 2^-k (1 + j/2^m) that descend from 1, in units of the scale.
 
-    Code c, 1 to S, stands for 2^e (1 + r/2^m), with e and r quotient and remainder of (c - S)/2^m. That of c = 1 is
-    2^(1-S) for m = 0. 0.0 where it is below the smallest float.
+    Code c, 1 to S, stands for 2^e (1 + r/2^m), with e and r quotient and remainder of (c - S)/2^m. The result is the
+    magnitude of c = 1, which is 2^(1-S) for m = 0. It is 0.0 if the magnitude is below the smallest float.
 
     Args:
         levels: number of non-zero magnitudes S, 1 or more.
         mantissa: m, bits between two powers of two, 0 to 52.
 
     Raises:
-        ConfigError: an argument that is no integer or out of range.
+        ConfigError: if an argument is not an integer, or is out of range.
     """
     check_count(levels=levels)
     check_count(0, 52, mantissa=mantissa)
@@ -175,21 +176,22 @@ def omega_exponential(dimension: int, levels: int, mantissa: int = 0) -> float:
     """Returns ω of stochastic rounding to zero and S = ``levels`` magnitudes 2^-k (1 + j/2^m): h²/(4(1+h)) + u min(1,
     u).
 
-    Between neighbours a < b, y = |x_j|/N has the variance (y-a)(b-y) N². Relative to (y N)² that is largest at
-    y = 2ab/(a+b), where it is (b-a)²/(4ab). b/a is largest at a power of two, 1 + h with h = 2^-m, which gives
-    h²/(4(1+h)): 1/8 for m = 0, where b = 2a.
+    Between neighbours a < b, y = |x_j|/N has the variance (y-a)(b-y) N². Relative to (y N)², it is largest at
+    y = 2ab/(a+b), with the value (b-a)²/(4ab). b/a is largest at a power of two, with the value 1 + h and h = 2^-m.
+    This gives h²/(4(1+h)), which is 1/8 for m = 0, as b = 2a.
 
-    Below the smallest level l, the variance is y (l-y) N², at most y l N², which sums to at most l sqrt(d) |x| N, and
-    at most l² N², which sums to d l² N². With N <= |x| and u = sqrt(d) l: u and u². (l²/4 holds as well, so that u²/4
-    would do.) For m = 0 this is the constant of natural dithering, arXiv 1905.10988.
+    Below the smallest level l, the variance is y (l-y) N². It is at most y l N², which sums to at most l sqrt(d) |x| N,
+    and at most l² N², which sums to d l² N². With N <= |x| and u = sqrt(d) l, the two bounds are u and u². (The
+    variance is also at most l²/4 N², so u²/4 would be a bound, too.) For m = 0 this is the constant of natural
+    dithering, arXiv 1905.10988.
 
     Args:
-        dimension: coordinates d that share a scale.
+        dimension: number d of coordinates that share a scale.
         levels: number of non-zero magnitudes S, 1 or more.
         mantissa: m, bits between two powers of two, 0 to 52.
 
     Raises:
-        ConfigError: an argument that is no integer or out of range.
+        ConfigError: if an argument is not an integer, or is out of range.
     """
     check_count(dimension=dimension)
     underflow = math.sqrt(dimension) * smallest_level(levels, mantissa)
@@ -197,42 +199,43 @@ def omega_exponential(dimension: int, levels: int, mantissa: int = 0) -> float:
 
 
 def stability(alpha: float, beta: float, omega: float) -> float:
-    """Returns the factor λ = α²ω + (β-α)² by which the squared error memory of ECQ-SGD grows per step; bounded if λ <
-    1.
+    """Returns the factor λ = α²ω + (β-α)² by which the squared error memory of ECQ-SGD (arXiv 1806.08054) grows per
+    step. The memory is bounded if λ < 1.
 
-    (arXiv 1806.08054.) A rank sends Q(g + αh) and keeps h' = βh + g - Q(g + αh) = (β-α)h - e, where the rounding
-    error e has mean zero and E|e|² <= ω|g + αh|². So E|h'|² <= (β-α)²|h|² + ω|g + αh|², in which |h|² has the factor λ.
-    Classic error feedback, α = β = 1, has λ = ω: with an unbiased quantiser of ω > 1 it may diverge.
+    A rank sends Q(g + αh) and keeps h' = βh + g - Q(g + αh) = (β-α)h - e. The rounding error e has mean zero and
+    E|e|² <= ω|g + αh|². So E|h'|² <= (β-α)²|h|² + ω|g + αh|², and the factor of |h|² in it is λ. Classic error
+    feedback, α = β = 1, has λ = ω, so it may diverge with an unbiased quantiser of ω > 1.
 
     Args:
-        alpha: α, share of the memory that is added to what is sent.
+        alpha: α, share of the memory that is added to the gradient before it is sent.
         beta: β, share of the memory that is kept.
         omega: ω of the quantiser.
 
     Raises:
-        ConfigError: an argument that is negative or not finite.
+        ConfigError: if an argument is negative or not finite.
     """
     check_number(alpha=alpha, beta=beta, omega=omega)
     return alpha * alpha * omega + (beta - alpha) * (beta - alpha)
 
 
 def best_alpha(beta: float, omega: float) -> float:
-    """Returns the α with the smallest `stability`: β/(1+ω), where αω = β - α. λ is β²ω/(1+ω) there, below 1 for β <= 1.
+    """Returns the α with the smallest `stability`: β/(1+ω), the solution of αω = β - α. Its λ is β²ω/(1+ω), which is
+    below 1 for β <= 1.
 
     Args:
         beta: β, share of the memory that is kept.
         omega: ω of the quantiser.
 
     Raises:
-        ConfigError: an argument that is negative or not finite.
+        ConfigError: if an argument is negative or not finite.
     """
     check_number(beta=beta, omega=omega)
     return beta / (1 + omega)
 
 
 def relative_variance(mantissa: int) -> float:
-    """Returns the largest variance of a rounding to 2^k (1 + j/2^m), over the rounded number's square; see
-    `omega_exponential`."""
+    """Returns the largest variance of stochastic rounding to numbers 2^k (1 + j/2^m), divided by the square of the
+    number that is rounded; see `omega_exponential`."""
     h = 2.0**-mantissa
     return h * h / (4 * (1 + h))
 
@@ -246,7 +249,7 @@ def gaussian_distortion(bits: int) -> float:
         bits: bits of a code, 1 to 4.
 
     Raises:
-        ConfigError: another number of bits.
+        ConfigError: if ``bits`` is another number.
     """
     check_count(1, max(LLOYD_MAX), bits=bits)
     levels = LLOYD_MAX[bits]
@@ -260,29 +263,29 @@ def omega_eden(bits: int) -> float:
     """Returns E|x̂ - x|²/|x|² of EDEN, averaged over rotations: D/(1-D), for long blocks.
 
     With z = R x, levels q in units of σ = |x|/sqrt(m), and the scale S = |x|²/<z, q>, the decoded block has
-    <x̂, x> = |x|², so |x̂ - x|² = S² |q|² - |x|². For Gaussian z, <z, q> is near m σ (1-D) and |q|² near m (1-D), so that
-    the error is |x|² (1/(1-D) - 1). That is π/2 - 1 at 1 bit (DRIVE, arXiv 2105.08339, section 4; EDEN,
-    arXiv 2108.08842, theorem 2.3). In blocks of 128 coordinates, it is within 5 % of the error.
+    <x̂, x> = |x|², so |x̂ - x|² = S² |q|² - |x|². For Gaussian z, <z, q> is near m σ (1-D) and |q|² is near m (1-D), so
+    the error is near |x|² (1/(1-D) - 1). The factor is π/2 - 1 at 1 bit (DRIVE, arXiv 2105.08339, section 4; EDEN,
+    arXiv 2108.08842, theorem 2.3). In blocks of 128 coordinates, it is right within 5 %.
 
     Args:
         bits: bits of a code, 1 to 4.
 
     Raises:
-        ConfigError: another number of bits.
+        ConfigError: if ``bits`` is another number.
     """
     distortion = gaussian_distortion(bits)
     return distortion / (1 - distortion)
 
 
 def check_count(low: int = 1, high: int = 2**63 - 1, /, **values: int) -> None:
-    """Raise ConfigError for a value that is no integer, below ``low`` or above ``high``."""
+    """Raise ConfigError if a value is not an integer, is below ``low``, or is above ``high``."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise ConfigError(f"{name}={value!r} must be an integer from {low} to {high}; give {_MEANINGS[name]}")
 
 
 def check_number(*, above: bool = False, **values: float) -> None:
-    """Raise ConfigError for a value that is no finite number, or is negative, or, if ``above``, is 0."""
+    """Raise ConfigError if a value is not a finite number, is negative, or is 0 although ``above`` is true."""
     for name, value in values.items():
         finite = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
         if not finite or value < 0 or (above and value == 0):

@@ -1,5 +1,8 @@
-"""The inner loops: `reference` (PyTorch, any device, the truth), `cpu` (Numba) and `cuda` (Triton), with the same
-functions; and `meta`, whose functions compute nothing and count what there would be to compute."""
+"""Kernels, the inner loops: `reference` (PyTorch, any device), `cpu` (Numba) and `cuda` (Triton).
+
+All have the same functions, and `reference` defines the right results. The functions of `meta` compute nothing and
+record the work that there would be.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import torch
 
 from lightning_gqsgd.errors import ConfigError
 
-#: The oldest Triton that knows attributes of constants, which the kernels use.
+#: The oldest Triton that supports attributes of constants, which the kernels use.
 MIN_TRITON = (3, 4)
 
 _readable: ContextVar[bool] = ContextVar("readable", default=False)
@@ -22,7 +25,7 @@ _readable: ContextVar[bool] = ContextVar("readable", default=False)
 
 @contextmanager
 def readable_kernels() -> Iterator[None]:
-    """Inside ``with``, `kernels_for` returns `reference` for every device, to compare others with."""
+    """Context manager in which `kernels_for` returns `reference` for every device, to compare other kernels with."""
     token = _readable.set(True)
     try:
         yield
@@ -34,7 +37,8 @@ def kernels_for(device: torch.device) -> ModuleType:
     """Returns the fastest module whose functions take tensors on ``device``.
 
     Raises:
-        ConfigError: the device is a GPU, and Triton is missing or too old; or a CPU, and Numba must not compile.
+        ConfigError: if the device is a GPU and Triton is missing or too old, or if the device is a CPU and Numba must
+            not compile.
     """
     if device.type == "cpu" and not _readable.get():
         _check_numba()

@@ -1,7 +1,7 @@
-"""The dither in readable PyTorch: uniform random numbers that depend on a key and on a coordinate's place only.
+"""The dither in readable PyTorch: uniform random numbers that depend only on a key and on a coordinate's place.
 
-`wire` has the formula of the hash. Arguments: ``blocks`` is a block table, int64 [B, `layout.COLUMNS`]; ``key`` the two
-32-bit keys of a stream.
+`wire` has the formula of the hash. Common arguments: ``blocks`` is a block table, int64 [B, `layout.COLUMNS`]; ``key``
+is the pair of 32-bit keys of a stream.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _MASK = 0xFFFFFFFF
 
 def uniform(blocks: Tensor, key: Key, width: int) -> Tensor:
     """Returns the dither v of the first ``width`` coordinates of each block, uniform on (0, 1): fp32 [B, width]."""
-    # One hash gives two coordinates their dither, 16 bits each. The two lie half a block apart, so that vectorised
-    # kernels read both halves in a row.
+    # One hash gives the dither of two coordinates, 16 bits each. The two coordinates are half a block apart, so that
+    # vectorised kernels read consecutive coordinates in both halves.
     half = (blocks[:, LENGTH] + 1) // 2
     j = torch.arange(width, device=blocks.device)
     in_second_half = j >= half[:, None]
@@ -31,6 +31,7 @@ def words(blocks: Tensor, key: Key, places: Tensor) -> Tensor:
     """Returns uniform 32-bit integers, int64 [B, width].
 
     Args:
+        blocks, key: see the module's docstring.
         places: numbers that are hashed with the block, int64 [width] or [B, width].
     """
     parameter = blocks[:, PARAMETER]

@@ -1,11 +1,13 @@
-"""From the parameters of a bucket to blocks, and from blocks to positions in the messages.
+"""Cuts the parameters of a bucket into blocks, and assigns blocks to positions in messages.
 
-A *block* is a run of at most ``block_size`` coordinates of one parameter; its place in the dither is (parameter number,
-block number in the parameter), so that results do not depend on how parameters are grouped into buckets. A *piece* is a
-run of blocks that travels as one message: buckets are cut into pieces so that encoding, sending and decoding overlap
-and scratch memory stays bounded. Each piece is divided into *shards*, one for every rank that owns a part of the sum.
+A *block* is a run of at most ``block_size`` coordinates of one parameter. Its dither depends on the number of the
+parameter and on the number of the block in the parameter, so that results do not depend on how parameters are grouped
+into buckets. A *piece* is a run of blocks that are sent as one message. Buckets are cut into pieces so that encoding,
+sending and decoding overlap, and so that scratch memory stays bounded. Each piece is divided into *shards*, one for
+every rank that owns a part of the sum.
 
-A shard's message: block scales, then codes, then uncompressed coordinates, each record aligned to 16 bytes.
+A shard's message has the scales of blocks, then codes, then uncompressed coordinates. Each record is aligned to 16
+bytes.
 """
 
 from __future__ import annotations
@@ -28,26 +30,26 @@ if TYPE_CHECKING:
     from lightning_gqsgd.kernels.protocol import Quantiser
 
 # Columns of a block table (int64).
-START = 0  # first coordinate, in the flat tensor
+START = 0  # number of the first coordinate in the flat tensor
 LENGTH = 1  # number of coordinates
 PARAMETER = 2  # number of the parameter
 INDEX = 3  # number of the block in its parameter
-SCALE = 4  # byte position of the scale in the messages, -1: none is sent
+SCALE = 4  # byte position of the scale in the messages; -1: no scale is sent
 CODES = 5  # byte position of the codes (or of the raw coordinates)
-RAW = 6  # 1: travels uncompressed
+RAW = 6  # 1: the block is sent uncompressed
 BLOCKS = 7  # number of blocks of the parameter
 COLUMNS = 8
 
 ALIGNMENT = 16
-#: Coordinates of a piece of 8 bits each, or more. A bucket's first and last piece are on the wire alone: Gloo does not
-#: send and receive one message at the same time, so smaller is better; every collective costs about 0.5 ms of
-#: processor, so larger is.
+#: Number of coordinates of a piece with 8 bits per coordinate or more. While the first or the last piece of a bucket is
+#: sent, nothing else is: Gloo does not send and receive one message at the same time. This favours small pieces. Every
+#: collective costs about 0.5 ms of processor time, which favours large pieces.
 PIECE_NUMEL = 1 << 19
-#: How many times larger pieces of fewer bits are at most: scratch memory grows with them.
+#: The largest factor by which pieces with fewer bits are larger. Scratch memory grows with the pieces.
 _MOST_GROWTH = 4
-#: Pieces grow beyond `PIECE_NUMEL` where a bucket has as many of them.
+#: Pieces are larger than `PIECE_NUMEL` only if a bucket has at least about this number of them.
 _SEVERAL = 6
-#: The most consecutive blocks of a parameter with the same owner, where owners are fixed (`place_by_owner`).
+#: The largest number of consecutive blocks of a parameter with the same owner, if owners are fixed (`place_by_owner`).
 MAX_STRIPE = 8
 
 
@@ -55,8 +57,8 @@ class PieceSize(NamedTuple):
     """The approximate number of coordinates of a piece.
 
     Attributes:
-        least: where there are enough coordinates.
-        most: where there are so many that some pieces are under way while others are encoded.
+        least: the size of a piece in a flat tensor that has enough coordinates for one.
+        most: the size in a large tensor, which has enough pieces to send some while others are encoded.
     """
 
     least: int = PIECE_NUMEL
@@ -64,20 +66,21 @@ class PieceSize(NamedTuple):
 
     @classmethod
     def of_bits(cls, bits: int) -> PieceSize:
-        """Returns the size over Gloo, by the bits of a code: with fewer bits, it takes more coordinates to fill a
-        message."""
+        """Returns the size over Gloo for codes of ``bits`` bits. With fewer bits, a message of the same bytes has more
+        coordinates."""
         return cls(PIECE_NUMEL, PIECE_NUMEL * max(1, min(_MOST_GROWTH, 8 // bits)))
 
     def times(self, factor: int) -> PieceSize:
-        """Returns a size of so many times as many coordinates."""
+        """Returns the size multiplied by ``factor``."""
         return PieceSize(factor * self.least, factor * self.most)
 
     def within(self, numel: int) -> int:
-        """Returns the most coordinates of a piece, about, of a flat tensor with so many."""
+        """Returns the approximate largest number of coordinates of a piece, in a flat tensor of ``numel``
+        coordinates."""
         return min(self.most, max(self.least, -(-numel // _SEVERAL)))
 
 
-#: Where nothing else is known of the messages.
+#: The size if nothing is known about the messages.
 USUAL_SIZE = PieceSize()
 
 
@@ -87,8 +90,8 @@ class Segment(NamedTuple):
     Attributes:
         parameter: number of the parameter in the model, the same on all ranks.
         numel: number of coordinates; segments follow each other without gaps.
-        raw: True if it travels uncompressed.
-        choice: number of its configuration, among those that the tensor is reduced with.
+        raw: True if the parameter is sent uncompressed.
+        choice: number of the parameter's configuration, among the configurations of the tensor.
     """
 
     parameter: int
@@ -98,8 +101,8 @@ class Segment(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive compressed coordinates of one parameter: ``numel`` from ``start`` on in the flat tensor and from
-    ``offset`` on in the parameter."""
+    """``numel`` consecutive compressed coordinates of one parameter. They begin at ``start`` in the flat tensor, and at
+    ``offset`` in the parameter."""
 
     start: int
     parameter: int
@@ -109,12 +112,12 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some blocks, and the runs that they form.
+    """A subset of the blocks of a layout, and the runs that they form.
 
     Attributes:
-        blocks: int64 [number of blocks, COLUMNS], on the layout's device.
-        table: the same on the host.
-        block_size: the most coordinates a block has.
+        blocks: block table, int64 [number of blocks, COLUMNS], on the layout's device.
+        table: the same table on the host.
+        block_size: the largest number of coordinates in a block.
     """
 
     blocks: Tensor
@@ -127,12 +130,12 @@ class Part:
         return kernels_for(self.blocks.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Modules cannot be copied or pickled. A copy finds its kernels itself.
+        # Modules cannot be copied or pickled. A copy looks up its kernels again.
         return {name: value for name, value in vars(self).items() if name != "kernels"}
 
     @cached_property
     def runs(self) -> list[Run]:
-        """The longest runs of blocks that are not raw; only a memory asks for them."""
+        """The longest runs of blocks that are not raw. Only a memory needs them."""
         return runs(self.table, self.block_size)
 
 
@@ -141,14 +144,14 @@ class Layout:
     """The positions of the blocks of one piece, in the flat tensor and in the messages.
 
     Attributes:
-        table: int64 [number of blocks, COLUMNS], on the host, in the order of coordinates. Processors fetch memory
-            ahead where it is read in a row: blocks of one owner after those of another would take up to twice as long
-            to encode where coordinates are not in a cache.
+        table: int64 [number of blocks, COLUMNS], on the host, in the order of coordinates. This order is fast because
+            processors prefetch memory that is read in sequence. In the order of owners, encoding would take up to twice
+            as long if coordinates are not in a cache.
         order: numbers of the blocks of each shard, one shard after the other, int64 [number of blocks].
-        first: for each shard, where its blocks begin in ``order``, and where those of the last one end.
+        first: for each shard, the place in ``order`` where its blocks begin; then the length of ``order``.
         shard_bytes: length of one shard's message in bytes.
-        block_size: the most coordinates a block has.
-        device: where ``blocks`` are.
+        block_size: the largest number of coordinates in a block.
+        device: the device of ``blocks``.
     """
 
     table: np.ndarray
@@ -159,8 +162,8 @@ class Layout:
     device: torch.device = torch.device("cpu")
 
     def on(self, device: torch.device) -> Layout:
-        """Returns the layout for tensors on a device, to be used on the current stream; reducers call this in every
-        step. Tables are copied to the device once."""
+        """Returns the layout for tensors on a device, for use on the current stream. Reducers call this in every step.
+        Tables are copied to the device once."""
         if device == self.device:
             return self
         if device not in self._copies:
@@ -171,8 +174,8 @@ class Layout:
         return layout
 
     def _keep_for_stream(self, stream: torch.cuda.Stream) -> None:
-        """Tell PyTorch once that a stream uses the tables: it gives memory back to the stream that it was allocated on,
-        and streams take turns."""
+        """Tell PyTorch once that a stream uses the tables. Otherwise, PyTorch could reuse their memory on the stream
+        that allocated it while another stream still reads the tables."""
         recorded = self._recorded.get(stream, 0)
         for part in list(self._parts.values())[recorded:]:
             part.blocks.record_stream(stream)
@@ -180,7 +183,7 @@ class Layout:
 
     @property
     def blocks(self) -> Tensor:
-        """The block table of `whole`, on the device."""
+        """The block table of `whole` on the device."""
         return self.whole.blocks
 
     @cached_property
@@ -189,7 +192,7 @@ class Layout:
 
     @cached_property
     def _recorded(self) -> dict[torch.cuda.Stream, int]:
-        """How many parts' tables a stream is known to use."""
+        """The number of tables that were recorded for each stream."""
         return {}
 
     @cached_property
@@ -203,7 +206,7 @@ class Layout:
 
     @cached_property
     def message_bytes(self) -> int:
-        """Bytes of all shards' messages together."""
+        """Number of bytes of all shards' messages together."""
         return self.shards * self.shard_bytes
 
     @cached_property
@@ -212,17 +215,17 @@ class Layout:
         return self._part((), lambda: self.table)
 
     def others(self, index: int) -> Part:
-        """Returns the blocks that owners of other shards decode, and all uncompressed ones, with their positions in the
-        message of all shards.
+        """Returns the coded blocks of other shards than ``index``, and all uncompressed blocks, with their positions in
+        the message of all shards.
 
-        The owner of the shard ``index`` has its coordinates already, and reads of its own message uncompressed blocks
-        only.
+        The owner of shard ``index`` encodes these blocks, and the owners of the other shards decode the coded ones. It
+        already has the coordinates of its own shard, so it reads only uncompressed blocks from its own message.
         """
 
         def table() -> np.ndarray:
             encoded = np.ones(len(self.table), dtype=bool)
-            # A rank has its own coordinates exactly, so its own coded blocks need no message. Raw blocks are added in
-            # rank order, from messages alone.
+            # A rank has its own coordinates exactly, so the coded blocks of its own shard need no message. Raw blocks
+            # are always taken from messages, and are added in rank order.
             encoded[self.order[self.first[index] : self.first[index + 1]]] = False
             return self.table[encoded | (self.table[:, RAW] == 1)]
 
@@ -245,9 +248,9 @@ class Layout:
         return self._part((low, high), table)
 
     def _part(self, key: tuple[int, ...], make: Callable[[], np.ndarray]) -> Part:
-        """Returns the part of a key. Its table is made, and copied to the device, once.
+        """Returns the part with a key. Its table is built and copied to the device once.
 
-        The host waits for the copy, so that every stream finds it done.
+        The host waits for the copy, so that every stream can use the table.
         """
         if key not in self._parts:
             table = make()
@@ -256,16 +259,16 @@ class Layout:
 
 
 class BlockRun(NamedTuple):
-    """Consecutive blocks of one parameter. A block table has a row for each of them.
+    """Consecutive blocks of one parameter. A block table has a row for each block.
 
-    Predictions of large models work on runs, because their tables would have millions of rows.
+    Predictions for large models use runs, because their block tables would have millions of rows.
 
     Attributes:
         parameter: number of the parameter.
         first: number of the first block in its parameter.
         blocks: number of blocks.
-        numel: number of coordinates; all blocks but the last one of the parameter are full.
-        raw: True if the parameter travels uncompressed.
+        numel: number of coordinates. All blocks except the last block of the parameter are full.
+        raw: True if the parameter is sent uncompressed.
         of: number of blocks of the whole parameter.
     """
 
@@ -277,14 +280,14 @@ class BlockRun(NamedTuple):
     of: int
 
     def cut(self, count: int, block_size: int) -> tuple[BlockRun, BlockRun]:
-        """Returns the first ``count`` blocks, and the others."""
+        """Returns the run of the first ``count`` blocks, and the run of the other blocks."""
         numel = min(self.numel, count * block_size)
         rest = self._replace(first=self.first + count, blocks=self.blocks - count, numel=self.numel - numel)
         return self._replace(blocks=count, numel=numel), rest
 
 
 def whole(segments: Iterable[Segment], block_size: int) -> list[BlockRun]:
-    """Returns all blocks of consecutive segments, one run for each segment that is not empty."""
+    """Returns all blocks of consecutive segments: one run for each segment that is not empty."""
     made = []
     for segment in segments:
         blocks = -(-segment.numel // block_size)
@@ -294,7 +297,7 @@ def whole(segments: Iterable[Segment], block_size: int) -> list[BlockRun]:
 
 
 def table_of(block_runs: Sequence[BlockRun], block_size: int) -> np.ndarray:
-    """Returns the block table of runs, which counts from the first coordinate of the first run.
+    """Returns the block table of runs. Coordinates are counted from the first coordinate of the first run.
 
     Positions in messages are not set yet.
     """
@@ -316,7 +319,7 @@ def cut(segments: Iterable[Segment], block_size: int) -> np.ndarray:
 
 
 def block_runs_of(table: np.ndarray) -> list[BlockRun]:
-    """Returns the runs whose block table this is, as `table_of` makes it."""
+    """Returns the runs of a block table: the inverse of `table_of`."""
     parameter = table[:, PARAMETER]
     index = table[:, INDEX]
     goes_on = (parameter[1:] == parameter[:-1]) & (index[1:] == index[:-1] + 1)
@@ -328,7 +331,7 @@ def block_runs_of(table: np.ndarray) -> list[BlockRun]:
 
 
 def runs(table: np.ndarray, block_size: int) -> list[Run]:
-    """Returns the longest runs of blocks that are not raw, whatever the order of the blocks."""
+    """Returns the longest runs of blocks that are not raw. The blocks can be in any order."""
     table = table[table[:, RAW] == 0]
     table = table[np.argsort(table[:, START], kind="stable")]
     start = table[:, START]
@@ -350,7 +353,7 @@ def pieces(
 ) -> list[list[BlockRun]]:
     """Returns the runs cut into pieces of at most ``piece_numel`` coordinates, of nearly equal size.
 
-    ``whole_parameters``: not within a parameter, so that pieces may be larger.
+    If ``whole_parameters`` is true, parameters are not cut, so pieces can be larger.
     """
     count = max(1, -(-sum(run.numel for run in block_runs) // piece_numel))
     return [part for part in divided(block_runs, count, block_size, whole_parameters=whole_parameters) if part]
@@ -359,16 +362,14 @@ def pieces(
 def divided(
     block_runs: Sequence[BlockRun], parts: int, block_size: int, *, whole_parameters: bool = False
 ) -> list[list[BlockRun]]:
-    """Returns the runs cut into a number of parts of nearly equal size; a part may be empty. Blocks stay whole.
-
-    ``whole_parameters``: not within a parameter.
-    """
+    """Returns the runs cut into ``parts`` parts of nearly equal size. A part can be empty. Blocks are not cut, and
+    parameters are not cut either if ``whole_parameters`` is true."""
     total = sum(run.numel for run in block_runs)
     made: list[list[BlockRun]] = [[]]
     waiting = deque(block_runs)
-    start = 0  # the first coordinate of what waits
-    # Bounds go by coordinates and not by blocks, because short blocks of small parameters would make small parts. A
-    # part ends behind the block in which its bound lies.
+    start = 0  # number of the first waiting coordinate
+    # Bounds are numbers of coordinates and not of blocks, because small parameters have short blocks, which would make
+    # small parts. A part ends behind the block that contains its bound.
     for bound in (math.ceil(total * k / parts) for k in range(1, parts)):
         while waiting and start < bound:
             run = waiting.popleft()
@@ -385,13 +386,14 @@ def divided(
 
 
 def place(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int) -> Layout:
-    """Divide the blocks among ``shards`` evenly by bytes, and give each a position in its shard's message.
+    """Returns a layout that divides the blocks among ``shards`` shards with nearly equal bytes. Each shard has
+    consecutive blocks.
 
     Args:
         table: block table, [blocks, COLUMNS].
         q: the quantiser.
         shards: number of shards.
-        scale_bytes: bytes of one block's scale in the message, 0 if scales do not travel in it.
+        scale_bytes: bytes of one block's scale in the message; 0 if the message has no scales.
         raw_bytes: bytes per uncompressed coordinate.
     """
     record = _records(table, q, raw_bytes)
@@ -403,7 +405,7 @@ def place(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw
 
 
 def place_alike(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int) -> Layout:
-    """Returns the layout of a table that has as many alike runs of blocks as there are shards: one run for each shard.
+    """Returns the layout of a table that consists of ``shards`` runs of blocks with equal lengths: one run a shard.
 
     See `place` for the arguments.
     """
@@ -415,30 +417,30 @@ def place_alike(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: in
 def place_by_owner(
     table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int, striped: bool
 ) -> Layout:
-    """Returns a layout whose shards depend on a block's number and its parameter's only, not on the rest of the table.
+    """Returns a layout in which the shard of a block depends only on the numbers of the block and of its parameter.
 
-    Results that depend on a block's owner then do not depend on how parameters are put into buckets and pieces, and
-    what an owner remembers of its blocks stays valid.
+    So results that depend on a block's owner do not depend on how parameters are put into buckets and pieces, and the
+    owner's memory of its blocks stays valid.
 
     Args:
         table, q, shards, scale_bytes, raw_bytes: see `place`.
         striped: see `owners`.
     """
     owner = owners(table, shards, striped=striped)
-    # Stable, so that the blocks of an owner stay in the order of coordinates.
+    # A stable sort keeps the blocks of an owner in the order of coordinates.
     order = np.argsort(owner, kind="stable")
     first = [0, *np.cumsum(np.bincount(owner, minlength=shards)).tolist()]
     return _placed(table, order, first, _records(table, q, raw_bytes), scale_bytes, q.block_size)
 
 
 class ShardSizes(NamedTuple):
-    """The sizes on which the work and the messages of the rank that owns the first shard depend.
+    """The sizes that determine the work and the messages of the rank that owns the first shard.
 
     Attributes:
         numel: number of coordinates of all shards.
-        blocks: number of their blocks.
+        blocks: number of blocks of all shards.
         owned: number of blocks of the first shard.
-        owned_raw: number of these that travel uncompressed.
+        owned_raw: number of uncompressed blocks of the first shard.
         shard_bytes: length of one shard's message in bytes.
     """
 
@@ -452,10 +454,10 @@ class ShardSizes(NamedTuple):
 def sizes_by_owner(
     block_runs: Sequence[BlockRun], q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int
 ) -> ShardSizes:
-    """Returns the sizes of the layout that `place_by_owner` makes of runs without stripes, without their table.
+    """Returns the sizes of the layout that `place_by_owner` returns for runs without stripes. No table is built.
 
-    The owners take turns at the blocks of a parameter, so each of them has as many as the others, or one more. See
-    `place` for the arguments.
+    The blocks of a parameter go to the owners in turn, so their numbers of blocks differ by at most one. See `place`
+    for the arguments.
     """
     rows = np.zeros((len(block_runs), COLUMNS), dtype=np.int64)
     rows[:, PARAMETER] = [run.parameter for run in block_runs]
@@ -480,43 +482,43 @@ def sizes_by_owner(
 def owners(table: np.ndarray, shards: int, *, striped: bool) -> np.ndarray:
     """Returns the shard of each block, int64 [blocks].
 
-    The shards take turns at a parameter's blocks. The first one follows from a multiple of the golden ratio, so that
-    small parameters spread evenly.
+    The blocks of a parameter go to the shards in turn. The first shard follows from a multiple of the golden ratio, so
+    that small parameters spread evenly.
 
     Args:
         table: block table, [blocks, COLUMNS].
         shards: number of shards.
-        striped: whether a turn is a stripe of blocks (see `stripe`), for owners that remember. Turns of one block make
-            shards of more equal size.
+        striped: whether a turn is a stripe of several blocks (see `stripe`), for owners that have a memory. Turns of
+            one block make the sizes of shards more equal.
     """
     turn = table[:, INDEX] // stripe(table[:, BLOCKS], shards) if striped else table[:, INDEX]
     return (turn + first_owners(table[:, PARAMETER], shards)) % shards
 
 
 def first_owners(parameters: np.ndarray, shards: int) -> np.ndarray:
-    """Returns the shard of the first block of each parameter, whose numbers are given."""
-    # 40503/65536 is about the golden ratio less 1, whose multiples spread evenly between 0 and 1.
+    """Returns the shard of the first block of each parameter. ``parameters`` are numbers of parameters."""
+    # 40503/65536 is about the golden ratio minus 1. The fractional parts of its multiples spread evenly over 0 to 1.
     return parameters * 40503 % 65536 * shards // 65536
 
 
 def stripe(blocks: np.ndarray, shards: int) -> np.ndarray:
     """Returns the number of consecutive blocks with the same owner, for parameters of ``blocks`` blocks.
 
-    The number is small, so that owners have equal parts. It is above 1 for large parameters, so that their blocks need
-    not be handled one by one.
+    The number is small, so that owners have nearly equal parts. It is above 1 for large parameters, so that their
+    blocks need not be handled one by one.
     """
     return np.clip(blocks // (4 * shards), 1, MAX_STRIPE)
 
 
 def _records(table: np.ndarray, q: Quantiser, raw_bytes: int) -> np.ndarray:
-    """Returns the bytes of each block's record, aligned."""
+    """Returns the number of bytes of each block's record, aligned."""
     length = table[:, LENGTH]
     return _align(np.where(table[:, RAW] == 1, length * raw_bytes, q.record_bytes(length, raw_bytes)))
 
 
 @lru_cache(maxsize=1 << 12)
 def _record_bytes(length: int, raw: bool, q: Quantiser, raw_bytes: int) -> int:
-    """Returns the bytes of the record of one block of ``length`` coordinates, aligned."""
+    """Returns the number of bytes of the record of one block with ``length`` coordinates, aligned."""
     row = np.zeros((1, COLUMNS), dtype=np.int64)
     row[:, LENGTH] = length
     row[:, RAW] = raw
@@ -526,7 +528,7 @@ def _record_bytes(length: int, raw: bool, q: Quantiser, raw_bytes: int) -> int:
 def _placed(
     table: np.ndarray, order: np.ndarray, first: list[int], record: np.ndarray, scale_bytes: int, block_size: int
 ) -> Layout:
-    """Returns the table with positions: shard k has the blocks ``order[first[k]:first[k + 1]]``.
+    """Returns the layout in which shard k has the blocks ``order[first[k]:first[k + 1]]``, with positions in the table.
 
     A shard's message has the scales, the codes and the uncompressed blocks, in this order.
     """
@@ -538,7 +540,7 @@ def _placed(
     codes, codes_bytes = _positions(np.where(raw, 0, record), first, shard)
     raws, raws_bytes = _positions(np.where(raw, record, 0), first, shard)
     before_codes = _align(scales_bytes)
-    # All shards have the length of the longest, because an all-to-all of equal parts and an all-gather need that.
+    # All shards have the length of the longest shard, because all-to-all and all-gather need parts of equal length.
     shard_bytes = int((before_codes + codes_bytes + raws_bytes).max())
     start = shard_bytes * shard
     table[order, SCALE] = np.where(raw | (scale_bytes == 0), -1, start + scales)
@@ -547,7 +549,8 @@ def _placed(
 
 
 def _positions(sizes: np.ndarray, first: list[int], shard: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the position of each block's ``sizes`` bytes in its shard, and the bytes of each shard."""
+    """Returns the position of each block in its shard, and the number of bytes of each shard. ``sizes`` has the bytes
+    of each block."""
     ends = np.concatenate([[0], np.cumsum(sizes)])
     starts = ends[first[:-1]]
     return ends[:-1] - starts[shard], ends[first[1:]] - starts

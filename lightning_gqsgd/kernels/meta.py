@@ -1,7 +1,7 @@
-"""Kernels for tensors without data, on torch's device "meta": they compute nothing, and note what they were asked for.
+"""Kernels for tensors without data, on torch's device "meta": they compute nothing, and record their calls.
 
-The performance model (`predict.profile`) runs reducers on such tensors to learn how much work each of their stages
-has. A tensor without data has no block lengths, so blocks count as full, up to the number of coordinates of the tensor.
+The performance model (`predict.profile`) runs reducers on such tensors to learn the work of each stage. Block tables
+without data have no lengths, so all blocks count as full, up to the number of coordinates of the tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Work(NamedTuple):
 
     Attributes:
         kind: name of the kernel, or ``"torch"`` for an operation of PyTorch.
-        codec: family and bits of the codes, e.g. ``"companded/4"``; empty where no codes are involved.
+        codec: family and bits of the codes, e.g. ``"companded/4"``; empty if no codes are involved.
         numel: number of coordinates.
         sources: number of messages that are decoded.
         nbytes: bytes of memory that an operation of PyTorch reads and writes.
@@ -40,7 +40,7 @@ _notes: ContextVar[list[Work] | None] = ContextVar("notes", default=None)
 
 @contextmanager
 def noting() -> Iterator[list[Work]]:
-    """Returns the list of what the kernels of this module are asked for inside ``with``, in order."""
+    """Context manager that returns a list. Kernels of this module that are called in it append their work, in order."""
     works: list[Work] = []
     token = _notes.set(works)
     try:
@@ -50,63 +50,63 @@ def noting() -> Iterator[list[Work]]:
 
 
 def note(work: Work) -> None:
-    """Add a work to the list of `noting`; does nothing outside of it."""
+    """Append a work to the list of `noting`. Outside of `noting`, do nothing."""
     works = _notes.get()
     if works is not None:
         works.append(work)
 
 
 def codec_name(kind: Kind, bits: int) -> str:
-    """Returns the name that costs of a codec have, e.g. ``"companded/4"``."""
+    """Returns the name of a codec in tables of costs, e.g. ``"companded/4"``."""
     return f"{kind.name}/{bits}"
 
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
-    """Note that the largest magnitudes of blocks are asked for; see `protocol.Kernels.block_maxima`."""
+    """Record a call of `protocol.Kernels.block_maxima`."""
     note(Work("maxima", numel=x.numel()))
     return torch.empty(len(blocks), dtype=torch.int64 if x.dtype == torch.float64 else torch.int32, device=x.device)
 
 
 def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
-    """Note that the sums of blocks are asked for; see `protocol.Kernels.block_moments`."""
+    """Record a call of `protocol.Kernels.block_moments`."""
     note(Work("maxima", numel=x.numel()))
     return torch.empty(len(blocks), 3, dtype=torch.float64, device=x.device)
 
 
 def rotate(x: Tensor, blocks: Tensor, *_: Any, **__: Any) -> None:
-    """Note that blocks are to be turned; see `protocol.Kernels.rotate`."""
+    """Record a call of `protocol.Kernels.rotate`."""
     note(Work("rotate", numel=x.numel()))
 
 
 def narrow(x: Tensor, *_: Any, **__: Any) -> None:
-    """Note that coordinates are to be rounded to bf16; see `protocol.Kernels.narrow`."""
+    """Record a call of `protocol.Kernels.narrow`."""
     note(Work("narrow", numel=x.numel()))
 
 
 def encode(x: Tensor, blocks: Tensor, wire: Tensor, q: Quantiser, *_: Any, **__: Any) -> None:
-    """Note that blocks are to be encoded; see `protocol.CodecKernels.encode`."""
+    """Record a call of `protocol.CodecKernels.encode`."""
     _note("encode", q, blocks, x.numel())
 
 
 def reduce(wires: Tensor, blocks: Tensor, out: Tensor, q: Quantiser, *_: Any, **__: Any) -> None:
-    """Note that messages are to be averaged and the mean encoded; see `protocol.CodecKernels.reduce`."""
+    """Record a call of `protocol.CodecKernels.reduce`."""
     _note("reduce", q, blocks, sources=wires.shape[0])
 
 
 def decode(wires: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, *_: Any, **__: Any) -> int:
-    """Note that messages are to be decoded; see `protocol.CodecKernels.decode`. Returns 0: no block is infinite."""
+    """Record a call of `protocol.CodecKernels.decode`. Returns 0, the number of blocks that are not finite."""
     _note("decode", q, blocks, x.numel(), wires.shape[0])
     return 0
 
 
 def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Any) -> int:
-    """Note that a sum of codes is to be decoded; see `protocol.Kernels.decode_sum`. Returns 0: no block is infinite."""
+    """Record a call of `protocol.Kernels.decode_sum`. Returns 0, the number of blocks that are not finite."""
     _note("decode_sum", q, blocks, x.numel(), len(keys))
     return 0
 
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Any) -> None:
-    """Note that codes are to be added in pairs; see `protocol.Kernels.combine`."""
+    """Record a call of `protocol.Kernels.combine`."""
     _note("combine", q, blocks)
 
 

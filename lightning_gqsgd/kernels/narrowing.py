@@ -1,27 +1,27 @@
-"""Stochastic rounding of fp32 numbers to bf16, in readable form; `codecs.floats` says how the numbers are used."""
+"""Stochastic rounding of fp32 numbers to bf16, in readable PyTorch; `codecs.floats.codec` describes it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-#: Coordinates of a block, at most.
+#: The largest number of coordinates in a block.
 BLOCK = 1024
 
-#: Bits of infinity, and of all numbers without their sign.
+#: The bits of infinity, and a mask of all bits except for the sign.
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
-#: What makes the upper half of a NaN a NaN, whatever the lower half was.
+#: This bit makes the upper half of a NaN a NaN for any lower half.
 _QUIET = 0x40
 
 
 def rounded(values: Tensor, random: Tensor, limit: int) -> Tensor:
-    """Returns the bf16 numbers that fp32 numbers are rounded to.
+    """Returns fp32 numbers rounded stochastically to bf16.
 
     Args:
         values: fp32, any shape.
         random: uniform integers from 0 to 2^16 - 1, int64, of the same shape.
-        limit: bits of the largest magnitude, see `codecs.floats`.
+        limit: bits of the largest magnitude, see `codecs.floats.codec`.
     """
     bits = values.view(torch.int32).long()
     magnitude = bits & _MAGNITUDE

@@ -1,11 +1,12 @@
 """The layout of scales, codes and uncompressed coordinates in a message, in readable PyTorch, and their sizes in bytes.
 
-Codes lie in *bit planes*: a plane of 8, 4, 2 or 1 bits for each power of two in the number of bits. Codes that are to
-be added up lie in *lanes* of one width instead: whole lanes per byte, or per 64-bit word where 8 is no multiple of the
-width. In either layout, lane l of word w of a run holds coordinate w + l * words of the block.
+Codes are stored in *bit planes*: the number of bits is a sum of powers of two, and each power, 8, 4, 2 or 1, is the
+width of one plane. Codes that are added on the wire are stored in *lanes* of one width instead: a byte has whole lanes,
+or a 64-bit word has whole lanes if 8 is not a multiple of the width. In both layouts, lane l of word w of a run holds
+coordinate w + l * words of the block.
 
-Arguments: ``blocks`` is a block table, int64 [B, `layout.COLUMNS`], whose byte positions count from the start of the
-message ``wire``, uint8 [bytes].
+Common arguments: ``blocks`` is a block table, int64 [B, `layout.COLUMNS`]. Its byte positions count from the start of
+the message ``wire``, uint8 [bytes].
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ PLANES = (8, 4, 2, 1)
 
 
 def code_bytes(length: np.ndarray, bits: int) -> np.ndarray:
-    """Returns the bytes of ``length`` codes of ``bits`` bits in bit planes."""
+    """Returns the number of bytes of ``length`` codes of ``bits`` bits in bit planes."""
     return np.sum([-(-length * plane // 8) for plane in PLANES if bits & plane], axis=0)
 
 
 def summable_code_bytes(length: np.ndarray, bits: int) -> np.ndarray:
-    """Returns the bytes of ``length`` codes of ``bits`` bits in lanes that can be added up."""
+    """Returns the number of bytes of ``length`` codes of ``bits`` bits in lanes that can be added."""
     if 8 % bits == 0:
         return -(-length // (8 // bits))
     return 8 * -(-length // (64 // bits))
@@ -42,7 +43,7 @@ def pack(codes: Tensor, blocks: Tensor, wire: Tensor, bits: int, *, summable: bo
         word = j % run.words[:, None]
         lane = j // run.words[:, None]
         part = torch.where(inside, ((codes >> run.low) & ((1 << run.width) - 1)) << (run.width * lane), 0)
-        # Lanes of a word do not overlap, so that adding them sets their bits.
+        # Lanes of a word do not overlap, so adding them sets their bits.
         packed = torch.zeros_like(codes).scatter_add_(1, word, part)
         filled = j < run.words[:, None]
         for byte in range(run.nbytes):
@@ -78,7 +79,7 @@ def unpack_raw(wire: Tensor, blocks: Tensor, dtype: torch.dtype, width: int) -> 
 
 
 def positions(blocks: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Returns the number of each coordinate in its block, [1, width], and whether the block is that long, [B,
+    """Returns the numbers 0 to width - 1 of coordinates, [1, width], and whether each block has such a coordinate, [B,
     width]."""
     j = torch.arange(width, device=blocks.device)[None]
     return j, j < blocks[:, LENGTH, None]
@@ -90,7 +91,7 @@ def bytes_of(x: Tensor) -> Tensor:
 
 
 def write_scales(scale_codes: Tensor, blocks: Tensor, wire: Tensor, form: ScaleFormat) -> None:
-    """Write the codes of scales, int64 [B], for the blocks whose table has a place for one."""
+    """Write the codes of scales, int64 [B], of the blocks whose scale has a place in the table."""
     sent = blocks[:, SCALE] >= 0
     for byte in range(form.nbytes):
         wire[blocks[sent, SCALE] + byte] = (scale_codes[sent] >> 8 * byte & 0xFF).to(torch.uint8)
@@ -105,7 +106,7 @@ def read_scales(wire: Tensor, blocks: Tensor, form: ScaleFormat) -> Tensor:
 
 
 class _Run(NamedTuple):
-    """Words that hold ``width`` bits of every code of a block, from bit ``low`` of the code on.
+    """Words that hold ``width`` bits of every code of a block, starting at bit ``low`` of the code.
 
     Attributes:
         nbytes: bytes of a word.
@@ -123,11 +124,11 @@ class _Run(NamedTuple):
 def _runs(blocks: Tensor, bits: int, *, summable: bool) -> list[_Run]:
     length = blocks[:, LENGTH]
     zero = torch.zeros_like(blocks[:, LENGTH])
-    # Lanes of 3 bits, for example, do not fill a byte. In a 64-bit word few bits are left over, and a sum cannot carry
+    # Lanes of 3 bits, for example, do not fill a byte. A 64-bit word leaves few bits unused, and a sum cannot carry
     # from one word into the next.
     if summable and 8 % bits:
         return [_Run(0, bits, 8, zero, -(-length // (64 // bits)))]
-    # A width of 5 bits, for example, is a plane of 4 bits and one of 1: each plane fills whole bytes.
+    # Codes of 5 bits, for example, have a plane of 4 bits and a plane of 1 bit. Each plane fills whole bytes.
     runs: list[_Run] = []
     first = zero
     low = 0

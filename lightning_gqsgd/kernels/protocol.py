@@ -1,7 +1,7 @@
-"""The interfaces of kernels and of quantisers: the functions of a set of kernels, and what they need of a codec.
+"""The interfaces of kernels and of quantisers: `Kernels` has the functions, and `Quantiser` is a codec for kernels.
 
-`reference` (PyTorch on any device, the truth), `cpu` (Numba) and `cuda` (Triton) are modules with the functions of
-`Kernels`. The three give the same codes, and decode them to the same bits.
+`reference` (PyTorch on any device), `cpu` (Numba) and `cuda` (Triton) are modules with the functions of `Kernels`. The
+three give the same codes, and decode codes to the same bits. `reference` defines the right results.
 
 Common arguments:
 
@@ -9,8 +9,8 @@ Common arguments:
 * ``blocks``: block table, int64 [number of blocks, `layout.COLUMNS`]. Its first column counts coordinates of ``x``, and
   its byte positions count from the start of the message that is passed with it.
 * ``wire``: one message, uint8 [bytes]. ``wires``: one message of each source, uint8 [sources, bytes].
-* ``q``: the quantiser. ``key``: the two 32-bit dither keys of one stream; ``keys``: those of each source, in rank
-  order.
+* ``q``: the quantiser. ``key``: the two 32-bit dither keys of one stream. ``keys``: the dither keys of each source, in
+  rank order.
 * ``scales``: the scale of each block, as the bits of the compute dtype: int32 for fp32, fp16 and bf16 gradients, int64
   for fp64 ones, [number of blocks]. Bits of non-negative floats are ordered like the floats.
 """
@@ -34,12 +34,12 @@ Lengths = TypeVar("Lengths", int, np.ndarray, Tensor)
 
 
 class Kind(NamedTuple):
-    """A family of codes that kernels tell apart; the family's quantiser says which.
+    """A family of codes, from which kernels are chosen. Each quantiser has a kind.
 
     Attributes:
-        name: name of the family, which its costs have as well.
-        package: the package with the family's fast kernels, see `families`; empty: the family has those of `reference`.
-        is_padded: whether a record has the codes of `rotation.padded` coordinates, and not of the block's own number.
+        name: name of the family, also in tables of costs.
+        package: the package with the family's fast kernels, see `families`; empty: `reference` is used.
+        is_padded: whether a record has `rotation.padded` codes, instead of one code for each coordinate of the block.
     """
 
     name: str
@@ -50,16 +50,16 @@ class Kind(NamedTuple):
 class Quantiser(Protocol):
     """One codec at one block size, as kernels see it: a frozen, hashable value.
 
-    Each family has a class of its own in `codecs`, with the numbers that its kernels need, and with its encoding and
-    decoding in readable PyTorch, which `reference` calls. The class is a `ScaledQuantiser` or a `WholeQuantiser`.
+    Each family has its own class in `codecs`. The class has the numbers that kernels need, and encodes and decodes in
+    readable PyTorch; `reference` calls these methods. The class is a `ScaledQuantiser` or a `WholeQuantiser`.
 
     Attributes:
         kind: the family.
-        is_whole: whether it is a `WholeQuantiser`; otherwise it is a `ScaledQuantiser`.
-        has_scale: whether each block has a scale in the message, at the place that its table says.
+        is_whole: True for a `WholeQuantiser`, and False for a `ScaledQuantiser`.
+        has_scale: whether each block has a scale in the message, at the place in the block table.
         bits: bits of one code on the wire.
         block_size: the largest number of coordinates in a block.
-        summable: whether codes lie in lanes, so that messages can be added without a carry from lane to lane.
+        summable: whether codes are in lanes, so that messages can be added without a carry from lane to lane.
     """
 
     @property
@@ -81,8 +81,8 @@ class Quantiser(Protocol):
     def summable(self) -> bool: ...
 
     def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
-        """Returns the bytes of the codes of blocks with these lengths; ``raw_bytes``: of one uncompressed
-        coordinate."""
+        """Returns the number of bytes of the codes of each block with these lengths. ``raw_bytes`` is the number of
+        bytes of one uncompressed coordinate."""
         ...
 
     def __hash__(self) -> int: ...
@@ -92,20 +92,20 @@ class ScaledQuantiser(Quantiser, Protocol):
     """A quantiser whose records are a scale and codes of a fixed width."""
 
     def encode(self, values: Tensor, lengths: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the codes of blocks, int64 [B, width], and a flag of each block that travels with its scale, bool
-        [B].
+        """Returns the codes of blocks, int64 [B, width], and a flag of each block, bool [B], which is sent with its
+        scale.
 
         Args:
             values: coordinates in the compute dtype, [B, width], zero beyond the end of a block.
             lengths: number of coordinates of each block, int64 [B].
-            scales: the blocks' scales, [B]; 0 where a block is all zero or not finite.
+            scales: the blocks' scales, [B]; 0 if a block is all zero or not finite.
             uniform: the dither, fp32 on (0, 1), [B, width].
         """
         ...
 
     def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
-        """Returns the coordinates that codes stand for, [B, width]; the arguments are those of `encode` and what it
-        returned."""
+        """Returns the coordinates of codes, [B, width]. ``codes`` and ``flags`` are results of `encode`, and the other
+        arguments are the same as there."""
         ...
 
 
@@ -113,8 +113,7 @@ class SummableQuantiser(ScaledQuantiser, Protocol):
     """A quantiser whose codes can be added."""
 
     def decode_sum(self, codes: Tensor, scales: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
-        """Returns the mean that the sums of all ranks' codes stand for, [B, width]; ``uniforms``: the dither of each
-        rank."""
+        """Returns the mean from the sums of all ranks' codes, [B, width]. ``uniforms`` are the dithers of all ranks."""
         ...
 
 
@@ -122,7 +121,7 @@ class PairwiseQuantiser(SummableQuantiser, Protocol):
     """A quantiser whose codes can be added in pairs."""
 
     def combine(self, codes: Tensor, others: Tensor, words: Tensor) -> Tensor:
-        """Returns the codes of the sums of two codes' numbers, without bias; all arguments are int64 [B, width].
+        """Returns unbiased codes of the sums of two codes' numbers. All arguments are int64 [B, width].
 
         Args:
             codes: codes of one side.
@@ -133,7 +132,7 @@ class PairwiseQuantiser(SummableQuantiser, Protocol):
 
 
 class WholeQuantiser(Quantiser, Protocol):
-    """A quantiser that writes a block's record itself, and its scale if it has one."""
+    """A quantiser that writes the whole record of a block itself, and its scale if there is one."""
 
     def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
         """Write the records of blocks.
@@ -152,14 +151,15 @@ class WholeQuantiser(Quantiser, Protocol):
 
 
 class Own(NamedTuple):
-    """The source that averages messages itself. It has its coordinates, so its message is not decoded.
+    """The source that averages the messages. It has its own coordinates, so its message is not decoded.
 
-    That concerns coded blocks only. Raw blocks lose nothing on their way, and are added up in the order of the sources.
+    This applies to coded blocks only. Messages have raw blocks exactly, so the raw blocks of all sources are taken from
+    messages, and are added in the order of the sources.
 
     Attributes:
         source: number of the source.
         x: flat gradient, [numel].
-        rotation: key by which blocks are turned first, as the other sources' were. None: no rotation.
+        rotation: key of the rotation that is applied to blocks first, as by the other sources. None: no rotation.
     """
 
     source: int
@@ -168,7 +168,7 @@ class Own(NamedTuple):
 
 
 class CodecKernels(Protocol):
-    """The functions that every family of codes has; the module's docstring says what their arguments are."""
+    """The functions that every family of codes has. The module's docstring describes common arguments."""
 
     def encode(
         self,
@@ -180,13 +180,14 @@ class CodecKernels(Protocol):
         scales: Tensor | None = None,
         rotation: Key | None = None,
     ) -> None:
-        """Write the record of each block: its scale, where the table has a place for one, and its codes. A raw block's
+        """Write the record of each block: its codes, and its scale if the table has a place for it. A raw block's
         record has its coordinates in the compute dtype.
 
         Args:
-            scales: the scales to use; what is larger than its scale is clipped. None: the largest magnitude of each
+            scales: the scales to use. Coordinates beyond their scale are clipped. None: the largest magnitude of each
                 block, rounded up to the wire's format. A `WholeQuantiser` takes no scales.
-            rotation: key by which blocks are turned first, as by `rotate`; ``x`` stays as it is. None: no rotation.
+            rotation: key of the rotation that is applied to blocks first, see `rotate`. ``x`` is not changed. None: no
+                rotation.
         """
         ...
 
@@ -200,10 +201,10 @@ class CodecKernels(Protocol):
         out_key: Key,
         own: Own,
     ) -> None:
-        """Decode one shard's messages, add them up in rank order and then the coordinates of this rank, and encode the
-        mean into ``out``.
+        """Decode one shard's messages, add them in rank order, add the coordinates of this rank, and encode the mean
+        into ``out``.
 
-        A coded block with a coordinate that is not finite becomes NaN as a whole.
+        A coded block with a coordinate that is not finite becomes NaN everywhere.
 
         Args:
             out: the mean's message, uint8 [bytes].
@@ -222,15 +223,16 @@ class CodecKernels(Protocol):
         rotation: Key | None = None,
         own: int | None = None,
     ) -> Count:
-        """Write the mean of the decoded messages into ``x``; return the number of blocks that are not finite.
+        """Write the mean of the decoded messages into ``x``. Returns the number of blocks that are not finite.
 
-        What is finite stays finite: in a 16-bit dtype, the mean of compressed blocks is clamped to the largest number.
+        The mean of finite coordinates is finite: in a 16-bit dtype, the mean of compressed blocks is clamped to the
+        largest number.
 
         Args:
-            rotation: key by which what was decoded is turned back. None: no rotation.
-            own: number of the source whose coordinates ``x`` holds before the call, not turned; see `Own`. They are
-                added last, and a block of theirs that is not finite becomes NaN as a whole. None: all messages are
-                decoded.
+            rotation: key of the rotation that is undone after decoding. None: no rotation.
+            own: number of the source whose coordinates, not rotated, are in ``x`` before the call; see `Own`. They are
+                added last. If a block of them is not finite, the result is NaN everywhere in the block. None: all
+                messages are decoded.
         """
         ...
 
@@ -239,38 +241,39 @@ class Kernels(CodecKernels, Protocol):
     """The functions of a set of kernels."""
 
     def block_maxima(self, x: Tensor, blocks: Tensor) -> Tensor:
-        """Returns the largest magnitude of each block, as ``scales`` are: int32 or int64 [B].
+        """Returns the largest magnitude of each block, in the form of ``scales``: int32 or int64 [B].
 
-        NaN and infinity come out larger than every finite number, so that an integer MAX over ranks keeps them.
+        NaN and infinity are larger than every finite number, so that an integer MAX over ranks keeps them.
         """
         ...
 
     def block_moments(self, x: Tensor, blocks: Tensor) -> Tensor:
         """Returns the sums Σ x, Σ |x| and Σ x² of each block, fp64 [B, 3].
 
-        Coordinates l, l + 16, l + 32, ... are added up in lane l, and then the 16 lanes in order. All kernels add in
-        this order, so they give the same bits.
+        Coordinates l, l + 16, l + 32, ... are added in lane l, and then the 16 lanes are added in order. All kernels
+        add in this order, so they give the same bits.
         """
         ...
 
     def rotate(self, x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
-        """Turn each block that is not raw by H D, in place, or back by D H.
+        """Rotate each block that is not raw by H D, in place, or back by D H if ``inverse`` is true.
 
-        D has random signs from ``key``, and H is the orthonormal Hadamard matrix. A block whose length is no power of
-        two is turned in parts, of which the largest power of two comes first. ``x`` is fp32 or fp64.
+        D is diagonal, with random signs from ``key``, and H is the orthonormal Hadamard matrix. If the length of a
+        block is not a power of two, the block is rotated in parts, whose lengths are descending powers of two. ``x`` is
+        fp32 or fp64.
         """
         ...
 
     def decode_sum(
         self, wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]
     ) -> Count:
-        """Write the mean that one message of summed codes stands for into ``x``, as `decode` does; return the number of
+        """Decode one message of summed codes, and write the mean into ``x`` as `decode` does. Returns the number of
         blocks that are not finite."""
         ...
 
     def narrow(self, x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
-        """Write the coordinates of all blocks, raw ones too, times a factor as bf16 numbers, rounded at random; see
-        `narrowing`.
+        """Write the coordinates of all blocks, including raw blocks, times a factor, rounded stochastically to bf16;
+        see `narrowing`.
 
         Args:
             x: fp32 [numel], contiguous.
@@ -284,11 +287,11 @@ class Kernels(CodecKernels, Protocol):
     def combine(self, mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
         """Replace the codes of one message by unbiased codes of the sums of both messages' numbers.
 
-        For the quantisers whose codes can be added in pairs; see `codecs.exponential`.
+        The quantiser has to be a `PairwiseQuantiser`; see `codecs.exponential.codec`.
 
         Args:
             mine: uint8 [bytes], codes without scales; changed in place.
             theirs: uint8 [bytes], codes of the same blocks.
-            key: of the random numbers.
+            key: key of the random numbers.
         """
         ...

@@ -1,8 +1,8 @@
-"""Readable kernels in plain PyTorch, on any device: the truth that the fast ones are tested against.
+"""Readable kernels in plain PyTorch, on any device. The fast kernels are tested against them.
 
-The functions are those of `protocol.Kernels`, where they and their arguments are described. Each one views the
-coordinates of its blocks as a matrix [blocks, block_size], in which short blocks are padded with zeros. What a family
-of codes does to such a matrix is said in its file in `codecs`.
+`protocol.Kernels` describes the functions and their arguments. Each function views the coordinates of its blocks as a
+matrix [blocks, block_size], in which short blocks are padded with zeros. The quantisers in `codecs` encode and decode
+such a matrix.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_gqsgd.kernels.wire import (
     magnitudes,
 )
 
-#: Lanes in which `block_moments` adds.
+#: Number of lanes in which `block_moments` adds.
 LANES = 16
 
 
@@ -52,7 +52,7 @@ def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
     terms = torch.stack([values, values.abs(), values.square()], dim=1).unflatten(2, (-1, LANES))
     total = torch.zeros(len(blocks), 3, dtype=torch.float64, device=x.device)
     lanes = torch.zeros(len(blocks), 3, LANES, dtype=torch.float64, device=x.device)
-    # One addition at a time: `sum` may add in another order, and the fast kernels have to give the same bits.
+    # The order of additions is fixed: the fast kernels have to give the same bits, and `sum` may use another order.
     for row in terms.unbind(2):
         lanes += row
     for lane in lanes.unbind(2):
@@ -61,7 +61,7 @@ def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
-    """Turn blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
+    """Rotate blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
     coded = blocks[blocks[:, RAW] == 0]
     _scatter(turned(_gather(x, coded, block_size), coded, key, inverse=inverse), coded, x)
 
@@ -114,7 +114,7 @@ def decode(
     """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`."""
     coded = blocks[:, RAW] == 0
     mean = _sum(wires, blocks, q, keys, COMPUTE_DTYPES[x.dtype], own)
-    # With coordinates of its own, the sum is divided once those are added, below.
+    # If this rank's own coordinates are added, the sum is divided after that, below.
     if own is None:
         mean = _divided(mean, len(keys))
     if rotation is not None:
@@ -122,7 +122,7 @@ def decode(
     if own is not None:
         mean[coded] = _with_own(mean[coded], _gather(x, blocks[coded], q.block_size), len(keys))
         mean = _divided(mean, len(keys))
-    # Only coded blocks are clamped: raw ones may overflow, as averages of DDP may.
+    # Only coded blocks are clamped. Raw blocks may overflow, as in plain DDP.
     mean[coded] = in_finite_range(mean[coded], x.dtype)
     return _scatter(mean, blocks, x)
 
@@ -153,7 +153,7 @@ def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key
 
 
 def _write(values: Tensor, blocks: Tensor, wire: Tensor, q: Quantiser, key: Key, scales: Tensor | None) -> None:
-    """Write the records of all blocks; ``values``: their coordinates, [B, block_size]."""
+    """Write the records of all blocks. ``values`` are their coordinates, [B, block_size]."""
     raw = blocks[:, RAW] == 1
     pack_raw(values[raw], blocks[raw], wire)
     coded = blocks[~raw]
@@ -168,7 +168,7 @@ def _write(values: Tensor, blocks: Tensor, wire: Tensor, q: Quantiser, key: Key,
     used, finite = form.scales(bits)
     random = uniform(coded, key, q.block_size)
     codes, flags = cast(ScaledQuantiser, q).encode(values, coded[:, LENGTH], used, random)
-    # Such blocks decode to NaN or to zeros whatever their codes are, and zeros keep messages equal on all devices.
+    # Such blocks decode to NaN or to zeros with any codes. Zeros make messages equal on all devices.
     codes[~finite | (used == 0)] = 0
     write_scales(form.sent(bits, flags), coded, wire, form)
     pack(codes, coded, wire, q.bits, summable=q.summable)
@@ -177,16 +177,17 @@ def _write(values: Tensor, blocks: Tensor, wire: Tensor, q: Quantiser, key: Key,
 def _sum(
     wires: Tensor, blocks: Tensor, q: Quantiser, keys: Sequence[Key], compute: torch.dtype, own: int | None
 ) -> Tensor:
-    """Returns the sum of the decoded messages times ``Share.each``, in order and in the compute dtype: [B, block_size].
+    """Returns the sum of the decoded messages times ``Share.each``, added in order and in the compute dtype: [B,
+    block_size].
 
-    The message of source ``own`` counts in raw blocks only.
+    Only the raw blocks of source ``own`` are taken from its message.
     """
     each = Share.of(len(keys)).each
     raw = blocks[:, RAW] == 1
     coded = blocks[~raw]
     total = torch.zeros(len(blocks), q.block_size, dtype=compute, device=wires.device)
     for source, (wire, key) in enumerate(zip(wires, keys, strict=True)):
-        # The own message counts here as well: raw blocks are added up in the same order on every rank.
+        # Raw blocks include those of this rank's own message, so that every rank adds in the same order.
         total[raw] += unpack_raw(wire, blocks[raw], compute, q.block_size) * each
         if source == own or not len(coded):
             continue
@@ -194,26 +195,26 @@ def _sum(
             total[~raw] += cast(WholeQuantiser, q).read(wire, coded, compute, key, each)
         else:
             total[~raw] += _read_scaled(wire, coded, cast(ScaledQuantiser, q), key, compute, each)
-    # Dither is decoded beyond the end of a short block, too.
+    # Decoding leaves dither beyond the end of a short block.
     total[~positions(blocks, q.block_size)[1]] = 0
     return total
 
 
 def _with_own(total: Tensor, mine: Tensor, sources: int) -> Tensor:
-    """Add one more source's coordinates to what `_sum` returned for coded blocks; NaN where a block is not finite."""
+    """Returns the sum of `_sum` for coded blocks plus one more source's coordinates; NaN if a block is not finite."""
     finite = mine.isfinite().all(dim=1, keepdim=True)
     return torch.where(finite, total + mine * Share.of(sources).each, torch.nan)
 
 
 def _divided(total: Tensor, sources: int) -> Tensor:
-    """Returns the mean that belongs to a sum over so many sources."""
+    """Returns the mean from a sum of `_sum` over ``sources`` sources."""
     return total / torch.full_like(total, Share.of(sources).rest)
 
 
 def _read_scaled(
     wire: Tensor, blocks: Tensor, q: ScaledQuantiser, key: Key, compute: torch.dtype, factor: float
 ) -> Tensor:
-    """Returns the coordinates of one message's coded blocks, under scales times a factor; NaN where the scale is not
+    """Returns the coordinates of one message's coded blocks times a factor; NaN if the scale of a block is not
     finite."""
     form = SCALE_FORMATS[compute]
     bits, flags = form.received(read_scales(wire, blocks, form))
@@ -235,8 +236,8 @@ def _gather(x: Tensor, blocks: Tensor, width: int) -> Tensor:
 
 
 def _scatter(values: Tensor, blocks: Tensor, x: Tensor) -> int:
-    """Write the coordinates of blocks, rounded to the dtype of ``x``; return the number of blocks that are not finite
-    there."""
+    """Write the coordinates of blocks into ``x``, rounded to its dtype. Returns the number of blocks that are then not
+    finite."""
     j, inside = positions(blocks, values.shape[1])
     rounded = values.to(x.dtype)
     x[(blocks[:, START, None] + j)[inside]] = rounded[inside]

@@ -10,32 +10,33 @@ from lightning_gqsgd.kernels.layout import LENGTH
 from lightning_gqsgd.kernels.protocol import Lengths
 from lightning_gqsgd.kernels.wire import Key
 
-#: The shortest block that `codecs.eden` turns; shorter ones get zeros. Coordinates of a shorter block that is turned
-#: are too far from Gaussian ones: at 64, gains differ by up to 1 % from coordinate to coordinate.
+#: The shortest block that `codecs.eden` rotates. Shorter blocks are padded with zeros, because the rotated coordinates
+#: of a shorter block are too far from Gaussian: at a length of 64, gains differ by up to 1 % between coordinates.
 SHORTEST = 128
-#: `codecs.eden` moves turned coordinates by a dither in a block that has at most so many coordinates that are not small
-#: beside its largest one; see `smallness`.
+#: `codecs.eden` adds a dither to the rotated coordinates of a block if at most this number of its coordinates are not
+#: small compared with the largest; see `smallness`.
 FEW = 32
 
 
 def smallness(exponent: Lengths) -> Lengths:
-    """Returns k of a block of 2^exponent coordinates: those below 2^-k of the largest one count as small.
+    """Returns k for a block of 2^exponent coordinates. Coordinates below 2^-k times the largest count as small.
 
-    Sums of more than `FEW` coordinates that are not small are about as wide as the gaps between sums of the largest.
+    If more than `FEW` coordinates are not small, their sums are about as wide as the gaps between sums of the largest
+    coordinates.
     """
     return 1 + (exponent + 1) // 2
 
 
 def padded(length: Lengths, block_size: int) -> Lengths:
-    """Returns the next power of two of the lengths of blocks, and at least `SHORTEST`: the lengths of blocks that are
-    turned whole, with zeros at their ends.
+    """Returns the lengths of blocks rounded up to a power of two of at least `SHORTEST`. Blocks that are rotated as a
+    whole are padded to these lengths with zeros.
 
     Args:
-        length: number of coordinates of blocks, 1 to ``block_size``.
-        block_size: the largest number, a power of two of at least `SHORTEST`.
+        length: number of coordinates of each block, 1 to ``block_size``.
+        block_size: the largest number of coordinates, a power of two of at least `SHORTEST`.
     """
     whole = length * 0 + SHORTEST
-    # Only arithmetic, and no branch on the length, because the lengths may be an array or a tensor.
+    # There is no branch on the length, because the lengths may be an array or a tensor.
     while block_size > SHORTEST:
         whole += whole * (whole < length)
         block_size //= 2
@@ -43,8 +44,8 @@ def padded(length: Lengths, block_size: int) -> Lengths:
 
 
 def turned(values: Tensor, blocks: Tensor, key: Key, *, inverse: bool = False) -> Tensor:
-    """Returns the coordinates of blocks turned as by `Kernels.rotate`, [B, width]; zeros beyond a block's end stay
-    zero."""
+    """Returns the coordinates of blocks after the rotation of `Kernels.rotate`, [B, width]. Zeros beyond the end of a
+    block stay zero."""
     width = values.shape[1]
     signs = torch.where(uniform(blocks, key, width) < 0.5, -1, 1).to(values.dtype)
     if inverse:
@@ -53,12 +54,12 @@ def turned(values: Tensor, blocks: Tensor, key: Key, *, inverse: bool = False) -
 
 
 def transformed(values: Tensor, blocks: Tensor) -> Tensor:
-    """Returns the orthonormal Hadamard transforms of the coordinates of blocks, [B, width], in parts of powers of
-    two."""
+    """Returns the orthonormal Hadamard transforms of the coordinates of blocks, [B, width]. The lengths of the
+    transforms are powers of two."""
     width = values.shape[1]
     values = values.clone()
     start = torch.zeros_like(blocks[:, LENGTH])
-    # A Hadamard matrix of this kind has a power of two as its size. The binary digits of the length say which parts
+    # The size of a Hadamard matrix of this kind is a power of two. The binary digits of the length give the parts that
     # fill the block, the largest first.
     for power in (1 << k for k in reversed(range(width.bit_length()))):
         has_part = (blocks[:, LENGTH] & power) != 0

@@ -1,11 +1,12 @@
 """The rules that all kernels share: the number formats of scales, and the hash that gives the dither.
 
-A block's scale travels as an unsigned float with the exponent of the compute type and a short mantissa, rounded up so
-that no coordinate exceeds it, and one more bit: 1 if the block was rounded stochastically, 0 if by subtractive dither.
-That is 16 bits (8 + 7 + 1) for fp32, 32 bits (11 + 20 + 1) for fp64. A block that holds NaN or infinity has all ones.
+A block's scale is sent as an unsigned float with the exponent of the compute type and a short mantissa, rounded up so
+that no coordinate exceeds it, and one more bit: 1 if the block was rounded stochastically, and 0 if it was rounded with
+subtractive dither. This takes 16 bits (8 + 7 + 1) for fp32, and 32 bits (11 + 20 + 1) for fp64. If a block has NaN or
+infinity, all bits are ones.
 
-The dither of coordinate j of block ``index`` of parameter ``parameter``, under the two 32-bit keys k0, k1 of (seed,
-step, rank), all arithmetic modulo 2^32:
+The dither v of coordinate j of block ``index`` of parameter ``parameter`` is computed as follows. k0 and k1 are the two
+32-bit keys of (seed, step, rank), and all arithmetic is modulo 2^32:
 
     a = mix(mix(k0 ^ parameter) + GOLDEN index),  b = mix(mix(k1 + parameter) ^ index)
     h = finish(start(a + p) ^ b),  p = j for the first half of the block, j - half for the second
@@ -13,10 +14,11 @@ step, rank), all arithmetic modulo 2^32:
 
 mix = finish(start(.)) is a 32-bit finaliser of two multiplications (constants of the "lowbias32" search by C. Wellons).
 The scale of an EDEN code is not the largest magnitude. It is rounded up or down at random, by finish(start(a + p) ^ b)
-with p = 2^31, and its one more bit is 0 (see `codecs.eden`).
+with p = 2^31, and its additional bit is 0 (see `codecs.eden`).
 
-16 bits are what fp32 arithmetic keeps of a dither added to codes up to 255. The sum of two exponential codes draws all
-32 bits of finish(start(a + j) ^ b) for coordinate j: it has to tell 2^-31 from 0.
+The dither has 16 bits because fp32 arithmetic keeps no more if it is added to codes up to 255. The sum of two
+exponential codes uses all 32 bits of finish(start(a + j) ^ b) for coordinate j, because it has to distinguish 2^-31
+from 0.
 """
 
 from __future__ import annotations
@@ -26,29 +28,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Ranks with different versions would not understand each other's messages. 2: owners of shards follow from blocks.
-#: 3: pieces of few bits have more coordinates.
+#: Version of the format of messages. Ranks with different versions cannot read each other's messages. Since 2, the
+#: numbers of blocks determine the owners of shards. Since 3, pieces with few bits have more coordinates.
 VERSION = 3
 
 GOLDEN = 0x9E3779B9
 MULTIPLY_1 = 0x7FEB352D
 MULTIPLY_2 = 0x846CA68B
 
-#: One coordinate's dither is (k + 1/2) 2^-16 for the 16-bit integer k.
+#: The dither of a coordinate is (k + 1/2) 2^-16, with a 16-bit integer k.
 DITHER_UNIT = 2.0**-16
 DITHER_FIRST = 2.0**-17
 
 
 class ScaleFormat(NamedTuple):
-    """The number format of scales on the wire, made from the bits of the largest magnitude in the compute type.
+    """The number format of scales on the wire. Scales are converted from the bits of the compute type.
 
     Attributes:
-        shift: bits of the mantissa that are dropped (the rest then moves up by one, to make room for the flag).
-        infinity: bits of infinity; anything from there on is not finite.
-        tiny: bits of the smallest scale used, 2^-118 or 2^-1014: below it, 1/Δ would overflow.
-        nbytes: bytes on the wire.
-        raw_bytes: bytes of an uncompressed coordinate.
-        mantissa: bits of the compute type's mantissa.
+        shift: number of mantissa bits that are dropped. The other bits are then shifted up by one, to make room for the
+            flag.
+        infinity: bits of infinity. Bits from there on are not finite.
+        tiny: bits of the smallest scale that is used, 2^-118 or 2^-1014. Below it, 1/Δ would overflow.
+        nbytes: number of bytes of a scale on the wire.
+        raw_bytes: number of bytes of an uncompressed coordinate.
+        mantissa: number of bits of the compute type's mantissa.
         integer: the integer type as wide as the compute type.
     """
 
@@ -61,17 +64,17 @@ class ScaleFormat(NamedTuple):
     integer: torch.dtype
 
     def rounded_up(self, bits: Tensor) -> Tensor:
-        """Returns the bits of scales for the bits of largest magnitudes, int64; those of infinity where they are not
-        finite."""
+        """Returns the bits of scales for the bits of largest magnitudes, int64. If a magnitude is not finite, the bits
+        are those of infinity."""
         # Bits of non-negative floats are ordered like the floats. Adding all ones below the cut therefore rounds up,
-        # and carries into the exponent where it has to.
+        # and carries into the exponent if necessary.
         up = (bits.clamp(min=self.tiny) + (1 << self.shift) - 1) >> self.shift << self.shift
         up = torch.where(bits > 0, up, 0)
-        up = torch.where(up == self.infinity, self.infinity - 1, up)  # rounded up to it: the largest finite number
+        up = torch.where(up == self.infinity, self.infinity - 1, up)  # a finite scale stays finite
         return torch.where(bits >= self.infinity, self.infinity, up)
 
     def rounded_at_random(self, values: Tensor, random: Tensor) -> Tensor:
-        """Round values to the format's number above or below at random, without bias, and return the bits, int64.
+        """Returns the bits of values that are rounded up or down to the format at random, without bias: int64.
 
         A value below the smallest scale becomes that scale or zero. A value that would become infinite becomes the
         largest finite number.
@@ -89,29 +92,30 @@ class ScaleFormat(NamedTuple):
 
     @property
     def tiny_inverse(self) -> float:
-        """One over the smallest scale: 2^118 or 2^1014."""
+        """The inverse of the smallest scale: 2^118 or 2^1014."""
         return 2.0 ** ((self.infinity >> self.mantissa) // 2 - (self.tiny >> self.mantissa))
 
     def scales(self, bits: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the scales with these bits, in the compute type, and whether each is finite; 0 where it is not."""
+        """Returns the scales with these bits, in the compute type, and whether each scale is finite. If a scale is not
+        finite, it is returned as 0."""
         bits = bits.long()
         finite = bits < self.infinity
-        # Scales that were shared between ranks have not been rounded, so they may lie below the smallest one.
+        # Scales that ranks share have not been rounded to the format, so they may be below the smallest scale.
         bits = torch.where((bits > 0) & (bits < self.tiny), self.tiny, bits)
         return self.floats(torch.where(finite, bits, 0)), finite
 
     def floats(self, bits: Tensor) -> Tensor:
-        """Returns the numbers of the compute type that have these bits."""
+        """Returns the numbers of the compute type with these bits."""
         return bits.to(self.integer).view(torch.float64 if self.integer == torch.int64 else torch.float32)
 
     def sent(self, bits: Tensor, flags: Tensor) -> Tensor:
-        """Returns the codes on the wire for the bits of scales and for the blocks' flags, int64."""
+        """Returns the codes on the wire for the bits of scales and the flags of blocks, int64."""
         return torch.where(bits < self.infinity, (((bits + 1) >> self.shift) << 1) | flags, -1)
 
     def received(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the bits of the scales, and the blocks' flags, that codes on the wire stand for."""
+        """Returns the bits of scales and the flags of blocks from codes on the wire."""
         bits = (codes >> 1) << self.shift
-        bits = torch.where(bits == self.infinity, self.infinity - 1, bits)  # it was rounded up to infinity
+        bits = torch.where(bits == self.infinity, self.infinity - 1, bits)  # `sent` rounded it up to infinity
         return bits.clamp(max=self.infinity), (codes & 1) == 1
 
 
@@ -124,7 +128,7 @@ SCALE_FORMATS = {
     ),
 }
 
-#: Gradient dtype -> dtype in which it is quantised, summed and, uncompressed, sent.
+#: The compute dtype of each gradient dtype: coordinates are quantised, added and sent uncompressed in this dtype.
 COMPUTE_DTYPES = {
     torch.float32: torch.float32,
     torch.bfloat16: torch.float32,
@@ -134,9 +138,10 @@ COMPUTE_DTYPES = {
 
 
 class Share(NamedTuple):
-    """The factors of a mean over n messages: ``each`` = 2^-c for every message, 1/``rest`` for the sum, rest = n/2^c.
+    """The factors of a mean over n messages. Every message is multiplied by ``each`` = 2^-c, and the sum is divided by
+    ``rest`` = n/2^c.
 
-    2^c is the smallest power of two from n on: nothing overflows, and the mean of n equal numbers is exact.
+    2^c is the smallest power of two that is at least n. So nothing overflows, and the mean of n equal numbers is exact.
     """
 
     each: float
@@ -150,7 +155,7 @@ class Share(NamedTuple):
         return cls(1.0 / power, ranks / power)
 
 
-#: The place p of the random number by which a scale is rounded; no coordinate has this place.
+#: The place p of the random number that rounds a scale. No coordinate has this place.
 SCALE_PLACE = 2**31
 #: The place p of the random number that orders the coordinates of a trellis code.
 ORDER_PLACE = 2**31 + 1
@@ -160,18 +165,18 @@ Key = tuple[int, int]
 
 
 def magnitudes(values: Tensor) -> Tensor:
-    """Returns magnitudes as integers of the same order, with infinity above all finite numbers, and NaN above
+    """Returns magnitudes as integers in the same order. Infinity is above all finite numbers, and NaN is above
     infinity."""
     return values.abs().view(SCALE_FORMATS[values.dtype].integer)
 
 
 def in_finite_range(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the values, those that are finite clamped to the finite numbers of a dtype that they are to be rounded
-    to.
+    """Returns the values, with finite values clamped to the largest finite number of ``dtype``, to which they will be
+    rounded.
 
-    An average of decoded numbers can lie a little beyond the largest one that was encoded, and would become infinite.
+    An average of decoded numbers can be slightly larger than the largest encoded number, and could become infinite.
     """
-    # Nothing is rounded then, so nothing can pass the largest number.
+    # The values are not rounded in this case, so they cannot exceed the largest number.
     if dtype == values.dtype:
         return values
     limit = torch.finfo(dtype).max

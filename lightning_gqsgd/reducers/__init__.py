@@ -1,6 +1,6 @@
 """Reducers: schedules of collectives that replace every rank's gradient by the mean of all ranks.
 
-A reducer is one file with one class, and one line in `REDUCERS`.
+Each reducer is one file with one class, and has one line in `REDUCERS`.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ __all__ = [
 
 
 def stages(setting: Setting) -> list[tuple[Scope, ...]]:
-    """Returns which ranks exchange in each stage of a piece."""
+    """Returns the ranks that exchange in each stage of a piece, as scopes."""
     return setting.reducer.scopes(setting)
 
 
 def setting_for(setting: Setting, *, compressed: bool) -> Setting:
-    """Returns the setting to plan with: the given one, or that for parameters all of which travel uncompressed."""
+    """Returns the setting to plan with. If ``compressed`` is false, all parameters are sent uncompressed, and this may
+    need another setting than the given one (see `two_shot.uncompressed`)."""
     stays = compressed or setting.reducer.stays_when_uncompressed
     return setting if stays else uncompressed(setting)
 

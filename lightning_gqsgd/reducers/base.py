@@ -1,9 +1,9 @@
-"""The interface of reducers. A reducer describes how one piece is encoded, exchanged and decoded.
+"""`Reducer`: the interface of reducers. A reducer describes how one piece is encoded, exchanged and decoded.
 
-A reducer issues no collective itself. Its `steps` are a generator: it yields the exchanges that it needs, and is
-resumed when they are done. The same reducer therefore runs over process groups (`pipeline`) and over virtual ranks in
-one process (`run_virtual`). The k-th time that a piece yields is its stage k. The pieces take each stage in the same
-order on every rank. On a GPU, `steps` issue work and never wait for it: they read no number from the GPU.
+A reducer issues no collective itself. Its method `steps` is a generator: it yields the exchanges that it needs, and is
+resumed when they are done. The same reducer can therefore run over process groups (`pipeline`) and over virtual ranks
+in one process (`run_virtual`). The k-th yield of a piece is its stage k. All ranks run the stages of all pieces in the
+same order. On a GPU, `steps` issues work and never waits for it, so it reads no number from the GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Scope(NamedTuple):
     node_size: int = 1
 
     def members(self, rank: int, ranks: int) -> range:
-        """Returns the ranks out of ``ranks`` that ``rank`` exchanges with, including itself."""
+        """Returns the ranks with which ``rank`` exchanges, including itself. ``ranks`` is the number of all ranks."""
         first = rank - rank % self.node_size
         return {
             "all": range(ranks),
@@ -57,8 +57,8 @@ ALL = Scope("all")
 class Exchange(NamedTuple):
     """A collective to run: ``all_to_all``, ``all_gather`` (output is [ranks, ...]), or ``sum`` and ``max`` (in place).
 
-    ``splits``: of an ``all_to_all`` with unequal parts, how many elements of output and of input belong to each rank.
-    ``scope``: between whom.
+    ``splits`` has the numbers of elements of output and of input that belong to each rank, for an ``all_to_all`` with
+    unequal parts. ``scope`` gives the ranks that take part.
     """
 
     kind: str
@@ -73,30 +73,30 @@ class Exchange(NamedTuple):
         return cls(kind, tensor, tensor)
 
 
-#: One piece's way: yields the exchanges of each stage, and returns the number of blocks that are not finite.
+#: The reduction of one piece: yields the exchanges of each stage, and returns the number of blocks that are not finite.
 Steps = Generator[Sequence[Exchange], None, Count]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The setting that a reducer is built for. `config.setting_of` makes it of a configuration.
+    """The setting from which a reducer is built. `config.setting_of` creates it from a configuration.
 
     Attributes:
-        reducer: the reducer itself.
+        reducer: the class of the reducer.
         codec: the codec of its messages.
         ranks: number of ranks.
         dtype: dtype of the gradients.
-        block_size: the most coordinates of a block.
-        scale_rule: the rule that gives each block its scale.
+        block_size: the largest number of coordinates in a block.
+        scale_rule: the rule for the scale of each block.
         shares_scales: whether all ranks have the same scales in their messages.
-        rotates: whether each block is turned by a random rotation first.
+        rotates: whether each block is rotated at random first.
         coder: how codes are written, ``"fixed"`` or ``"elias"``.
-        up: the memory of what a rank sends; None: nothing is remembered.
-        down: the memory of what the owner of a shard sends back; None: nothing is remembered.
-        seed: of the dither.
-        sample_every: the error is measured every so many steps; 0: never.
-        piece_size: how many coordinates a piece has; results do not depend on it.
-        between: the setting of the ranks that have the same place on each node, if the reducer has two levels.
+        up: the memory for the messages that a rank sends. None: there is no memory.
+        down: the memory for the messages that the owner of a shard sends back. None: there is no memory.
+        seed: seed of the dither.
+        sample_every: number of steps from one measurement of the error to the next; 0: no measurements.
+        piece_size: the number of coordinates of a piece. Results do not depend on it.
+        between: the setting for the ranks that have the same place on each node, if the reducer has two levels.
     """
 
     reducer: type[Reducer]
@@ -116,22 +116,22 @@ class Setting:
     between: Setting | None = None
 
     def memory_of(self, direction: Direction) -> Memory | None:
-        """Returns the memory of a direction; None: nothing is remembered there."""
+        """Returns the memory of a direction, or None if there is no memory."""
         return self.up if direction is UP else self.down
 
     @property
     def remembers(self) -> bool:
-        """Returns whether there is a memory, in either direction."""
+        """True if there is a memory in at least one direction."""
         return self.up is not None or self.down is not None
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of a block's scale in a message."""
+        """Number of bytes of a block's scale in a message."""
         return scale_format(self.dtype).nbytes if self.codec.has_scale else 0
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of an uncompressed coordinate."""
+        """Number of bytes of an uncompressed coordinate."""
         return scale_format(self.dtype).raw_bytes
 
     @property
@@ -141,9 +141,10 @@ class Setting:
 
 
 def step_key(seed: int, step: int, stream: int) -> Key:
-    """Returns two 32-bit keys of the dither of one step and one stream (see `StepKeys`).
+    """Returns the two 32-bit dither keys of one step and one stream (see `StepKeys`).
 
-    blake2b over (seed, step, stream): streams of neighbouring steps and ranks share no structure.
+    The keys are a blake2b hash of (seed, step, stream), so that streams of neighbouring steps and ranks share no
+    structure.
     """
     text = b"".join(value.to_bytes(8, "little") for value in (seed, step, stream))
     digest = hashlib.blake2b(text, digest_size=8, person=b"gqsgd-v1").digest()
@@ -155,11 +156,11 @@ class StepKeys:
     """Keys of one step's random numbers, the same on every rank.
 
     Attributes:
-        seed: that of the configuration.
+        seed: the seed of the configuration.
         step: number of the step.
-        up: of each rank's codes on the way up.
-        down: of the mean's on its way down.
-        rotation: of the signs of rotations.
+        up: keys for each rank's codes on the way up.
+        down: key for the codes of the mean on the way down.
+        rotation: key for the signs of rotations.
     """
 
     seed: int
@@ -169,40 +170,42 @@ class StepKeys:
     rotation: Key
 
     @classmethod
-    @lru_cache(maxsize=8)  # all buckets of a step have the same
+    @lru_cache(maxsize=8)  # all buckets of a step have the same keys
     def of(cls, seed: int, step: int, ranks: int) -> StepKeys:
-        """Returns the keys of a step: stream 0 is the mean's, 1 to n are the ranks', the last is the rotation's."""
-        # Each rank draws from a stream of its own, so that the roundings of ranks are independent and average out.
-        # Every rank knows all keys: a receiver needs the sender's dither to decode.
+        """Returns the keys of a step. Stream 0 is for the mean, 1 to n are for the ranks, and the last one is for
+        rotations."""
+        # Each rank has its own stream, so that the roundings of ranks are independent and average out. Every rank knows
+        # all keys, because a receiver needs the sender's dither to decode.
         up = tuple(step_key(seed, step, rank + 1) for rank in range(ranks))
         return cls(seed, step, up, step_key(seed, step, 0), step_key(seed, step, 2**64 - 1))
 
     def node(self, hop: int, rank: int) -> Key:
-        """Returns the key of the sums that a rank makes of codes at a hop: a stream of its own beyond the ranks'."""
+        """Returns the key for the sums of codes that a rank computes at a hop. No rank's own codes use its stream."""
         ranks = len(self.up)
         return step_key(self.seed, self.step, ranks * (hop + 1) + rank + 1)
 
 
 class Reducer(ABC):
-    """One piece of a flat tensor, made ready for a schedule of collectives.
+    """A reducer for one piece of a flat tensor.
 
     Attributes:
-        scales: which scales the reducer can work with, ``"local"`` or ``"global"``; the first is what it usually has. A
-            sum of codes needs one scale for all ranks.
-        memories: the fields of a configuration that give it a memory that the reducer can keep.
-        coders: how codes can be written.
+        scales: the values of ``scale`` that the reducer supports, ``"local"`` or ``"global"``; the first is the
+            default. A sum of codes needs the same scales on all ranks.
+        memories: the memory fields of a configuration that the reducer supports.
+        coders: the values of ``coder`` that the reducer supports.
         adds_codes: whether the codes of several ranks are added before they are decoded.
-        owns_shards: whether a rank averages the messages of its own shard only, and remembers what belongs to that.
-        divides_parameters: whether the coordinates of one parameter are encoded by several ranks.
-        compresses: whether it quantises at all.
-        float_bits: the numbers of bits, 16 or 32, of floating-point numbers that it averages; none: it averages codes.
+        owns_shards: whether a rank averages only the messages of its own shard, and keeps the memories for this.
+        divides_parameters: whether several ranks encode parts of one parameter.
+        compresses: whether the reducer quantises.
+        float_bits: the numbers of bits, 16 or 32, of the floating-point numbers that the reducer averages; empty if it
+            averages codes.
         lengths_vary: whether the lengths of its messages depend on the gradients, so that they cannot be predicted.
-        stays_when_uncompressed: whether what travels uncompressed takes this reducer's way, too; if not, it takes that
-            of `two_shot`.
-        needs_copy: whether `steps` changes its input in the compute dtype, so that it needs a copy of it.
-        sent_bytes: bytes that each rank sends (in a ring, where the collective is one).
-        message_bytes: bytes that one rank's coordinates take on the wire once; over the number of coordinates, this is
-            the bits per coordinate, whatever the number of ranks. Of the latest step, if lengths vary.
+        stays_when_uncompressed: whether this reducer also averages tensors whose parameters are all uncompressed. If
+            not, `two_shot.uncompressed` gives the reducer for them.
+        needs_copy: whether `steps` changes its input in the compute dtype, so that it needs a copy of the input.
+        sent_bytes: number of bytes that each rank sends. All-reduces count as rings.
+        message_bytes: number of bytes of one rank's coordinates on the wire. Divided by the number of coordinates, this
+            gives the bits per coordinate for any number of ranks. If lengths vary, it is the number of the latest step.
     """
 
     scales: ClassVar[tuple[str, ...]] = ("local",)
@@ -221,32 +224,33 @@ class Reducer(ABC):
 
     @abstractmethod
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
-        """Make ready for the blocks of a table, [blocks, COLUMNS]."""
+        """Prepare the reducer for the blocks of a table, [blocks, COLUMNS]."""
 
-    @staticmethod  # noqa: B027  # most reducers go with every codec
+    @staticmethod  # noqa: B027  # most reducers work with every codec
     def check(codec: Codec) -> None:
-        """Raise ConfigError for a codec whose codes the reducer cannot work with."""
+        """Raise ConfigError if the reducer does not work with the codec."""
 
-    @staticmethod  # noqa: B027  # most reducers go with every device
+    @staticmethod  # noqa: B027  # most reducers work with every device
     def check_device(setting: Setting, device: torch.device) -> None:
-        """Raise ConfigError for a setting that is not for tensors on a device."""
+        """Raise ConfigError if the setting does not work for tensors on the device."""
 
     @staticmethod
     @abstractmethod
     def stages(setting: Setting) -> int:
-        """Returns the number of stages: the most times that `steps` yields."""
+        """Returns the number of stages, which is the largest number of times that `steps` yields."""
 
     @classmethod
     def scopes(cls, setting: Setting) -> list[tuple[Scope, ...]]:
-        """Returns the scopes of the exchanges, stage by stage: at least two stages, for what travels uncompressed."""
+        """Returns the scopes of the exchanges, stage by stage. There are at least two stages, because uncompressed
+        parameters need two."""
         return [(ALL,)] * max(2, cls.stages(setting))
 
     @classmethod
     def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
-        """Returns all that rank 0's work and messages depend on, besides the setting, in a piece of these blocks.
+        """Returns a value that, with the setting, determines rank 0's work and messages in a piece of these blocks.
 
-        Most pieces of a large model are alike, and a prediction (`predict.profile`) looks at one of them. A reducer
-        without a memory whose work follows from a few sizes returns these.
+        Most pieces of a large model have the same value, and a prediction (`predict.profile`) examines only one of
+        them. If a few sizes determine the work of a reducer without a memory, the value consists of these sizes.
         """
         return tuple(block_runs)
 
@@ -256,22 +260,22 @@ class Reducer(ABC):
         """Returns the predicted mean square error of the mean over ``ranks``, per coordinate, in units of the squared
         scale.
 
-        All ranks are taken to have the same scale, which is also that of the mean (aligned gradients, the worst case).
+        The prediction assumes that all ranks and the mean have the same scale (aligned gradients, the worst case).
 
         Raises:
-            ConfigError: the codes of so many ranks cannot be added.
+            ConfigError: if the codes of ``ranks`` ranks cannot be added.
         """
 
     @abstractmethod
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """Replace the coordinates of ``x``, which the table counts from, by the mean over ranks; return the number of
-        blocks that are not finite.
+        """Replace the coordinates of ``x`` by the mean over ranks. Returns the number of blocks that are not finite.
 
         Args:
-            x: flat tensor; in the compute dtype and free to be changed, if the reducer needs a copy.
+            x: flat tensor; the table counts from its start. If the reducer needs a copy, ``x`` is this copy, in the
+                compute dtype.
             rank: this rank.
             keys: keys of the step's random numbers.
-            store: what this rank remembers; it is empty without a memory.
+            store: the memories of this rank; empty if there is no memory.
         """
 
 
@@ -288,25 +292,25 @@ class HasSteps(Protocol):
 
 
 def reduced(reducer: HasSteps, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-    """Returns the steps of a reducer on ``x``, by way of a copy in the compute dtype if the reducer needs one."""
+    """Returns the steps of a reducer on ``x``. If the reducer needs a copy, they run on a copy in the compute dtype."""
     if reducer.needs_copy:
         return _reduced_by_copy(reducer, x, rank, keys, store)
     return reducer.steps(x, rank, keys, store)
 
 
 def _reduced_by_copy(reducer: HasSteps, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-    # A memory or a rotation changes the input, in fp32 or fp64. In a 16-bit dtype each of these steps would round once
-    # more.
+    # A memory or a rotation changes its input, so the copy is in fp32 or fp64. In a 16-bit dtype, each of these changes
+    # would round once more.
     work = x.to(COMPUTE_DTYPES[x.dtype], copy=True)
     bad = yield from reducer.steps(work, rank, keys, store)
-    # The mean of finite gradients has to stay finite: a cast to fp16 alone would make infinity of what is just too
-    # large.
+    # The mean of finite gradients has to stay finite, but a cast to fp16 turns numbers that are slightly too large into
+    # infinity.
     x.copy_(in_finite_range(work, x.dtype))
     return bad
 
 
 class WholeNumbers(Reducer):
-    """A reducer that averages gradients of 32 bits as they are: nothing is quantised."""
+    """Base class of reducers that average gradients without quantisation (``bits=32``)."""
 
     scales: ClassVar[tuple[str, ...]] = ()
     compresses: ClassVar[bool] = False
@@ -321,18 +325,18 @@ class WholeNumbers(Reducer):
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """Returns 0: nothing is quantised. See `Reducer.mean_error`."""
+        """Returns 0, because nothing is quantised; see `Reducer.mean_error`."""
         return 0.0
 
 
 def side_by_side(*several: Steps) -> Steps:
-    """Run the steps of several parts of a piece together, stage by stage; return the sum of their results."""
+    """Run the steps of several parts of a piece together, stage by stage. Returns the sum of their results."""
     result: Count = 0
     going = list(several)
     while going:
         exchanges: list[Exchange] = []
-        # The parts share a stage, so their exchanges start together, in the order of the parts on every rank. A part
-        # that has fewer stages than the others leaves early.
+        # The parts share a stage, so their exchanges start together. Their order is the same on every rank. A part with
+        # fewer stages than the others ends early.
         for steps in list(going):
             try:
                 exchanges += next(steps)
@@ -345,23 +349,23 @@ def side_by_side(*several: Steps) -> Steps:
 
 
 def shared_scale_bytes(blocks: int, setting: Setting) -> tuple[int, int]:
-    """Returns the bytes of the scales that `link.Outgoing.share_scales` exchanges: of one rank's, and those that a rank
-    sends.
+    """Returns two numbers of bytes for the exchange of `link.Outgoing.share_scales`: the bytes of one rank's scales,
+    and the bytes that each rank sends.
 
     Args:
         blocks: number of blocks that have a scale in the exchange.
-        setting: which scales there are, and of how many ranks.
+        setting: the setting, with the rule for scales and the number of ranks.
     """
     rule = setting.scale_rule
-    # Scales travel in the compute dtype: 8 bytes for fp64 gradients, 4 for all others.
+    # Scales are sent in the compute dtype, in 8 bytes for fp64 gradients and in 4 bytes for all others.
     own = min(blocks, 1 if rule.per == "bucket" else blocks) * (8 if setting.dtype == torch.float64 else 4)
     return own, ring_bytes(own, setting.ranks) if rule.over_ranks == "max" else (setting.ranks - 1) * own
 
 
 def gathered(message: Tensor, ranks: int) -> Generator[Sequence[Exchange], None, list[Tensor]]:
-    """Send all ranks a message of any length; returns those of all ranks, by rank.
+    """Send a message of any length to all ranks. Returns the messages of all ranks, by rank.
 
-    On the wire, each is as long as the longest rank's.
+    On the wire, all messages are padded to the longest one.
 
     Args:
         message: uint8 [bytes], on the CPU.
@@ -379,14 +383,15 @@ def gathered(message: Tensor, ranks: int) -> Generator[Sequence[Exchange], None,
 
 
 def ring_bytes(message_bytes: int, ranks: int) -> int:
-    """Returns the bytes that each rank sends in a reduce-scatter and an all-gather of a message."""
+    """Returns the number of bytes that each rank sends in a reduce-scatter and an all-gather of a message."""
     return 2 * (ranks - 1) * message_bytes // ranks
 
 
 def run_virtual(steps: Sequence[Steps], *, only_first: bool = False) -> list[Count]:
-    """Run one piece on virtual ranks in this process, in lock-step; return what each rank's steps returned.
+    """Run one piece on virtual ranks in this process, in lock-step. Returns the result of each rank's steps.
 
-    ``only_first``: once rank 0 has its result, which is that of all ranks, the other ranks' steps are not finished.
+    If ``only_first`` is true, the steps of the other ranks are closed once rank 0 has its result, which is the same on
+    all ranks.
     """
     results: list[Count] = []
     pending: list[Sequence[Exchange]] = []
@@ -400,7 +405,7 @@ def run_virtual(steps: Sequence[Steps], *, only_first: bool = False) -> list[Cou
             except StopIteration as end:
                 results.append(end.value)
         for first, exchanges in enumerate(pending):
-            # An exchange is carried out once, at the first of its members; the others are served with it.
+            # An exchange runs once for all its members, at the first of them.
             for scope in dict.fromkeys(exchange.scope for exchange in exchanges):
                 members = scope.members(first, len(pending))
                 if members[0] == first:
@@ -417,7 +422,7 @@ def _exchange_virtually(exchanges: Sequence[Exchange]) -> None:
         (_exchange_parts if first.splits else _exchange_equal_parts)(exchanges)
     elif first.kind == "all_gather":
         first.output.copy_(torch.stack([exchange.input for exchange in exchanges]).view_as(first.output))
-        for other in others:  # one copy for all: n of them would take n² memory
+        for other in others:  # all share one copy, because n copies would take n² memory
             other.output.set_(first.output)  # type: ignore[call-overload]
     else:
         stacked = torch.stack([exchange.input for exchange in exchanges])
@@ -434,7 +439,7 @@ def _exchange_equal_parts(exchanges: Sequence[Exchange]) -> None:
 
 
 def _exchange_parts(exchanges: Sequence[Exchange]) -> None:
-    """Exchange parts of unequal sizes. Most of the n² parts are empty, and only the others are touched."""
+    """Exchange parts of unequal sizes. Most of the n² parts are empty, and are skipped."""
     sent = {}
     for source, exchange in enumerate(exchanges):
         assert exchange.splits is not None

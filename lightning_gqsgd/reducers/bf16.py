@@ -1,7 +1,7 @@
-"""The reducer `bf16`: each rank rounds to bf16 at random, and the backend's own all-reduce adds. 16 bits per
-coordinate.
+"""The reducer `bf16`: each rank rounds to bf16 stochastically, and the backend's own all-reduce adds.
 
-Gradients of 16 bits travel as they are, by `native`. fp64 gradients are rounded to fp32 first.
+Each coordinate takes 16 bits. Gradients of 16 bits are sent as they are, as by `native`. fp64 gradients are rounded to
+fp32 first.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Bf16(Reducer):
 
     @staticmethod
     def check(codec: Codec) -> None:
-        """Raise ConfigError for a codec whose codes the reducer cannot work with; see `reducers.base.Reducer.check`.
-        The reducer adds no codes."""
+        """Raise ConfigError if the reducer does not work with the codec; see `reducers.base.Reducer.check`. This
+        reducer adds no codes."""
         if not isinstance(codec, FloatCodec):
             raise ConfigError(f"reducer='bf16' is for bits=16, not bits={codec.bits}; leave reducer out")
 
@@ -51,19 +51,19 @@ class Bf16(Reducer):
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. The rounding
-        of sums within the all-reduce is not counted."""
+        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. It does not include the
+        rounding of sums within the all-reduce."""
         return codec.error_variance() / ranks
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
-        # fp16 and bf16 gradients have 16 bits already: there is nothing to narrow. They are divided before the sum,
-        # which might overflow otherwise.
+        # fp16 and bf16 gradients already have 16 bits, so they are not rounded. They are divided before the sum,
+        # because the sum might overflow otherwise.
         if x.dtype.itemsize == torch.bfloat16.itemsize:
             x.mul_(1.0 / self.ranks)
             yield (Exchange.in_place("sum", x),)
             return 0
-        # The kernels narrow fp32 only. Clamping keeps fp64 numbers finite that are too large for fp32.
+        # The kernels round only fp32 numbers. fp64 numbers that are too large for fp32 are clamped, to stay finite.
         wide = x if x.dtype == torch.float32 else in_finite_range(x, torch.float32).float()
         small = torch.empty_like(wide, dtype=torch.bfloat16)
         part = self.layout.on(x.device).whole

@@ -1,8 +1,8 @@
-"""The reducer `gather`: an all-gather of all ranks' codes (QSGD, arXiv 1610.02132), which each rank averages.
+"""The reducer `gather`: an all-gather of all ranks' codes, which each rank averages (QSGD, arXiv 1610.02132).
 
-Wire: (n-1) bits per coordinate, as much as two shots at n = 2 and more beyond; one rounding only, error ω/n. Scales are
-local or, after a MAX or another norm over ranks, global (TernGrad's shared ones). Elias codes have no fixed length:
-their lengths are gathered first.
+A rank sends n-1 times the bits per coordinate. This is as much as with `two_shot` at n = 2, and more for larger n. Each
+coordinate is rounded once, so the error is ω/n. Scales are local, or global after a MAX or another norm over ranks, as
+in TernGrad. Elias codes have no fixed length, so their lengths are gathered first.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Gather(Reducer):
         self.shares_scales = setting.shares_scales
         self.compresses_codes = setting.coder == "elias"
         self.layout = place(table, q, shards=1, **setting.record_sizes)
-        # Shared scales travel in an exchange of their own, also those of uncompressed blocks.
+        # Shared scales are sent in a separate exchange, including those of uncompressed blocks.
         self._scales = shared_scale_bytes(len(table), setting) if self.shares_scales else (0, 0)
         self._count(self.layout.message_bytes)
 
     @staticmethod
     def check_device(setting: Setting, device: torch.device) -> None:
-        """Raise ConfigError for a device that the setting is not for; see `reducers.base.Reducer.check_device`.
-        Elias codes have no fixed length, so a GPU cannot write them."""
+        """Raise ConfigError if the setting does not work on the device; see `reducers.base.Reducer.check_device`. Elias
+        codes have no fixed length, so a GPU cannot write them."""
         if setting.coder == "elias" and device.type != "cpu":
             raise ConfigError(
                 f"coder='elias' is for tensors on the CPU, not on {device}: its codes have no fixed length; take "
@@ -67,14 +67,14 @@ class Gather(Reducer):
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. Each rank
-        rounds once, and the roundings average out."""
+        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. Each rank rounds once, and
+        the roundings average out."""
         return codec.error_variance() / ranks
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         layout = self.layout.on(x.device)
-        # The message is written where the gathered ones are to lie, so that nobody has to copy it there.
+        # The message is written into this rank's row of the gathered messages, so that it need not be copied there.
         received = torch.empty(self.ranks, layout.message_bytes, dtype=torch.uint8, device=x.device)
         sent = received[rank]
         outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
@@ -91,7 +91,7 @@ class Gather(Reducer):
         return bad
 
     def _gather_compressed(self, sent: Tensor) -> Generator[Sequence[Exchange], None, Tensor]:
-        """Gather messages as Elias codes."""
+        """Gather all ranks' messages as Elias codes. Returns the messages, uint8 [ranks, bytes]."""
         from lightning_gqsgd.reducers.elias import streams as elias  # Numba takes a second to import
 
         blocks = self.layout.blocks

@@ -1,9 +1,9 @@
-"""The reducer `hierarchical`: uncompressed inside each node, and quantised between nodes.
+"""The reducer `hierarchical`: messages are uncompressed inside each node, and quantised between nodes.
 
 Every rank of a node owns a shard. The rank averages the shard over the ranks of its node, in rank order. It then
-averages the result with the ranks of the same place on the other nodes, by the reducer that "auto" chooses for their
-number, and sends it to the ranks of its node. The links between nodes carry each coordinate once per node, not once per
-rank, and one rounding of the node's mean takes the place of its ranks' roundings.
+averages the result with the ranks at the same place on the other nodes, with the reducer that "auto" chooses for their
+number, and sends the mean to the ranks of its node. The links between nodes carry each coordinate once per node, and
+not once per rank. A node's mean is rounded once, instead of each rank's gradient.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lightning_gqsgd.reducers.two_shot import TwoShot
 class Hierarchical(Reducer):
     """Reduces in full precision within each node, and quantised between nodes.
 
-    ``message_bytes`` counts the bytes between nodes only, ``sent_bytes`` all bytes. See `reducers.base.Reducer` for the
-    arguments.
+    ``message_bytes`` counts only the bytes between nodes, and ``sent_bytes`` counts all bytes. See
+    `reducers.base.Reducer` for the arguments.
     """
 
     scales: ClassVar[tuple[str, ...]] = ("local", "global")
@@ -50,7 +50,7 @@ class Hierarchical(Reducer):
         self.between = [between.reducer(part, between) if len(part) else None for part in tables]
         not_empty = [reducer for reducer in self.between if reducer is not None]
         self.message_bytes = sum(reducer.message_bytes for reducer in not_empty)
-        # Within a node each coordinate travels twice, uncompressed: to the owner of its shard, and back.
+        # Within a node, each coordinate is sent twice, uncompressed: to the owner of its shard, and back.
         inside = 2 * (size - 1) * max(self.numels) * setting.dtype.itemsize
         self.sent_bytes = inside + max(reducer.sent_bytes for reducer in not_empty)
 
@@ -62,8 +62,8 @@ class Hierarchical(Reducer):
 
     @classmethod
     def scopes(cls, setting: Setting) -> list[tuple[Scope, ...]]:
-        """Returns the scopes of the exchanges, stage by stage; see `reducers.base.Reducer.scopes`. The first stage also
-        has what telemetry samples, between all ranks."""
+        """Returns the scopes of the exchanges, stage by stage; see `reducers.base.Reducer.scopes`. The first stage
+        includes all ranks, because telemetry exchanges its samples between all ranks in it."""
         size = setting.ranks // _between(setting).ranks
         node = Scope("node", size)
         peers = Scope("peers", size)
@@ -71,19 +71,19 @@ class Hierarchical(Reducer):
 
     @classmethod
     def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
-        """Returns the sizes of the shards, and what the reducers between nodes depend on; see
+        """Returns the sizes of the shards, and the results of `alike` of the reducers between nodes; see
         `reducers.base.Reducer.alike`."""
         between = _between(setting)
         parts = divided(block_runs, setting.ranks // between.ranks, setting.block_size)
         numels = [sum(run.numel for run in part) for part in parts]
         each = [between.reducer.alike(part, between) for part in parts if part]
-        # Rank 0 pads its shard to the largest one. Of the other shards, the bytes of the longest message count.
+        # Rank 0 pads its shard to the largest shard. Of the other shards, only the longest message matters.
         return (sum(numels), numels[0], max(numels), each[0], frozenset(each))
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. It is at
-        most that of two shots over all ranks."""
+        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. The prediction is the error
+        of `two_shot` over all ranks, which is an upper limit."""
         return TwoShot.mean_error(codec, ranks)
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
@@ -99,7 +99,7 @@ class Hierarchical(Reducer):
         shard = _mean(parts)
         bad = yield from self._between_nodes(shard, place, node, replace(keys, up=keys.up[:nodes]), store)
 
-        # Shards end where blocks end, so their lengths differ, and an all-gather needs equal ones.
+        # Shards consist of whole blocks, so their lengths differ, but an all-gather needs equal lengths.
         padded = torch.zeros(max(self.numels), dtype=x.dtype, device=x.device)
         padded[:mine] = shard
         everyone = torch.empty(size, len(padded), dtype=x.dtype, device=x.device)
@@ -108,7 +108,8 @@ class Hierarchical(Reducer):
         return bad
 
     def _between_nodes(self, shard: Tensor, place: int, node: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """Average a shard over nodes, in the same number of stages at every place: they share the groups' order."""
+        """Average a shard over nodes. The number of stages is the same at every place, because all ranks have to start
+        collectives in the same order."""
         between = self.between[place]
         stages = self.peer_stages
         bad: Count = 0
@@ -128,13 +129,13 @@ class Hierarchical(Reducer):
 
 
 def _between(setting: Setting) -> Setting:
-    """Returns the setting of the ranks that have the same place on each node."""
+    """Returns the setting for the ranks that have the same place on each node."""
     assert setting.between is not None  # `config.setting_of` gives one to every setting of this reducer
     return setting.between
 
 
 def _mean(parts: Tensor) -> Tensor:
-    """Returns the mean over [ranks, numel], added in rank order whatever the shape."""
+    """Returns the mean over the rows of [ranks, numel]. For all shapes, rows are added in rank order."""
     total = parts[0].to(COMPUTE_DTYPES[parts.dtype], copy=True)
     for part in parts[1:]:
         total += part

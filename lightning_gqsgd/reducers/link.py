@@ -1,9 +1,9 @@
-"""One direction of a reducer: rotation, scales, codes, and the memory at both ends.
+"""`Link`: one direction of a reducer, with rotation, scales, codes, and the memory at both ends.
 
-A sender with input x, error memory e and reference h sends the codes of u = x + α e - h; a receiver adds its mean of
-the senders' references to what it decodes. A reference that all ranks share moves by the reduced gradient, which all of
-them have at the end. Memories change only where the reduced gradient turns out to be finite, so a
-step that overflows on one rank leaves no trace on any.
+A sender with input x, error memory e and reference h sends the codes of u = x + α e - h. A receiver decodes the
+messages and adds its mean of the senders' references. A reference that all ranks share moves by the reduced gradient,
+which all ranks have at the end. Memories change only at coordinates whose reduced gradient is finite, so an overflow on
+one rank does not change the memory of any rank.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from lightning_gqsgd.spec.memories import Memory
 if TYPE_CHECKING:
     from lightning_gqsgd.reducers.base import Setting
 
-#: Changes a sender's memory once the step's result is known, where that is finite: a flat tensor as long as the input.
+#: Changes a sender's memory after the step, at the coordinates whose result is finite. The argument is the result, a
+#: flat tensor as long as the input.
 Remember = Callable[[Tensor], None]
 
 
 def remember_nothing(result: Tensor) -> None:
-    """Remember nothing."""
+    """Do nothing, because there is no memory."""
 
 
 class Recursion(NamedTuple):
@@ -44,20 +45,20 @@ class Recursion(NamedTuple):
 
     @classmethod
     def of(cls, memory: Memory) -> Recursion:
-        """Returns the numbers of a memory. All of them must be given, as `config.resolving` leaves them."""
+        """Returns the numbers of a memory. None of them may be None; `config.resolving` fills them in."""
         if memory.alpha is None or memory.rho is None:
             raise RuntimeError(f"the numbers of {memory} have to be resolved first")
         return cls(memory.alpha, memory.beta, memory.rho, memory.shared)
 
 
 class Link:
-    """One direction of a reducer: up, to where messages are averaged, or down, from there.
+    """One direction of a reducer: up, to the ranks that average messages, or down, back from these ranks.
 
     Args:
-        setting: codec, scales, rotation and memories, with the numbers of the latter.
-        quantiser: of its codec.
-        direction: which one.
-        scales_travel: whether scales are part of the messages; if not, they are used as they are, not rounded.
+        setting: the setting, with resolved numbers of memories.
+        quantiser: the quantiser of its codec.
+        direction: up or down.
+        scales_travel: whether scales are part of the messages. If not, they are not rounded.
     """
 
     def __init__(
@@ -78,39 +79,39 @@ class Link:
 
     @cached_property
     def plain(self) -> bool:
-        """Whether the link only computes scales and codes, apart from a rotation, and the kernels do both."""
+        """True if kernels compute the scales and there is no memory. There may be a rotation."""
         return self.recursion is None and self.kernels_find_scales
 
     @cached_property
     def remembers(self) -> bool:
-        """Whether a sender remembers what its messages lose."""
+        """True if there is a memory."""
         return self.recursion is not None
 
     @cached_property
     def shares(self) -> bool:
-        """Whether all ranks share one reference. No rank then remembers what its own message has lost."""
+        """True if all ranks share one reference. No rank has an error memory then."""
         return self.recursion is not None and self.recursion.shared
 
     @cached_property
     def fuses(self) -> bool:
-        """Whether the kernels rotate in encoding and decoding: nothing else needs the turned coordinates."""
+        """True if kernels rotate while they encode and decode, because nothing else needs the rotated coordinates."""
         return self.rotates and self.plain and self.scales_travel and not self.shares_scales
 
     @cached_property
     def turns(self) -> bool:
-        """Whether the rotation is a pass of its own over the coordinates."""
+        """True if the rotation is a separate pass over the coordinates."""
         return self.rotates and not self.fuses
 
     @cached_property
     def needs_copy(self) -> bool:
-        """Whether a sender changes its input in place, so that it needs a copy in the compute dtype."""
+        """True if a sender changes its input in place, so that it needs a copy in the compute dtype."""
         return self.remembers or self.turns
 
     def part_for_owners(self, layout: Layout, rank: int) -> Part:
-        """Returns the blocks that a rank encodes for the owners of shards, of which it is one itself.
+        """Returns the blocks that a rank encodes for the owners of shards.
 
-        An owner has its own coordinates exactly, so what it would send itself need not be encoded. Where more is done
-        than that, all blocks count: for scales of whole parameters, for a rotation in place, and for a memory.
+        Every rank is an owner, too. It has its own coordinates exactly, so it need not encode its own shard. But scales
+        of whole parameters, a rotation in place and a memory need all blocks.
         """
         return layout.others(rank) if self.plain and not self.turns else layout.whole
 
@@ -118,10 +119,10 @@ class Link:
         """Returns the message of one sender in one step, ready to be encoded.
 
         Args:
-            x: flat input; it is turned in place if the link turns and remembers nothing.
+            x: flat input. If the rotation is a separate pass and there is no memory, it is rotated in place.
             part: the blocks to send, counting from ``x``.
             rotation: key of the rotation's signs, equal on all ranks.
-            store: what this rank remembers.
+            store: the memories of this rank.
         """
         if self.recursion is None:
             return Outgoing(self, x, part, rotation)
@@ -137,24 +138,24 @@ class Link:
         store: MemoryStore,
         own: int | None = None,
     ) -> Count:
-        """Write the mean that messages stand for into ``x``; return the number of blocks that are not finite.
+        """Decode messages, and write their mean into ``x``. Returns the number of blocks that are not finite.
 
         Args:
             wires: one message of each source, uint8 [sources, bytes].
-            part: the blocks in them, counting from ``x``.
+            part: the blocks in the messages, counting from ``x``.
             x: flat output.
             keys: dither keys of the sources.
             rotation, store: see `outgoing`.
-            own: number of the source whose coordinates ``x`` holds, as `outgoing` left them: they are exact, and its
-                message is not. A sender that remembers takes its message all the same, because its memory holds what
-                the message has lost. None: no source's.
+            own: number of the source whose coordinates are in ``x``, as `outgoing` left them. They are exact, so they
+                are used instead of the source's message. If the source has an error memory or its own reference, its
+                message is used all the same. None: all messages are decoded.
         """
         turn = rotation if self.fuses else None
-        # The memory of this sender holds what its message has lost. If its exact coordinates were averaged instead of
-        # the message, the loss would be made up for twice.
+        # The memory of this sender has the error of its message. If its exact coordinates were averaged instead of the
+        # message, the error would be compensated twice.
         if self.remembers and not self.shares:
             own = None
-        if own is not None and self.shares:  # messages stand for differences, and so has what is exact
+        if own is not None and self.shares:  # messages are differences from the reference, so `x` has to be one, too
             x -= store.load(self.received, part.runs, x)
         bad = part.kernels.decode(wires, part.blocks, x, self.quantiser, keys, turn, own)
         if not self.fuses:
@@ -162,7 +163,7 @@ class Link:
         return bad
 
     def restore(self, decoded: Tensor, part: Part, rotation: Key, store: MemoryStore) -> None:
-        """Finish what the kernels decoded: turn it back, add the mean of the references, and move that mean."""
+        """Finish decoded coordinates: rotate them back, add the mean of the references, and move this mean."""
         self.turn_back(decoded, part, rotation)
         recursion = self.recursion
         if recursion is None or not recursion.rho:
@@ -171,10 +172,11 @@ class Link:
         if recursion.shared:
             decoded += reference
             return
-        # The reference moves by the decoded difference alone, so this comes before `decoded` becomes the sum.
+        # The reference moves by the decoded difference alone, so `moved` is computed before `decoded` becomes the sum.
         moved = torch.add(reference, decoded, alpha=recursion.rho)
         decoded += reference
-        # One overflow must not stay in the memory for ever, so coordinates that are not finite leave it as it was.
+        # An overflow must not stay in the memory for ever, so the memory does not change at coordinates that are not
+        # finite.
         store.store(self.received, part.runs, torch.where(decoded.isfinite(), moved, reference))
 
     def turn_back(self, decoded: Tensor, part: Part, rotation: Key) -> None:
@@ -196,38 +198,39 @@ class Outgoing:
         self._scales = None if link.kernels_find_scales else scales_of(x, part.blocks, link.codec, link.scale_rule)
 
     def find_scales(self) -> Tensor:
-        """Returns the scales of the blocks, as bits that are not rounded for the wire; also those that kernels would
-        find.
+        """Returns the scales of the blocks, as bits that are not rounded for the wire. If kernels would compute them,
+        they are computed here instead.
 
-        Changes to the tensor count: `share_scales` replaces it in place before `encode`.
+        `encode` uses the returned tensor, so changes to it matter: `share_scales` overwrites it before `encode`.
         """
         if self._scales is None:
             self._scales = self._part.kernels.block_maxima(self._input, self._part.blocks)
         return self._scales
 
     def share_scales(self) -> Generator[Sequence[Exchange], None, Tensor]:
-        """Replace the scales of the blocks by their norm over ranks, in one exchange; return them, as `find_scales`
-        does."""
+        """Replace the scales of the blocks by their norm over ranks, in one exchange. Returns them in the form of
+        `find_scales`."""
         rule = self._link.scale_rule
         scales = self.find_scales()
-        # A bucket's blocks have one scale, which travels once.
+        # All blocks of a bucket have one scale, which is sent once.
         own = scales[:1].clone() if rule.per == "bucket" else scales
         if rule.over_ranks == "max":
             yield (Exchange.in_place("max", own),)
         else:
-            # A float sum of the backend is added in an order that depends on the place in the message, so results would
-            # depend on buckets. Every rank adds all ranks' scales itself, in rank order.
+            # The backend adds floats in an order that depends on the place in the message, so results would depend on
+            # buckets. Therefore every rank adds all ranks' scales itself, in rank order.
             everyone = torch.empty(self._link.ranks, len(own), dtype=own.dtype, device=own.device)
             yield (Exchange("all_gather", everyone, own),)
             own = over_ranks(everyone, rule.over_ranks)
         return scales if own is scales else scales.copy_(own)
 
     def encode(self, wire: Tensor, key: Key) -> Remember:
-        """Write the message, uint8 [bytes], with dither from ``key``; return what remembers it."""
+        """Write the message, uint8 [bytes], with dither from ``key``. Returns a function that changes the memory after
+        the step."""
         link = self._link
         scales = self._scales
-        # The sender has to encode with the scale that receivers will read, which has fewer bits. It is rounded up, so
-        # that no coordinate exceeds it.
+        # The sender has to encode with the scale that receivers will read, which has fewer bits. The scale is rounded
+        # up, so that no coordinate exceeds it.
         if scales is not None and link.scales_travel:
             scales = rounded_up(scales, self._input.dtype)
         turn = self._rotation if link.fuses else None
@@ -238,7 +241,7 @@ class Outgoing:
 class _Remembering(Outgoing):
     """The message of a sender with a memory: u = x + α e - h.
 
-    It has a tensor of its own, because the result of the step overwrites ``x``.
+    The message has its own tensor, because the result of the step overwrites ``x``.
     """
 
     def __init__(
@@ -260,7 +263,7 @@ class _Remembering(Outgoing):
     def encode(self, wire: Tensor, key: Key) -> Remember:
         """Write the message; see `Outgoing.encode`.
 
-        A sender with an error memory or a reference of its own also decodes the message, to know what it has lost.
+        A sender with an error memory or its own reference also decodes the message, to compute the message's error.
         """
         super().encode(wire, key)
         if self.recursion.shared:
@@ -269,8 +272,8 @@ class _Remembering(Outgoing):
         part = self._part
         decoded = torch.zeros_like(self._input)
         kernels = part.kernels
-        # Messages whose codes are added have no scales in them: the scales, already the maxima over ranks, are passed
-        # beside them.
+        # Messages whose codes are added contain no scales. The scales, which are already the norms over ranks, are
+        # passed separately.
         if link.quantiser.summable:
             kernels.decode_sum(wire, self.find_scales(), part.blocks, decoded, link.quantiser, (key,))
         else:
@@ -279,7 +282,8 @@ class _Remembering(Outgoing):
         return partial(self._remember_lost, decoded)
 
     def _remember_result(self, result: Tensor) -> None:
-        """Move a shared reference by the reduced gradient. The way back has the same one, and leaves it there."""
+        """Move a shared reference by the reduced gradient. The way back uses the same reference, and does not move
+        it."""
         if self.reference is None:
             return
         old = self.reference * self.recursion.beta
@@ -287,13 +291,13 @@ class _Remembering(Outgoing):
         self.store.store(Keeps.SHARED, self.runs, torch.where(result.isfinite(), moved, self.reference))
 
     def _remember_lost(self, decoded: Tensor, result: Tensor) -> None:
-        """Remember what the message has lost to quantisation; ``decoded``: Q(u), which counts as the input does."""
+        """Update the error memory and the reference after a message. ``decoded`` is Q(u), a tensor like the input."""
         kinds = self._link.direction
         finite = result.isfinite()
         if self.error is not None:
             error = (self.error * self.recursion.beta).add_(self.target).sub_(decoded)
             self.store.store(kinds.error, self.runs, torch.where(finite, error, self.error))
-        # The reference of the way back moves where messages are decoded, which the sender does, too.
+        # The reference of the way back moves in `restore`, when messages are decoded. The sender decodes them, too.
         if self.reference is not None and kinds.sent != kinds.received:
             reference = torch.add(self.reference, decoded, alpha=self.recursion.rho)
             self.store.store(kinds.sent, self.runs, torch.where(finite, reference, self.reference))

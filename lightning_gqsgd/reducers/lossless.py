@@ -1,18 +1,18 @@
-"""The reducer `lossless`: two shots with exact gradients, whose exponents are sent in an entropy code.
+"""The reducer `lossless`: the schedule of `two_shot` with exact gradients, whose exponents are entropy-coded.
 
 Coordinates of a gradient differ by orders of magnitude, but few exponents are frequent: the exponents of normal numbers
-have an entropy of 2.54 bits, where bf16 and fp32 spend 8 (ZipCCL, arXiv 2604.27844). Signs and mantissas are noise, and
-travel as they are. So bf16 numbers take about 10.6 bits, and fp32 numbers 26.6.
+have an entropy of 2.54 bits, but bf16 and fp32 use 8 bits (ZipCCL, arXiv 2604.27844). Signs and mantissas are noise, so
+they are sent unchanged. So bf16 numbers take about 10.6 bits, and fp32 numbers take 26.6 bits.
 
-A number of w bits is turned left by one, so that its sign becomes the last bit and its exponent the first bits. The
-first byte of all numbers is then one stream, which zlib writes in Huffman codes alone (RFC 1951, by the strategy
-Z_HUFFMAN_ONLY). For bf16 and fp32 this byte is the exponent. For fp16 it has three bits of the mantissa, too, and for
-fp64 it lacks three bits of the exponent. A message is a byte that is 1, all other bytes of the numbers as they are, and
-the stream. Where the code saves nothing, it is a byte that is 0, and all numbers as they are.
+The w bits of a number are rotated left by one, so that its sign becomes the last bit and its exponent the first bits.
+The first bytes of all numbers form one stream, which zlib writes in Huffman codes alone (RFC 1951, by the strategy
+Z_HUFFMAN_ONLY). For bf16 and fp32, the first byte is the exponent. For fp16, it also has three bits of the mantissa,
+and for fp64, it lacks three bits of the exponent. A message is a byte 1, the other bytes of the numbers unchanged, and
+the coded stream. If the code saves nothing, a message is a byte 0 and the unchanged numbers.
 
 The owner of a shard adds the ranks' numbers in rank order in fp64, each divided by the number of ranks, and rounds the
-mean once, to the gradient's dtype. All ranks decode the owner's message, so all ranks hold the same bits. Equal parts
-of each piece have their owners, and no result depends on that. Wire: 2 (n-1)/n messages, whose lengths go before them.
+mean once, to the gradient's dtype. All ranks decode the owner's message, so all ranks have the same bits. Each piece is
+divided into equal shards; results do not depend on the division. A rank sends 2 (n-1)/n messages, after their lengths.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from lightning_gqsgd.kernels.layout import LENGTH
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, WholeNumbers, gathered
 from lightning_gqsgd.reducers.memory import MemoryStore
 
-#: What a message begins with.
+#: The first byte of a message: whether the stream is coded.
 _CODED, _AS_THEY_ARE = b"\1", b"\0"
-#: Window of zlib, negative: without header and checksum.
+#: Window of zlib. A negative number means that there is no header and no checksum.
 _WINDOW = -15
-#: The integers that have the bits of numbers of so many bytes.
+#: The integer types, in torch and in NumPy, for the bits of numbers with this number of bytes.
 _INTEGERS = {2: (torch.int16, "<u2"), 4: (torch.int32, "<u4"), 8: (torch.int64, "<u8")}
 
 
 class Lossless(WholeNumbers):
-    """Averages each shard on its owner, from whole gradients whose exponents are entropy-coded.
+    """Averages each shard on its owner, from exact gradients with entropy-coded exponents.
 
     See `reducers.base.Reducer` for the arguments.
     """
@@ -56,7 +56,7 @@ class Lossless(WholeNumbers):
 
     @staticmethod
     def check(codec: Codec) -> None:
-        """Raise ConfigError for a codec whose codes the reducer cannot work with; see `reducers.base.Reducer.check`."""
+        """Raise ConfigError if the reducer does not work with the codec; see `reducers.base.Reducer.check`."""
         if codec.name != "float":
             raise ConfigError(
                 f"reducer='lossless' is for bits=32, which keeps every gradient as it is, not bits={codec.bits}; "
@@ -65,8 +65,8 @@ class Lossless(WholeNumbers):
 
     @staticmethod
     def check_device(setting: Setting, device: torch.device) -> None:
-        """Raise ConfigError for a device that the setting is not for; see `reducers.base.Reducer.check_device`.
-        The codes have no fixed length, so a GPU cannot write them."""
+        """Raise ConfigError if the setting does not work on the device; see `reducers.base.Reducer.check_device`. The
+        codes have no fixed length, so a GPU cannot write them."""
         if device.type != "cpu":
             raise ConfigError(
                 f"reducer='lossless' is for tensors on the CPU, not on {device}: its codes have no fixed length; take "
@@ -87,7 +87,7 @@ class Lossless(WholeNumbers):
         mean = torch.zeros(len(shards[rank]), dtype=torch.float64)
         for sender, message in enumerate(received):
             values = shards[rank] if sender == rank else unpack(message, len(mean), x.dtype)
-            mean.add_(values.double(), alpha=1 / self.ranks)  # divided before, because sums of fp64 may overflow
+            mean.add_(values.double(), alpha=1 / self.ranks)  # divided first, because sums of fp64 may overflow
         means = yield from gathered(_tensor(pack(mean.to(x.dtype))), self.ranks)
 
         for shard, packed in zip(shards, means, strict=True):
@@ -96,7 +96,7 @@ class Lossless(WholeNumbers):
         return 0
 
     def _to_owners(self, messages: Sequence[bytes]) -> Generator[Sequence[Exchange], None, list[bytes]]:
-        """Send a message to each rank; returns those that came, by rank."""
+        """Send a message to each rank. Returns the received messages, by rank."""
         lengths = torch.tensor([len(message) for message in messages], device="cpu")
         coming = torch.empty_like(lengths)
         yield (Exchange("all_to_all", coming, lengths),)
@@ -108,13 +108,13 @@ class Lossless(WholeNumbers):
 
     def _count(self, sent_bytes: int, nbytes: int) -> None:
         others = self.ranks - 1
-        # Lengths, 8 bytes each, count as well: they go to all others twice.
+        # Lengths of 8 bytes are included: each rank sends one to every other rank in both exchanges.
         self.sent_bytes = sent_bytes + 16 * others if others else 0
         self.message_bytes = self.sent_bytes * self.ranks // (2 * others) if others else nbytes
 
 
 def pack(values: Tensor) -> bytes:
-    """Returns the message of some numbers.
+    """Returns the message for numbers.
 
     Args:
         values: floating-point numbers on the CPU, [numel].
@@ -133,12 +133,12 @@ def unpack(message: bytes, numel: int, dtype: torch.dtype) -> Tensor:
     """Returns the numbers of a message, [numel], with all their bits. Nothing in the message is trusted.
 
     Args:
-        message: what `pack` has made of as many numbers of this dtype.
-        numel: number of coordinates.
-        dtype: of the numbers.
+        message: the result of `pack`.
+        numel: number of numbers in the message.
+        dtype: dtype of the numbers.
 
     Raises:
-        ValueError: the message is none of so many numbers.
+        ValueError: if the message is not a message of ``numel`` numbers of this dtype.
     """
     width = dtype.itemsize
     _, name = _INTEGERS[width]
@@ -150,7 +150,7 @@ def unpack(message: bytes, numel: int, dtype: torch.dtype) -> Tensor:
         return _floats(planes.view(name)[:, 0] if numel else np.empty(0, name), dtype)
     decoder = zlib.decompressobj(_WINDOW)
     try:
-        # At most one byte more than there should be, however long a message says that it is.
+        # At most one byte too many is decoded, so that a corrupt message cannot use much memory.
         first = decoder.decompress(message[1 + rest :], numel + 1) if kind == _CODED else b""
     except zlib.error as error:
         raise ValueError(f"corrupt message: {error}") from error
@@ -168,13 +168,13 @@ def _bits_of(values: Tensor) -> np.ndarray:
 
 
 def _floats(bits: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """Returns the numbers that have these bits."""
+    """Returns the numbers with these bits."""
     integer, name = _INTEGERS[dtype.itemsize]
     return torch.from_numpy(np.ascontiguousarray(bits).view(name.replace("u", "i"))).view(dtype)
 
 
 def _turned(bits: np.ndarray, left: int) -> np.ndarray:
-    """Returns integers whose bits are turned to the left by so many places."""
+    """Returns integers whose bits are rotated to the left by ``left`` places."""
     width = 8 * bits.itemsize
     return (bits << bits.dtype.type(left)) | (bits >> bits.dtype.type(width - left))
 

@@ -1,4 +1,4 @@
-"""Memories: the tensors that a rank keeps between steps, by parameter.
+"""`MemoryStore`: the memories of a rank, which are tensors that it keeps for each parameter between steps.
 
 No tensor is keyed by bucket or piece, because DDP rebuilds its buckets after the first step.
 """
@@ -20,15 +20,16 @@ from lightning_gqsgd.spec.memories import Memory
 
 
 class StabilityWarning(UserWarning):
-    """Warns of a memory that may amplify errors without bound. The message names the reason and a number that works."""
+    """Warning about a memory that may amplify errors without bound. The message has the reason and a number that
+    works."""
 
 
 class Keeps(str, Enum):
-    """The kinds of tensors that a rank keeps; the values are their names in checkpoints.
+    """The kinds of tensors that a rank keeps. The values are their names in checkpoints.
 
-    UP_ERROR and UP_REFERENCE are this rank's e and h. UP_MEAN is the mean of all ranks' h, kept where messages are
-    averaged. DOWN_ERROR is the e of the way back, kept there as well. DOWN_REFERENCE is the h of the way back, which is
-    equal on all ranks. SHARED is the one h of both ways.
+    UP_ERROR and UP_REFERENCE are this rank's error memory e and reference h. UP_MEAN is the mean of all ranks' h; the
+    rank that averages the messages keeps it. DOWN_ERROR is the e of the way back; the same rank keeps it.
+    DOWN_REFERENCE is the h of the way back, which is equal on all ranks. SHARED is the shared h of both ways.
     """
 
     UP_ERROR = "up_error"
@@ -39,18 +40,18 @@ class Keeps(str, Enum):
     SHARED = "shared_reference"
 
 
-#: What is kept where messages are averaged: by the owner of a shard, if each shard has one.
+#: The kinds that the rank which averages the messages keeps. If shards have owners, each owner keeps its part.
 KEPT_BY_OWNERS = (Keeps.UP_MEAN, Keeps.DOWN_ERROR)
 
 
 class Direction(NamedTuple):
-    """One direction of a reducer, as far as its memory is concerned.
+    """The kinds of tensors for the memory of one direction of a reducer.
 
     Attributes:
         error: the error memory of a sender.
         sent: the reference of a sender.
-        received: the reference, or the mean of the references, where messages arrive. The way back has one sender,
-            whose reference all receivers follow.
+        received: the reference of a receiver, or the mean of the senders' references. On the way back, there is one
+            sender, and all receivers keep its reference.
     """
 
     error: Keeps
@@ -58,7 +59,7 @@ class Direction(NamedTuple):
     received: Keeps
 
     def references(self, memory: Memory | None) -> tuple[Keeps, Keeps]:
-        """Returns the kind of the sender's reference, and the kind of the one that is kept where messages arrive."""
+        """Returns the kinds of the sender's reference and of the receiver's reference."""
         return (Keeps.SHARED, Keeps.SHARED) if memory is not None and memory.shared else (self.sent, self.received)
 
     def kinds(self, memory: Memory | None) -> list[Keeps]:
@@ -79,15 +80,15 @@ def kinds(up: Memory | None, down: Memory | None) -> list[Keeps]:
 
 
 class MemoryStore:
-    """The memory of one rank: a flat tensor of each kind for each parameter, zero at first. It may be empty.
+    """The memories of one rank: for each parameter, a flat tensor of each kind, zero at first. A store can be empty.
 
     Args:
         kinds: the kinds of tensors that are kept.
-        block_size: the most coordinates of a block.
-        owners: number of ranks among which the blocks are divided, each of which averages the messages of its own, and
-            keeps what belongs to that (see `layout.place_by_owner`); 1 where every rank averages all messages.
+        block_size: the largest number of coordinates in a block.
+        owners: number of ranks among which the blocks are divided (see `layout.place_by_owner`). Each of them averages
+            the messages of its own blocks, and keeps `KEPT_BY_OWNERS` for them. 1 if every rank averages all messages.
         sizes: number of coordinates of each compressed parameter, by parameter number.
-        dtype: dtype of the gradients; memory is fp32, or fp64 for fp64 gradients.
+        dtype: dtype of the gradients. Memories are fp32, or fp64 for fp64 gradients.
         device: device of the gradients.
     """
 
@@ -105,8 +106,8 @@ class MemoryStore:
         self._sizes = dict(sizes)
         self._dtype = COMPUTE_DTYPES[dtype]
         self._device = device
-        #: Consecutive coordinates of each parameter with the same owner.
-        # Ownership must not depend on buckets, so stripes follow from the parameter's size and the number of owners.
+        #: Number of consecutive coordinates with the same owner, for each parameter.
+        # Owners must not depend on buckets, so stripes depend only on the parameter's size and the number of owners.
         self._stripes = {
             parameter: int(stripe(np.array(-(-size // block_size)), owners)) * block_size
             for parameter, size in sizes.items()
@@ -114,44 +115,45 @@ class MemoryStore:
         self._tensors: dict[tuple[Keeps, int], Tensor] = {}
 
     def load(self, kind: Keeps, runs: Sequence[Run], like: Tensor) -> Tensor:
-        """Returns the kept values of some runs, at their places in a tensor like ``like``; zero elsewhere."""
+        """Returns a tensor like ``like`` with the kept values at the places of runs, and zeros at other places."""
         values = torch.zeros_like(like)
         for run in runs:
             values[run.start : run.start + run.numel] = self._part(kind, run)
         return values
 
     def store(self, kind: Keeps, runs: Sequence[Run], values: Tensor) -> None:
-        """Keep the values that a tensor has at the places of some runs."""
+        """Keep the values of a tensor at the places of runs."""
         for run in runs:
             self._part(kind, run).copy_(values[run.start : run.start + run.numel])
 
     def row(self, kind: Keeps, parameter: int) -> Tensor:
-        """Returns the tensor that this rank keeps for a parameter. It is zero at first, and as long on every rank."""
+        """Returns the tensor that this rank keeps for a parameter. It is zero at first. Its length is the same on all
+        ranks."""
         key = (kind, parameter)
         if key not in self._tensors:
             size = self._sizes[parameter]
             owned = self._stripes[parameter]
-            # Each owner keeps the stripes that it averages only. The last stripe may be short, but all ranks keep
+            # Each owner keeps only the stripes that it averages. The last stripe may be short, but all ranks keep
             # tensors of equal length, so that a checkpoint can gather them.
             share = -(-size // (owned * self._owners_of(kind))) * owned
-            with torch.inference_mode(False):  # a state may be saved there, and training changes the tensor later
+            with torch.inference_mode(False):  # a state may be saved in inference mode, but training changes the tensor
                 self._tensors[key] = torch.zeros(min(size, share), dtype=self._dtype, device=self._device)
         return self._tensors[key]
 
     def rows(self, parameter: int) -> dict[Keeps, Tensor]:
-        """Returns a copy of all that this rank keeps of a parameter, by kind."""
+        """Returns copies of all tensors that this rank keeps for a parameter, by kind."""
         return {kind: self.row(kind, parameter).clone() for kind in self.kinds}
 
     def whole(self, parameter: int, rows: Tensor) -> Tensor:
-        """Returns what all owners together keep of a parameter, in the order of its coordinates: [numel].
+        """Returns the tensor of a whole parameter from the rows of all owners, in the order of coordinates: [numel].
 
         Args:
             parameter: number of the parameter.
-            rows: what `row` returns on every owner, of one kind that owners divide: [owners, length of a row].
+            rows: the results of `row` on all owners, for one kind in `KEPT_BY_OWNERS`: [owners, length of a row].
         """
         size = self._sizes[parameter]
         length = self._stripes[parameter]
-        # The owners take turns at stripes, and rows end where the last stripe of the parameter would.
+        # Stripes go to the owners in turn. Rows are padded to whole stripes.
         turns = -(-size // (length * self._owners))
         padded = rows.new_zeros(self._owners, turns * length)
         padded[:, : rows.shape[1]] = rows
@@ -160,21 +162,22 @@ class MemoryStore:
         return in_turn.transpose(0, 1).reshape(-1)[:size]
 
     def forget(self, kind: Keeps | None = None) -> None:
-        """Start empty again; ``kind``: only what is kept of this kind."""
+        """Delete all kept tensors, or only the tensors of one kind if ``kind`` is given."""
         for key in [key for key in self._tensors if kind in (None, key[0])]:
             del self._tensors[key]
 
     def take(self, saved: Mapping[str, Mapping[int, Tensor]], rank: int) -> None:
-        """Keep what was saved of all ranks, and forget everything else.
+        """Load saved tensors, and set all other tensors to zero.
 
         Args:
-            saved: tensors [ranks, numel] by kind and parameter number.
+            saved: tensors of all ranks, [ranks, numel], by kind and parameter number.
             rank: this rank.
 
         Raises:
-            ConfigError: of other parameters, or of other sizes; nothing has been taken.
+            ConfigError: if ``saved`` has other parameters or other sizes. Nothing is loaded then.
         """
-        # All is checked before anything changes: a checkpoint that does not fit must not leave half of itself behind.
+        # Everything is checked before anything changes, because a checkpoint that does not fit must not be loaded in
+        # part.
         self.check(saved)
         for row in self._tensors.values():
             row.zero_()
@@ -183,11 +186,11 @@ class MemoryStore:
                 self.row(Keeps(kind), number).copy_(saved_rows[rank])
 
     def take_from(self, other: MemoryStore, numbers: Mapping[int, int]) -> None:
-        """Keep what another store keeps, of the parameters that this one has, too.
+        """Copy the tensors of another store, for the parameters that are also in this store.
 
         Args:
-            other: a store of the same configuration and as many ranks.
-            numbers: number of a parameter here, by its number there; of the same size.
+            other: a store with the same configuration and the same number of ranks.
+            numbers: for the number of a parameter in ``other``, its number in this store. The sizes have to be equal.
         """
         for (kind, number), row in other._tensors.items():
             here = numbers.get(number)
@@ -195,7 +198,7 @@ class MemoryStore:
                 self.row(kind, here).copy_(row)
 
     def check(self, saved: Mapping[str, Mapping[int, Tensor]]) -> None:
-        """Raise ConfigError for what `take` cannot keep."""
+        """Raise ConfigError if `take` cannot load ``saved``."""
         for kind, tensors in saved.items():
             for number, saved_rows in tensors.items():
                 row = self.row(Keeps(kind), number) if number in self._sizes else None
@@ -207,11 +210,11 @@ class MemoryStore:
                     )
 
     def _owners_of(self, kind: Keeps) -> int:
-        """Returns the number of ranks among which a kind is divided."""
+        """Returns the number of ranks among which the tensors of a kind are divided."""
         return self._owners if kind in KEPT_BY_OWNERS else 1
 
     def _part(self, kind: Keeps, run: Run) -> Tensor:
-        """Returns a view of the kept values of a run. An owner's stripes lie side by side; a run is in one."""
+        """Returns a view of the kept values of a run. An owner's stripes are contiguous. A run is within one stripe."""
         length = self._stripes[run.parameter]
         number, rest = divmod(run.offset, length)
         start = number // self._owners_of(kind) * length + rest

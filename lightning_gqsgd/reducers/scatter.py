@@ -1,8 +1,9 @@
-"""Reduce-scatter: every rank sends each shard's owner its codes, and the owner averages them in rank order.
+"""Reduce-scatter: every rank sends codes to the owner of each shard, and the owner averages them in rank order.
 
-This is the first of the two exchanges of `two_shot`. Wire: (n-1)/n bits per coordinate. Error: ω (n-1)/n², of the other
-ranks' roundings, because an owner has its own gradient exactly. Scales are local and travel inside the messages. The
-caller says which rank owns which shard, so no configuration names this reducer.
+This is the first of the two exchanges of `two_shot`. A rank sends (n-1)/n times the bits per coordinate. The error is
+ω (n-1)/n², from the roundings of the other ranks, because an owner has its own gradient exactly. Scales are local and
+part of the messages. The caller determines which rank owns which shard, so this reducer is not available in a
+configuration.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from lightning_gqsgd.reducers.memory import UP, MemoryStore
 
 
 class Scatter:
-    """Reduces as a `reducers.base.Reducer` does, but each rank gets the mean of its own shard only.
+    """Reduces like a `reducers.base.Reducer`, but each rank gets only the mean of its own shard.
 
-    The table has as many alike runs of blocks as there are ranks: the shards, in rank order.
+    The table consists of the shards in rank order, which are runs of blocks with equal lengths.
     """
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:

@@ -1,8 +1,8 @@
 """The reducer `sum`: all ranks share scales, so an integer all-reduce adds codes (Global-QSGD, arXiv 2305.18627).
 
-The scales go through a MAX, or another norm over ranks, the codes through a SUM of lanes wide enough for all ranks: K
-levels per rank with n (K-1) < 2^bits. Nothing is scaled after rounding, so no sum can overflow. `summed` has the
-frame.
+The scales are exchanged by a MAX, or another norm over ranks. The codes are added by a SUM of lanes that are wide
+enough for all ranks: K levels per rank with n (K-1) < 2^bits. Nothing is scaled after rounding, so no sum can overflow.
+`summed` has the part that this reducer shares with `tree`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Sum(Summed):
 
     @staticmethod
     def check(codec: Codec) -> None:
-        """Raise ConfigError for a codec whose codes the reducer cannot work with; see `reducers.base.Reducer.check`.
-        Codes have to be numbers of equidistant levels."""
+        """Raise ConfigError if the reducer does not work with the codec; see `reducers.base.Reducer.check`. Codes have
+        to be numbers of equidistant levels."""
         if not codec.adds_as_integers:
             others = "'tree' or 'two_shot'" if codec.adds_in_pairs else "'two_shot' or 'gather'"
             raise ConfigError(
@@ -51,8 +51,8 @@ class Sum(Summed):
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. Each rank
-        rounds once, to fewer levels, and the roundings average out."""
+        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. Each rank rounds once, to
+        fewer levels, and the roundings average out."""
         return codec.error_variance(ranks) / ranks
 
     def _placed(self, table: np.ndarray, q: Quantiser) -> Layout:

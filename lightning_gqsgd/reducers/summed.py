@@ -1,8 +1,8 @@
 """The common base of reducers that add the codes of all ranks, and decode the sum once.
 
-The scales of blocks become their norm over ranks, usually the largest one, because codes can be added only under equal
-scales. The codes follow, and messages have no scales in them. Parameters that travel uncompressed take the
-two-shot way beside it, which adds in rank order.
+First, ranks replace the scales of blocks by their norm over ranks, usually the maximum, because codes can be added only
+under equal scales. Then they send the codes, in messages without scales. Uncompressed parameters are reduced by
+`two_shot` at the same time, which adds in rank order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Summed(Reducer):
         q = setting.codec.quantiser(setting.block_size, summed=self.ranks)
         self.link = Link(setting, q, UP, scales_travel=False)
         self.needs_copy = self.link.needs_copy
-        # Uncompressed coordinates cannot be added as integers, so they are a part of their own.
+        # Uncompressed coordinates cannot be added as integers, so they are reduced separately.
         raw = table[:, RAW] == 1
         self.layout = self._placed(table[~raw], q)
         self.raw = TwoShot(table[raw], uncompressed(setting))
@@ -59,7 +59,7 @@ class Summed(Reducer):
 
     @abstractmethod
     def _sent_bytes(self) -> int:
-        """Returns the bytes of codes that each rank sends."""
+        """Returns the number of bytes of codes that each rank sends."""
 
     @abstractmethod
     def _added(
@@ -75,10 +75,10 @@ class Summed(Reducer):
         layout = self.layout.on(x.device)
         part = layout.whole
         outgoing = self.link.outgoing(x, part, keys.rotation, store)
-        # Codes can be added only under equal scales, so these have to be there before anything is encoded.
+        # Codes can be added only under equal scales, so scales are exchanged before anything is encoded.
         scales = yield from outgoing.share_scales()
 
-        # Zeros and not `torch.empty`: the padding between records takes part in the sum.
+        # The memory is zeroed, because the padding between records takes part in the sum.
         codes = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=x.device)
         remember = outgoing.encode(codes, keys.up[rank])
         yield from self._added(codes, layout, rank, keys)

@@ -1,9 +1,10 @@
-"""The reducer `two_shot`: ranks send codes to each shard's owner, which averages and encodes; all gather the mean.
+"""The reducer `two_shot`: ranks send codes to each shard's owner, which averages and encodes; all gather the means.
 
-Wire: 2 (n-1)/n bits per coordinate at any n. Error: ω (n-1)/n² of the ranks' roundings plus ω of the mean's. An owner
-has its own gradient exactly, so its own message counts only where a memory holds what the message has lost.
-Scales are local and travel inside the messages. All ranks decode the owner's mean, so all ranks hold the same bits.
-A block's owner depends on the block and its parameter only, so results do not depend on buckets.
+A rank sends 2 (n-1)/n times the bits per coordinate at any n. The error is ω (n-1)/n² from the roundings of the ranks,
+plus ω from the rounding of the mean. An owner has its own gradient exactly, so its own message is used only if there is
+a memory, which has the error of the message. Scales are local and part of the messages. All ranks decode the owner's
+mean, so all ranks have the same bits. A block's owner depends only on the numbers of the block and of its parameter, so
+results do not depend on buckets.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class TwoShot(Reducer):
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. Each rank
-        but the owner rounds once, and these roundings average out. The owner rounds the mean once more."""
+        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. Each rank except for the
+        owner rounds once, and these roundings average out. The owner rounds the mean once more."""
         rounding = codec.error_variance()
         return rounding * (ranks - 1) / ranks**2 + rounding
 
@@ -70,18 +71,18 @@ class TwoShot(Reducer):
         received = torch.empty(self.ranks, layout.shard_bytes, dtype=torch.uint8, device=x.device)
         part = self.up.part_for_owners(layout, rank)
         remember = self.up.outgoing(x, part, keys.rotation, store).encode(sent, keys.up[rank])
-        # A rank sends each owner its shard only, so a rank sends (n-1)/n of a message in each of the two exchanges,
-        # whatever the number of ranks.
+        # A rank sends each owner only its shard, so it sends (n-1)/n of a message in each of the two exchanges, for any
+        # number of ranks.
         yield (Exchange("all_to_all", received, sent),)
 
         shard = torch.empty(layout.shard_bytes, dtype=torch.uint8, device=x.device)
         remember_mean = self._average(received, layout, rank, shard, x, keys, store)
         yield (Exchange("all_gather", sent, shard),)
 
-        # The owner decodes its own mean from the message as well, rather than keep the exact one. Otherwise ranks would
-        # hold different bits, and their parameters would drift apart.
+        # The owner also decodes its mean from the message, and does not keep the exact mean. Otherwise ranks would have
+        # different bits, and their parameters would drift apart.
         bad = self.down.decode(sent.view(1, -1), layout.whole, x, (keys.down,), keys.rotation, store)
-        # Memories change last, when the result is known: they stay as they are wherever it is not finite.
+        # Memories change last, because they do not change at coordinates whose result is not finite.
         remember(x)
         remember_mean(x)
         return bad
@@ -96,13 +97,14 @@ class TwoShot(Reducer):
         keys: StepKeys,
         store: MemoryStore,
     ) -> Remember:
-        """Encode the mean of this rank's shard into ``out``; ``x``: the tensor that the layout counts from.
+        """Encode the mean of this rank's shard into ``out``. The layout counts from the start of ``x``.
 
-        Returns what remembers the message.
+        Returns:
+            A function that changes the memory after the step.
         """
         part = layout.shard(rank)
         q = self.up.quantiser
-        # Without a memory, one kernel decodes, averages and encodes, and no mean is written to memory in between.
+        # If both links are plain, one kernel decodes, averages and encodes, and the mean is not written in between.
         if self.up.plain and self.down.plain:
             own = Own(rank, x, keys.rotation if self.up.fuses else None)
             part.kernels.reduce(messages, part.blocks, out, q, keys.up, keys.down, own)
@@ -113,11 +115,11 @@ class TwoShot(Reducer):
 
 
 def uncompressed(setting: Setting) -> Setting:
-    """Returns the setting of a `TwoShot` for parameters that travel uncompressed: it adds in rank order, whatever the
-    buckets. Where parameters would be rounded to bf16, the setting of `Native`.
+    """Returns the setting for uncompressed parameters. It is a setting of `TwoShot`, which adds in rank order for all
+    buckets, or of `Native` if the codec is `FloatCodec`.
 
-    No coordinate is quantised, so the codec's numbers are left at their defaults. The codec itself stays, so that no
-    other kernel has to be compiled; companded codes take the place of a biased one, which would need a memory.
+    No coordinate is quantised, so the codec has its default numbers. The codec is kept, so that no other kernel has to
+    be compiled. A biased codec would need a memory, so it is replaced by companded codes.
     """
     reducer = Native if isinstance(setting.codec, FloatCodec) else TwoShot
     codec: type[Codec] = CompandedCodec if setting.codec.biased_by else type(setting.codec)

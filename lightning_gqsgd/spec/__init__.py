@@ -1,5 +1,5 @@
-"""Plain values that a user asks for: fields, memories, bits by name, decisions.
+"""Plain values of a configuration: fields, memories, bits by name, decisions.
 
-Everything here is a value without objects of other parts. `config` finds out whether it can work. Nothing here imports
-torch.
+Nothing here holds objects of other parts of the package, and nothing here imports torch. `config` checks whether the
+values can work.
 """

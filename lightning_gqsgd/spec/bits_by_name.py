@@ -1,4 +1,4 @@
-"""Bits per coordinate by patterns of parameter names."""
+"""`BitsByName`: bits per coordinate by patterns of parameter names."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ _EXAMPLE = 'bits={"*": 4, "head.*": 8}'
 class BitsByName(Mapping[str, int]):
     """Bits per coordinate by shell-style patterns of parameter names, in order.
 
-    The last pattern that matches a name decides, as in a .gitignore file. The order is what a user sees, and there is
-    no common measure of how specific a pattern is. Equal objects have the same patterns in the same order.
+    The last pattern that matches a name decides, as in a .gitignore file. The order decides because users can see it,
+    and because there is no common measure of how specific a pattern is. Equal objects have the same patterns in the
+    same order.
 
     Args:
-        patterns: bits by pattern, or pairs of a pattern and its bits.
+        patterns: a mapping from patterns to bits, or pairs of a pattern and its bits.
 
     Raises:
-        ConfigError: no pattern at all, a pattern that is no text, or bits that are no integer.
+        ConfigError: if there is no pattern, if a pattern is not a string or occurs twice, or if bits are not an
+            integer.
     """
 
     def __init__(self, patterns: Mapping[str, int] | Iterable[Sequence[Any]]) -> None:
@@ -66,15 +68,15 @@ class BitsByName(Mapping[str, int]):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The numbers of bits, each once, in the order of the patterns."""
+        """The different numbers of bits, in the order of the patterns."""
         return tuple(dict.fromkeys(self._bits.values()))
 
     def pairs(self) -> list[list[Any]]:
-        """Returns the patterns and their bits as plain values, which keep their order in JSON."""
+        """Returns the patterns and their bits as a list of pairs, which keeps its order in JSON."""
         return [list(pair) for pair in self._pairs]
 
     def bits_of(self, name: str) -> int | None:
-        """Returns the bits of a parameter; None: no pattern matches its name."""
+        """Returns the bits of a parameter, or None if no pattern matches its name."""
         pattern = self._deciding(name)
         return None if pattern is None else self._bits[pattern]
 
@@ -83,10 +85,10 @@ class BitsByName(Mapping[str, int]):
 
         Args:
             names: the names of all parameters.
-            raw: the names of those that travel uncompressed, which need no bits.
+            raw: the names of the parameters that are sent uncompressed. They need no bits.
 
         Raises:
-            ConfigError: a pattern decides for no parameter, or no pattern matches a parameter that needs bits.
+            ConfigError: if a pattern decides for no parameter, or if no pattern matches a parameter that needs bits.
         """
         check_matched("bits", self, names)
         deciding = {self._deciding(name) for name in names}
@@ -105,20 +107,20 @@ class BitsByName(Mapping[str, int]):
             )
 
     def _deciding(self, name: str) -> str | None:
-        """Returns the last pattern that matches a name."""
+        """Returns the last pattern that matches a name, or None."""
         return next((pattern for pattern, _ in reversed(self._pairs) if fnmatch.fnmatchcase(name, pattern)), None)
 
 
 def check_matched(field: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Check that each pattern matches a name.
+    """Check that each pattern matches at least one name.
 
     Args:
-        field: the name of the configuration's field, for the message.
+        field: the name of the configuration's field, for the error message.
         patterns: shell-style patterns.
         names: the names of all parameters of the model.
 
     Raises:
-        ConfigError: a pattern matches no name; the message has the nearest names.
+        ConfigError: if a pattern matches no name. The error message lists similar names.
     """
     unmatched = [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]
     if unmatched:

@@ -1,6 +1,6 @@
-"""The constants by which `trials` decides, and its decisions, which can also be passed instead of ``auto=True``.
+"""`Rules`, the constants of `adaptive.trials`, and `Decision`, a result that can be passed instead of ``auto=True``.
 
-If another run is given a decision, it keeps the decided bits, and makes no trials.
+A run that is given a decision uses the decided bits and makes no trials.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 
 from lightning_gqsgd.errors import ConfigError
 
-#: Steps between a step and the first choice that knows its length: the length is known when the next step begins, ranks
-#: exchange it in that step, and over NCCL the host reads what was exchanged in the step after that.
+#: Number of steps from a step to the first choice that can use its length. The length is known when the next step
+#: begins. Ranks exchange it in that step. Over NCCL, the host reads the exchanged values one step later.
 LAG = 3
 
-#: The numbers of bits that a candidate can have: those of codes, of bf16 numbers, and of the gradient as it is.
+#: The numbers of bits that a candidate can have: 1 to 8 for codes, 16 for bf16 numbers, 32 for uncompressed gradients.
 WIDTHS = (*range(1, 9), 16, 32)
-#: The largest number of steps of a state: steps have 63 bits.
+#: The largest number of steps in a state: step numbers have 63 bits.
 _MOST = 2**63 - 1
 
-#: How to give a decision in the place of ``auto=True``.
+#: Part of error messages: how to pass a decision instead of ``auto=True``.
 _REMEDY = "give a row of state.decisions, or its to_dict()"
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The constants of the state machine.
+    """The constants of the state machine in `adaptive.trials`.
 
     Attributes:
         settling: number of steps before the first trial. DDP rebuilds its buckets after its first step.
@@ -35,15 +35,15 @@ class Rules:
         block: number of steps of one turn. The first of them does not count.
         tie: candidates whose medians differ by less than this relative difference count as equal.
         widest_tie: the upper limit of this difference, if the errors of the medians are larger than ``tie``.
-        hopeless: a candidate has no further turn once its shortest step is this many times the shortest median.
-        window: number of steps whose median is watched.
-        drift: relative difference of that median and the decision's that starts a new trial.
-        latest: number of steps whose median is watched for a jump.
-        jump: relative difference of that median and the decision's that starts a new trial at once: one of them is
-            longer than the other by this much.
+        hopeless: a candidate gets no further turn once its shortest step is this many times the shortest median.
+        window: number of latest steps whose median is compared with the median of the decision.
+        drift: a new trial starts if these two medians differ by this relative difference.
+        latest: number of latest steps whose median is watched for a jump.
+        jump: a new trial starts at once if that median is longer or shorter than the decision's by this relative
+            difference.
         hook: the largest share of a step that the hook may cost at 32 bits. If other bits are faster by less than this,
-            plain DDP has a turn.
-        doubt: the relative error that is assumed for a prediction when the costs of the codec are known.
+            plain DDP gets a turn.
+        doubt: the relative error that is assumed for a prediction if the costs of the codec are known.
         share: the number by which each step increases the credit of steps for trials.
         most_trials: the largest credit, as a number of trials of full length. The credit begins with this number.
         matches: number of successive steps whose backward passes have to be counted correctly without the hook before
@@ -69,19 +69,19 @@ class Rules:
     compare_every: int = 10
 
     def longest_trial(self, candidates: int) -> int:
-        """Returns the most steps of a trial: one round more than usual, if steps could not be measured."""
+        """Returns the largest number of steps of a trial, which has one extra round if steps could not be measured."""
         return (self.rounds + 1) * self.block * candidates + LAG
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The end of a trial, or another change of bits.
+    """The result of a trial, or another change of the number of bits.
 
     Attributes:
-        step: the first step to which it applies.
+        step: the first step to which the decision applies.
         bits: the candidate that is kept.
         seconds: the median length of the steps of each candidate that was tried, by its bits.
-        reason: why there was a trial, or a change, and why this candidate is kept.
+        reason: why there was a trial or a change, and why this candidate is kept.
         predicted: the prediction for each candidate before it was measured, in seconds; None if there was none.
         at_least: the candidates whose predictions are lower bounds. The time of the codec is known only after a number
             of bits with codes was measured, and the time of rounding to 16 bits is never known.
@@ -95,19 +95,20 @@ class Decision:
     at_least: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values only."""
+        """Returns the decision as a dictionary of plain values."""
         mappings = {"seconds": dict(self.seconds), "predicted": dict(self.predicted)}
         return {**asdict(self), **mappings, "at_least": list(self.at_least)}
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Decision:
-        """Returns the decision of `to_dict`; keys may have become text in JSON.
+        """Returns the decision that `to_dict` turned into ``row``. Keys may have become strings in JSON.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: it is no such row, or it has numbers that no trial gives.
+            KeyError, TypeError, ValueError, AttributeError: if ``row`` does not come from `to_dict`, or if it has
+                numbers that no trial produces.
         """
         seconds = {width(bits): positive(value) for bits, value in row["seconds"].items()}
-        # Versions before predictions wrote none.
+        # Versions of the package without predictions did not write this key.
         predictions = row.get("predicted", {}).items()
         predicted = {width(bits): None if value is None else not_negative(value) for bits, value in predictions}
         at_least = tuple(map(width, row.get("at_least", ())))
@@ -115,10 +116,10 @@ class Decision:
 
 
 def width(value: Any) -> int:
-    """Returns a number of bits that a state has.
+    """Returns a number of bits from a saved state, after a check.
 
     Raises:
-        TypeError, ValueError: no candidate can have so many bits.
+        TypeError, ValueError: if no candidate can have this number of bits.
     """
     if isinstance(value, (bool, float)) or int(value) not in WIDTHS:
         raise ValueError(f"a number of bits is {value!r}, not one of {', '.join(map(str, WIDTHS))}")
@@ -126,10 +127,10 @@ def width(value: Any) -> int:
 
 
 def count(value: Any) -> int:
-    """Returns a number of steps, or of bits in all steps, that a state has.
+    """Returns a number of steps, or of bits in all steps, from a saved state, after a check.
 
     Raises:
-        TypeError, ValueError: it is no integer from 0 to 2^63 - 1.
+        TypeError, ValueError: if the number is not from 0 to 2^63 - 1.
     """
     number = int(value)
     if not 0 <= number <= _MOST or isinstance(value, bool):
@@ -138,10 +139,10 @@ def count(value: Any) -> int:
 
 
 def positive(value: Any) -> float:
-    """Returns a length of steps that a state has, in seconds.
+    """Returns a length of steps, in seconds, from a saved state, after a check.
 
     Raises:
-        TypeError, ValueError: it is no finite number above 0.
+        TypeError, ValueError: if the length is not a finite number above 0.
     """
     seconds = float(value)
     if not 0 < seconds < math.inf:
@@ -150,10 +151,10 @@ def positive(value: Any) -> float:
 
 
 def not_negative(value: Any) -> float:
-    """Returns a number that a state has, such as a prediction in seconds, or a credit of steps.
+    """Returns a number from a saved state, such as a prediction in seconds or a credit of steps, after a check.
 
     Raises:
-        TypeError, ValueError: it is no finite number from 0 on.
+        TypeError, ValueError: if the number is not finite, or is negative.
     """
     number = float(value)
     if not 0 <= number < math.inf:
@@ -162,17 +163,17 @@ def not_negative(value: Any) -> float:
 
 
 def pinned_bits(value: Any, bits: Any, max_slowdown: float | None, allow: Sequence[int], usual: Sequence[int]) -> int:
-    """Returns the bits of a decision that was given as ``auto``.
+    """Returns the bits of a decision that was passed as ``auto``.
 
     Args:
         value: the decision, or its dictionary.
-        bits: those of the same configuration, which has to leave them out.
-        max_slowdown: that of the same configuration, which has to leave it out.
-        allow: the bits that the configuration allows.
-        usual: those of a configuration that leaves ``allow`` out, under which a decision may have any bits.
+        bits: ``bits`` of the same configuration; must be None.
+        max_slowdown: ``max_slowdown`` of the same configuration; must be None.
+        allow: ``allow`` of the same configuration.
+        usual: the default of ``allow``. If ``allow`` has this value, a decision may have any number of bits.
 
     Raises:
-        ConfigError: the value is no decision, or the configuration says something else.
+        ConfigError: if the value is not a decision, or if another field of the configuration contradicts it.
     """
     decided = _decision(value).bits
     for name, other in (("bits", bits), ("max_slowdown", max_slowdown)):

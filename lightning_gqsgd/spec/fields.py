@@ -1,4 +1,4 @@
-"""The fields of a configuration, as a record that has not been checked."""
+"""`Fields`: the fields of a configuration, as a record whose values are not checked."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from lightning_gqsgd.spec.bits_by_name import BitsByName
 from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.spec.memories import Memory, named
 
-#: The numbers of bits that ``auto`` chooses among if it is not told.
+#: The default of the field ``allow``: the numbers of bits that ``auto`` chooses among.
 ALLOW = (32, 16, 8, 4)
 #: The default of the field ``sparse_limit``. A gather sends each rank's touched rows to all ranks, and a dense
-#: reduction sends each coordinate about twice. A row of few coordinates has a scale of its own and a row number, which
-#: take about as much again.
+#: reduction sends each coordinate about twice. In a gather, a short row also has its own scale and its row number,
+#: which take about as many bytes as its codes.
 SPARSE_LIMIT = 1.0
 
 
 class Chosen(str):
     """The name of a codec that was chosen for "auto".
 
-    It is equal to the name. A configuration whose fields are replaced chooses anew, where a name that a user has given
-    stays: two bits have another codec than eight.
+    It compares equal to the plain name. If fields of a configuration are replaced, a codec of this type is chosen
+    again, because e.g. two bits need another codec than eight. A name that a user has given is kept.
     """
 
     __slots__ = ()
@@ -30,9 +30,10 @@ class Chosen(str):
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """The plain fields of a configuration; `config.GQSGDConfig` describes them, and checks that they can work.
+    """The plain fields of a configuration. `config.GQSGDConfig` describes them, and checks that they can work.
 
-    What checks and resolves them takes this record, so that it does not depend on the class whose fields they become.
+    The functions that check and resolve fields take this record, so that they do not depend on `GQSGDConfig`, which
+    inherits from it.
     """
 
     codec: str = "auto"
@@ -67,33 +68,33 @@ class Fields:
 
     @property
     def chooses_bits(self) -> bool:
-        """Returns whether bits are chosen while training, by the length of steps or by the noise of gradients."""
+        """True if the number of bits is chosen during training, from the length of steps or the noise of gradients."""
         return bool(self.auto) or self.max_slowdown is not None
 
     @property
     def bits_by_name(self) -> BitsByName | None:
-        """``bits`` by patterns of parameter names; None: all parameters have the same bits."""
+        """``bits`` by patterns of parameter names, or None if all parameters have the same bits."""
         return self.bits if isinstance(self.bits, BitsByName) else None
 
     @property
     def num_bits(self) -> int:
-        """``bits`` as a number, which it is once the configuration is built, unless bits are given by name."""
+        """``bits`` as an integer. In a configuration that is built, it is one, unless bits are given by name."""
         assert isinstance(self.bits, int)
         return self.bits
 
     @property
     def up(self) -> Memory | None:
-        """The memory of what a rank sends."""
+        """The memory for the messages that a rank sends, or None."""
         return named(self.memory)
 
     @property
     def down(self) -> Memory | None:
-        """The memory of what the owner of a shard sends back."""
+        """The memory for the messages that the owner of a shard sends back, or None."""
         return named(self.memory_down)
 
     @property
     def remembers(self) -> bool:
-        """Returns whether there is a memory, in either direction."""
+        """True if there is a memory in at least one direction."""
         return self.up is not None or self.down is not None
 
     @classmethod
@@ -103,9 +104,10 @@ class Fields:
 
 
 class FieldArguments(TypedDict, total=False):
-    """The fields as keyword arguments that may be left out, with the types that command lines and files have for them.
+    """The fields as optional keyword arguments, with the types that command lines and files can give.
 
-    Editors and type checkers read it (``**fields: Unpack[FieldArguments]``), and signatures are made of it at run time.
+    Editors and type checkers read this class (``**fields: Unpack[FieldArguments]``), and signatures are built from it
+    at run time.
     """
 
     codec: str
@@ -124,7 +126,8 @@ class FieldArguments(TypedDict, total=False):
     coder: str
     reducer: str
     node_size: int
-    # The dictionary first: jsonargparse takes the first type that fits, and a Memory needs all three numbers.
+    # The dictionary comes first, because jsonargparse takes the first type that fits, and a Memory needs all three
+    # numbers.
     memory: str | dict[str, float | None] | Memory
     memory_down: str | dict[str, float | None] | Memory
     min_numel: int
@@ -140,5 +143,5 @@ class FieldArguments(TypedDict, total=False):
     connections: int
 
 
-#: A record, or what checks its fields.
+#: A `Fields` record, or a subclass that checks its fields.
 AnyFields = TypeVar("AnyFields", bound=Fields)

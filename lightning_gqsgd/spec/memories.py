@@ -53,20 +53,20 @@ class Memory:
 
     @property
     def keeps_error(self) -> bool:
-        """Returns whether there is an error memory."""
+        """True if there is an error memory."""
         return self.alpha != 0
 
     @property
     def keeps_reference(self) -> bool:
-        """Returns whether there is a reference."""
+        """True if there is a reference."""
         return self.rho != 0
 
 
-#: A shared reference whose numbers are left out: a running mean of about 19 steps.
+#: The default of a shared reference: a running mean of about 19 steps.
 _SHARED = Memory(0.0, 0.9, 0.1, shared=True)
 
-#: Names for usual memories: classic error feedback; ECQ-SGD; DIANA and Artemis; EF21, which is Markov compression; a
-#: running mean of the reduced gradients.
+#: Memories by name: "ef" is classic error feedback, "ecq" is ECQ-SGD, "diana" is DIANA and Artemis, "ef21" is EF21
+#: (Markov compression), and "shared" is a running mean of the reduced gradients.
 MEMORIES: dict[str, Memory | None] = {
     "none": None,
     "ef": Memory(1.0, 1.0, 0.0),
@@ -78,10 +78,15 @@ MEMORIES: dict[str, Memory | None] = {
 
 
 def parse(name: str, value: Any) -> str | Memory:
-    """Returns a memory as a configuration holds it: the value itself, or a `Memory` made of a dictionary.
+    """Returns a memory in the form of a configuration: a name, or a `Memory`, which is built if ``value`` is a
+    dictionary.
+
+    Args:
+        name: the field's name, for the error message.
+        value: a name, a `Memory`, a dictionary of its numbers, or None, which becomes "none".
 
     Raises:
-        ConfigError: the value is no memory; ``name`` is the field's name in the message.
+        ConfigError: if the value is not a memory.
     """
     if isinstance(value, Memory) or value == "auto" or (isinstance(value, str) and value in MEMORIES):
         return value
@@ -97,7 +102,7 @@ def parse(name: str, value: Any) -> str | Memory:
 
 
 def plain(value: str | Memory) -> Any:
-    """Returns a memory as a plain value, which `parse` reads."""
+    """Returns a memory as a plain value that `parse` accepts."""
     if isinstance(value, str):
         return value
     numbers = asdict(value)
@@ -105,20 +110,21 @@ def plain(value: str | Memory) -> Any:
 
 
 def named(value: str | Memory) -> Memory | None:
-    """Returns the memory that a name stands for; "auto" stands for none, which `config` checks."""
+    """Returns the memory of a name, or None for no memory. "auto" gives None; `config` refuses "auto" if a codec needs
+    a memory."""
     if isinstance(value, Memory):
         return value
     return None if value == "auto" else MEMORIES[value]
 
 
 def described(memory: Memory) -> str:
-    """Returns the numbers of a memory, for messages."""
+    """Returns the numbers of a memory as text for error messages."""
     shared = ", shared=True" if memory.shared else ""
     return f"(alpha={memory.alpha}, beta={memory.beta}, rho={memory.rho}{shared})"
 
 
 def numbers_in_words(memory: Memory) -> str:
-    """Returns the numbers of a memory in words; those that follow from the codec's ω are formulas until they are
+    """Returns the numbers of a memory as text. A number that depends on the codec's ω is a formula until it is
     resolved."""
     numbers = {
         "alpha": "1/(1 + ω)" if memory.alpha is None else memory.alpha,

@@ -1,4 +1,4 @@
-"""Times and rates, as users write them: a number and a unit."""
+"""Reads times and rates as users write them: a number and a unit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ RATES: dict[str, float] = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9
 
 
 def quantity(text: str, units: Mapping[str, float]) -> float | None:
-    """Returns a number with a unit, such as ``"20s"`` or ``"2.5 Gbit"``; None if the text is no such thing.
+    """Returns the value of a number with a unit, such as ``"20s"`` or ``"2.5 Gbit"``, or None if the text has another
+    form.
 
     Args:
-        text: decimal digits, at most one point among them, and a unit; spaces and the case of letters do not matter.
-        units: the units, and what each of them is worth.
+        text: decimal digits with at most one point, and a unit; spaces and the case of letters do not matter.
+        units: the value of each unit.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zµ]+)\s*", text.lower())
     return float(found[1]) * units[found[2]] if found is not None and found[2] in units else None

@@ -1,1 +1,1 @@
-"""Levels that lie denser near zero: the codec, and its kernels for CPUs and GPUs."""
+"""Companded codes, whose levels are denser near zero: the codec, and its kernels for CPUs and GPUs."""

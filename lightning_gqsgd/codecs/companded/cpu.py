@@ -1,4 +1,4 @@
-"""Companded codes: numbers of levels that lie denser near zero, see `codecs.companded`, which has the readable form."""
+"""Kernels of companded codes for CPUs, in Numba; `codecs.companded.codec` has the readable form."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Companded(NamedTuple):
         form: number formats.
         bits: bits of a code.
         each, rest: see `kernels.wire.Share`.
-        zero: K // 2, the number of the level next above zero.
+        zero: K // 2, the number of the first level above zero.
         odd_zero: the number of the level at zero, in blocks that are rounded stochastically.
         middle: (K - 1) / 2.
-        odd_middle: the same in blocks that are rounded stochastically.
-        stochastic_from: see `codecs.companded.CompandedQuantiser`.
+        odd_middle: (K - 1) / 2 for the K of blocks that are rounded stochastically.
+        stochastic_from: see `codecs.companded.codec.CompandedQuantiser`.
         up: 1 + 2 ulp.
         half: 1/2.
-        slope, shrink, stretch, root, root_squared: see `codecs.companded.Curve`.
+        slope, shrink, stretch, root, root_squared: see `codecs.companded.codec.Curve`.
     """
 
     form: Form
@@ -61,7 +61,7 @@ class Companded(NamedTuple):
 
 @lru_cache
 def constants(q: CompandedQuantiser, dtype: torch.dtype, sources: int) -> Companded:
-    """Returns the constants of a quantiser, for messages of so many sources."""
+    """Returns the constants of a quantiser, for messages of ``sources`` sources."""
     share = Share.of(sources)
     real = float_type(dtype)
     curve = q.curve
@@ -112,7 +112,7 @@ def _encode(values, scale, stochastic, block, key, c, s):
 
 @loop
 def _quantise(values, inverse, u, c, codes):
-    """Write the numbers of levels on the companded axis. ``inverse``: 1/Δ."""
+    """Write the numbers of the levels on the companded axis into ``codes``. ``inverse`` is 1/Δ."""
     for j in range(values.size):
         y = np.sqrt(abs(values[j] * inverse) * c.stretch + c.root_squared) - c.root
         y = clamped(with_sign_of(y, values[j]), c.middle)
@@ -121,7 +121,7 @@ def _quantise(values, inverse, u, c, codes):
 
 @inlined
 def _decode(scale, stochastic, block, key, c, s, add, out):
-    """Set ``out`` to the coordinates that ``s.codes`` stand for, or add them to ``out``."""
+    """Decode ``s.codes``, and write the coordinates into ``out``, or add them if ``add`` is true."""
     if stochastic:
         fill(part(s.u, 0, out.size), float32(c.odd_middle))
         dequantise(s.codes, s.u, step_of(scale, c.odd_middle, stochastic, c.up), scale, add, out)
@@ -132,7 +132,7 @@ def _decode(scale, stochastic, block, key, c, s, add, out):
 
 @loop
 def _dequantise(codes, u, step, c, add, out):
-    """Set or add the coordinates of codes. ``u``: the code that stands for zero, with dither; ``step``: Δ."""
+    """Write or add the coordinates of codes. ``u`` is the code of zero plus the dither, and ``step`` is Δ."""
     limit = c.form.largest * c.each  # the sum of all messages stays finite
     zero = out.dtype.type(0)
     if add:
@@ -145,7 +145,7 @@ def _dequantise(codes, u, step, c, add, out):
 
 @loop
 def _expanded(code, u, step, limit, c):
-    """Returns the coordinate that a code stands for, clamped to ``limit``."""
+    """Returns the coordinate of a code, clamped to ``limit``."""
     z = float32(int32(code)) - u
     r = np.floor(z + c.half)
     value = (z * c.slope + abs(r) * (z + (z - r))) * c.shrink

@@ -1,4 +1,4 @@
-"""Codes that are numbers of levels that lie denser near zero, in Triton, see `codecs.companded`."""
+"""Kernels of companded codes for GPUs, in Triton; `codecs.companded.codec` has the readable form."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 
 
 class Companded(NamedTuple):
-    """The numbers of the family, see `codecs.companded.CompandedQuantiser`. The first five are those of
-    `linear.Levels`, whose functions serve the blocks that are rounded stochastically.
+    """The constants of the family, see `codecs.companded.codec.CompandedQuantiser`. The first five are also in
+    `codecs.linear.cuda.Levels`, because functions of that module handle the blocks that are rounded stochastically.
 
     Attributes:
         levels: number of codes of companded blocks.
         odd_levels: number of levels of blocks that are rounded stochastically.
         always_stochastic: whether every block is rounded stochastically: False.
         adaptive: whether a block is rounded stochastically if it has many zeros.
-        stochastic_from: the share of zeros above which that is so.
-        slope, shrink, stretch, root, root_squared: see `codecs.companded.Curve`.
+        stochastic_from: an adaptive block is rounded stochastically if its share of zeros is above this share.
+        slope, shrink, stretch, root, root_squared: see `codecs.companded.codec.Curve`.
     """
 
     levels: int
@@ -53,7 +53,7 @@ class Companded(NamedTuple):
 
 
 def numbers_of(q: Any, dtype: torch.dtype) -> Companded:
-    """Returns the numbers of a `CompandedQuantiser`, for gradients of a dtype."""
+    """Returns the constants of the family for a `CompandedQuantiser` and gradients of a dtype."""
     real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
     curve = q.curve
     return Companded(
@@ -72,14 +72,15 @@ def numbers_of(q: Any, dtype: torch.dtype) -> Companded:
 
 @triton.jit
 def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the codes of coordinates; see `ScaledFamily.to_codes`. A block's flag says that it is rounded
+    """Returns the codes of coordinates; see `ScaledFamily.to_codes`. A block's flag is set if the block is rounded
     stochastically."""
-    # In this order, and half by half below, fewer numbers have to be computed again in 64 registers.
+    # With this order, and with one half after the other below, fewer values are computed twice for lack of registers:
+    # there are 64.
     draw_a, draw_b = draws_in_words(t, key, KIND, c)
     stochastic = is_stochastic(a, b, t.n, c)
     send_scales(scales, stochastic, c)
-    # The dither k + 1/2 in units of 2^-16 is from 0 to 1 where a level lies at zero, and else from -1/2 to 1/2: the
-    # number k has a sign then, which its highest bit becomes.
+    # The dither, k + 1/2 in units of 2^-16, is from 0 to 1 if a level lies at zero, and from -1/2 to 1/2 otherwise. In
+    # the second case, k is signed, and its highest bit becomes the sign.
     flip = tl.where(stochastic, 0, -0x7FFF8000).to(tl.uint32, bitcast=True)[:, None]
     lower = tl.where(stochastic, LOWER_UNSIGNED, LOWER_SIGNED)[:, None]
     upper = tl.where(stochastic, UPPER_UNSIGNED, UPPER_SIGNED)[:, None]
@@ -94,7 +95,7 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the coordinates that codes stand for; see `ScaledFamily.to_values`."""
+    """Returns the coordinates of codes; see `ScaledFamily.to_values`."""
     draw_a, draw_b = draws_in_words(t, tl.load(key), KIND, c)
     # z = code - m + 1/2 - (k + 1/2)/2^16 for the draw k, with m = 2^(bits-1) - 1/2. That is code - 2^(bits-1) + (n +
     # 1/2)/2^16 with n = 2^16 - 1 - k. In blocks without dither, n becomes 0.
@@ -118,7 +119,7 @@ def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.co
 
 @triton.jit
 def _codes(v, dither, inverse, middle, stochastic, c: tl.constexpr):
-    """Returns the codes of one half, before they are rounded downwards, and less the code that is next above zero.
+    """Returns the codes of one half before they are rounded down, minus the code of the first level above zero.
 
     Args:
         v: coordinates, [rows, half].
@@ -152,7 +153,8 @@ def _values(z, step, limit, stochastic, c: tl.constexpr):
     shrink = tl.full((), c.family.shrink, c.number.compute)
     rounder = tl.full((), 1.5 * 2.0**c.number.mantissa, c.number.compute)
     if c.family.adaptive:
-        # Other numbers in place of another way: z 1 + 0 (2 z - 0), times 1, is z.
+        # Blocks without a curve use the same formula with other constants instead of a branch: z 1 + 0 (2 z - 0),
+        # times 1, is z.
         slope = tl.where(stochastic, 1.0, slope)[:, None]
         shrink = tl.where(stochastic, 1.0, shrink)[:, None]
         rounder = tl.where(stochastic, 2.0**100, rounder)[:, None]

@@ -1,1 +1,1 @@
-"""The largest coordinates of a block's cosine transform: DeMo's code."""
+"""The code of DeMo: the largest coordinates of each block's cosine transform."""

@@ -1,21 +1,21 @@
-"""The largest coordinates of each block's cosine transform (DeMo, Peng, Quesnelle, Kingma 2024, arXiv 2411.19870).
+"""The codec of DeMo (Peng, Quesnelle, Kingma 2024, arXiv 2411.19870): the largest coordinates of cosine transforms.
 
-A block of n coordinates is cut into runs of 64, of which the last one may be shorter. Each run x of length m becomes
-D x, by the orthonormal cosine transform
+A block of n coordinates is cut into runs of 64 coordinates; the last run may be shorter. The orthonormal cosine
+transform maps each run x of length m to D x:
 
-    D_kj = √((2 - [k = 0]) / m) cos(π (2j + 1) k / (2m)),   k, j = 0 .. m-1,
+    D_kj = √((2 - [k = 0]) / m) cos(π (2j + 1) k / (2m)),   k, j = 0 .. m-1
 
-and the block keeps the k largest coordinates of all runs, as `codecs.top_k` does, whose record this is. The receiver
-turns them back by Dᵀ. D is orthonormal, so |C(x) - x|² <= (1 - k/n) |x|² here as well.
+The block keeps the k largest transformed coordinates of all its runs, in the record of `codecs.top_k`. The receiver
+applies the inverse, Dᵀ. D is orthonormal, so |C(x) - x|² <= (1 - k/n) |x|² holds as for `codecs.top_k`.
 
-DeMo is this code with an error memory that fades: with ``memory={"alpha": β, "beta": β, "rho": 0}``, what is remembered
+DeMo is this code with an error memory that decays. With ``memory={"alpha": β, "beta": β, "rho": 0}``, the error memory
 of the gradients g is DeMo's momentum m,
 
     u = β m + g,   q = C(u),   m <- u - q,   and an optimizer takes the signs of the mean of all ranks' q.
 
-So a rank's momentum is never sent as a whole: what is large leaves it, and all else stays until it is large. The paper
-transforms tiles of 64 × 64 coordinates of a matrix, and divides a coordinate's sum by the number of ranks that sent it.
-Here, runs are coordinates in a row, and the mean is over all ranks.
+So a rank never sends its whole momentum: large components leave the momentum, and the others stay until they are large.
+The paper transforms tiles of 64 × 64 coordinates of a matrix, and divides the sum of a coordinate by the number of
+ranks that sent the coordinate. Here, a run consists of consecutive coordinates, and the mean is over all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_gqsgd.kernels.layout import CODES, LENGTH
 from lightning_gqsgd.kernels.protocol import Kind
 from lightning_gqsgd.kernels.wire import Key
 
-#: Coordinates that are transformed together.
+#: Number of coordinates that are transformed together.
 RUN = 64
 
 
@@ -42,7 +42,8 @@ RUN = 64
 def basis(length: int) -> Tensor:
     """Returns D for runs of a length, fp64 [length, length].
 
-    Its numbers are those of fp32: cosines of different libraries differ in their last bits, and ranks must not.
+    Its entries are rounded to fp32, because cosines of different libraries differ in their last bits, and D must be the
+    same on all ranks.
     """
     k = torch.arange(length, dtype=torch.float64, device="cpu")
     cosines = torch.cos(math.pi / (2 * length) * torch.outer(k, 2 * k + 1))
@@ -51,7 +52,7 @@ def basis(length: int) -> Tensor:
 
 
 def transformed(x: Tensor) -> Tensor:
-    """Returns the cosine transform of blocks' runs, fp64 [blocks, length].
+    """Returns the cosine transforms of the runs of blocks, fp64 [blocks, length].
 
     Args:
         x: coordinates of blocks of one length, [blocks, length].
@@ -65,20 +66,20 @@ def transformed(x: Tensor) -> Tensor:
 
 
 def turned_back(values: Tensor, places: Tensor, length: int) -> Tensor:
-    """Returns the coordinates of blocks, fp64 [blocks, length], some of whose transforms' coordinates are not zero.
+    """Returns the inverse transforms of blocks with a few non-zero transformed coordinates, fp64 [blocks, length].
 
     The waves of a run are added one after the other, so that the sum has the same bits on every processor.
 
     Args:
-        values: coordinates of the transforms, fp64 [blocks, count].
-        places: where they are in the block, int64 [blocks, count], ascending, below ``length``.
+        values: the non-zero transformed coordinates, fp64 [blocks, count].
+        places: their places in the block, int64 [blocks, count], ascending, below ``length``.
         length: number of coordinates of a block.
     """
     blocks, count = places.shape
     runs = -(-length // RUN)
     x = torch.zeros(blocks * runs, RUN, dtype=torch.float64, device=values.device)
     run = (places // RUN + runs * torch.arange(blocks, device=places.device)[:, None]).flatten()
-    # The number of a wave among those of its run.
+    # The number of each wave within its run.
     numbers = torch.arange(blocks * count, device=places.device)
     number = numbers - torch.searchsorted(run, run)
     waves = basis(RUN).to(values.device)[places % RUN]
@@ -96,7 +97,7 @@ def turned_back(values: Tensor, places: Tensor, length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class DctTopKQuantiser(TopKQuantiser):
-    """`TopKQuantiser` of the transform; see the module."""
+    """`TopKQuantiser` for the transformed coordinates of blocks; see the module's docstring."""
 
     kind: ClassVar[Kind] = Kind("dct_top_k")
 
@@ -106,7 +107,7 @@ class DctTopKQuantiser(TopKQuantiser):
         turned = torch.zeros_like(values)
         for length in blocks[:, LENGTH].unique().tolist():
             alike = blocks[:, LENGTH] == length
-            # A transform may be larger than the largest number, as all coordinates may; what is finite stays finite.
+            # A transform can exceed the largest number even if all coordinates are finite. It is clamped then.
             small = transformed(values[alike, :length] / RUN).clamp(-most / RUN, most / RUN)
             turned[alike, :length] = (small * RUN).to(values.dtype)
         super().write(turned, blocks, wire, key)
@@ -114,7 +115,7 @@ class DctTopKQuantiser(TopKQuantiser):
     def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
         """Returns the coordinates of blocks, read from a message; see `kernels.protocol.WholeQuantiser.read`.
 
-        A block is NaN everywhere if a kept coordinate is not finite, or its place is not in the block.
+        A block is NaN everywhere if a kept coordinate is not finite, or if its place is not in the block.
         """
         most = torch.finfo(dtype).max * factor
         result = torch.zeros(len(blocks), self.block_size, dtype=dtype, device=wire.device)
@@ -132,7 +133,8 @@ class DctTopKQuantiser(TopKQuantiser):
 
 @dataclass(frozen=True)
 class DctTopKCodec(TopKCodec):
-    """The ``density`` largest share of every block's cosine transform, as they are; see the module."""
+    """Keeps the largest share ``density`` of the coordinates of every block's cosine transform, without rounding; see
+    the module's docstring."""
 
     name: ClassVar[str] = "dct_top_k"
     default_block_size: ClassVar[int] = 4096
@@ -146,7 +148,7 @@ class DctTopKCodec(TopKCodec):
             density: the share.
 
         Raises:
-            ConfigError: another number of bits, or a share of nothing.
+            ConfigError: if ``bits`` is not 32, or if ``density`` is 0.
         """
         if bits != 32:
             raise ConfigError(
@@ -163,7 +165,7 @@ class DctTopKCodec(TopKCodec):
         return "codec='dct_top_k'"
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and words that say what they are."""
+        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
         bits, _ = super().describe()
         return bits, [f"dct_top_k, {self.density:.3g} of all coordinates of a cosine transform"]
 

@@ -1,38 +1,39 @@
-"""EDEN: turned coordinates, rounded to the best levels for Gaussian numbers, under a scale that removes the bias.
+"""The EDEN codec: rotated coordinates at the best levels for Gaussian numbers, under a scale that removes the bias.
 
-A block x of m coordinates is turned by R = H D1 H D2. H is the orthonormal Hadamard matrix, and D1 and D2 have
-random signs. The coordinates of z = R x are nearly Gaussian, whatever x is, so they are rounded to the Lloyd-Max levels
-of the normal distribution, in units of their root mean square σ = |z|/sqrt(m):
+A block x of m coordinates is rotated by R = H D1 H D2. H is the orthonormal Hadamard matrix, and the diagonal matrices
+D1 and D2 have random signs. The coordinates of z = R x are nearly Gaussian for every x, so they are rounded to the
+Lloyd-Max levels of the normal distribution, in units of their root mean square σ = |z|/sqrt(m):
 
     q_j     = sign(z_j) L_k,   k the number of the level L_k nearest to |z_j|/σ
     S       = |z|²/<z, q>
     decoded = S D2 H D1 H q
 
 The decoded block x̂ has <x̂, x> = S <q, z> = |x|² in every single message. If R were uniform among all rotations, the
-rest of x̂ would lie in every direction orthogonal to x equally often, so that E x̂ = x (arXiv 2108.08842, theorem 2.1;
-arXiv 2105.08339, theorem 2, for one bit). So the codec is unbiased **over rotations**: it has no dither, and the signs
-are random. Every message has signs of its own, from the hash of `kernels.wire` under the message's own key: errors of
-ranks and steps are independent, and only scales and codes travel.
+other part of x̂ would be in every direction orthogonal to x equally often, so that E x̂ = x (arXiv 2108.08842, theorem
+2.1; arXiv 2105.08339, theorem 2, for one bit). So the codec is unbiased **over rotations**: the signs are random, and
+there is no dither. Every message has its own signs, from the hash of `kernels.wire` under the message's key. So errors
+of ranks and steps are independent, and only scales and codes are sent.
 
-R is not uniform. One round, H D, leaves blocks with few non-zero coordinates far from Gaussian: with two non-zero
-coordinates 3 and 1, the decoded mean of one of them is off by half at 2 bits. After a second round the coordinates of
-such a block are nearly Gaussian, but they lie on a lattice. With two non-zero coordinates x and y of m, they are sums
-of multiples of 2(x+y)/m and 2(x-y)/m. Where these fall among the levels is the same for all signs, so the mean of a
-coordinate could be off by up to 6 %. Therefore a block with at most `FEW` coordinates that are not small gets a dither
-of the lattice's width, 4 max|x|/m, before its levels are chosen. The scale S has the coordinates without it, so that
-<x̂, x> stays |x|². In blocks of 128 coordinates and more, the mean of a coordinate is then right within a share of 1/m
-(`tests/statistics/test_eden.py`). This share is there at 1 and 2 bits, where one coordinate dominates a block. With
-more coordinates, their own sums fill the gaps of the lattice, and there is no dither, which would cost exactness. A
-block that is shorter gets zeros at its end, up to the next power of two from 128 on, and all of its turned coordinates
-travel.
+R is not uniform. After one round, H D, blocks with few non-zero coordinates are far from Gaussian: with two non-zero
+coordinates 3 and 1, the decoded mean of one of them is wrong by half at 2 bits. After a second round, the coordinates
+of such a block are nearly Gaussian, but they lie on a lattice. If two coordinates x and y of m are not zero, rotated
+coordinates are sums of multiples of 2(x+y)/m and 2(x-y)/m. The position of these numbers among the levels is the same
+for all signs, so the mean of a coordinate could be wrong by up to 6 %. Therefore, a block with at most `FEW`
+coordinates that are not small gets a dither of the lattice's width, 4 max|x|/m, before its levels are chosen. The scale
+S is computed from the coordinates without this dither, so that <x̂, x> stays |x|². In blocks of 128 and more
+coordinates, the mean of a coordinate is then right within a share of 1/m (`tests/statistics/test_eden.py`). This share
+is reached at 1 and 2 bits, if one coordinate dominates a block. If more than `FEW` coordinates are not small, their own
+sums fill the gaps of the lattice. There is no dither then, because a dither increases the error. A block whose length
+is not a power of two from 128 on gets zeros at its end, up to the next such power, and all of its rotated coordinates
+are sent.
 
-The error is |x̂ - x|² = S² |q|² - |x|², since <x̂, x> = |x|². See `variance.omega_eden`.
+The error is |x̂ - x|² = S² |q|² - |x|², because <x̂, x> = |x|². See `variance.omega_eden`.
 
-The scale is rounded to the wire's format up or down at random, so that its mean is right. Rounding up, as for scales
-that are a largest magnitude, would be a bias of 2^-8.
+The scale is rounded up or down to the wire's format at random, so that its mean is right. Scales that are a largest
+magnitude are always rounded up, which would be a bias of 2^-8 here.
 
-A block is multiplied by a power of two before all that, so that squares neither overflow nor vanish. Sums are added
-in one order (`folded`), so that all kernels give the same bits.
+Before these steps, a block is multiplied by a power of two, so that squares do not overflow or underflow. Sums are
+added in a fixed order (`folded`), so that all kernels give the same bits.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TurnedQuantiser(ABC):
-    """A codec of turned blocks at one block size, as kernels see it; see `kernels.protocol.Quantiser`.
+    """A codec of rotated blocks at one block size, as kernels see it; see `kernels.protocol.Quantiser`.
 
     Attributes:
         bits: bits of one code on the wire.
@@ -78,37 +79,37 @@ class TurnedQuantiser(ABC):
 
     @abstractmethod
     def rounded(self, turned: Tensor, deviations: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the codes of turned coordinates, int64 [B, width], and the levels that these stand for, in units of
-        the root mean square, [B, width].
+        """Returns the codes of rotated coordinates, int64 [B, width], and the levels of the codes, in units of the root
+        mean square, [B, width].
 
         Args:
-            turned: turned coordinates, [B, width].
-            deviations: root mean squares of the blocks, [B].
-            lengths: numbers of turned coordinates of the blocks, int64 [B].
+            turned: rotated coordinates, [B, width].
+            deviations: root mean square of each block, [B].
+            lengths: number of rotated coordinates of each block, int64 [B].
         """
 
     @abstractmethod
     def levels(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the levels that codes, int64 [B, width], stand for, in the compute dtype ``dtype``."""
+        """Returns the levels of codes, int64 [B, width], in the compute dtype ``dtype``."""
 
     def arranged(self, turned: Tensor, whole: Tensor, key: Key) -> Tensor:
-        """Returns turned coordinates in the order in which their codes travel, [B, width]: as they are.
+        """Returns rotated coordinates in the order of their codes on the wire, [B, width]. This class keeps the order.
 
         Args:
-            turned: turned coordinates, [B, width].
-            whole: block table with the lengths of blocks after zeros are put at their ends.
+            turned: rotated coordinates, [B, width].
+            whole: block table, with the lengths of blocks including the zeros at their ends.
             key: the message's key.
         """
         return turned
 
     def put_back(self, levels: Tensor, whole: Tensor, key: Key) -> Tensor:
-        """Returns levels in the order that turned coordinates had before `arranged`, [B, width]; the arguments are
-        those of `arranged`."""
+        """Undo `arranged`: returns levels in the order of rotated coordinates, [B, width]. The arguments are like those
+        of `arranged`."""
         return levels
 
     def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
-        """Returns the number of bytes of each block's record; see `kernels.protocol.Quantiser.record_bytes`. All turned
-        coordinates travel."""
+        """Returns the number of bytes of each block's record; see `kernels.protocol.Quantiser.record_bytes`. A record
+        has the codes of all rotated coordinates."""
         return code_bytes(padded(length, self.block_size), self.bits)
 
     def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
@@ -121,7 +122,8 @@ class TurnedQuantiser(ABC):
         values = torch.where(finite[:, None], values, 0) * down[:, None]
         width = dither_widths(values, torch.where(finite, form.floats(largest), 0) * down, whole)
 
-        # Two rounds of signs and Hadamard: after one, blocks with few non-zero coordinates are far from Gaussian.
+        # There are two rounds of signs and Hadamard transforms, because after one round, blocks with few non-zero
+        # coordinates are far from Gaussian.
         dither = uniform(whole, key, self.block_size)
         first, second = signs(dither, values.dtype)
         z = transformed(transformed(values * first, whole) * second, whole)
@@ -133,11 +135,11 @@ class TurnedQuantiser(ABC):
         products = folded(z * levels)
 
         scales = torch.where(products > 0, squares / products, 0) * up
-        # At a place that no coordinate has, so that the rounding of the scale does not depend on the signs.
+        # No coordinate has this place, so the rounding of the scale does not depend on the signs.
         random = words(whole, key, torch.full((1,), SCALE_PLACE, device=blocks.device))[:, 0]
         bits = form.rounded_at_random(scales, random)
         bits = torch.where(finite, bits, form.infinity)
-        # Such blocks decode to NaN or to zeros whatever their codes are, and zeros keep messages equal on all devices.
+        # Such blocks decode to NaN or to zeros with any codes. Zeros make messages equal on all devices.
         codes[~finite | (bits == 0)] = 0
         write_scales(form.sent(bits, torch.zeros_like(finite)), blocks, wire, form)
         pack(codes, whole, wire, self.bits, summable=False)
@@ -151,7 +153,7 @@ class TurnedQuantiser(ABC):
         scales, finite = form.scales(bits)
         codes = unpack(wire, whole, self.bits, self.block_size, summable=False)
         levels = self.levels(codes, dtype)
-        # Codes beyond the end of a block are 0, which stands for a level that is not zero.
+        # Codes beyond the end of a block are 0, but code 0 stands for a level that is not zero.
         levels[torch.arange(self.block_size, device=wire.device) >= whole[:, LENGTH, None]] = 0
 
         first, second = signs(uniform(whole, key, self.block_size), dtype)
@@ -163,7 +165,7 @@ class TurnedQuantiser(ABC):
         return values
 
     def _whole(self, blocks: Tensor) -> Tensor:
-        """Returns the block table with the lengths of blocks after zeros are put at their ends."""
+        """Returns the block table with the lengths of blocks including the zeros at their ends."""
         whole = blocks.clone()
         whole[:, LENGTH] = padded(blocks[:, LENGTH], self.block_size)
         return whole
@@ -173,7 +175,7 @@ class TurnedQuantiser(ABC):
 class EdenQuantiser(TurnedQuantiser):
     """An EDEN codec at one block size.
 
-    A code has the number of the magnitude in its lower bits, and 1 for a negative number in its highest bit.
+    The lower bits of a code are the number of the magnitude. The highest bit is 1 for a negative number.
     """
 
     kind: ClassVar[Kind] = Kind("eden", __package__, is_padded=True)
@@ -190,7 +192,7 @@ class EdenQuantiser(TurnedQuantiser):
         return (0.0, *inner)
 
     def rounded(self, turned: Tensor, deviations: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns codes and levels; see `TurnedQuantiser.rounded`. Each coordinate has the level nearest to it."""
+        """Returns codes and levels; see `TurnedQuantiser.rounded`. Each coordinate is rounded to the nearest level."""
         numbers = torch.zeros_like(turned, dtype=torch.int64)
         for threshold in self.thresholds[1:]:
             numbers += turned.abs() >= turned.new_tensor(threshold) * deviations[:, None]
@@ -207,7 +209,7 @@ class EdenQuantiser(TurnedQuantiser):
 def signs(dither: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns the diagonals of D2, which is applied first, and of D1: 1 or -1, [B, width].
 
-    A coordinate's 16-bit dither (`kernels.dither`) has the two signs in its two highest bits, and 0 stands for -1.
+    The two signs of a coordinate are the two highest bits of its 16-bit dither (`kernels.dither`). 0 stands for -1.
     """
     first = torch.where(dither < 0.5, -1, 1)
     second = torch.where(dither % 0.5 < 0.25, -1, 1)
@@ -215,9 +217,9 @@ def signs(dither: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def offsets(dither: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a dither for each turned coordinate, uniform on (-1/2, 1/2), [B, width].
+    """Returns a dither for each rotated coordinate, uniform on (-1/2, 1/2), [B, width].
 
-    It has the 14 bits of the 16-bit dither that `signs` does not use.
+    It is computed from the 14 bits of the 16-bit dither that `signs` does not use.
     """
     return (dither % 0.25 * 4 - 0.5).to(dtype)
 
@@ -227,8 +229,8 @@ def dither_widths(values: Tensor, largest: Tensor, whole: Tensor) -> Tensor:
 
     Args:
         values: coordinates of blocks, [B, width].
-        largest: their largest magnitudes, rounded up, [B].
-        whole: block table with the lengths of blocks after zeros are put at their ends.
+        largest: largest magnitude of each block, rounded up, [B].
+        whole: block table, with the lengths of blocks including the zeros at their ends.
     """
     lengths = whole[:, LENGTH]
     exponents = torch.frexp(lengths.double()).exponent - 1  # lengths are powers of two
@@ -238,11 +240,10 @@ def dither_widths(values: Tensor, largest: Tensor, whole: Tensor) -> Tensor:
 
 
 def powers_of_two(largest: Tensor, form: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """Returns a power of two for each block, by which its largest magnitude comes near 1, and one over it: two times
-    [B].
+    """Returns two tensors [B]: a power of two for each block that brings its largest magnitude near 1, and its inverse.
 
-    Blocks so small that their power would be infinite, or so large that it would be denormal, share a power with
-    larger or smaller ones.
+    The exponents are limited, so that no power of very small blocks is infinite, and no power of very large blocks is
+    denormal.
 
     Args:
         largest: bits of the largest magnitudes, rounded up to the wire's format, int64 [B].
@@ -254,10 +255,10 @@ def powers_of_two(largest: Tensor, form: ScaleFormat) -> tuple[Tensor, Tensor]:
 
 
 def folded(terms: Tensor) -> Tensor:
-    """Returns the sum of each row, [B]: the second half of a row is added to its first half, until one number is left.
+    """Returns the sum of each row, [B]. The second half of a row is added to its first half until one number is left.
 
     Args:
-        terms: [B, width], where the width is a power of two.
+        terms: [B, width]; the width is a power of two.
     """
     while terms.shape[1] > 1:
         first, second = terms.chunk(2, dim=1)
@@ -284,13 +285,13 @@ class EdenCodec(Codec):
 
     @classmethod
     def of(cls, bits: int) -> Self:
-        """Returns the codec with so many bits.
+        """Returns the codec with ``bits`` bits.
 
         Args:
             bits: bits of a code, 1 to 4.
 
         Raises:
-            ConfigError: the codec has no levels for so many bits.
+            ConfigError: if the codec has no levels for this number of bits.
         """
         check_code_bits(cls.name, bits, cls.widths)
         if bits not in cls.widths:
@@ -301,8 +302,8 @@ class EdenCodec(Codec):
         return cls(bits)
 
     def check_blocks(self, block_size: int, *, rotation: bool) -> None:
-        """Check that the codec goes with the size of blocks and with a rotation; see `Codec.check_blocks`. Blocks are
-        turned whole, and once."""
+        """Check that the codec works with a block size and without ``rotation``; see `Codec.check_blocks`. The codec
+        rotates whole blocks itself, so a second rotation is refused."""
         if rotation:
             raise ConfigError(f"codec={self.name!r} turns every block itself; take rotation=False")
         if block_size < SHORTEST or block_size & (block_size - 1):
@@ -312,7 +313,7 @@ class EdenCodec(Codec):
             )
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and words that say what they are."""
+        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
         return f"{self.bits}", [self.name]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> TurnedQuantiser:
@@ -323,7 +324,8 @@ class EdenCodec(Codec):
             summed: number of ranks whose codes are added; only None works.
 
         Raises:
-            ConfigError: codes would have to be added, which means nothing where every rank turns its blocks otherwise.
+            ConfigError: if codes are to be added. A sum of codes has no meaning, because every rank has another
+                rotation.
         """
         if summed is not None:
             raise ConfigError(
@@ -333,8 +335,8 @@ class EdenCodec(Codec):
         return EdenQuantiser(self.bits, block_size)
 
     def distortion(self, dimension: int) -> float:
-        """Returns the mean square error D of the levels of normal numbers, in blocks of ``dimension`` coordinates:
-        `variance.gaussian_distortion`."""
+        """Returns the mean square error D of normal numbers that are rounded to the levels, in blocks of ``dimension``
+        coordinates: `variance.gaussian_distortion`."""
         return gaussian_distortion(self.bits)
 
     def error_variance(self, summed: int = 1) -> float:
@@ -350,7 +352,7 @@ class EdenCodec(Codec):
         """Returns ω with E|Q(x) - x|² = ω |x|², averaged over rotations, for long blocks: D/(1-D), see
         `variance.omega_eden`.
 
-        The dither of a block of m coordinates, few of which are not small, adds at most 4/3 max|x|²/(m |x|²).
+        If a block of m coordinates gets a dither, the dither adds at most 4/3 max|x|²/(m |x|²).
         """
         distortion = self.distortion(dimension)
         return distortion / (1 - distortion)

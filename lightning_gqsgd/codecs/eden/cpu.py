@@ -1,4 +1,4 @@
-"""EDEN codes: turned coordinates at the best levels for Gaussian numbers, see `codecs.eden`, the readable form."""
+"""Kernels of EDEN codes for CPUs, in Numba; `codecs.eden.codec` has the readable form."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from lightning_gqsgd.codecs.eden.codec import EdenQuantiser, TurnedQuantiser
 
 _SHORTEST_EXPONENT = SHORTEST.bit_length() - 1
-#: Places of the signs of D2 and of D1 in a coordinate's half of a hash, as seen from the highest bit, see
+#: Places of the signs of D2 and of D1 in a coordinate's half of a hash, counted from the highest bit, see
 #: `codecs.eden.codec.signs`.
 _FIRST = 0
 _SECOND = 1
-#: Coordinates that `_has_few` counts before it looks whether they are more than few.
+#: Number of coordinates after which `_has_few` compares its count with `FEW`.
 _COUNTED = 64
 _smallness = inlined(smallness)
 
@@ -44,7 +44,7 @@ class Eden(NamedTuple):
         bits: bits of a code.
         each, rest: see `kernels.wire.Share`.
         mantissa: bits of the compute dtype's mantissa.
-        thresholds, magnitudes: see `codecs.eden.EdenQuantiser`; a vector of each, see `cpu_codes.table_of`.
+        thresholds, magnitudes: see `codecs.eden.codec.EdenQuantiser`; each is one vector, see `cpu_codes.table_of`.
         roots: see `kernels.cpu.rotation.roots_of`.
     """
 
@@ -60,7 +60,7 @@ class Eden(NamedTuple):
 
 @lru_cache
 def constants(q: EdenQuantiser, dtype: torch.dtype, sources: int) -> Eden:
-    """Returns the constants of a quantiser, for messages of so many sources."""
+    """Returns the constants of a quantiser, for messages of ``sources`` sources."""
     real = float_type(dtype)
     thresholds = table_of(q.thresholds, real)
     magnitudes = table_of(q.magnitudes, real)
@@ -68,7 +68,8 @@ def constants(q: EdenQuantiser, dtype: torch.dtype, sources: int) -> Eden:
 
 
 def turned_constants(q: TurnedQuantiser, dtype: torch.dtype, sources: int) -> dict[str, Any]:
-    """Returns the constants that `turned_kernel` reads, by name: the first attributes of `Eden`, and ``roots``."""
+    """Returns the constants that `turned_kernel` reads, by name: the attributes of `Eden` up to ``mantissa``, and
+    ``roots``."""
     share = Share.of(sources)
     real = float_type(dtype)
     return {
@@ -109,28 +110,28 @@ def _look_up(wire, block, at, key, c, s, z):
 
 @inlined
 def _as_they_are(z, space, key, block):
-    """Returns turned coordinates in their own order, and the space; see `turned_kernel`."""
+    """Returns rotated coordinates without a change of their order, and the free array; see `turned_kernel`."""
     return z, space
 
 
 def turned_kernel(
     name: str, choose: Callable[..., Any], look_up: Callable[..., Any], arrange: Callable[..., Any] = _as_they_are
 ) -> Any:
-    """Returns the kernel that encodes, reduces and decodes the codes of turned blocks.
+    """Returns the kernel that encodes, reduces and decodes the codes of rotated blocks.
 
     The constants ``c`` of the family have the attributes of `Eden` up to ``mantissa``, and ``roots``.
 
     Args:
         name: name of the kernel.
-        choose: compiled function ``choose(z, moved, deviation, terms, c, s, wire, at)``, which writes the codes of a
-            block and returns the sum of products of coordinates and levels, as `codec.folded` adds them. ``z``: turned
-            coordinates, which may be overwritten; ``moved``: what levels are chosen by, ``z`` itself or with a dither;
-            ``deviation``: the root mean square; ``terms``: space for a quarter of the coordinates, which may lie at
-            the beginning of ``moved``.
-        look_up: compiled function ``look_up(wire, block, at, key, c, s, z)``, which writes the levels of a block's
-            codes into ``z``, in the order of turned coordinates. The message starts at byte ``at`` of ``wire``.
-        arrange: compiled function ``arrange(z, space, key, block)``, which puts turned coordinates into the order in
-            which their codes travel. It returns them, and one of the two arrays that they are not in.
+        choose: compiled function ``choose(z, moved, deviation, terms, c, s, wire, at)``. It writes the codes of a block
+            and returns the sum of products of coordinates and levels, added as by `codec.folded`. ``z``: rotated
+            coordinates, which may be overwritten; ``moved``: the coordinates from which levels are chosen, which are
+            ``z`` itself or ``z`` plus a dither; ``deviation``: the root mean square; ``terms``: space for a quarter of
+            the coordinates, which may overlap the beginning of ``moved``.
+        look_up: compiled function ``look_up(wire, block, at, key, c, s, z)``. It writes the levels of a block's codes
+            into ``z``, in the order of rotated coordinates. The message starts at byte ``at`` of ``wire``.
+        arrange: compiled function ``arrange(z, space, key, block)``. It puts rotated coordinates into the order of
+            their codes on the wire, in one of the two arrays, and returns this array and the other, free one.
     """
 
     @inlined
@@ -154,8 +155,8 @@ def turned_kernel(
 
     @inlined
     def read(wire, at, blocks, k, number, key, c, s, add, out):
-        """Set ``out`` to the coordinates of blocks times ``c.each``, or add them. A block whose scale is not finite
-        becomes NaN."""
+        """Write the coordinates of blocks times ``c.each`` into ``out``, or add them if ``add`` is true. A block whose
+        scale is not finite becomes NaN."""
         length = blocks[k, LENGTH]
         exponent = _exponent_of(length)
         size = 1 << exponent
@@ -183,8 +184,8 @@ def _exponent_of(length):
 
 @inlined
 def _turn(values, blocks, k, number, key, exponent, c, s):
-    """Write turned blocks into ``s.turned``, and into ``s.mean`` what `folded_sum` makes of their squares in its first
-    two steps; ``s.u`` gets the hashes of their signs."""
+    """Write rotated blocks into ``s.turned``, and the hashes of their signs into ``s.u``. ``s.mean`` receives the
+    squares of rotated coordinates, after the first two steps of `folded_sum`."""
     length = blocks[k, LENGTH]
     size = 1 << exponent
     z = part(s.turned, 0, number * size)
@@ -201,7 +202,7 @@ def _turn(values, blocks, k, number, key, exponent, c, s):
         hashes(key, blocks[k + i], part(words, i * size // 2, size // 2))
     whole = values
     if length < size:
-        # There is no space for zeros behind the values.
+        # ``values`` has no space for zeros behind each block.
         for i in range(number):
             _copy_with_zeros(part(values, i * length, length), part(z, i * size, size))
         whole = z
@@ -211,14 +212,14 @@ def _turn(values, blocks, k, number, key, exponent, c, s):
 
 @inlined
 def _power_of_two(largest, c):
-    """Returns the power of two that a block is multiplied by, see `codecs.eden.codec.powers_of_two`."""
+    """Returns the power of two by which a block is multiplied, see `codecs.eden.codec.powers_of_two`."""
     infinity = c.form.infinity >> c.mantissa
     return float_of((infinity - 1 - _power(largest, c)) << c.mantissa, c.form.zero)
 
 
 @inlined
 def _power(largest, c):
-    """Returns the exponent of one over the power of two of a block, as it stands in a number of the compute dtype.
+    """Returns the exponent of the inverse of a block's power of two, as an exponent field of the compute dtype.
 
     Args:
         largest: bits of the largest magnitude, rounded up to the wire's format.
@@ -230,7 +231,7 @@ def _power(largest, c):
 
 @inlined
 def _small(largest, down, exponent, c):
-    """Returns the magnitude below which a coordinate of a block of 2^exponent ones is small, see
+    """Returns the magnitude below which a coordinate is small, in a block of 2^exponent coordinates; see
     `kernels.rotation.smallness`."""
     factor = float_of(((c.form.infinity >> c.mantissa) // 2 - _smallness(exponent)) << c.mantissa, c.form.zero)
     return float_of(largest, c.form.zero) * down * factor
@@ -245,8 +246,7 @@ def _deviation(squares, exponent, c):
 
 @inlined
 def _dither_width(exponent, i, c, s):
-    """Returns the width of the dither of the block number ``i`` of those that were turned, see
-    `codecs.eden.codec.dither_widths`."""
+    """Returns the width of the dither of rotated block number ``i``, see `codecs.eden.codec.dither_widths`."""
     infinity = c.form.infinity >> c.mantissa
     width = float_of(s.largest[i], c.form.zero) * s.factors[i]
     return width * float_of((infinity // 2 + 2 - exponent) << c.mantissa, c.form.zero)
@@ -254,7 +254,7 @@ def _dither_width(exponent, i, c, s):
 
 @inlined
 def _finish_record(squares, products, exponent, i, block, key, c, s, wire):
-    """Write the scale of the block number ``i`` of those that were turned, and zeros over codes without a meaning."""
+    """Write the scale of rotated block number ``i``. If its codes have no meaning, overwrite them with zeros."""
     scale_bits = s.largest[i]
     if 0 < scale_bits < c.form.infinity:
         a, b = block_keys(key, block)
@@ -268,7 +268,7 @@ def _finish_record(squares, products, exponent, i, block, key, c, s, wire):
 
 @inlined
 def _rounded_at_random(scale, random, c):
-    """Returns the bits of the format's number above or below a scale, see `kernels.wire.ScaleFormat.rounded_at_random`.
+    """Returns the bits of a scale, rounded up or down at random; see `kernels.wire.ScaleFormat.rounded_at_random`.
 
     Args:
         scale: a number of the compute dtype, not negative and not NaN.
@@ -287,7 +287,8 @@ def _rounded_at_random(scale, random, c):
 
 @inlined
 def _turn_back(length, exponent, number, c, s, add, out):
-    """Set ``out`` to the levels in ``s.turned``, turned back and times the factors in ``s.factors``, or add them."""
+    """Rotate the levels in ``s.turned`` back, multiply them by the factors in ``s.factors``, and write them into
+    ``out``, or add them if ``add`` is true."""
     size = 1 << exponent
     z = part(s.turned, 0, number * size)
     words = numbers(s.u, 0, number * size // 2, uint32(0))
@@ -304,7 +305,7 @@ def _turn_back(length, exponent, number, c, s, add, out):
 
 @loop
 def _add(values, add, out):
-    """Set ``out`` to the values, or add them."""
+    """Write the values into ``out``, or add them if ``add`` is true."""
     if add:
         for j in range(out.size):
             out[j] += values[j]
@@ -315,7 +316,7 @@ def _add(values, add, out):
 
 @loop
 def _has_few(values, factor, limit):
-    """Returns whether at most `FEW` values times a factor have magnitudes that reach a limit."""
+    """Returns whether the magnitudes of at most `FEW` values, times a factor, reach a limit."""
     number = int32(0)
     for first in range(0, values.size, _COUNTED):
         some = part(values, first, smaller(_COUNTED, values.size - first))
@@ -337,11 +338,11 @@ def _copy_with_zeros(values, out):
 
 @inlined
 def _read_with_signs(source, n, i, j):
-    """Returns values times a factor of their block and the signs of D2; a ``read`` of `transform`.
+    """Returns values times the factor of their block and the signs of D2. This is a ``read`` function of `transform`.
 
     Args:
         source: the values, the factors and the hashes.
-        n: coordinates of a block.
+        n: number of coordinates of a block.
         i: number of the block.
         j: number of the first coordinate.
     """
@@ -363,7 +364,7 @@ def _read_with_signs(source, n, i, j):
 
 @inlined
 def _with_signs(n, i, j, a, b, c, d, words, place):
-    """Returns the vectors of transformed coordinates times the signs of one diagonal, the one at ``place``."""
+    """Returns the vectors of transformed coordinates times the signs of one diagonal, whose bits are at ``place``."""
     first = load_like(words, i * (n // 2) + j, a)
     second = load_like(words, i * (n // 2) + j + n // 4, a)
     return (
@@ -376,8 +377,8 @@ def _with_signs(n, i, j, a, b, c, d, words, place):
 
 @inlined
 def _write_with_signs(z, n, i, j, a, b, c, d, target):
-    """Write vectors times signs; a ``write`` of `transform`. ``target``: the numbers, the hashes and the place of the
-    signs."""
+    """Write vectors times signs. This is a ``write`` function of `transform`. ``target`` has the output, the hashes and
+    the place of the signs."""
     out, words, place = target
     a, b, c, d = _with_signs(n, i, j, a, b, c, d, words, place)
     store_quarters(z, n, i, j, a, b, c, d, out)
@@ -385,8 +386,8 @@ def _write_with_signs(z, n, i, j, a, b, c, d, target):
 
 @inlined
 def _write_with_squares(z, n, i, j, a, b, c, d, target):
-    """Write vectors, and what `folded_sum` makes of their squares in its first two steps; a ``write`` of `transform`.
-    ``target``: both."""
+    """Write vectors, and their squares after the first two steps of `folded_sum`. This is a ``write`` function of
+    `transform`. ``target`` has the two outputs."""
     out, terms = target
     store_quarters(z, n, i, j, a, b, c, d, out)
     store(terms, i * (n // 4) + j, (a * a + c * c) + (b * b + d * d))
@@ -394,7 +395,8 @@ def _write_with_squares(z, n, i, j, a, b, c, d, target):
 
 @inlined
 def _write_scaled(z, n, i, j, a, b, c, d, target):
-    """Write vectors times the signs of D2 and the scale of their block, or add them; a ``write`` of `transform`."""
+    """Write vectors times the signs of D2 and the scale of their block, or add them. This is a ``write`` function of
+    `transform`."""
     out, words, scales, limit, add = target
     a, b, c, d = _with_signs(n, i, j, a, b, c, d, words, _FIRST)
     scale = filled(scales[i], a)
@@ -406,7 +408,7 @@ def _write_scaled(z, n, i, j, a, b, c, d, target):
     before_a, before_b, before_c, before_d = zero, zero, zero, zero
     if add:
         before_a, before_b, before_c, before_d = load_quarters(out, n, i, j)
-    # What is set is added to zero, as in `loops.add_scaled`.
+    # If `add` is false, the values are added to zero, as in `loops.add_scaled`.
     store_quarters(z, n, i, j, before_a + a, before_b + b, before_c + c, before_d + d, out)
 
 
@@ -418,9 +420,9 @@ _turn_second_back = transform(load_in_a_row, _write_scaled)
 
 @loop
 def _move(z, words, width, out):
-    """Write numbers, each moved by a dither of some width, see `codecs.eden.codec.offsets`, into ``out``.
+    """Write each number plus a dither of the given width into ``out``, see `codecs.eden.codec.offsets`.
 
-    The dither is uniform on (-1/2, 1/2), from the bits of the hashes that are no signs.
+    The dither is uniform on (-1/2, 1/2), and is computed from the bits of the hashes that are not signs.
     """
     half = words.size
     for j in range(half):
@@ -435,9 +437,9 @@ def _move(z, words, width, out):
 
 @inlined
 def folded_sum(terms):
-    """Returns the sum of a power of two of terms, see `codecs.eden.codec.folded`; the terms are overwritten.
+    """Returns the sum of terms, see `codecs.eden.codec.folded`. The terms are overwritten.
 
-    There are at least two vectors of terms.
+    The number of terms is a power of two, and they fill at least two vectors.
     """
     width = lanes(terms)
     half = terms.size // 2

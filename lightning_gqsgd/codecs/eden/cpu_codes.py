@@ -1,11 +1,11 @@
-"""EDEN codes on the CPU: from turned coordinates to the nearest levels and their codes on the wire, and back.
+"""EDEN codes on the CPU: from rotated coordinates to the nearest levels and their codes on the wire, and back.
 
-There is one loop for each number of bits, so that levels are chosen without a loop over them. A loop takes the vectors
-of coordinates j, j + n/4, j + n/2 and j + 3n/4 at once, for n coordinates. They share bytes on the wire, see
-`kernels.packing`, and the sum of their products is what `codec.folded` makes in its first two steps.
+There is one loop for each number of bits, so that choosing a level needs no inner loop over levels. With n coordinates,
+a loop takes the vectors of coordinates j, j + n/4, j + n/2 and j + 3n/4 together. Their codes share bytes on the wire,
+see `kernels.packing`, and the sum of their products is the result of the first two steps of `codec.folded`.
 
-Common arguments: ``t``, thresholds, and ``m``, magnitudes of levels, both as vectors that repeat them, see `table_of`;
-``wire``, the message, and ``at``, the position of the block's codes in it.
+Common arguments: ``t`` are thresholds and ``m`` are magnitudes of levels, both as vectors that repeat them, see
+`table_of`; ``wire`` is the message, and ``at`` is the position of the block's codes in it.
 """
 
 from __future__ import annotations
@@ -41,26 +41,27 @@ from lightning_gqsgd.kernels.cpu.vectors import (
 
 
 def table_of(numbers: Sequence[float], real: type[np.floating]) -> np.ndarray:
-    """Returns numbers, of which there are 1, 2, 4 or 8, again and again until they fill a vector of a type."""
+    """Returns 1, 2, 4 or 8 numbers, repeated until they fill a vector of the type ``real``."""
     return np.resize(np.array(numbers).astype(real), VECTOR_BYTES // np.dtype(real).itemsize)
 
 
 @inlined
 def _nearest_of_1(size, t, m):
-    """Returns the number of the magnitude nearest to each size, and the magnitude, where there is one."""
+    """Returns the number of the magnitude nearest to each size, and the magnitude, if there is one magnitude."""
     return filled_codes(0, size), entry(m, 0)
 
 
 @inlined
 def _nearest_of_2(size, t, m):
-    """Returns the same where there are two magnitudes."""
+    """Returns the number of the magnitude nearest to each size, and the magnitude, if there are two magnitudes."""
     c0 = are_at_least(size, entry(t, 1))
     return code_of(c0, 1), chosen(c0, entry(m, 1), entry(m, 0))
 
 
 @inlined
 def _nearest_of_4(size, t, m):
-    """Returns the same where there are four magnitudes. The bits of the number are found one after the other."""
+    """Returns the number of the magnitude nearest to each size, and the magnitude, if there are four magnitudes. The
+    bits of the number are found one after the other."""
     c1 = are_at_least(size, entry(t, 2))
     c0 = are_at_least(size, chosen(c1, entry(t, 3), entry(t, 1)))
     number = either(code_of(c1, 2), code_of(c0, 1))
@@ -69,7 +70,7 @@ def _nearest_of_4(size, t, m):
 
 @inlined
 def _nearest_of_8(size, t, m):
-    """Returns the same where there are eight magnitudes."""
+    """Returns the number of the magnitude nearest to each size, and the magnitude, if there are eight magnitudes."""
     c2 = are_at_least(size, entry(t, 4))
     c1 = are_at_least(size, chosen(c2, entry(t, 6), entry(t, 2)))
     high = either(code_of(c2, 4), code_of(c1, 2))
@@ -82,14 +83,14 @@ def _chooser(bits: int, nearest: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the compiled function ``choose(z, moved, t, m, terms, codes, wire, at)`` for a number of bits, which
     writes the codes of a block.
 
-    Its arguments: ``z``, the turned coordinates; ``moved``, what levels are chosen by, the same or with a dither; ``t``
-    in units of coordinates; ``terms``, which gets sums of products of coordinates and levels, and may lie at the
-    beginning of ``moved``; ``codes``, scratch space.
+    Arguments of the function: ``z`` are rotated coordinates; ``moved`` are the coordinates from which levels are
+    chosen, with or without a dither; ``t`` are thresholds in units of coordinates; ``terms`` receives sums of products
+    of coordinates and levels, and may overlap the beginning of ``moved``; ``codes`` is scratch space.
     """
 
     @inlined
     def one(z, moved, j, t, m):
-        """Returns the codes of the vector from number ``j`` on, and its products with its levels."""
+        """Returns the codes of the vector that starts at ``j``, and the products of its coordinates and levels."""
         v = load(moved, j)
         number, level = nearest(magnitudes_of(v), t, m)
         is_negative = are_negative(v)
@@ -144,7 +145,7 @@ def choose_levels(bits, z, moved, t, m, terms, codes, wire, at):
 
 @loop
 def _look_up_1(wire, at, m, z):
-    """Write the levels of codes of one bit, its sign, into ``z``."""
+    """Write the levels of codes of one bit, which is the sign, into ``z``."""
     eighth = z.size // 8
     for j in range(0, eighth, lanes(z)):
         word = load_codes(wire, at + j, m)
@@ -165,9 +166,9 @@ def _look_up_2(wire, at, m, z):
 
 @loop
 def _look_up_3(wire, at, m, z):
-    """Write the levels of codes of three bits into ``z``. The numbers of magnitudes come first, and then the signs.
+    """Write the levels of codes of three bits into ``z``. On the wire, all numbers of magnitudes precede all signs.
 
-    There are four magnitudes, so the table has each of them twice.
+    There are four magnitudes, so the table of eight has each of them twice.
     """
     quarter = z.size // 4
     eighth = z.size // 8

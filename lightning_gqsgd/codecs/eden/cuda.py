@@ -1,6 +1,6 @@
-"""EDEN codes in Triton: turned coordinates at the best levels for Gaussian numbers, see `codecs.eden`.
+"""Kernels of EDEN codes for GPUs, in Triton; `codecs.eden.codec` has the readable form.
 
-The tile ``t`` has the number of turned coordinates for the length of each block, see `tiles.coded_tile`.
+The lengths of blocks in a tile ``t`` are numbers of rotated coordinates, see `tiles.coded_tile`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _FEW = tl.constexpr(FEW)
 
 
 class Eden(NamedTuple):
-    """The numbers of the family, see `codecs.eden.EdenQuantiser`.
+    """The constants of the family, see `codecs.eden.codec.EdenQuantiser`.
 
     Attributes:
         magnitudes: magnitudes of the levels.
-        thresholds: the smallest number that is rounded to each of them.
+        thresholds: the smallest number that is rounded to each magnitude.
     """
 
     magnitudes: tuple[float, ...]
@@ -39,17 +39,17 @@ class Eden(NamedTuple):
 
 
 def numbers_of(q: Any, dtype: torch.dtype) -> Eden:
-    """Returns the numbers of an `EdenQuantiser`, for gradients of a dtype."""
+    """Returns the constants of the family for an `EdenQuantiser` and gradients of a dtype."""
     real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
     return Eden(tuple(float(real(size)) for size in q.magnitudes), tuple(float(real(size)) for size in q.thresholds))
 
 
 class Turned(NamedTuple):
-    """A tile of turned coordinates, in two halves.
+    """A tile of rotated coordinates, in two halves.
 
     Attributes:
-        a, b: turned coordinates.
-        width: widths of the dither by which rows with few coordinates are moved, [rows].
+        a, b: rotated coordinates.
+        width: width of each row's dither, which is 0 for rows with many coordinates that are not small, [rows].
         squares: sums of squares, [rows].
         deviation: root mean squares, [rows].
         up: the power of two by which scales are multiplied, [rows].
@@ -79,7 +79,7 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def turned_tile(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the turned coordinates of a tile; the arguments are those of `ScaledFamily.to_codes`."""
+    """Returns the rotated coordinates of a tile. The arguments are like those of `ScaledFamily.to_codes`."""
     down, up = _powers_of_two(scales.bits, c)
     width = _dither_widths(a * down[:, None], b * down[:, None], t, scales.bits, down, c)
     a, b = _turned(a * down[:, None], b * down[:, None], t, key, KIND, c)
@@ -90,7 +90,8 @@ def turned_tile(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def with_dither(turned, t, key, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns what levels are chosen by, both halves: turned coordinates, with a dither in rows with few of them."""
+    """Returns both halves of the coordinates from which levels are chosen: rotated coordinates, plus a dither in rows
+    with few coordinates that are not small."""
     draw_a, draw_b = draws(t, key, KIND, c)
     width = turned.width[:, None]
     return turned.a + _offsets(draw_a, c) * width, turned.b + _offsets(draw_b, c) * width
@@ -98,7 +99,8 @@ def with_dither(turned, t, key, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def send_scales_of(turned, level_a, level_b, t, key, scales, c: tl.constexpr):
-    """Write the scales of turned blocks with these levels; return whether codes have a meaning, [rows]."""
+    """Write the scales of rotated blocks with these levels. Returns 1 for blocks whose codes have a meaning, and 0 for
+    others: int32 [rows]."""
     products = _folded(turned.a * level_a + turned.b * level_b, c)
     is_coded = scales.used > 0
     scale = tl.where(is_coded, divided(turned.squares, tl.where(is_coded, products, 1), c) * turned.up, 0)
@@ -112,13 +114,13 @@ def send_scales_of(turned, level_a, level_b, t, key, scales, c: tl.constexpr):
 
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the coordinates that codes stand for; see `ScaledFamily.to_values`."""
+    """Returns the coordinates of codes; see `ScaledFamily.to_values`."""
     return turned_back_tile(_levels(code_a, c), _levels(code_b, c), t, key, scale, KIND, c)
 
 
 @triton.jit
 def turned_back_tile(a, b, t, key, scale, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the coordinates that belong to the levels of both halves."""
+    """Returns the coordinates of blocks, both halves, from the levels of their rotated coordinates."""
     if KIND == RAGGED:
         p = tl.arange(0, c.shape.half)[None, :]
         a = tl.where(p < t.n[:, None], a, 0)
@@ -130,8 +132,8 @@ def turned_back_tile(a, b, t, key, scale, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _powers_of_two(largest, c: tl.constexpr):
-    """Returns the power of two that each block is divided by; see `codecs.eden.powers_of_two`. ``largest``: bits of the
-    largest magnitudes, rounded up, [rows]."""
+    """Returns the power of two by which each block is multiplied, and its inverse, [rows]; see
+    `codecs.eden.codec.powers_of_two`. ``largest`` has the bits of the largest magnitudes, rounded up, [rows]."""
     INFINITY: tl.constexpr = c.number.infinity >> c.number.mantissa
     TINY: tl.constexpr = c.number.tiny >> c.number.mantissa
     exponent = tl.minimum(tl.maximum(largest >> c.number.mantissa, TINY), INFINITY - 2).to(c.number.integer)
@@ -142,8 +144,8 @@ def _powers_of_two(largest, c: tl.constexpr):
 
 @triton.jit
 def _dither_widths(a, b, t, largest, down, c: tl.constexpr):
-    """Returns the width of each block's dither; see `codecs.eden.dither_widths`. ``largest``: bits of the largest
-    magnitudes, rounded up, [rows]."""
+    """Returns the width of each block's dither; see `codecs.eden.codec.dither_widths`. ``largest`` has the bits of the
+    largest magnitudes, rounded up, [rows]."""
     STAGES: tl.constexpr = c.shape.stages + 1
     finite = tl.where(largest < c.number.infinity, largest, 0).to(c.number.integer)
     top = finite.to(c.number.compute, bitcast=True) * down
@@ -160,16 +162,16 @@ def _dither_widths(a, b, t, largest, down, c: tl.constexpr):
 
 @triton.jit
 def _offsets(draw, c: tl.constexpr):
-    """Returns the dither of the coordinates of one half; see `codecs.eden.offsets`."""
+    """Returns the dither of the coordinates of one half; see `codecs.eden.codec.offsets`."""
     unit = (draw & 0x3FFF).to(tl.int32).to(c.number.compute)
     return unit * 0.00006103515625 + (0.000030517578125 - 0.5)
 
 
 @triton.jit
 def _turned(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
-    """Both halves after two rounds of signs and Hadamard transforms, see `codecs.eden.signs`.
+    """Returns both halves after two rounds of signs and Hadamard transforms, see `codecs.eden.codec.signs`.
 
-    The rounds are a loop that is not unrolled, because the transforms take long to compile.
+    The loop over rounds is not unrolled, because the transforms take long to compile.
     """
     draw_a, draw_b = draws(t, key, KIND, c)
     for number in range(2):
@@ -179,7 +181,7 @@ def _turned(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _turned_back(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
-    """Both halves after the inverse of `_turned`."""
+    """Returns both halves after the inverse of `_turned`."""
     draw_a, draw_b = draws(t, key, KIND, c)
     for number in range(2):
         a, b = transformed(a, b, t.n, KIND, c)
@@ -190,14 +192,14 @@ def _turned_back(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _signs(draw, bit):
-    """1 or -1 for each coordinate of one half, by a bit of its dither."""
+    """Returns 1 or -1 for each coordinate of one half, from one bit of its dither."""
     return tl.where(((draw >> bit) & 1) == 0, -1.0, 1.0)
 
 
 @triton.jit
 def _folded(v, c: tl.constexpr):
-    """Returns the sum of each row's terms; see `codecs.eden.folded`. ``v``: the sums of the terms of both halves,
-    [rows, half]."""
+    """Returns the sum of each row's terms; see `codecs.eden.codec.folded`. ``v`` is the sum of the two halves of the
+    terms, [rows, half]."""
     ROWS: tl.constexpr = c.shape.rows
     STAGES: tl.constexpr = c.shape.stages  # Triton before 3.9 takes no attribute here
     for stage in tl.static_range(STAGES):
@@ -220,13 +222,13 @@ def _nearest(v, deviation, c: tl.constexpr):
 
 @triton.jit
 def _with_sign(number, v, used, c: tl.constexpr):
-    """Returns the codes of one half."""
+    """Returns the codes of one half, from the numbers of magnitudes and the signs."""
     return (number | ((v < 0).to(tl.int32) << (c.codes.bits - 1))) * used[:, None]
 
 
 @triton.jit
 def _levels(code, c: tl.constexpr):
-    """Returns the levels that the codes of one half stand for."""
+    """Returns the levels of the codes of one half."""
     HIGHEST: tl.constexpr = 1 << (c.codes.bits - 1)
     number = code & (HIGHEST - 1)
     level = tl.full(code.shape, c.family.magnitudes[0], c.number.compute)
@@ -237,7 +239,7 @@ def _levels(code, c: tl.constexpr):
 
 @triton.jit
 def _rounded_at_random(scale, random, c: tl.constexpr):
-    """Returns scales rounded at random to the wire's format; see `wire.ScaleFormat.rounded_at_random`. ``random``:
+    """Returns scales rounded at random to the wire's format; see `wire.ScaleFormat.rounded_at_random`. ``random`` is
     uint32 [rows]."""
     TINY: tl.constexpr = c.number.tiny
     INFINITY: tl.constexpr = c.number.infinity

@@ -1,1 +1,1 @@
-"""Powers of two: the codec, and its kernels for CPUs and GPUs."""
+"""Exponential codes, whose levels are powers of two: the codec, and its kernels for CPUs and GPUs."""

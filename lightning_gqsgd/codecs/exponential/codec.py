@@ -1,15 +1,17 @@
-"""Powers of two, and a few mantissa bits between them.
+"""The exponential codec: powers of two, with a few mantissa bits between them.
 
-With y = |x|/M in [0, 1], the levels are 0 and S magnitudes that go down from 1, 2^m to each power of two: what is left
-of a float when its mantissa is cut to m bits. Stochastic rounding adds a uniform number to the bits that are cut off,
-so it takes integer operations only. Below the smallest level l, it gives l with probability y/l. Unbiased.
+With y = |x|/M in [0, 1], the levels are 0 and S magnitudes that descend from 1, 2^m for each power of two. They are
+floats whose mantissa has m bits. Stochastic rounding adds a uniform number to the mantissa bits that are cut off, so it
+takes integer operations only. Below the smallest level l, the result is l with probability y/l, and 0 otherwise. The
+codec is unbiased.
 
 m = 0 is natural dithering (arXiv 1905.10988) and the exponential dithering of Global-QSGD (arXiv 2305.18627). Under a
-scale that is a power of two, wide codes are natural compression.
+scale that is a power of two, codes of many bits are natural compression.
 
-Codes with m = 0 can be added in pairs without bias. With magnitudes 2^-a >= 2^-b and D = b - a, equal signs give
-2^(1-a) with probability 2^-D, else 2^-a; opposite ones give 2^-(a+1) with probability 2^(1-D), else 2^-a, and zero for
-D = 0. What would pass the last magnitude stays there. A draw has 32 bits, so what is rarer than 2^-32 does not happen.
+Codes with m = 0 can be added in pairs without bias. Let the magnitudes be 2^-a >= 2^-b, and D = b - a. The sum of equal
+signs is 2^(1-a) with probability 2^-D, and 2^-a otherwise. The sum of opposite signs is 2^-(a+1) with probability
+2^(1-D), and 2^-a otherwise; for D = 0 it is zero. A sum above the largest magnitude becomes the largest magnitude.
+Random numbers have 32 bits, so an event that is rarer than 2^-32 does not happen.
 """
 
 from __future__ import annotations
@@ -42,9 +44,10 @@ class ExponentialQuantiser:
         bits: bits of one code on the wire; the highest one is the sign.
         block_size: the largest number of coordinates in a block.
         magnitudes: number of non-zero magnitudes S. Magnitude c stands for the float whose bits, cut off after
-            ``mantissa`` bits of the mantissa, are S - c below those of 1.0; 0 stands for 0.
+            ``mantissa`` bits of the mantissa, are S - c below the bits of 1.0. Magnitude 0 stands for 0.
         mantissa: bits of the mantissa, m.
-        headroom: a code stands for 2^-headroom of what its sums do, so that 2^headroom codes add up to at most 1.
+        headroom: before encoding, coordinates are multiplied by 2^-headroom, so that 2^headroom codes add up to at
+            most 1.
     """
 
     bits: int
@@ -63,8 +66,8 @@ class ExponentialQuantiser:
         return code_bytes(length, self.bits)
 
     def encode(self, values: Tensor, lengths: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the codes of blocks, and a flag of each block; see `kernels.protocol.ScaledQuantiser.encode`. No
-        block has its flag set."""
+        """Returns the codes and the flag of each block; see `kernels.protocol.ScaledQuantiser.encode`. The flag is
+        never set."""
         form = SCALE_FORMATS[values.dtype]
         cut, bits_of_one = self._cut(values.dtype)
         y = (values.abs() * (1 / scales)[:, None]).clamp(max=1).nan_to_num() * 2.0**-self.headroom
@@ -77,8 +80,7 @@ class ExponentialQuantiser:
         return codes, torch.zeros(len(values), dtype=torch.bool, device=values.device)
 
     def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
-        """Returns the coordinates that codes stand for; see `kernels.protocol.ScaledQuantiser.decode`. Levels need no
-        dither."""
+        """Returns the coordinates of codes; see `kernels.protocol.ScaledQuantiser.decode`. Decoding needs no dither."""
         cut, bits_of_one = self._cut(scales.dtype)
         magnitude = codes & ((1 << (self.bits - 1)) - 1)
         sign = codes >> (self.bits - 1)
@@ -87,14 +89,14 @@ class ExponentialQuantiser:
         return torch.where(magnitude > 0, y * (1 - 2 * sign) * scales[:, None], 0).clamp(-limit, limit)
 
     def decode_sum(self, codes: Tensor, scales: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
-        """Returns the mean that the sums of all ranks' codes stand for; see
-        `kernels.protocol.SummableQuantiser.decode_sum`. The sums are codes, see `combine`."""
+        """Returns the mean from the sums of all ranks' codes; see `kernels.protocol.SummableQuantiser.decode_sum`. The
+        sums are codes, see `combine`."""
         share = 2.0**self.headroom / len(uniforms)
         return self.decode(codes, scales * share, torch.zeros_like(scales).bool(), uniforms[0])
 
     def combine(self, codes: Tensor, others: Tensor, words: Tensor) -> Tensor:
-        """Returns codes of the sums of two codes' numbers, without bias; see
-        `kernels.protocol.PairwiseQuantiser.combine`. The module has the rule, for codes without mantissa."""
+        """Returns unbiased codes of the sums of two codes' numbers; see `kernels.protocol.PairwiseQuantiser.combine`.
+        The module's docstring describes the rule, which is for codes without mantissa."""
         mask = (1 << (self.bits - 1)) - 1
         sign = 1 << (self.bits - 1)
         swap = (others & mask) > (codes & mask)
@@ -104,7 +106,7 @@ class ExponentialQuantiser:
         b = small & mask
         opposite = ((large ^ small) & sign) != 0
         distance = a - b - opposite.long()
-        # A draw below 2^(32-D) has the probability 2^-D. At D = 0 every 32-bit word is below 2^32, so it always fires.
+        # A random word is below 2^(32-D) with probability 2^-D. Every 32-bit word is below 2^32, so D = 0 always fires.
         fires = words < (1 << (32 - distance.clamp(0, 32)))
         moved = torch.where(opposite, a - fires.long(), (a + fires.long()).clamp(max=self.magnitudes))
         moved = torch.where(opposite & (distance < 0), 0, moved)
@@ -113,7 +115,7 @@ class ExponentialQuantiser:
         return torch.where(result == 0, 0, (large & sign) | result)
 
     def _cut(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Returns how many bits of a float's mantissa codes drop, and the bits of 1.0 without those."""
+        """Returns the number of mantissa bits that codes drop, and the bits of 1.0 without the dropped bits."""
         form = SCALE_FORMATS[dtype]
         exponent_of_one = form.infinity >> form.mantissa >> 1  # half of infinity's
         return form.mantissa - self.mantissa, exponent_of_one << self.mantissa
@@ -126,7 +128,7 @@ class ExponentialCodec(Codec):
     Attributes:
         bits: bits of a code on the wire, 2 to 8.
         mantissa: bits of the mantissa, m.
-        most: the largest number of non-zero magnitudes; None: as many as fit.
+        most: upper limit of the number of non-zero magnitudes; None: as many as fit.
     """
 
     bits: int
@@ -138,7 +140,7 @@ class ExponentialCodec(Codec):
 
     @classmethod
     def of(cls, bits: int, *, levels: int | None = None, mantissa: int = 0) -> ExponentialCodec:
-        """Returns the codec with so many bits.
+        """Returns the codec with ``bits`` bits.
 
         Args:
             bits: bits of a code, 2 to 8.
@@ -146,7 +148,7 @@ class ExponentialCodec(Codec):
             mantissa: bits between two powers of two.
 
         Raises:
-            ConfigError: the codec cannot have such a number.
+            ConfigError: if the codec cannot have this number of bits or of levels.
         """
         check_code_bits("exponential", bits, cls.widths)
         if bits < 2:
@@ -158,11 +160,11 @@ class ExponentialCodec(Codec):
 
     @property
     def adds_in_pairs(self) -> bool:
-        """Returns whether codes can be added in pairs."""
+        """True if codes can be added in pairs."""
         return self.mantissa == 0
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and words that say what they are."""
+        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
         return f"{self.bits}", ["exponential", f"{self.mantissa} mantissa bits"]
 
     @property
@@ -176,20 +178,22 @@ class ExponentialCodec(Codec):
 
         Args:
             block_size: the largest number of coordinates in a block.
-            summed: number of ranks whose codes are added in pairs, under a scale that all ranks share; None: none are.
+            summed: number of ranks whose codes are added in pairs, under a scale that all ranks share. None: no codes
+                are added.
 
         Raises:
-            ConfigError: fewer than two magnitudes are left for each rank's own codes.
+            ConfigError: if fewer than two magnitudes are left for each rank's own codes.
         """
         headroom = self._headroom(summed or 1)
         return ExponentialQuantiser(self.bits, block_size, self.magnitudes, self.mantissa, headroom)
 
     def error_variance(self, summed: int = 1) -> float:
-        """Returns the mean square error of one rank's coordinate, in units of the squared scale, at most: h²/(4(1+h)),
-        h = 2^-m.
+        """Returns an upper limit of the mean square error of one rank's coordinate, in units of the squared scale:
+        h²/(4(1+h)), h = 2^-m.
 
-        That is the largest one relative to the coordinate's own square; see `variance.relative_variance`. A coordinate
-        half as large as the smallest magnitude l has l²/4, which is more where there is only one magnitude.
+        This is the largest error relative to the coordinate's own square; see `variance.relative_variance`. A
+        coordinate half as large as the smallest magnitude l has the error l²/4, which is larger if there is only one
+        magnitude.
         """
         return max(relative_variance(self.mantissa), smallest_level(self.magnitudes, self.mantissa) ** 2 / 4)
 
@@ -199,7 +203,7 @@ class ExponentialCodec(Codec):
 
         Args:
             dimension: number of coordinates that share a scale.
-            summed: number of ranks whose codes are added before they are decoded; ω is of one rank's codes.
+            summed: number of ranks whose codes are added before they are decoded. ω describes the codes of one rank.
 
         Raises:
             ConfigError: see `quantiser`.
@@ -207,10 +211,10 @@ class ExponentialCodec(Codec):
         return omega_exponential(dimension, self.magnitudes - self._headroom(summed), self.mantissa)
 
     def _headroom(self, summed: int) -> int:
-        """Returns how many magnitudes are reserved for sums over so many ranks.
+        """Returns the number of magnitudes that are reserved for sums over ``summed`` ranks.
 
-        A tree of sums whose depth is log2 n, rounded up, multiplies the largest magnitude by at most 2^depth: a sum of
-        two numbers up to 2^k is at most 2^(k+1), which is a level, so rounding stays below it.
+        The depth of a tree of sums is log2 n, rounded up. The tree multiplies the largest magnitude by at most 2^depth:
+        a sum of two numbers up to 2^k is at most 2^(k+1). This is a level, so rounding does not exceed it.
         """
         headroom = (summed - 1).bit_length()
         if self.magnitudes - headroom < 2 and headroom:

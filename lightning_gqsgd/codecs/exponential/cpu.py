@@ -1,4 +1,4 @@
-"""Exponential codes: sign, exponent and mantissa, see `codecs.exponential`, which has the readable form."""
+"""Kernels of exponential codes for CPUs, in Numba; `codecs.exponential.codec` has the readable form."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Exponential(NamedTuple):
 
     Attributes:
         form: number formats.
-        bits: bits of a code, the highest one of which is the sign.
+        bits: bits of a code; the highest bit is the sign.
         each, rest: see `kernels.wire.Share`.
-        cut: number of bits that codes drop of a float's mantissa, as an integer as wide as the float.
-        offset: the bits of 1.0 without those that are dropped, less the code of 1.0, as such an integer.
+        cut: number of mantissa bits that codes drop, as an integer as wide as the float.
+        offset: the bits of 1.0 without the dropped bits, minus the code of 1.0, as an integer as wide as the float.
         cut_off: 2^cut.
         smallest: the smallest level above zero.
         per_smallest: 1 / smallest.
@@ -66,7 +66,7 @@ class Exponential(NamedTuple):
 
 @lru_cache
 def constants(q: ExponentialQuantiser, dtype: torch.dtype, sources: int) -> Exponential:
-    """Returns the constants of a quantiser, for messages or sums of so many sources."""
+    """Returns the constants of a quantiser, for messages or sums of ``sources`` sources."""
     share = Share.of(sources)
     real = float_type(dtype)
     wide = integer_type(dtype)
@@ -108,7 +108,7 @@ def combine(mine: np.ndarray, theirs: np.ndarray, blocks: np.ndarray, q: Quantis
     """Replace the codes of a message by codes of sums, see `kernels.protocol.Kernels.combine`.
 
     Raises:
-        TypeError: the codes are not exponential.
+        TypeError: if the codes are not exponential.
     """
     if q.kind.name != "exponential":
         raise TypeError(f"codes of {q} cannot be added in pairs: take an exponential codec")
@@ -132,7 +132,7 @@ def _summed() -> Any:
 
 @inlined
 def _no_flag(zeros, n, c):
-    """Returns the flag of a block: no block is rounded in another way."""
+    """Returns the flag of a block, which is never set."""
     return False
 
 
@@ -145,32 +145,32 @@ def _encode(values, scale, flag, block, key, c, s):
 
 @loop
 def _quantise(values, inverse, u, c, codes):
-    """Write the sign and the magnitude of each value. ``inverse``: 1 / scale."""
+    """Write the sign and the magnitude of each value into ``codes``. ``inverse`` is 1 / scale."""
     sign = int32(c.bits - 1)
     for j in range(values.size):
         y = clamped(abs(values[j] * inverse), c.top) * c.shrink
         rounded = narrowed(bits_of(y) + integer_of(u[j] * c.cut_off, c.cut), c.cut)
         magnitude = int32(shifted_down(rounded, c.cut)) - int32(c.offset)
-        smallest = int32(y * c.per_smallest > u[j])  # u times the smallest level might be denormal, and slow
+        smallest = int32(y * c.per_smallest > u[j])  # u times the smallest level might be denormal, which is slow
         magnitude = smallest if y < c.smallest else magnitude
         codes[j] = uint8(magnitude | (int32(values[j] < 0) << sign)) if magnitude > 0 else uint8(0)
 
 
 @inlined
 def _decode(scale, flag, block, key, c, s, add, out):
-    """Set ``out`` to the coordinates that ``s.codes`` stand for, or add them to ``out``."""
+    """Decode ``s.codes``, and write the coordinates into ``out``, or add them if ``add`` is true."""
     _dequantise(s.codes, scale, c, add, out)
 
 
 @inlined
 def _decode_sum(scale, block, keys, c, s, out):
-    """Write the mean that the sums of codes in ``s.codes`` stand for. Sums are codes, see `combine`."""
+    """Decode the sums of codes in ``s.codes``, and write the mean into ``out``. Sums are codes, see `combine`."""
     _dequantise(s.codes, scale * c.sum_factor, c, False, out)
 
 
 @loop
 def _dequantise(codes, scale, c, add, out):
-    """Set or add the coordinates of codes."""
+    """Write or add the coordinates of codes."""
     zero = out.dtype.type(0)
     if add:
         for j in range(out.size):
@@ -182,7 +182,7 @@ def _dequantise(codes, scale, c, add, out):
 
 @loop
 def _expanded(code, scale, c):
-    """Returns the coordinate that a code stands for."""
+    """Returns the coordinate of a code."""
     sign = uint8(c.bits - 1)
     mask = uint8((1 << (c.bits - 1)) - 1)
     bits = shifted_up(narrowed((code & mask) + c.offset, c.cut), c.cut)
@@ -193,7 +193,7 @@ def _expanded(code, scale, c):
 
 @kernel("combine")
 def _combine(mine, theirs, blocks, key, bits, magnitudes, codes, others):
-    """Replace the codes of a message by codes of sums, see `codecs.exponential.ExponentialQuantiser.combine`.
+    """Replace the codes of a message by codes of sums, see `codecs.exponential.codec.ExponentialQuantiser.combine`.
 
     Args:
         mine: the message, uint8 [bytes]; it is changed in place.
@@ -215,7 +215,7 @@ def _combine(mine, theirs, blocks, key, bits, magnitudes, codes, others):
 
 @loop
 def _add_codes(codes, others, key, block, bits, magnitudes):
-    """Replace codes by codes of the sums with other codes."""
+    """Replace each code in ``codes`` by a code of its sum with the one in ``others``."""
     a, b = block_keys(key, block)
     mask = int32((1 << (bits - 1)) - 1)
     sign = int32(1 << (bits - 1))

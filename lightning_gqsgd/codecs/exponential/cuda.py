@@ -1,4 +1,4 @@
-"""Codes that are powers of two with a short mantissa, in Triton, see `codecs.exponential`."""
+"""Kernels of exponential codes for GPUs, in Triton; `codecs.exponential.codec` has the readable form."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _FIRST = tl.constexpr(DITHER_FIRST)
 
 
 class Magnitudes(NamedTuple):
-    """The numbers of the family, see `codecs.exponential.ExponentialQuantiser`.
+    """The constants of the family, see `codecs.exponential.codec.ExponentialQuantiser`.
 
     Attributes:
         magnitudes: number of non-zero magnitudes.
-        cut: bits of the mantissa that a code drops.
-        offset: the bits of 1 without those that are dropped, less the magnitude that stands for 1.
+        cut: number of mantissa bits that a code drops.
+        offset: the bits of 1.0 without the dropped bits, minus the magnitude that stands for 1.
         smallest: the smallest level.
         per_smallest: 1/smallest.
-        shrink: 2^-headroom: a rank's own code stands for that share of what a sum's code does.
+        shrink: 2^-headroom, by which a rank's coordinates are multiplied before encoding.
     """
 
     magnitudes: int
@@ -40,7 +40,7 @@ class Magnitudes(NamedTuple):
 
 
 def magnitudes_of(q: Any, dtype: torch.dtype) -> Magnitudes:
-    """Returns the numbers of an `ExponentialQuantiser`, for gradients of a dtype."""
+    """Returns the constants of the family for an `ExponentialQuantiser` and gradients of a dtype."""
     form = scale_format(dtype)
     real, integer = (np.float64, np.int64) if COMPUTE_DTYPES[dtype] == torch.float64 else (np.float32, np.int32)
     cut = form.mantissa - q.mantissa
@@ -51,7 +51,7 @@ def magnitudes_of(q: Any, dtype: torch.dtype) -> Magnitudes:
 
 @triton.jit
 def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the codes of coordinates; see `ScaledFamily.to_codes`. No block has its flag set."""
+    """Returns the codes of coordinates; see `ScaledFamily.to_codes`. The flag of a block is never set."""
     send_scales(scales, t.n < 0, c)
     draw_a, draw_b = draws(t, key, KIND, c)
     return _codes(a, draw_a, scales, c), _codes(b, draw_b, scales, c)
@@ -59,13 +59,13 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the coordinates that codes stand for; see `ScaledFamily.to_values`. Levels need no dither."""
+    """Returns the coordinates of codes; see `ScaledFamily.to_values`. Decoding needs no dither."""
     return _values(code_a, scale, c), _values(code_b, scale, c)
 
 
 @triton.jit
 def _sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the mean that sums of codes stand for; see `ScaledFamily.sums_to_values`. The sums are codes, see
+    """Returns the mean from sums of codes; see `ScaledFamily.sums_to_values`. The sums are codes, see
     `_pairs_to_codes`."""
     SHARE: tl.constexpr = 1 / c.family.shrink / c.mean.ranks
     share = tl.full((), SHARE, c.number.compute)
@@ -74,8 +74,8 @@ def _sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND: tl.constexpr, c
 
 @triton.jit
 def _pairs_to_codes(code, other, word, c: tl.constexpr):
-    """Returns codes of the sums of two codes' numbers, without bias; see
-    `codecs.exponential.ExponentialQuantiser.combine`."""
+    """Returns unbiased codes of the sums of two codes' numbers; see
+    `codecs.exponential.codec.ExponentialQuantiser.combine`."""
     MASK: tl.constexpr = (1 << (c.codes.bits - 1)) - 1
     is_smaller = (other & MASK) > (code & MASK)
     large = tl.where(is_smaller, other, code)
@@ -103,7 +103,7 @@ def _codes(v, draw, scales, c: tl.constexpr):
     uniform = (one_and(draw) + (_FIRST - 1)).to(c.number.compute)
     reaches = (y * tl.full((), c.family.per_smallest, c.number.compute) > uniform).to(c.number.integer)
     smallest = tl.full((), c.family.smallest, c.number.compute)
-    # A compiler that knew how few bits there are would compute in bytes, for which a GPU has no instructions.
+    # If the compiler knew how few bits there are, it would compute in bytes, and a GPU has no instructions for bytes.
     magnitude = unknown(tl.where(y < smallest, reaches, magnitude).to(tl.int32))
     sign = v.to(c.number.integer, bitcast=True) >> (c.number.integer.primitive_bitwidth - c.codes.bits)
     sign = sign.to(tl.int32) & (1 << (c.codes.bits - 1))
@@ -112,7 +112,7 @@ def _codes(v, draw, scales, c: tl.constexpr):
 
 @triton.jit
 def _values(code, scale, c: tl.constexpr):
-    """Returns the coordinates of one half that codes stand for under scales, [rows]."""
+    """Returns the coordinates of one half for codes under scales, [rows]."""
     magnitude = code & ((1 << (c.codes.bits - 1)) - 1)
     y = ((magnitude + c.family.offset).to(c.number.integer) << c.family.cut).to(c.number.compute, bitcast=True)
     y = tl.where(magnitude > 0, y, 0)

@@ -1,1 +1,1 @@
-"""Floating-point numbers, which the backend adds up."""
+"""Floating-point numbers without codes. The backend's own all-reduce adds them."""

@@ -1,6 +1,6 @@
-"""Coordinates as floating-point numbers: as they are (32 bits), or rounded at random to bf16 (16 bits).
+"""The float codec: coordinates stay as they are (32 bits), or are rounded stochastically to bf16 (16 bits).
 
-There is no scale and there are no levels of a block, so the backend's own all-reduce adds up the numbers.
+Blocks have no scale and no levels, so the backend's own all-reduce adds the numbers.
 
 A bf16 number is the upper half of an fp32 number. Rounding adds a random integer of 16 bits to the lower half, and then
 drops the lower half:
@@ -16,8 +16,8 @@ average over magnitudes whose logarithm is uniform, which is a relative error of
 The numbers are divided by the number of ranks n first. Numbers beyond `largest` are clipped to it, so that no sum of n
 of them overflows. NaN and infinity stay.
 
-What is not unbiased is the sum within the backend's all-reduce: every addition of two bf16 numbers rounds to the
-nearest one, which is off by at most 2^-9 of the sum. There are n - 1 additions in a ring.
+The sum within the backend's all-reduce is not unbiased: every addition of two bf16 numbers rounds to the nearest bf16
+number, with an error of at most 2^-9 of the sum. A ring makes n - 1 additions.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from lightning_gqsgd.codecs.variance import relative_variance
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import narrowing
 
-#: Bits per coordinate, and the reducer that each number of bits has.
+#: The reducer for each number of bits per coordinate.
 REDUCER_OF_BITS = {16: "bf16", 32: "native"}
 
 _MANTISSA = 7
-#: The exponent of 2 that sums of clipped numbers stay below: half of bf16's range, for the rounding of sums.
+#: Sums of clipped numbers stay below 2 to this exponent. This is half of bf16's range, because sums are rounded.
 _EXPONENT = 126
 
 
 def largest(ranks: int) -> int:
-    """Returns the bits of the largest magnitude that a rank sends, as an fp32 number: 2^126 over n, n rounded up to a
-    power of two.
+    """Returns the bits of the largest magnitude that a rank sends, as an fp32 number. The magnitude is 2^126 divided by
+    n, with n = ``ranks`` rounded up to a power of two.
 
-    Sums of up to 256 numbers of at most 2^e are at most 256 2^e, after rounding as well, because the multiples of 2^e
-    up to 256 2^e are bf16 numbers. Beyond, the sum of a tree grows by at most a factor (1 + 2^-8)^log2(n) < 2 of
-    rounding, and a ring's sum stays at 260 2^e: 2^e is less than half of the distance of two bf16 numbers there.
+    A sum of up to 256 numbers of at most 2^e is at most 256 2^e, also after rounding, because the multiples of 2^e up
+    to 256 2^e are bf16 numbers. With more numbers, rounding makes the sum of a tree larger by at most a factor
+    (1 + 2^-8)^log2(n) < 2. The sum of a ring stops growing at 260 2^e, where 2^e is less than half of the distance of
+    two bf16 numbers.
     """
     exponent = _EXPONENT - (ranks - 1).bit_length()
     return exponent + 127 << 23
@@ -55,7 +56,7 @@ class FloatCodec(Codec):
     """Coordinates as floating-point numbers.
 
     Attributes:
-        bits: 16 for bf16, 32 for what the gradient is.
+        bits: 16 for bf16, 32 for uncompressed coordinates.
     """
 
     bits: int
@@ -68,27 +69,27 @@ class FloatCodec(Codec):
 
     @classmethod
     def of(cls, bits: int) -> FloatCodec:
-        """Returns the codec of numbers with so many bits.
+        """Returns the codec of numbers with ``bits`` bits.
 
         Raises:
-            ConfigError: another number of bits than 16 and 32.
+            ConfigError: if ``bits`` is not 16 or 32.
         """
         if bits not in REDUCER_OF_BITS:
             raise ConfigError(f"codec='float' has bits=16 or bits=32, not {bits}; leave codec out")
         return cls(bits)
 
     def check_blocks(self, block_size: int, *, rotation: bool) -> None:
-        """Check that the codec goes with the size of blocks and with a rotation; see `Codec.check_blocks`. There are no
-        blocks to turn."""
+        """Check that the codec works with a block size and without a rotation; see `Codec.check_blocks`. There are no
+        blocks to rotate."""
         if rotation:
             raise ConfigError(f"rotation=True is for codes of 1 to 8 bits, not bits={self.bits}; leave it out")
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and words that say what they are."""
+        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
         return str(self.bits), ["bf16, stochastic rounding" if self.bits == 16 else "as they are"]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> NoReturn:
-        """Raise ConfigError: there are no codes."""
+        """Raise ConfigError, because there are no codes."""
         raise ConfigError(f"bits={self.bits} has no codes; take at most 8 bits")
 
     def error_variance(self, summed: int = 1) -> float:
@@ -96,5 +97,6 @@ class FloatCodec(Codec):
         return self.omega(1)
 
     def omega(self, dimension: int, summed: int = 1) -> float:
-        """Returns ω, whatever the dimension: each coordinate's error is relative to the coordinate."""
+        """Returns ω. It does not depend on the dimension, because each coordinate's error is relative to the
+        coordinate."""
         return relative_variance(_MANTISSA) if self.bits == 16 else 0.0

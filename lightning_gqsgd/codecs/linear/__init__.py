@@ -1,1 +1,1 @@
-"""Uniform levels with dither: the codec, and its kernels for CPUs and GPUs."""
+"""Linear codes, whose levels are uniform: the codec, and its kernels for CPUs and GPUs."""

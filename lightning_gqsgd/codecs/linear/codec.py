@@ -1,18 +1,18 @@
-"""Uniform levels with dither.
+"""The linear codec: uniform levels with dither.
 
-A block with scale M (the largest magnitude in it, over one rank or over all) is rounded to K levels, which lie
-Δ = 2M/(K-1) apart and symmetric about zero. A code is the number of a level, 0 to K-1, and stands for
+A block with scale M (its largest magnitude, on one rank or on all ranks) is rounded to K levels. The levels are
+symmetric about zero, and neighbours are Δ = 2M/(K-1) apart. A code is the number of a level, 0 to K-1, and stands for
 (code - (K-1)/2) Δ. With y = x/Δ:
 
 * stochastic: code = floor(y + v) + (K-1)/2, v uniform on [0, 1), K odd, so that zero is a level and stays zero.
-* subtractive: code = rint(y + u + (K-1)/2), u uniform on [-1/2, 1/2); the receiver, which knows u, decodes
-  (code - (K-1)/2 - u) Δ. Zero need not be a level, so K may be even and every code of the word is used.
+* subtractive: code = rint(y + u + (K-1)/2), u uniform on [-1/2, 1/2). The receiver computes the same u, and decodes
+  (code - (K-1)/2 - u) Δ. Zero need not be a level, so K may be even, and all values of a code are used.
 * adaptive: subtractive, but stochastic in blocks with so many zeros that stochastic rounding has the smaller error.
-* nearest: code = rint(y + (K-1)/2), decoded to its level. A zero lies half-way between two levels, and goes to either
-  one at random.
+* nearest: code = rint(y + (K-1)/2), decoded to its level. A zero lies half-way between two levels, and is rounded to
+  either of them at random.
 
 Stochastic and subtractive dither are unbiased. Adaptive dither chooses between them by the gradient alone, and not by
-the dither, so it is unbiased, too. Nearest is biased: its error is at most Δ/2, and the same every time.
+the dither, so it is unbiased, too. Nearest is biased: its error is at most Δ/2, and is the same every time.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class LinearQuantiser:
     Attributes:
         bits: bits of one code on the wire.
         levels: number of levels K of each rank under subtractive dither; codes are 0 to K-1.
-        odd_levels: the same under stochastic rounding.
+        odd_levels: number of levels of each rank under stochastic rounding.
         stochastic_from: a block is rounded stochastically if more than this share of its coordinates is zero. Below 0:
-            every block is; 1: none is.
+            every block is; 1: no block is.
         block_size: the largest number of coordinates in a block.
         summable: whether the codes of several ranks are added up on the wire.
         nearest: whether codes are the numbers of the nearest levels, without dither except for zeros.
@@ -64,7 +64,7 @@ class LinearQuantiser:
 
     @property
     def always_stochastic(self) -> bool:
-        """Returns whether every block is rounded stochastically."""
+        """True if every block is rounded stochastically."""
         return self.stochastic_from < 0
 
     def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
@@ -72,30 +72,30 @@ class LinearQuantiser:
         return (summable_code_bytes if self.summable else code_bytes)(length, self.bits)
 
     def encode(self, values: Tensor, lengths: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the codes of blocks, and a flag of each block; see `kernels.protocol.ScaledQuantiser.encode`. A
-        block's flag says that it is rounded stochastically."""
+        """Returns the codes and the flag of each block; see `kernels.protocol.ScaledQuantiser.encode`. The flag is set
+        if the block is rounded stochastically."""
         stochastic = are_stochastic(values, lengths, self.stochastic_from)
         levels = torch.where(stochastic, self.odd_levels, self.levels)
         middle = ((levels - 1) / 2).to(scales.dtype)
         zero = levels // 2
         y = (values * levels_per_unit(scales, middle)[:, None]).clamp(-middle[:, None], middle[:, None])
-        if self.nearest:  # were zeros always rounded to the same side, the errors of all ranks would add up
+        if self.nearest:  # if all zeros were rounded to the same side, the errors of all ranks would add up
             uniform = torch.where(values == 0, uniform, 0.5)
-        # Numbers of levels are counted from zero here: near zero, where most coordinates are, the sum rounds least.
+        # Levels are counted from zero here, because most coordinates are near zero, and small sums round least.
         shifted = y + (uniform.to(y.dtype) - (zero - middle)[:, None])
-        # A block that is not finite has NaN here, which cannot become an integer; its codes are not used.
+        # A block that is not finite has NaN here, which cannot be converted to an integer. Its codes are not used.
         return shifted.nan_to_num().floor().long() + zero[:, None], stochastic
 
     def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
-        """Returns the coordinates that codes stand for; see `kernels.protocol.ScaledQuantiser.decode`."""
+        """Returns the coordinates of codes; see `kernels.protocol.ScaledQuantiser.decode`."""
         middle = (torch.where(flags, self.odd_levels, self.levels) - 1) / 2
         dither = torch.zeros_like(uniform) if self.nearest else uniform - 0.5
         offset = middle[:, None] + torch.where(flags[:, None], 0, dither)
         return coordinates((codes.float() - offset).to(scales.dtype), middle, scales, flags)
 
     def decode_sum(self, codes: Tensor, scales: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
-        """Returns the mean that the sums of all ranks' codes stand for; see
-        `kernels.protocol.SummableQuantiser.decode_sum`. Subtractive dither of all ranks is taken off the sum."""
+        """Returns the mean from the sums of all ranks' codes; see `kernels.protocol.SummableQuantiser.decode_sum`. The
+        subtractive dither of all ranks is taken off the sum."""
         middle = torch.full(scales.shape, len(uniforms) * (self.levels - 1) / 2, device=scales.device)
         offset = middle[:, None].repeat(1, codes.shape[1])
         for uniform in () if self.always_stochastic or self.nearest else uniforms:
@@ -105,17 +105,17 @@ class LinearQuantiser:
 
 
 def are_stochastic(values: Tensor, lengths: Tensor, stochastic_from: float) -> Tensor:
-    """Returns whether more than the share ``stochastic_from`` of each block is zero: bool [B].
+    """Returns whether the share of zeros in each block is above ``stochastic_from``: bool [B].
 
     Args:
         values: coordinates in the compute dtype, [B, width].
         lengths: number of coordinates of each block, int64 [B].
-        stochastic_from: a share, which is rounded to the compute dtype.
+        stochastic_from: a share. This function rounds it to the compute dtype.
     """
     inside = torch.arange(values.shape[1], device=values.device)[None] < lengths[:, None]
     zeros = ((values == 0) & inside).sum(dim=1)
     share = torch.tensor(stochastic_from, dtype=values.dtype, device=values.device)
-    # In fp64 for all gradients, so that all kernels decide alike.
+    # The comparison is in fp64 for gradients of all dtypes, so that all kernels decide alike.
     return zeros > share.double() * lengths
 
 
@@ -126,26 +126,26 @@ def levels_per_unit(scales: Tensor, middle: Tensor) -> Tensor:
         scales: the blocks' scales, [B].
         middle: (K-1)/2 of each block, in the same dtype, [B].
     """
-    # The quotient is rounded, and may be too small for the last level, which would never be used then.
+    # The quotient is rounded. If it is rounded down, the last level may never be reached.
     inverse = middle / scales
     return torch.where(scales * inverse < middle, inverse * _up(scales.dtype), inverse)
 
 
 def coordinates(y: Tensor, middle: Tensor, scales: Tensor, stochastic: Tensor) -> Tensor:
-    """Returns the coordinates that numbers of levels, counted from zero, stand for: [B, width].
+    """Returns the coordinates for numbers of levels that are counted from zero: [B, width].
 
     Args:
         y: numbers of levels without dither, in the compute dtype, [B, width].
         middle: the code that stands for zero, [B].
         scales: the blocks' scales, [B].
-        stochastic: whether each block was rounded stochastically, bool [B]; what stands for its levels is at most the
-            scale.
+        stochastic: whether each block was rounded stochastically, bool [B]. The coordinates of such a block are at most
+            the scale.
     """
     middle = middle.to(scales.dtype)
     step = scales / middle
-    # The last level is to stand for the scale, exactly, where levels are what is decoded.
+    # After stochastic rounding, the last level has to decode to the scale, exactly.
     step = torch.where(stochastic & (step * middle < scales), step * _up(scales.dtype), step)
-    # Levels end at the scale. Subtractive dither may decode to half a step more, and is only kept finite.
+    # Levels end at the scale. Subtractive dither may decode to half a step more, so it is only kept finite.
     limit = torch.where(stochastic, scales, torch.finfo(scales.dtype).max)[:, None]
     return (y * step[:, None]).clamp(-limit, limit)
 
@@ -160,9 +160,10 @@ class LinearCodec(Codec):
     """Linear dithering at a number of bits per coordinate.
 
     Attributes:
-        bits: bits of a code on the wire (of the sum of all ranks' codes, where codes are summed).
+        bits: bits of a code on the wire. If codes are added, this is also the number of bits of the sum of all ranks'
+            codes.
         dither: ``"adaptive"``, ``"subtractive"``, ``"stochastic"`` or ``"nearest"``.
-        most: the largest number of levels on each side of zero under stochastic rounding, s; None: as many as fit.
+        most: the largest number s of levels on each side of zero under stochastic rounding; None: as many as fit.
     """
 
     bits: int
@@ -176,7 +177,7 @@ class LinearCodec(Codec):
 
     @classmethod
     def of(cls, bits: int, *, levels: int | None = None, dither: str = "adaptive") -> LinearCodec:
-        """Returns the codec with so many bits.
+        """Returns the codec with ``bits`` bits.
 
         Args:
             bits: bits of a code, 1 to 8.
@@ -184,7 +185,7 @@ class LinearCodec(Codec):
             dither: see the class.
 
         Raises:
-            ConfigError: the codec cannot have such a number.
+            ConfigError: if the codec cannot have this number of bits or of levels, or this combination.
         """
         check_code_bits("linear", bits, cls.widths)
         if bits == 1 and dither == "stochastic":
@@ -206,30 +207,30 @@ class LinearCodec(Codec):
 
     @property
     def has_odd_levels(self) -> bool:
-        """Returns whether all codes are those of an odd number of levels, which Elias codes need."""
+        """True if all blocks have an odd number of levels, which Elias codes need."""
         return self.dither == "stochastic"
 
     @property
     def leaves_room_for_sums(self) -> bool:
-        """Returns whether the codes of two ranks could be added in so many bits."""
+        """True if a code has enough bits for the sum of two ranks' codes."""
         return self.bits > 1
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and words that say what they are."""
+        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
         dither = f"{self.dither} dither" if self.dither != "nearest" else "nearest level"
         return f"{self.bits}", ["linear", dither]
 
     def levels(self, summed: int = 1, *, odd: bool | None = None) -> int:
-        """Returns the number of levels K per rank, so that the sum of ``summed`` codes fits ``bits`` bits: summed (K-1)
-        < 2^bits.
+        """Returns the largest number of levels K per rank for which the sum of ``summed`` codes fits ``bits`` bits:
+        summed (K-1) < 2^bits.
 
         Args:
             summed: number of ranks whose codes are added before they are decoded.
-            odd: whether K has to be odd, as for stochastic rounding. None: whether the codec's dither on dense
-                gradients needs that.
+            odd: whether K has to be odd, as for stochastic rounding. None: K is odd if the codec's dither is
+                stochastic.
 
         Raises:
-            ConfigError: fewer than two levels (three, if odd) would be left.
+            ConfigError: if fewer than two levels (three, if K is odd) would be left.
         """
         odd = self.dither == "stochastic" if odd is None else odd
         levels = (2**self.bits - 1) // summed + 1
@@ -247,12 +248,12 @@ class LinearCodec(Codec):
     def quantiser(self, block_size: int, summed: int | None = None) -> LinearQuantiser:
         """Returns the quantiser: the codec at one block size, as kernels see it.
 
-        Sums have the same dither in all blocks, because the choice of each rank would have to reach the decoder:
-        adaptive is subtractive there.
+        If codes are added, all blocks have the same dither, because a decoder of sums does not learn each rank's
+        choice. Adaptive dither is subtractive then.
 
         Args:
             block_size: the largest number of coordinates in a block.
-            summed: number of ranks whose codes are added, under scales that all ranks share; None: none are.
+            summed: number of ranks whose codes are added, under scales that all ranks share. None: no codes are added.
 
         Raises:
             ConfigError: see `levels`.
@@ -275,8 +276,8 @@ class LinearCodec(Codec):
     def error_variance(self, summed: int = 1) -> float:
         """Returns the mean square error of one rank's coordinate, in units of the squared scale, on dense gradients.
 
-        Subtractive dither: Δ²/12 whatever the coordinate. Stochastic rounding: f(1-f) Δ² with f the distance to the
-        level below, which is Δ²/6 for uniform f.
+        Subtractive dither: Δ²/12 for every coordinate. Stochastic rounding: f(1-f) Δ², with f Δ the distance to the
+        level below, which is on average Δ²/6 for uniform f.
 
         Raises:
             ConfigError: see `levels`.
@@ -287,11 +288,11 @@ class LinearCodec(Codec):
         """Returns ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; infinite if the codec
         is biased.
 
-        Adaptive dither has no more error than subtractive.
+        The error of adaptive dither is never larger than the error of subtractive dither, so both have the same ω.
 
         Args:
             dimension: number of coordinates that share a scale.
-            summed: number of ranks whose codes are added before they are decoded; ω is of one rank's codes.
+            summed: number of ranks whose codes are added before they are decoded. ω describes the codes of one rank.
 
         Raises:
             ConfigError: see `levels`.
@@ -303,21 +304,21 @@ class LinearCodec(Codec):
         return omega_linear(dimension, (self.levels(summed) - 1) // 2)
 
     def delta(self, dimension: int) -> float:
-        """Returns δ with |C(x) - x|² <= (1-δ) |x|², for C = Q/(1+ω), or for the nearest level: its errors are at most
-        Δ/2."""
+        """Returns δ with |C(x) - x|² <= (1-δ) |x|². C is Q/(1+ω), or rounding to the nearest level, whose errors are at
+        most Δ/2."""
         if not self.biased_by:
             return super().delta(dimension)
         return max(0.0, 1 - dimension * self.step() ** 2 / 4)
 
 
 def check_levels(levels: int | None, bits: int) -> None:
-    """Raise ConfigError for more magnitudes than a code of ``bits`` bits, one of which is the sign, can have."""
+    """Raise ConfigError if there are more magnitudes than a code of ``bits`` bits can have. One bit is the sign."""
     limit = 2 ** (bits - 1) - 1
     if levels is not None and levels > limit:
         raise ConfigError(f"levels={levels} do not fit bits={bits}, which holds {limit}; take more bits")
 
 
 def _break_even(levels: int, odd_levels: int) -> float:
-    """Returns the share c of zeros from which stochastic rounding, with steps Δ', has the smaller error: (1-c) Δ'²/6 <
-    Δ²/12."""
+    """Returns the share c of zeros above which stochastic rounding, with steps Δ', has the smaller error:
+    (1-c) Δ'²/6 < Δ²/12."""
     return 1 - ((odd_levels - 1) / (levels - 1)) ** 2 / 2

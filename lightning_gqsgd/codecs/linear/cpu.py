@@ -1,4 +1,4 @@
-"""Linear codes: numbers of equidistant levels, see `codecs.linear`, which has the readable form."""
+"""Kernels of linear codes for CPUs, in Numba; `codecs.linear.codec` has the readable form."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Linear(NamedTuple):
         form: number formats.
         bits: bits of a code.
         each, rest: see `kernels.wire.Share`.
-        zero: K // 2, the number of the level at zero or next above zero.
-        odd_zero: the same under stochastic rounding.
+        zero: K // 2, the number of the level at zero, or of the first level above zero.
+        odd_zero: K // 2 for the K of stochastic rounding.
         middle: (K - 1) / 2.
-        odd_middle: the same under stochastic rounding.
+        odd_middle: (K - 1) / 2 for the K of stochastic rounding.
         sum_middle: (K - 1) / 2 times the number of ranks.
-        stochastic_from: see `codecs.linear.LinearQuantiser`.
-        nearest: see `codecs.linear.LinearQuantiser`.
+        stochastic_from: see `codecs.linear.codec.LinearQuantiser`.
+        nearest: see `codecs.linear.codec.LinearQuantiser`.
         up: 1 + 2 ulp.
     """
 
@@ -56,7 +56,7 @@ class Linear(NamedTuple):
 
 @lru_cache
 def constants(q: LinearQuantiser, dtype: torch.dtype, sources: int) -> Linear:
-    """Returns the constants of a quantiser, for messages of so many sources."""
+    """Returns the constants of a quantiser, for messages of ``sources`` sources."""
     share = Share.of(sources)
     real = float_type(dtype)
     return Linear(
@@ -112,13 +112,13 @@ def _summed(*, lanes: bool) -> Any:
 
 @inlined
 def is_stochastic(zeros, n, c):
-    """Returns the flag of a block: whether it has so many zeros that it is rounded stochastically."""
+    """Returns the flag of a block. It is set if the block has so many zeros that it is rounded stochastically."""
     return zeros > c.stochastic_from * n
 
 
 @inlined
 def levels_per_unit(scale, middle, up):
-    """Returns 1/Δ, so large that a coordinate at the scale reaches the last level.
+    """Returns 1/Δ, large enough that a coordinate at the scale reaches the last level.
 
     Args:
         scale: the block's scale.
@@ -133,7 +133,7 @@ def levels_per_unit(scale, middle, up):
 
 @inlined
 def step_of(scale, middle, stochastic, up):
-    """Returns Δ; in a block that was rounded stochastically, the last level is to stand for the scale, exactly."""
+    """Returns Δ. In a block that was rounded stochastically, the last level has to decode to the scale, exactly."""
     step = scale / middle
     if stochastic and step * middle < scale:
         step = step * up
@@ -155,14 +155,15 @@ def _encode(values, scale, stochastic, block, key, c, s):
 
 @loop
 def _keep_dither_of_zeros(values, less, u):
-    """Replace the dither by 1/2, except for zeros, which lie half-way between two levels; then take ``less`` off."""
+    """Replace the dither by 1/2, except for zeros, which lie half-way between two levels. Then subtract ``less``."""
     for j in range(values.size):
         u[j] = (u[j] if values[j] == 0 else float32(0.5)) - less
 
 
 @loop
 def quantise(values, inverse, middle, u, zero, codes):
-    """Write the numbers of levels. ``inverse``: 1/Δ; ``zero``: the number of the level at zero."""
+    """Write the numbers of levels into ``codes``. ``inverse`` is 1/Δ, and ``zero`` is the number of the level at zero
+    or of the first level above zero."""
     for j in range(values.size):
         y = clamped(values[j] * inverse, middle)
         codes[j] = uint8(int32(np.floor(y + u[j])) + zero)
@@ -170,7 +171,7 @@ def quantise(values, inverse, middle, u, zero, codes):
 
 @inlined
 def _decode(scale, stochastic, block, key, c, s, add, out):
-    """Set ``out`` to the coordinates that ``s.codes`` stand for, or add them to ``out``."""
+    """Decode ``s.codes``, and write the coordinates into ``out``, or add them if ``add`` is true."""
     if stochastic:
         fill(part(s.u, 0, out.size), c.odd_middle)
     elif c.nearest:
@@ -183,10 +184,10 @@ def _decode(scale, stochastic, block, key, c, s, add, out):
 
 @inlined
 def _decode_sum(scale, block, keys, c, s, out):
-    """Write the mean that the sums of codes in ``s.codes`` stand for: the dither of all ranks is taken off the sum."""
+    """Decode the sums of codes in ``s.codes``, take off the dither of all ranks, and write the mean into ``out``."""
     u = part(s.u, 0, out.size)
     fill(u, c.sum_middle)
-    stochastic = c.stochastic_from < 0  # sums have the same dither in all blocks
+    stochastic = c.stochastic_from < 0  # if codes are added, all blocks have the same dither
     if not (stochastic or c.nearest):
         for rank in range(keys.shape[0]):
             dither(keys[rank], block, out.size, FIRST - float32(0.5), s.other)
@@ -199,21 +200,21 @@ def _decode_block(scale, middle, stochastic, limit, c, s, add, out):
     """Decode ``s.codes`` under a scale.
 
     Args:
-        scale: the scale times what the coordinates are multiplied by.
-        middle: the code that stands for zero. ``s.u`` has the same with the dither of each coordinate.
+        scale: the scale times the factor of all coordinates.
+        middle: the code that stands for zero. ``s.u`` has this code plus the dither of each coordinate.
         stochastic: whether the codes were rounded stochastically.
         limit: coordinates are clamped to this magnitude.
         c: constants.
         s: scratch space.
-        add: whether to add to ``out``.
-        out: coordinates.
+        add: whether to add the coordinates to ``out`` instead of replacing it.
+        out: receives the coordinates.
     """
     dequantise(s.codes, s.u, step_of(scale, middle, stochastic, c.up), limit, add, out)
 
 
 @loop
 def dequantise(codes, u, step, limit, add, out):
-    """Set or add the coordinates of codes. ``u``: the code that stands for zero, with dither; ``step``: Δ."""
+    """Write or add the coordinates of codes. ``u`` is the code of zero plus the dither, and ``step`` is Δ."""
     if add:
         for j in range(out.size):
             out[j] += clamped((float32(int32(codes[j])) - u[j]) * step, limit)

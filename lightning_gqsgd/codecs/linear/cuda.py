@@ -1,4 +1,4 @@
-"""Codes that are numbers of equidistant levels, in Triton, see `codecs.linear`."""
+"""Kernels of linear codes for GPUs, in Triton; `codecs.linear.codec` has the readable form."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FIRST = tl.constexpr(DITHER_FIRST)
 
 
 class Levels(NamedTuple):
-    """The numbers of the family, see `codecs.linear.LinearQuantiser`.
+    """The constants of the family, see `codecs.linear.codec.LinearQuantiser`.
 
     Attributes:
         levels: number of levels under subtractive dither.
@@ -35,7 +35,7 @@ class Levels(NamedTuple):
         nearest: whether codes are the numbers of the nearest levels.
         always_stochastic: whether every block is rounded stochastically.
         adaptive: whether a block is rounded stochastically if it has many zeros.
-        stochastic_from: the share of zeros above which that is so.
+        stochastic_from: an adaptive block is rounded stochastically if its share of zeros is above this share.
     """
 
     levels: int
@@ -47,7 +47,7 @@ class Levels(NamedTuple):
 
 
 def levels_of(q: Any, dtype: torch.dtype) -> Levels:
-    """Returns the numbers of a `LinearQuantiser`, for gradients of a dtype."""
+    """Returns the constants of the family for a `LinearQuantiser` and gradients of a dtype."""
     real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
     return Levels(
         levels=q.levels,
@@ -61,7 +61,7 @@ def levels_of(q: Any, dtype: torch.dtype) -> Levels:
 
 @triton.jit
 def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the codes of coordinates; see `ScaledFamily.to_codes`. A block's flag says that it is rounded
+    """Returns the codes of coordinates; see `ScaledFamily.to_codes`. A block's flag is set if the block is rounded
     stochastically."""
     stochastic = is_stochastic(a, b, t.n, c)
     send_scales(scales, stochastic, c)
@@ -71,7 +71,7 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the coordinates that codes stand for; see `ScaledFamily.to_values`."""
+    """Returns the coordinates of codes; see `ScaledFamily.to_values`."""
     middle = middle_of(flag, c)
     offset_a = middle.to(tl.float32)[:, None]
     offset_b = offset_a
@@ -87,8 +87,8 @@ def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.co
 
 @triton.jit
 def _sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the mean that sums of codes stand for; see `ScaledFamily.sums_to_values`. The dither of all ranks is
-    taken off the sum."""
+    """Returns the mean from sums of codes; see `ScaledFamily.sums_to_values`. The dither of all ranks is taken off the
+    sum."""
     ROWS: tl.constexpr = c.shape.rows
     HALF: tl.constexpr = c.shape.half
     MIDDLE: tl.constexpr = c.mean.ranks * (c.family.levels - 1) / 2
@@ -119,13 +119,13 @@ def is_stochastic(a, b, n, c: tl.constexpr):
 
 @triton.jit
 def middle_of(stochastic, c: tl.constexpr):
-    """Returns the code for zero, as a number that need not be whole."""
+    """Returns the code that stands for zero, which need not be an integer: [rows]."""
     return tl.where(stochastic, (c.family.odd_levels - 1) * 0.5, (c.family.levels - 1) * 0.5)
 
 
 @triton.jit
 def levels_per_unit(scale, middle, c: tl.constexpr):
-    """1/Δ of each block, so large that a coordinate at the scale reaches the last level, [rows]."""
+    """Returns 1/Δ of each block, [rows], large enough that a coordinate at the scale reaches the last level."""
     inverse = divided_by_scale(middle, scale, c)
     return tl.where(scale * inverse < middle, inverse * tl.full((), c.number.up, c.number.compute), inverse)
 
@@ -144,19 +144,19 @@ def _codes(v, draw, scales, stochastic, c: tl.constexpr):
     y += u.to(c.number.compute)
     code = tl.floor(y).to(tl.int32)
     if c.family.nearest:
-        code = tl.where((y < 0) & (code == 0), -1, code)  # a GPU's floor takes denormal numbers for zero
+        code = tl.where((y < 0) & (code == 0), -1, code)  # a GPU's floor treats denormal numbers as zero
     return code * scales.used[:, None] + (zero * scales.used)[:, None]
 
 
 @triton.jit
 def _values(code, offset, scale, middle, stochastic, c: tl.constexpr):
-    """Returns the coordinates of one half that codes, or sums of codes, stand for.
+    """Returns the coordinates of one half for codes or sums of codes.
 
     Args:
         code: int32 [rows, half].
-        offset: the code for zero with the dither of each coordinate, fp32 [rows, half] or [rows, 1].
+        offset: the code of zero plus the dither of each coordinate, fp32 [rows, half] or [rows, 1].
         scale: scales, [rows].
-        middle: the code for zero, [rows].
+        middle: the code of zero, [rows].
         stochastic: which blocks are rounded stochastically, [rows].
     """
     return coordinates((byte_as_float(code) - offset).to(c.number.compute), scale, middle, stochastic, c)
@@ -164,12 +164,12 @@ def _values(code, offset, scale, middle, stochastic, c: tl.constexpr):
 
 @triton.jit
 def coordinates(y, scale, middle, stochastic, c: tl.constexpr):
-    """Returns the coordinates of one half that numbers of levels, counted from zero, stand for.
+    """Returns the coordinates of one half for numbers of levels that are counted from zero.
 
     Args:
         y: numbers of levels without dither, [rows, half].
         scale: scales, [rows].
-        middle: the code for zero, [rows].
+        middle: the code of zero, [rows].
         stochastic: which blocks are rounded stochastically, [rows].
     """
     step, limit = _corrected(divided(scale, middle, c), scale, middle, stochastic, c)
@@ -178,10 +178,10 @@ def coordinates(y, scale, middle, stochastic, c: tl.constexpr):
 
 @triton.jit
 def step_and_limit(scale, stochastic, c: tl.constexpr):
-    """Returns the distance of levels and the largest magnitude of each block; see `coordinates`. ``scale`` is a scale
-    that was sent, times ``c.mean.each``."""
+    """Returns the distance of levels and the largest magnitude of each block, [rows]; see `coordinates`. ``scale`` is
+    the received scale times ``c.mean.each``."""
     middle = middle_of(stochastic, c)
-    if c.number.compute == tl.float32 and c.mean.each == 1:  # else, a small scale's quotient may have fewer bits
+    if c.number.compute == tl.float32 and c.mean.each == 1:  # otherwise, a small scale's quotient may lose bits
         EVEN: tl.constexpr = 2 / (c.family.levels - 1)
         ODD: tl.constexpr = 2 / (c.family.odd_levels - 1)
         step = quotient(scale, middle, tl.where(stochastic, ODD, EVEN))
@@ -193,8 +193,8 @@ def step_and_limit(scale, stochastic, c: tl.constexpr):
 
 @triton.jit
 def _corrected(step, scale, middle, stochastic, c: tl.constexpr):
-    """Returns the distance of levels, and the largest magnitude, of each block."""
-    is_short = stochastic & (step * middle < scale)  # the last level is to stand for the scale, exactly
+    """Returns the distance of levels and the largest magnitude of each block, after a correction of the distance."""
+    is_short = stochastic & (step * middle < scale)  # the last level has to decode to the scale, exactly
     step = tl.where(is_short, step * tl.full((), c.number.up, c.number.compute), step)
     limit = tl.full((), c.mean.limit, c.number.compute)
     return step, tl.where(stochastic, tl.minimum(scale, limit), limit)

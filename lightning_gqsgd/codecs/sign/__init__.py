@@ -1,1 +1,1 @@
-"""Signs, which have the kernels of linear codes."""
+"""The sign codec. It uses the kernels of linear codes."""

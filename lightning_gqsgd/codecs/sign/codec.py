@@ -1,8 +1,8 @@
-"""The sign of each coordinate, times the block's mean magnitude: C(x) = |x|_1/d sign(x).
+"""The sign codec: the sign of each coordinate, times the block's mean magnitude, C(x) = |x|_1/d sign(x).
 
-Biased: |C(x) - x|² = (1 - |x|_1²/(d |x|²)) |x|² exactly, so its error has to be remembered (EF-signSGD, arXiv
-1901.09847). A zero takes either sign at random, so that the average over ranks stays near zero. To kernels, the codec
-is a linear one with two levels.
+The codec is biased: |C(x) - x|² = (1 - |x|_1²/(d |x|²)) |x|² exactly, so it needs an error memory (EF-signSGD, arXiv
+1901.09847). A zero gets either sign at random, so that the average over ranks stays near zero. For kernels, the codec
+is a linear codec with two levels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SignCodec(Codec):
         """Returns the codec.
 
         Raises:
-            ConfigError: a number of bits other than 1.
+            ConfigError: if ``bits`` is not 1.
         """
         if bits != 1:
             raise ConfigError(f"codec='sign' has bits=1, not {bits}; leave bits out")
@@ -43,11 +43,11 @@ class SignCodec(Codec):
 
     @property
     def leaves_room_for_sums(self) -> bool:
-        """Returns whether a code has enough bits for the sum of two ranks' codes; see `Codec.leaves_room_for_sums`."""
+        """False: a code has one bit, which is not enough for a sum; see `Codec.leaves_room_for_sums`."""
         return False
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and words that say what they are."""
+        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
         return "1", ["sign"]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> LinearQuantiser:
@@ -63,5 +63,6 @@ class SignCodec(Codec):
         return math.inf
 
     def delta(self, dimension: int) -> float:
-        """Returns δ with |C(x) - x|² <= (1-δ) |x|²: |x|_1²/(d |x|²), at least 1/d; 2/π for large Gaussian blocks."""
+        """Returns δ = 1/d, with |C(x) - x|² <= (1-δ) |x|² for all x. For a given x, |x|_1²/(d |x|²) takes the place of
+        1/d; it is near 2/π for large Gaussian blocks."""
         return 1 / dimension

@@ -1,14 +1,14 @@
-"""The largest coordinates of each block at few bits: a sign and one of 2^(b-1) magnitudes each, and their places.
+"""Top-k at few bits: the places of each block's largest coordinates, with a sign and one of 2^(b-1) magnitudes each.
 
-The range of the kept magnitudes is cut into 2^(b-1) cells of equal width, and each magnitude becomes the mean of its
-cell, which travels with the block. So with the cells' numbers n_c and means m_c, |C(x)|² = Σ n_c m_c², and what is lost
-is orthogonal to what is sent: |x - C(x)|² = |x|² - |C(x)|². SparseLoCo sends 2 bits (arXiv 2508.15706); the cells are
-ours.
+The range of the kept magnitudes is cut into 2^(b-1) cells of equal width. Each magnitude becomes the mean of its cell,
+which is sent with the block. Let cell c have n_c magnitudes and the mean m_c. Then |C(x)|² = Σ n_c m_c², and the error
+is orthogonal to the decoded block: |x - C(x)|² = |x|² - |C(x)|². SparseLoCo also sends 2 bits (arXiv 2508.15706); the
+cells are our own choice.
 
-A block's record has the cells' means in the compute dtype, the places in ascending order, 16 bits each, and b bits for
-each kept coordinate, the sign first. The last byte is filled up with zeros.
+A block's record has the means of the cells in the compute dtype, then the places in ascending order, 16 bits each, and
+then b bits for each kept coordinate, with the sign first. The last byte is padded with zeros.
 
-There are no fast kernels: averages of local steps, for which this is made, are seldom.
+There are no fast kernels, because this code is made for averages of local steps, which are rare.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CoarseTopKQuantiser:
 
     Attributes:
         block_size: the largest number of coordinates in a block.
-        kept: number of coordinates that are kept of 65536; 1 or more.
+        kept: number of coordinates that are kept out of 65536; 1 or more.
         bits: bits of a kept coordinate, 2 to 4.
     """
 
@@ -50,11 +50,11 @@ class CoarseTopKQuantiser:
 
     @property
     def cells(self) -> int:
-        """Number of magnitudes."""
+        """Number of cells, which is the number of different magnitudes."""
         return 1 << (self.bits - 1)
 
     def kept_of(self, length: Lengths) -> Lengths:
-        """Returns the number of coordinates that are kept of a block of this length, rounded up."""
+        """Returns the number of coordinates that a block of this length keeps, rounded up."""
         return (length * self.kept + 65535) >> 16
 
     def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
@@ -71,7 +71,7 @@ class CoarseTopKQuantiser:
     def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
         """Returns the coordinates of blocks, read from a message; see `kernels.protocol.WholeQuantiser.read`.
 
-        A block is NaN everywhere if a cell's mean is not finite, or a place is not in the block.
+        A block is NaN everywhere if a cell's mean is not finite, or if a place is not in the block.
         """
         values = torch.zeros(len(blocks), self.block_size, dtype=dtype, device=wire.device)
         for length, rows in _by_length(blocks):
@@ -91,9 +91,10 @@ class CoarseTopKQuantiser:
         return values
 
     def _record(self, values: Tensor) -> Tensor:
-        """Returns the records of blocks of one length, uint8 [B, bytes]; ``values``: [B, length]."""
+        """Returns the records of blocks of one length, uint8 [B, bytes]. ``values`` are their coordinates, [B,
+        length]."""
         count = self.kept_of(values.shape[1])
-        # As integers, so that NaN is the largest magnitude and its block is NaN.
+        # Magnitudes are compared as integers. NaN is the largest one then, so a block with NaN decodes to NaN.
         places = magnitudes(values).topk(count, dim=1).indices.sort(dim=1).values
         kept = values.gather(1, places)
         size = kept.double().abs()
@@ -110,7 +111,7 @@ class CoarseTopKQuantiser:
 
 
 def _by_length(blocks: Tensor) -> list[tuple[int, Tensor]]:
-    """Returns the lengths of blocks, and the numbers of the blocks of each length."""
+    """Returns each length of blocks, with the row numbers of the blocks of this length."""
     lengths = blocks[:, LENGTH]
     return [(int(length), (lengths == length).nonzero().flatten()) for length in lengths.unique()]
 
@@ -121,12 +122,12 @@ def _rows_of_bytes(values: Tensor) -> Tensor:
 
 
 def _numbers(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the rows that `_rows_of_bytes` has taken apart, [B, numbers]."""
+    """Returns the numbers whose bytes are in ``rows``, [B, numbers]: the inverse of `_rows_of_bytes`."""
     return rows.flatten().clone().view(dtype).view(len(rows), -1)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Returns the codes of so many bits side by side, the highest bit first: uint8 [B, bytes]."""
+    """Returns codes of ``bits`` bits side by side, the highest bit first: uint8 [B, bytes]."""
     each = codes[:, :, None] >> torch.arange(bits - 1, -1, -1, device=codes.device) & 1
     flat = torch.nn.functional.pad(each.flatten(1), (0, -(codes.shape[1] * bits) % 8))
     weights = 1 << torch.arange(7, -1, -1, device=codes.device)
@@ -134,7 +135,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, count: int, bits: int) -> Tensor:
-    """Returns the codes that `_packed` packed, int64 [B, count]."""
+    """Returns the codes from the bytes of `_packed`, int64 [B, count]."""
     each = packed[:, :, None].long() >> torch.arange(7, -1, -1, device=packed.device) & 1
     weights = 1 << torch.arange(bits - 1, -1, -1, device=packed.device)
     return (each.flatten(1)[:, : count * bits].reshape(len(packed), count, bits) * weights).sum(dim=2)

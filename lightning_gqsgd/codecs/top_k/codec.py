@@ -1,10 +1,10 @@
-"""The largest coordinates of each block, as they are, and their places; zero for all others.
+"""The top-k codec: each block keeps its largest coordinates, with their places, and all others become zero.
 
-Biased: |C(x) - x|² <= (1 - k/d) |x|², since the k largest of d squares have at least their share of the sum. The k of a
-block is a fixed share of its length, so that messages have the same length on every rank.
+The codec is biased: |C(x) - x|² <= (1 - k/d) |x|², because the k largest of d squares have at least the share k/d of
+the sum. k is a fixed share of a block's length, so that messages have the same length on every rank.
 
 A block's record has the kept coordinates in the compute dtype, in the order of their places, and then the places, 16
-bits each. With ``bits`` of 2 to 4, kept coordinates are rounded as well; see `coarse_top_k`.
+bits each. With ``bits`` from 2 to 4, kept coordinates are also rounded; see `codecs.top_k.coarse`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_gqsgd.kernels.packing import bytes_of, positions
 from lightning_gqsgd.kernels.protocol import Kind, Lengths
 from lightning_gqsgd.kernels.wire import Key, magnitudes
 
-#: Bits of a kept coordinate that does not travel whole; see `coarse_top_k`.
+#: The numbers of bits of kept coordinates that are rounded; see `codecs.top_k.coarse`.
 FEW_BITS = (2, 3, 4)
 
 
@@ -35,7 +35,7 @@ class TopKQuantiser:
 
     Attributes:
         block_size: the largest number of coordinates in a block.
-        kept: number of coordinates that are kept of 65536; 1 or more.
+        kept: number of coordinates that are kept out of 65536; 1 or more.
     """
 
     block_size: int
@@ -48,7 +48,7 @@ class TopKQuantiser:
     bits: ClassVar[int] = 32
 
     def kept_of(self, length: Lengths) -> Lengths:
-        """Returns the number of coordinates that are kept of a block of this length, rounded up."""
+        """Returns the number of coordinates that a block of this length keeps, rounded up."""
         return (length * self.kept + 65535) >> 16
 
     def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
@@ -56,13 +56,13 @@ class TopKQuantiser:
         return self.kept_of(length) * (raw_bytes + PLACE_BYTES)
 
     def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
-        """Write the records of blocks; see `kernels.protocol.WholeQuantiser.write`. Of equal magnitudes, the first ones
-        are kept."""
+        """Write the records of blocks; see `kernels.protocol.WholeQuantiser.write`. If magnitudes are equal, the first
+        ones are kept."""
         inside = positions(blocks, values.shape[1])[1]
-        # Padding sorts last. NaN sorts first, so that a block that is not finite says so to the receiver.
+        # Padding sorts last. NaN sorts first, so that it is kept, and the receiver sees that the block is not finite.
         order = torch.where(inside, magnitudes(values).long(), -1).argsort(dim=1, descending=True, stable=True)
         for k, count in enumerate(self.kept_of(blocks[:, LENGTH]).tolist()):
-            # In ascending order, as the fast kernels write them.
+            # Places are in ascending order, as in the records of the fast kernels.
             places = order[k, :count].sort().values
             at = int(blocks[k, CODES])
             kept = bytes_of(values[k, places]).flatten()
@@ -72,12 +72,12 @@ class TopKQuantiser:
     def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
         """Returns the coordinates of blocks, read from a message; see `kernels.protocol.WholeQuantiser.read`.
 
-        A block is NaN everywhere if a kept coordinate is not finite, or its place is not in the block.
+        A block is NaN everywhere if a kept coordinate is not finite, or if its place is not in the block.
         """
         values = torch.zeros(len(blocks), self.block_size, dtype=dtype, device=wire.device)
         for k, length in enumerate(blocks[:, LENGTH].tolist()):
             kept, places = self.record(wire, int(blocks[k, CODES]), length, dtype)
-            # The places come from the network; one beyond the block must not be written to.
+            # The places come from the network. Nothing must be written to a place beyond the block.
             if kept.isfinite().all() and (places < length).all():
                 values[k, places] = kept * factor
             else:
@@ -85,11 +85,12 @@ class TopKQuantiser:
         return values
 
     def record(self, wire: Tensor, at: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns what the record of a block keeps: coordinates, [count], and places, int64 [count], perhaps beyond it.
+        """Returns the kept coordinates of a block, [count], and their places, int64 [count], from the block's record. A
+        place can be beyond the block.
 
         Args:
             wire: the message, uint8 [bytes].
-            at: where the record starts.
+            at: byte position of the record.
             length: number of coordinates of the block.
             dtype: the compute dtype.
         """
@@ -101,7 +102,8 @@ class TopKQuantiser:
 
 @dataclass(frozen=True)
 class TopKCodec(Codec):
-    """The ``density`` largest share of every block, rounded up; the density itself is cut to 65536ths, at least one."""
+    """Keeps the largest share ``density`` of the coordinates of every block. Their number is rounded up. ``density`` is
+    rounded down to a multiple of 1/65536, but not to 0."""
 
     density: float
     bits: int = 32
@@ -117,11 +119,11 @@ class TopKCodec(Codec):
         """Returns the codec that keeps a share of all coordinates.
 
         Args:
-            bits: bits of a kept coordinate; 32: they are kept whole.
+            bits: bits of a kept coordinate; 32: kept coordinates are not rounded.
             density: the share.
 
         Raises:
-            ConfigError: another number of bits, or a share of nothing.
+            ConfigError: if the codec cannot have this number of bits, or if ``density`` is 0.
         """
         if bits not in (32, *FEW_BITS):
             raise ConfigError(
@@ -133,7 +135,7 @@ class TopKCodec(Codec):
         return cls(density, bits)
 
     def check_blocks(self, block_size: int, *, rotation: bool) -> None:
-        """Check that the codec goes with the size of blocks and with a rotation; see `Codec.check_blocks`. A turned
+        """Check that the codec works with a block size and without a rotation; see `Codec.check_blocks`. A rotated
         block has no large coordinates."""
         if rotation:
             raise ConfigError(
@@ -146,7 +148,7 @@ class TopKCodec(Codec):
         return "codec='top_k'"
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and words that say what they are."""
+        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
         what = f"top_k, {self.density:.3g} of all coordinates"
         if self.bits != 32:
             what += f" at {self.bits} bits"

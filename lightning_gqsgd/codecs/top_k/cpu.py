@@ -1,4 +1,4 @@
-"""The largest coordinates of a block and their places, see `codecs.top_k`, which has the readable form."""
+"""Kernels of top-k codes for CPUs, in Numba; `codecs.top_k.codec` has the readable form."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TopK(NamedTuple):
     Attributes:
         form: number formats.
         each, rest: see `kernels.wire.Share`; in the compute dtype.
-        kept: number of coordinates that are kept of 65536.
+        kept: number of coordinates that are kept out of 65536.
         raw_bytes: bytes of a coordinate on the wire.
     """
 
@@ -40,7 +40,7 @@ class TopK(NamedTuple):
 
 @lru_cache
 def constants(q: TopKQuantiser, dtype: torch.dtype, sources: int) -> TopK:
-    """Returns the constants of a quantiser, for messages of so many sources."""
+    """Returns the constants of a quantiser, for messages of ``sources`` sources."""
     share = Share.of(sources)
     real = float_type(dtype)
     return TopK(form_of(dtype), real(share.each), real(share.rest), q.kept, np.dtype(real).itemsize)
@@ -59,13 +59,13 @@ def _codec() -> Any:
 
 @inlined
 def _kept_of(length, c):
-    """Returns the number of coordinates that are kept of a block, see `codecs.top_k.TopKQuantiser.kept_of`."""
+    """Returns the number of coordinates that a block keeps, see `codecs.top_k.codec.TopKQuantiser.kept_of`."""
     return (length * c.kept + 65535) >> 16
 
 
 @inlined
 def _write(values, given, block, key, c, s, wire):
-    """Write the largest values of a block, and then their places. Of equal magnitudes, the first ones are kept."""
+    """Write the largest values of a block, and then their places. If magnitudes are equal, the first ones are kept."""
     bits = numbers(values, 0, values.size, c.form.mask)
     count = _kept_of(values.size, c)
     kept = numbers(wire, block[CODES], count, c.form.zero)
@@ -75,7 +75,7 @@ def _write(values, given, block, key, c, s, wire):
 
 @loop
 def _write_largest(values, bits, mask, kept, places):
-    """Write the ``kept.size`` largest values and their places; ``bits``: the values as integers."""
+    """Write the ``kept.size`` largest values and their places. ``bits`` are the values as integers."""
     least = _threshold(bits, mask, kept.size)
     ties = kept.size
     for j in range(bits.size):
@@ -92,8 +92,8 @@ def _write_largest(values, bits, mask, kept, places):
 
 @loop
 def _threshold(bits, mask, count):
-    """Returns the largest number that at least ``count`` magnitudes reach, or another one that exactly ``count``
-    magnitudes reach. It is found bit by bit, from the highest bit on."""
+    """Returns the largest number that at least ``count`` magnitudes reach, or a smaller number that exactly ``count``
+    magnitudes reach. The search sets one bit after the other, from the highest bit on."""
     threshold = int64(0)
     place = int64(mask) - (int64(mask) >> 1)
     while place:
@@ -111,9 +111,9 @@ def _threshold(bits, mask, count):
 
 @inlined
 def _read(wire, at, block, key, c, s, add, out):
-    """Set ``out`` to the kept coordinates times ``c.each``, or add them to ``out``.
+    """Write the kept coordinates times ``c.each`` into ``out``, or add them to it if ``add`` is true.
 
-    The block becomes NaN everywhere if a kept coordinate is not finite, or its place is not in the block.
+    The block becomes NaN everywhere if a kept coordinate is not finite, or if its place is not in the block.
     """
     count = _kept_of(out.size, c)
     kept = numbers(wire, at + block[CODES], count, c.form.zero)

@@ -1,6 +1,6 @@
-"""The largest coordinates of each block and their places, in Triton, see `codecs.top_k`.
+"""Kernels of top-k codes for GPUs, in Triton; `codecs.top_k.codec` has the readable form.
 
-A tile is not in halves here: it has blocks as rows of 2 ``c.shape.half`` coordinates, [rows, width].
+Tiles are not split into halves here. The rows of a tile are blocks of 2 ``c.shape.half`` coordinates, [rows, width].
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lightning_gqsgd.kernels.wire import Key
 
 
 class Share(NamedTuple):
-    """The number of the family, see `codecs.top_k.TopKQuantiser`.
+    """The constant of the family, see `codecs.top_k.codec.TopKQuantiser`.
 
     Attributes:
-        kept: number of coordinates that are kept of 65536.
+        kept: number of coordinates that are kept out of 65536.
     """
 
     kept: int
@@ -56,7 +56,7 @@ def decode_kernel(table, count, x, wires, stride: tl.int64, messages, own, count
     not finite is added to ``counter``."""
     t = tile_of(table, count, None, RAGGED, c)
     mean, bad = _mean_of_largest(wires, stride, messages, own, x, t, c)
-    # A coded block has no infinite coordinate: it is NaN instead.
+    # A coded block has no infinite coordinates, because a block that is not finite is NaN.
     mean = tl.where(t.raw[:, None], mean, in_finite_range(mean, x.dtype.element_ty, False, c))
     j = tl.arange(0, 2 * c.shape.half)[None, :]
     tl.store(x + t.start[:, None] + j, mean.to(x.dtype.element_ty), mask=j < t.n[:, None])
@@ -65,20 +65,21 @@ def decode_kernel(table, count, x, wires, stride: tl.int64, messages, own, count
 
 @triton.jit
 def _kept_of(n, c: tl.constexpr):
-    """Returns the coordinates that are kept; see `codecs.top_k.TopKQuantiser.kept_of`."""
+    """Returns the number of coordinates that each block keeps; see `codecs.top_k.codec.TopKQuantiser.kept_of`."""
     return ((n.to(tl.int64) * c.family.kept + 65535) >> 16).to(tl.int32)
 
 
 @triton.jit
 def _places(wire, at, count, c: tl.constexpr):
-    """Pointers to the places of the kept coordinates, behind ``count`` coordinates."""
+    """Returns pointers to the places of the kept coordinates, which are behind ``count`` coordinates."""
     nbytes = count * (c.number.compute.primitive_bitwidth // 8)
     return (wire + at + nbytes).to(tl.pointer_type(tl.int16), bitcast=True)
 
 
 @triton.jit
 def _write_largest(v, t, wire, c: tl.constexpr):
-    """Returns the records of a tile: the largest coordinates of blocks, the first of equal ones, and their places."""
+    """Write the records of a tile: the largest coordinates of each block, and their places. If magnitudes are equal,
+    the first ones are kept."""
     BITS: tl.constexpr = c.number.compute.primitive_bitwidth
     j = tl.arange(0, 2 * c.shape.half)[None, :]
     inside = j < t.n[:, None]
@@ -87,7 +88,7 @@ def _write_largest(v, t, wire, c: tl.constexpr):
     tl.store(values + j, v, mask=t.raw[:, None] & inside)
     bits = tl.where(inside, magnitudes(v, c), -1)
     count = _kept_of(t.n, c)
-    least = (t.n * 0).to(c.number.integer)  # what so many reach, bit by bit from the highest on
+    least = (t.n * 0).to(c.number.integer)  # largest number that ``count`` magnitudes reach, found bit by bit
     for step in range(BITS - 1):
         more = least | ((least * 0 + 1) << (BITS - 2 - step))
         reached = tl.sum((bits >= more[:, None]).to(tl.int32), axis=1)
@@ -104,10 +105,10 @@ def _write_largest(v, t, wire, c: tl.constexpr):
 
 @triton.jit
 def _mean_of_largest(wires, stride, messages, own, x, t, c: tl.constexpr):
-    """Returns the mean of so many messages, ``stride`` times 16 bytes apart and added up in order; and which blocks are
-    not finite.
+    """Returns the mean of the messages, and whether each block is not finite. The messages are added in order, and are
+    ``stride`` times 16 bytes apart.
 
-    If ``c.mean.has_own`` is true, the coordinates in ``x`` take the place of those in the message of source ``own``.
+    If ``c.mean.has_own`` is true, the coordinates in ``x`` are used instead of the coded blocks of source ``own``.
     """
     ROWS: tl.constexpr = c.shape.rows
     WIDTH: tl.constexpr = 2 * c.shape.half
@@ -144,7 +145,7 @@ def _mean_of_largest(wires, stride, messages, own, x, t, c: tl.constexpr):
 
 
 class TopKFamily:
-    """The family, whose records have no scale and take no dither."""
+    """The top-k family. Its records have no scale, and encoding needs no dither."""
 
     def encode(
         self,
@@ -156,8 +157,7 @@ class TopKFamily:
         scales: Tensor | None = None,
         rotation: Key | None = None,
     ) -> None:
-        """Encode blocks into a message; see `protocol.Kernels.encode`. The quantiser takes no scales and no
-        rotation."""
+        """Encode blocks into a message; see `protocol.Kernels.encode`. The codec has no scales and no rotation."""
         c = _constants(q, x.dtype)
         launch.run(encode_kernel, c, blocks, x, wire, splits=False)
 
@@ -171,7 +171,7 @@ class TopKFamily:
         out_key: Key,
         own: Own,
     ) -> None:
-        """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. The quantiser takes no
+        """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. The codec has no
         rotation."""
         c = _constants(q, own.x.dtype, mean_of(len(keys), own.x.dtype, encoded=True, has_own=True))
         arguments = (wires, launch.stride_of(wires), len(keys), own.source, out)
@@ -187,7 +187,7 @@ class TopKFamily:
         rotation: Key | None = None,
         own: int | None = None,
     ) -> Tensor:
-        """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. The quantiser takes no
+        """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. The codec has no
         rotation."""
         c = _constants(q, x.dtype, mean_of(len(keys), x.dtype, has_own=own is not None))
         bad = launch.counter(x.device)

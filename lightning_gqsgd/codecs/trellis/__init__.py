@@ -1,1 +1,1 @@
-"""Turned coordinates at the levels along a path of a trellis: the codec, and its kernels for CPUs and GPUs."""
+"""Trellis codes, rotated coordinates at levels along a path of a trellis: the codec, and kernels for CPUs and GPUs."""

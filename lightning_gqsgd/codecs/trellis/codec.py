@@ -1,51 +1,52 @@
-"""EDEN with a trellis: the levels that a turned coordinate may have depend on the codes of three coordinates before it.
+"""The trellis codec: EDEN whose allowed levels of a coordinate depend on the codes of the three coordinates before it.
 
-Blocks are turned and scaled as in `codecs.eden`.
-EDEN rounds each turned coordinate to the nearest of 2^b levels. Here there are twice as many levels, and each
-coordinate may have half of them: the levels, from the lowest on, belong to the subsets 0, 1, 2, 3, 0, 1, ..., and a
-coordinate has a level of one of two subsets. The bit u of its code says which subset, and the other bits say which
-level of the subset. The two subsets follow from the bits u of the three coordinates before it:
+Blocks are rotated and scaled as in `codecs.eden`. EDEN rounds each rotated coordinate to the nearest of 2^b levels. The
+trellis codec has twice as many levels, and allows half of them for each coordinate. The levels, from the lowest on,
+belong to the subsets 0, 1, 2, 3, 0, 1, ..., and the level of a coordinate is from one of two subsets. The bit u of its
+code selects the subset, and the other bits select the level of the subset. The two subsets follow from the bits u of
+the three coordinates before it:
 
     subset = 2 (u_t ^ u_{t-2} ^ u_{t-3}) + u_{t-1}
 
-The encoder chooses the bits of a whole sequence at once, so that the sum of squared errors is smallest. That is trellis
-coded quantisation (Marcellin, Fischer, "Trellis coded quantization of memoryless and Gauss-Markov sources", IEEE
-Transactions on Communications 38, 1990), with a convolutional code of 8 states, searched by Viterbi's algorithm. A code
-has b bits as before, no other word travels, and decoding is a table: its places are the window u_{t-3} u_{t-2} u_{t-1}
-u_t and the rest of the code. QTIP (arXiv 2406.11235) quantises weights in this way, with more states.
+The encoder chooses the bits of a whole sequence together, so that the sum of squared errors is smallest. This is
+trellis coded quantisation (Marcellin, Fischer, "Trellis coded quantization of memoryless and Gauss-Markov sources",
+IEEE Transactions on Communications 38, 1990). It uses a convolutional code of 8 states and Viterbi's algorithm. A code
+has b bits as in EDEN, nothing else is sent, and the decoder is a table, whose index is the window u_{t-3} u_{t-2}
+u_{t-1} u_t and the rest of the code. QTIP (arXiv 2406.11235) quantises weights in this way, with more states.
 
-Normal numbers are seldom large, so a level far out is seldom used. Of the windows that have the outermost level, one
-has it farther out than the others, for both signs: u_t ≠ u_{t-1} = u_{t-2} ≠ u_{t-3}. That makes the mean square error
-at 3 bits 7 % smaller, and other levels in each window would make it 1 % smaller than that. `benchmarks.trellis` finds
-the levels, by Lloyd's algorithm.
+Normal numbers are rarely large, so an outer level is rarely used. For each sign, one of the windows with the outermost
+level has this level farther out than the other windows: u_t ≠ u_{t-1} = u_{t-2} ≠ u_{t-3}. This makes the mean square
+error at 3 bits 7 % smaller. Different levels in each window would make it only 1 % smaller still. `benchmarks.trellis`
+finds the levels by Lloyd's algorithm.
 
-A block of n coordinates has 16 sequences of T = n/16 steps, and a vector has the same step of all of them. Each block
-of each message has a random word w of 32 bits, which says in which order turned coordinates enter the sequences: step t
-of sequence l has the coordinate
+A block of n coordinates has 16 sequences of T = n/16 steps, and a vector holds the same step of all sequences. Each
+block of each message has a random word w of 32 bits. It determines the order of rotated coordinates in the sequences:
+step t of sequence l is the coordinate
 
     16 (a t mod T) + (l ^ h),   a = w | 1,   h = floor(w t mod 2^32 / 2^28).
 
-The order makes the codec unbiased. Two rounds of a Hadamard transform are not all the rotations that there are. Where a
-block has two coordinates x_i and x_k that are not zero, the turned coordinates j and j ^ i ^ k have the correlation
-±2 x_i x_k/(x_i² + x_k²), with one random sign for all j. EDEN's rule looks at one coordinate at a time, and does not
-see that. A search sees it if both are near each other in one sequence: the level of each follows from the other as
-well, and from the sign. If sequence l had the coordinates l, l + 16, l + 32, ..., then x_k would be off by up to 4 %
-where i ^ k is 16, 32 or 48. Any other order that is always the same has such pairs, too. In the order above, any two
-coordinates follow each other in about as many messages as any other two, at most 6 of n. So the mean of a coordinate is
-right within a share of 1/(3n) (`tests/statistics/test_trellis.py`).
+This order makes the codec unbiased. Two rounds of a Hadamard transform are not a uniform rotation. If only two
+coordinates x_i and x_k of a block are not zero, the rotated coordinates j and j ^ i ^ k have the correlation
+±2 x_i x_k/(x_i² + x_k²), with one random sign for all j. EDEN rounds one coordinate at a time, so the correlation does
+not matter there. In a trellis, it matters if both coordinates are near each other in one sequence, because the level of
+each then also depends on the other and on the sign. If sequence l had the coordinates l, l + 16, l + 32, ..., the mean
+of x_k would be wrong by up to 4 % if i ^ k is 16, 32 or 48. Any other fixed order has such pairs, too. In the order
+above, any two coordinates follow each other in about as many messages as any other two, at most 6 of n. So the mean of
+a coordinate is right within a share of 1/(3n) (`tests/statistics/test_trellis.py`).
 
-All bits before the first step are 0, so the first steps have less of a choice: the mean square error is about D + a/T
-after T steps. Blocks are therefore longer than those of `codecs.eden`.
+All bits before the first step are 0, so the first steps have fewer choices. The mean square error is about D + a/T
+after T steps. Blocks are therefore longer than in `codecs.eden`.
 
-All kernels have to find the same bits, so costs are integers. Let x be a turned coordinate in units of the root mean
-square, an fp32 number within ±`FARTHEST`. Its cost at a level c is rounded from
+All kernels have to find the same bits, so costs are integers. Let x be a rotated coordinate in units of the root mean
+square, an fp32 number within ±`FARTHEST`. Its cost at a level c is
 
     K (c² - 2 c x),  K = `COST_UNIT`,
 
-which is the squared error less x². The word of a state is 2^`PATH` times the cost of the best sequence that ends there,
-plus the bits of that sequence: the three bits before a segment of `SEGMENT` steps, and then one bit for each step. So
-the smallest word has the bits of the best sequence, also where two cost the same. After each segment, the bits are put
-aside, and the cost of state 0 is taken off all costs.
+rounded to an integer. Up to a term without c, this is K times the squared error. The word of a state is 2^`PATH` times
+the cost of the best sequence that ends in the state, plus the bits of this sequence: the three bits before a segment of
+`SEGMENT` steps, and then one bit for each step. So the smallest word has the bits of the best sequence, even if two
+sequences have the same cost. After each segment, the bits are stored, and the cost of state 0 is subtracted from all
+costs.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ if TYPE_CHECKING:
 
     from lightning_gqsgd.kernels.wire import Key
 
-#: Magnitudes of the levels for each number of bits, ascending, in units of the root mean square. The last two are the
-#: outermost level, in most windows and in those where it is farther out.
+#: Magnitudes of the levels for each number of bits, ascending, in units of the root mean square. The last two are both
+#: the outermost level: in most windows, and in `FAR_WINDOWS`.
 MAGNITUDES: dict[int, tuple[float, ...]] = {
     1: (0.3715, 1.1257, 1.3547),
     2: (0.1913, 0.5815, 1.0512, 1.6299, 2.3598),
@@ -104,28 +105,28 @@ DISTORTION: dict[int, tuple[float, float]] = {
     4: (0.005663, 0.0158),
 }
 
-#: Sequences of a block.
+#: Number of sequences of a block.
 LANES = 16
-#: Bits before a code's own that its subsets follow from, and the number of values that they have.
+#: Number of earlier bits u on which the subsets of a code depend, and the number of values of these bits.
 MEMORY = 3
 STATES = 1 << MEMORY
 WINDOWS = 2 * STATES
-#: Steps of a segment, and the bits of its words that are not those of the cost.
+#: Number of steps of a segment, and the number of bits of a word that are below the cost.
 SEGMENT = 8
 PATH = MEMORY + SEGMENT
-#: Windows in which the outermost level is farther out.
+#: Windows whose outermost level is farther out.
 FAR_WINDOWS = (0b0110, 0b1001)
-#: The largest magnitude of a turned coordinate whose cost is looked at, in units of the root mean square, and the unit
-#: of costs. Costs of a segment differ by less than 2^20: a step's cost is between -19 and 13 in units of the mean
-#: square, and three steps lead from every state to every other.
+#: Rotated coordinates are clamped to this magnitude before costs are computed, in units of the root mean square. The
+#: second constant is the unit of costs. Costs of a segment differ by less than 2^20: a step's cost is between -19 and
+#: 13 in units of the mean square, and three steps lead from every state to every other.
 FARTHEST = 4.5
 COST_UNIT = 4096
-#: The cost of a state in which no sequence begins.
+#: The cost of states other than 0 before the first step, because all sequences begin in state 0.
 NEVER = 128 * COST_UNIT
 
 
 def subset_of(window: int) -> int:
-    """Returns the subset of levels that belongs to a window, four bits of which u_t is the highest."""
+    """Returns the subset of levels of a window. A window has four bits, and u_t is the highest."""
     u = [window >> place & 1 for place in range(MEMORY + 1)]
     return 2 * (u[3] ^ u[1] ^ u[0]) + u[2]
 
@@ -145,12 +146,13 @@ def alphabets(magnitudes: Sequence[float]) -> np.ndarray:
 
 
 def costs_of(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns K c² and 2 K c of levels c, in fp32: the cost at c of x is the first less x times the second."""
+    """Returns K c² and 2 K c of levels c, in fp32. The cost of x at c is the first minus x times the second."""
     return np.float32(COST_UNIT * levels * levels), np.float32(2 * COST_UNIT * levels)
 
 
 def thresholds_of(levels: np.ndarray) -> np.ndarray:
-    """Returns the smallest numbers that are rounded to each level but the lowest of ascending rows, in fp32."""
+    """Returns the smallest number that is rounded to each level, except for the lowest level of each row, in fp32. Each
+    row of ``levels`` is ascending."""
     return np.float32((levels[..., :-1] + levels[..., 1:]) / 2)
 
 
@@ -158,7 +160,7 @@ def thresholds_of(levels: np.ndarray) -> np.ndarray:
 class TrellisQuantiser(TurnedQuantiser):
     """A trellis codec at one block size.
 
-    A code has the number of the level in the alphabet of its window in its lower bits, and u in its highest bit.
+    The lower bits of a code are the number of the level in the alphabet of its window. The highest bit is u.
     """
 
     kind: ClassVar[Kind] = Kind("trellis", __package__, is_padded=True)
@@ -169,11 +171,11 @@ class TrellisQuantiser(TurnedQuantiser):
         return alphabets(MAGNITUDES[self.bits])
 
     def arranged(self, turned: Tensor, whole: Tensor, key: Key) -> Tensor:
-        """Returns turned coordinates in the order of the sequences; see `TurnedQuantiser.arranged`."""
+        """Returns rotated coordinates in the order of the sequences; see `TurnedQuantiser.arranged`."""
         return turned.gather(1, orders(whole, key, turned.shape[1]))
 
     def put_back(self, levels: Tensor, whole: Tensor, key: Key) -> Tensor:
-        """Returns levels in the order of turned coordinates; see `TurnedQuantiser.put_back`."""
+        """Returns levels in the order of rotated coordinates; see `TurnedQuantiser.put_back`."""
         return torch.empty_like(levels).scatter_(1, orders(whole, key, levels.shape[1]), levels)
 
     def rounded(self, turned: Tensor, deviations: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,12 +201,12 @@ class TrellisQuantiser(TurnedQuantiser):
 
 
 def orders(whole: Tensor, key: Key, width: int) -> Tensor:
-    """Returns which turned coordinate has each place of a block's sequences, int64 [B, width].
+    """Returns the number of the rotated coordinate at each place of a block's sequences, int64 [B, width].
 
-    Place 16 t + l is step t of sequence l. Places beyond the end of a block have their own numbers.
+    Place 16 t + l is step t of sequence l. Places beyond the end of a block get their own number.
 
     Args:
-        whole: block table with the lengths of blocks after zeros are put at their ends.
+        whole: block table, with the lengths of blocks including the zeros at their ends.
         key: the message's key.
         width: the largest length.
     """
@@ -245,17 +247,18 @@ def best_windows(x: Tensor, steps: Tensor, levels: np.ndarray) -> Tensor:
 
 
 def _renewed(words: Tensor, states: Tensor) -> Tensor:
-    """Returns the words at the start of a segment that belong to those at the end of the one before."""
+    """Returns the words at the start of a segment, from the words at the end of the segment before."""
     costs = words >> PATH
     return (costs - costs[..., :1] << PATH) | states
 
 
 def _windows(bits_of_segments: Sequence[Tensor], last_bits: Tensor, steps: Tensor) -> Tensor:
-    """Returns the windows that the bits of segments stand for, [B, T, `LANES`]; from the last segment to the first.
+    """Returns the windows of all steps, [B, T, `LANES`]. The best sequence is traced back from the last segment.
 
     Args:
-        bits_of_segments: the bits of each segment by the state at its end, [B, `LANES`, `STATES`].
-        last_bits: the bits of a block's last segment, [B, `LANES`].
+        bits_of_segments: for each segment, the bits of the best sequence to each state at its end, [B, `LANES`,
+            `STATES`].
+        last_bits: the bits of the best sequence in a block's last segment, [B, `LANES`].
         steps: number of steps of each block, [B].
     """
     windows = []
@@ -285,7 +288,8 @@ class TrellisCodec(EdenCodec):
         return TrellisQuantiser(self.bits, block_size)
 
     def distortion(self, dimension: int) -> float:
-        """Returns the mean square error of the levels of normal numbers, in blocks of so many coordinates."""
+        """Returns the mean square error of normal numbers that are rounded to the levels, in blocks of ``dimension``
+        coordinates."""
         longest, of_start = DISTORTION[self.bits]
         turned = max(SHORTEST, 1 << (dimension - 1).bit_length())
         return longest + of_start * LANES / turned

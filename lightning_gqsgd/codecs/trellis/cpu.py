@@ -1,7 +1,7 @@
-"""Trellis codes on the CPU: turned coordinates at the levels of the best sequences, see `codecs.trellis.codec`.
+"""Kernels of trellis codes for CPUs, in Numba; `codecs.trellis.codec` has the readable form.
 
-Blocks are turned and scaled by the functions of `codecs.eden.cpu`. What is here chooses levels. A vector has the same
-step of as many sequences as it has numbers.
+The functions of `codecs.eden.cpu` rotate and scale blocks. The functions here choose levels. A vector holds the same
+step of several sequences, one sequence for each number.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from lightning_gqsgd.kernels.wire import ORDER_PLACE
 if TYPE_CHECKING:
     from lightning_gqsgd.codecs.trellis.codec import TrellisQuantiser
 
-#: Coordinates of a segment of all sequences.
+#: Number of coordinates in a segment of all sequences.
 _SEGMENT_NUMEL = SEGMENT * LANES
 
 
 class Trellis(NamedTuple):
-    """A trellis quantiser, typed for the kernels; levels are constants of the machine code.
+    """A trellis quantiser, typed for the kernels. Levels are not here, because they are constants of the machine code.
 
     Attributes:
         form: number formats.
@@ -75,7 +75,7 @@ class Trellis(NamedTuple):
 
 @lru_cache
 def constants(q: TrellisQuantiser, dtype: torch.dtype, sources: int) -> Trellis:
-    """Returns the constants of a quantiser, for messages of so many sources."""
+    """Returns the constants of a quantiser, for messages of ``sources`` sources."""
     return Trellis(**turned_constants(q, dtype, sources))
 
 
@@ -86,15 +86,16 @@ def codec(q: TrellisQuantiser) -> Any:
 
 @inlined
 def _random_of(key, block):
-    """Returns the random word of the order of a block's coordinates, see `codecs.trellis.codec.orders`."""
+    """Returns the random word that determines the order of a block's coordinates, see `codecs.trellis.codec.orders`."""
     a, b = block_keys(key, block)
     return int64(word(uint32(ORDER_PLACE), a, b))
 
 
 @inlined
 def _source(step, lane, random, z):
-    """Returns where a step of the sequences from number ``lane`` on has its vector of turned coordinates ``z``: the
-    number of the first one, and the number by which places within the vector differ."""
+    """Returns the place of the vector of rotated coordinates ``z`` for a step of the sequences from ``lane`` on. The
+    first result is the place of its first number. The second result is a number k: the place p within the vector has
+    the coordinate at p ^ k."""
     row = (random | 1) * step & (z.size // LANES - 1)
     swap = (random * step & 0xFFFFFFFF) >> 28
     width = lanes(z)
@@ -103,7 +104,7 @@ def _source(step, lane, random, z):
 
 @loop
 def _arranged(z, random, out):
-    """Write turned coordinates into ``out``, in the order of the sequences."""
+    """Write rotated coordinates into ``out``, in the order of the sequences."""
     for step in range(z.size // LANES):
         for lane in range(0, LANES, lanes(z)):
             first, swap = _source(step, lane, random, z)
@@ -112,14 +113,14 @@ def _arranged(z, random, out):
 
 @inlined
 def _arrange(z, space, key, block):
-    """Put turned coordinates into the order of the sequences; see `eden.cpu.turned_kernel`."""
+    """Put rotated coordinates into the order of the sequences; see `eden.cpu.turned_kernel`."""
     _arranged(z, _random_of(key, block), space)
     return space, z
 
 
 @inlined
 def _keep(words, kept, at, width):
-    """Put the words of all states away, from a place on."""
+    """Store the words of all states in ``kept``, from ``at`` on."""
     store(kept, at, words[0])
     store(kept, at + width, words[1])
     store(kept, at + 2 * width, words[2])
@@ -132,7 +133,7 @@ def _keep(words, kept, at, width):
 
 @inlined
 def _kept_words(kept, at, width, like):
-    """Returns the words of all states that `_keep` has put away."""
+    """Returns the words of all states that `_keep` has stored."""
     return (
         load_like(kept, at, like),
         load_like(kept, at + width, like),
@@ -166,7 +167,8 @@ def _codec(bits: int) -> Any:
 
     @loop
     def trace(z, moved, inverse, lane, kept, codes):
-        """Write the codes of the best of the sequences from number ``lane`` on, and products with levels into ``z``."""
+        """Write the codes of the best sequences, from number ``lane`` on. ``z`` receives the products of coordinates
+        and levels."""
         width = lanes(z)
         like = load(z, 0)
         segments = z.size // _SEGMENT_NUMEL

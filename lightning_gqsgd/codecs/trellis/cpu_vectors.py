@@ -1,7 +1,7 @@
-"""Vectors for the search through a trellis: the costs of a step, a step of all states, and tables of sixteen levels.
+"""Vector intrinsics for the search in a trellis: the costs of a step, a step of all states, and tables of levels.
 
-The functions here make intrinsics, because levels, subsets and windows are constants of the machine code. There is one
-intrinsic for each number of bits. Words, places and bits are vectors of 32-bit integers, one number for each sequence.
+Levels, subsets and windows are constants of the machine code. Intrinsics that depend on them are built for each number
+of bits. Words, places and bits are vectors of 32-bit integers, with one number for each sequence.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ from lightning_gqsgd.codecs.trellis.codec import (
 )
 from lightning_gqsgd.kernels.cpu.vectors import Vector, features_of, filled_with, permuted, shuffled
 
-#: A number whose addition rounds a float below 2^22 to an integer, which is then in the lowest bits.
+#: Adding this number to a float below 2^22 rounds the float to an integer, which is then in the lowest bits.
 _ROUNDER = 1.5 * 2**23
-#: Numbers of the shorter instruction that looks up.
+#: Number of entries in the table of the shorter look-up instruction.
 _EIGHT = 8
 
 
 def _variant(window: int) -> tuple[int, bool]:
-    """Returns what the costs of a window depend on: its subset, and whether its outermost level is farther out."""
+    """Returns the two properties of a window that determine its costs: its subset, and whether its outermost level is
+    farther out."""
     return subset_of(window), window in FAR_WINDOWS
 
 
-#: All that the costs of a step depend on.
+#: The different results of `_variant`. Windows with the same variant have the same costs.
 _VARIANTS = sorted({_variant(window) for window in range(WINDOWS)})
 
 
 @intrinsic
 def units(typing_context, vector, inverse):
-    """Returns turned coordinates times one over their root mean square, as fp32 numbers within ±`FARTHEST`; NaN stays
-    NaN."""
+    """Returns rotated coordinates times ``inverse``, which is one over their root mean square, as fp32 numbers within
+    ±`FARTHEST`. NaN stays NaN."""
     result = Vector(types.float32, vector.lanes)
 
     def generate(context, builder, signature, arguments):
@@ -69,13 +70,13 @@ def units(typing_context, vector, inverse):
 
 @intrinsic
 def swapped(typing_context, vector, number):
-    """Returns a vector of floats in which each has changed places with the one whose place is its own ^ ``number``."""
+    """Returns a vector of floats with pairs swapped: place p gets the float from place p ^ ``number``."""
 
     def generate(context, builder, signature, arguments):
         vector, number = arguments
         places = builder.trunc(number, ir.IntType(32))
         if vector.type.element == ir.DoubleType():
-            # As pairs of 32 bits, which keep their order.
+            # Doubles are moved as pairs of 32-bit halves. The halves of a pair stay in order.
             halves = builder.bitcast(vector, ir.VectorType(ir.FloatType(), 2 * vector.type.count))
             moved = _swapped(context, builder, halves, builder.shl(places, places.type(1)))
             return builder.bitcast(moved, vector.type)
@@ -85,7 +86,7 @@ def swapped(typing_context, vector, number):
 
 
 def _swapped(context, builder, vector, number):
-    """Generate `swapped` for sixteen numbers of 32 bits."""
+    """Generate code for `swapped` with sixteen numbers of 32 bits."""
     features = features_of(context)
     if "+avx512f" in features:
         return permuted(builder, "llvm.x86.avx512.permvar.sf.512", vector, _places_swapped(builder, WINDOWS, number))
@@ -105,14 +106,15 @@ def _swapped(context, builder, vector, number):
 
 
 def _places_swapped(builder, count, number):
-    """Generate the integers 0, 1, 2, ... ^ ``number``, so many of them."""
+    """Generate code for the vector of ``count`` integers 0 ^ ``number``, 1 ^ ``number``, 2 ^ ``number``, ..."""
     form = ir.VectorType(ir.IntType(32), count)
     return builder.xor(ir.Constant(form, list(range(count))), filled_with(builder, number, form))
 
 
 @lru_cache
 def costs(bits: int) -> Any:
-    """Returns the intrinsic ``costs(x)``: the costs of a step, as they are added to words, of all `_VARIANTS`."""
+    """Returns the intrinsic ``costs(x)``. It returns the costs of a step for all `_VARIANTS`, shifted so that they can
+    be added to words."""
     *inner, near, far = MAGNITUDES[bits]
 
     @intrinsic
@@ -140,7 +142,8 @@ def costs(bits: int) -> Any:
 
 
 class _Lines:
-    """The costs of numbers that are not negative at levels, which are straight lines; each product is made once."""
+    """Generates the costs of non-negative numbers at levels. A cost is a linear function of the number. Each product is
+    generated once."""
 
     def __init__(self, builder, sizes):
         self._builder = builder
@@ -148,7 +151,7 @@ class _Lines:
         self._products = {}
 
     def at(self, level):
-        """Generate the costs at a level."""
+        """Generate code for the costs at a level."""
         size = abs(level)
         constant, slope = (_all(self._sizes.type, float(number)) for number in costs_of(np.float64(size)))
         if size not in self._products:
@@ -158,7 +161,7 @@ class _Lines:
 
 
 def _near_positive(magnitudes: Sequence[float], subset: int) -> list[float]:
-    """Returns the levels of a subset that can be nearest to a number that is not negative."""
+    """Returns the levels of a subset that can be nearest to a non-negative number."""
     levels = [-size for size in reversed(magnitudes)] + list(magnitudes)
     own = levels[subset::4]
     positive = [level for level in own if level > 0]
@@ -167,7 +170,7 @@ def _near_positive(magnitudes: Sequence[float], subset: int) -> list[float]:
 
 
 def _smallest(builder, vectors):
-    """Generate the smallest numbers of vectors of floats."""
+    """Generate code for the elementwise minimum of vectors of floats."""
     least, *others = vectors
     for other in others:
         least = builder.select(builder.fcmp_ordered("<", other, least), other, least)
@@ -175,7 +178,7 @@ def _smallest(builder, vectors):
 
 
 def _rounded(builder, cost):
-    """Generate costs as integers, times 2^`PATH`."""
+    """Generate code for costs rounded to integers, times 2^`PATH`."""
     integer = ir.VectorType(ir.IntType(32), cost.type.count)
     bits = builder.bitcast(builder.fadd(cost, _all(cost.type, _ROUNDER)), integer)
     return builder.shl(bits, _all(integer, PATH))
@@ -183,7 +186,7 @@ def _rounded(builder, cost):
 
 @intrinsic
 def first_words(typing_context, like):
-    """Returns the words of all states before the first step, as vectors of as many numbers as ``like`` has."""
+    """Returns the words of all states before the first step, as vectors with as many numbers as ``like``."""
     result = types.UniTuple(Vector(types.int32, like.lanes), STATES)
 
     def generate(context, builder, signature, arguments):
@@ -196,7 +199,7 @@ def first_words(typing_context, like):
 
 @intrinsic
 def renewed(typing_context, words):
-    """Returns the words at the start of a segment that belong to those at the end of the one before."""
+    """Returns the words at the start of a segment, from the words at the end of the segment before."""
 
     def generate(context, builder, signature, arguments):
         old = cgutils.unpack_tuple(builder, arguments[0])
@@ -211,7 +214,7 @@ def renewed(typing_context, words):
 
 @intrinsic
 def advanced(typing_context, words, costs, step):
-    """Returns the words of all states after one more step, the number ``step`` of its segment."""
+    """Returns the words of all states after one more step. ``step`` is the number of the step in its segment."""
 
     def generate(context, builder, signature, arguments):
         old = cgutils.unpack_tuple(builder, arguments[0])
@@ -246,7 +249,8 @@ def smallest_bits(typing_context, words):
 
 @intrinsic
 def bits_of_state(typing_context, words, bits):
-    """Returns the bits of the words of the states at the start of a segment with these bits."""
+    """Returns, for each sequence, the bits of the word of one state. The lowest bits of ``bits``, which are the bits of
+    the segment that follows, select the state."""
     result = words.dtype
 
     def generate(context, builder, signature, arguments):
@@ -261,8 +265,8 @@ def bits_of_state(typing_context, words, bits):
 
 @lru_cache
 def numbers_of_levels(bits: int) -> Any:
-    """Returns the intrinsic ``numbers(x, windows)``: the numbers of the levels nearest to x in the alphabets of
-    windows."""
+    """Returns the intrinsic ``numbers(x, windows)``. It returns the number of the level nearest to each x in the
+    alphabet of its window."""
     thresholds = thresholds_of(alphabets(MAGNITUDES[bits]))
 
     @intrinsic
@@ -273,7 +277,7 @@ def numbers_of_levels(bits: int) -> Any:
             form = windows.type
             number = ir.Constant(form, [0] * form.count)
             for place in reversed(range(bits - 1)):
-                # Thresholds in the middle of what is left, one for each value of the bits that are found.
+                # The middle thresholds of the remaining ranges: one for each value of the bits that are already found.
                 middle = thresholds[:, (1 << place) - 1 :: 2 << place]
                 tables = [look_up(column, x.type) for column in middle.T]
                 threshold = _by_bits(builder, tables, number, place + 1)
@@ -288,7 +292,7 @@ def numbers_of_levels(bits: int) -> Any:
 
 @lru_cache
 def levels(bits: int) -> Any:
-    """Returns the intrinsic ``levels(codes, windows, like)``: the levels that codes stand for, as vectors like
+    """Returns the intrinsic ``levels(codes, windows, like)``. It returns the levels of codes, as a vector like
     ``like``."""
     alphabet = alphabets(MAGNITUDES[bits])
 
@@ -306,7 +310,8 @@ def levels(bits: int) -> Any:
 
 
 def _by_bits(builder, vectors, numbers, first):
-    """Generate the numbers of one of 2^k vectors, of which k bits say which, from number ``first`` on."""
+    """Generate code that selects each number from one of 2^k vectors. The k bits from bit ``first`` on of the integer
+    in ``numbers`` select the vector."""
     place = first
     while len(vectors) > 1:
         has_bit = _has_bit(builder, numbers, place)
@@ -316,20 +321,20 @@ def _by_bits(builder, vectors, numbers, first):
 
 
 def _has_bit(builder, numbers, place):
-    """Generate where integers have a bit."""
+    """Generate code that tests whether bit ``place`` is set in each integer."""
     form = numbers.type
     return builder.icmp_unsigned("!=", builder.and_(numbers, _all(form, 1 << place)), _all(form, 0))
 
 
 def _finder(context, builder, windows, *, single: bool):
-    """Returns a function that generates the numbers that belong to windows, from a table of one for each window.
+    """Returns a function that generates code to look up the numbers of windows, from a table with one for each window.
 
-    Instructions look up sixteen fp32 numbers at once, or eight. Windows with the same alphabet have the same numbers,
-    so eight are enough.
+    One instruction looks up fp32 numbers in a table of sixteen, another in a table of eight. Windows with the same
+    alphabet have the same numbers, so eight are enough.
 
     Args:
-        context: Numba's.
-        builder: LLVM's.
+        context: Numba's context.
+        builder: LLVM's builder.
         windows: the windows.
         single: whether the numbers are fp32.
     """
@@ -357,7 +362,7 @@ def _finder(context, builder, windows, *, single: bool):
 
 
 def _sixteen(builder, table, windows, *, has_permutes: bool):
-    """Generate the integers of a table of sixteen that belong to windows."""
+    """Generate code that looks up an integer for each window, in a table of sixteen."""
     if not has_permutes:
         return _by_bits(builder, [_all(windows.type, number) for number in table], windows, 0)
     eight = ir.VectorType(windows.type.element, _EIGHT)
@@ -371,7 +376,7 @@ def _sixteen(builder, table, windows, *, has_permutes: bool):
 
 
 def _in_parts(builder, places, generate_part):
-    """Generate a vector from parts of eight places."""
+    """Generate code for a vector from parts of eight places."""
     count = places.type.count
     parts = [
         generate_part(shuffled(builder, places, range(first, first + _EIGHT))) for first in range(0, count, _EIGHT)
@@ -380,11 +385,11 @@ def _in_parts(builder, places, generate_part):
 
 
 def _joined(builder, parts):
-    """Generate the vector of the numbers of two vectors, one after the other."""
+    """Generate code that concatenates two vectors."""
     count = 2 * parts[0].type.count
     return builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(count))))
 
 
 def _all(form, number):
-    """Returns the constant vector of a type all of whose numbers are one."""
+    """Returns the constant vector of the type ``form`` whose numbers are all ``number``."""
     return ir.Constant(form, [number] * form.count)

@@ -1,8 +1,8 @@
-"""Trellis codes in Triton: turned coordinates at the levels of the best sequences, see `codecs.trellis.codec`.
+"""Kernels of trellis codes for GPUs, in Triton; `codecs.trellis.codec` has the readable form.
 
-Blocks are turned and scaled by the functions of `codecs.eden.cuda`. What is here chooses levels. Tensors of one step
-have the shape [rows, sequences]; words of all states are eight of them. A segment's steps are unrolled, and segments
-are a loop.
+The functions of `codecs.eden.cuda` rotate and scale blocks. The functions here choose levels. Tensors of one step have
+the shape [rows, sequences], and the words of all states are eight such tensors. The steps of a segment are unrolled,
+and the kernel loops over segments.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _COST = tl.constexpr(-1 << codec.PATH)
 _FIRST_BIT = tl.constexpr(1 << codec.MEMORY)
 _NEVER = tl.constexpr(codec.NEVER << codec.PATH)
 _FARTHEST = tl.constexpr(codec.FARTHEST)
-#: A number whose addition rounds a float below 2^22 to an integer, which is then in the lowest bits.
+#: Adding this number to a float below 2^22 rounds the float to an integer, which is then in the lowest bits.
 _ROUNDER = tl.constexpr(1.5 * 2**23)
-#: Alphabets that differ: of the four subsets, and then of the windows with a level that is farther out.
+#: Number of different alphabets: one for each of the four subsets, and one for each window whose outermost level is
+#: farther out.
 _ALPHABETS = tl.constexpr(4 + len(codec.FAR_WINDOWS))
 _FAR_0 = tl.constexpr(4)
 _FAR_3 = tl.constexpr(5)
@@ -46,11 +47,11 @@ _FAR_WINDOW_3, _FAR_WINDOW_0 = (tl.constexpr(window) for window in codec.FAR_WIN
 
 
 class Trellis(NamedTuple):
-    """The numbers of the family, of each alphabet in turn.
+    """The constants of the family. Each attribute has the numbers of all alphabets, one alphabet after the other.
 
     Attributes:
         levels: levels, ascending.
-        thresholds: the smallest numbers that are rounded to them, but for the first.
+        thresholds: the smallest number that is rounded to each level, except for the first level of an alphabet.
         constants, slopes: see `codec.costs_of`.
     """
 
@@ -61,7 +62,7 @@ class Trellis(NamedTuple):
 
 
 def numbers_of(q: Any, dtype: torch.dtype) -> Trellis:
-    """Returns the numbers of a `TrellisQuantiser`, for gradients of a dtype."""
+    """Returns the constants of the family for a `TrellisQuantiser` and gradients of a dtype."""
     real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
     usual = {codec.subset_of(window): window for window in range(codec.WINDOWS) if window not in codec.FAR_WINDOWS}
     alphabets = q.alphabets[[usual[0], usual[1], usual[2], usual[3], _FAR_WINDOW_0.value, _FAR_WINDOW_3.value]]
@@ -93,7 +94,7 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the coordinates that codes stand for; see `ScaledFamily.to_values`."""
+    """Returns the coordinates of codes; see `ScaledFamily.to_values`."""
     HIGHEST: tl.constexpr = c.codes.bits - 1
     window_a, window_b = _halves(_windows_of(_joined(code_a >> HIGHEST, code_b >> HIGHEST, c), c), c)
     level_a = _levels(code_a & ((1 << HIGHEST) - 1), _alphabet(window_a), c)
@@ -104,7 +105,7 @@ def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.co
 
 @triton.jit
 def _arranged(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns both halves of turned coordinates in the order of the sequences; see `codec.orders`."""
+    """Returns both halves of rotated coordinates in the order of the sequences; see `codec.orders`."""
     place = tl.arange(0, 2 * c.shape.half)[None, :]
     random = _random(t, key)
     step = (place // _LANES).to(tl.uint32)
@@ -114,11 +115,11 @@ def _arranged(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _put_back(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns both halves of what is in the order of the sequences in that of turned coordinates."""
+    """Returns both halves of numbers in the order of rotated coordinates, from the order of the sequences."""
     place = tl.arange(0, 2 * c.shape.half)[None, :]
     random = _random(t, key)
     factor = random | 1
-    # One over the factor modulo 2^3, and then modulo 2^6, 2^12 and 2^24.
+    # The inverse of the factor modulo 2^3, and after each iteration modulo 2^6, 2^12 and 2^24.
     inverse = factor
     for _ in tl.static_range(3):
         inverse *= 2 - factor * inverse
@@ -128,20 +129,21 @@ def _put_back(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _random(t, key):
-    """Returns the random word of each block's order, uint32 [rows, 1]."""
+    """Returns the random word that determines the order of each block, uint32 [rows, 1]."""
     word_a, word_b = block_keys(t, key)
     return words(tl.full((1, 1), _ORDER_PLACE, tl.uint32), word_a, word_b)
 
 
 @triton.jit
 def _lane(place, random, step):
-    """Returns the number within a row of what has a place in the order of the sequences, or the other way round."""
+    """Returns the number within a row of 16 rotated coordinates for a place in the order of the sequences. The same
+    formula also computes the inverse."""
     return (place % _LANES) ^ ((random * step) >> 28).to(tl.int32)
 
 
 @triton.jit
 def _from_places(a, b, places, t, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns both halves of rows whose coordinates come from other places, within the blocks."""
+    """Returns both halves of rows after a permutation: each place within a block gets the number from ``places``."""
     if KIND == RAGGED:
         place = tl.arange(0, 2 * c.shape.half)[None, :]
         places = tl.where(place < t.n[:, None], places, place)
@@ -158,7 +160,7 @@ def _limited(x):
 
 @triton.jit
 def _joined(a, b, c: tl.constexpr):
-    """Returns what both halves have, by segment, step and sequence: [rows, segments, steps, sequences]."""
+    """Returns the numbers of both halves by segment, step and sequence: [rows, segments, steps, sequences]."""
     ROWS: tl.constexpr = c.shape.rows
     SEGMENTS: tl.constexpr = 2 * c.shape.half // (_SEGMENT * _LANES)
     return tl.reshape(tl.trans(tl.join(a, b), 0, 2, 1), (ROWS, SEGMENTS, _SEGMENT, _LANES))
@@ -166,14 +168,15 @@ def _joined(a, b, c: tl.constexpr):
 
 @triton.jit
 def _halves(v, c: tl.constexpr):
-    """Returns both halves of what `_joined` returned."""
+    """Returns both halves of a result of `_joined`."""
     ROWS: tl.constexpr = c.shape.rows
     return tl.split(tl.trans(tl.reshape(v, (ROWS, 2, c.shape.half)), 0, 2, 1))
 
 
 @triton.jit
 def _best_windows(x, n, c: tl.constexpr):
-    """Returns the windows of the best sequences; see `codec.best_windows`. ``n``: numbers of turned coordinates."""
+    """Returns the windows of the best sequences; see `codec.best_windows`. ``n`` has the number of rotated coordinates
+    of each block."""
     ROWS: tl.constexpr = c.shape.rows
     SEGMENTS: tl.constexpr = 2 * c.shape.half // (_SEGMENT * _LANES)
     place = tl.arange(0, SEGMENTS)[None, :, None]
@@ -218,19 +221,21 @@ def _best_windows(x, n, c: tl.constexpr):
 
 @triton.jit
 def _either(bit, yes, no):
-    """Returns ``yes`` where a bit is set, and ``no`` elsewhere."""
+    """Returns ``yes`` if ``bit`` is not zero, and ``no`` otherwise, elementwise."""
     return tl.where(bit != 0, yes, no)
 
 
 @triton.jit
 def _put(kept, here, even, odd):
-    """Returns kept bits with those of the words of two states at one segment. Both fit a register, which are scarce."""
+    """Returns ``kept`` with the bits of the words of two states added at one segment. The bits of both states share one
+    integer, because registers are scarce."""
     return tl.where(here, ((even & _BITS) | (odd & _BITS) << 16)[:, None, :], kept)
 
 
 @triton.jit
 def _after_segment(steps, w0, w1, w2, w3, w4, w5, w6, w7, c: tl.constexpr):
-    """Returns the words of all states after a segment; ``steps``: its numbers, [rows, steps, sequences]."""
+    """Returns the words of all states after a segment. ``steps`` are the segment's coordinates, [rows, steps,
+    sequences]."""
     ROWS: tl.constexpr = c.shape.rows
     first = w0 & _COST
     w0 = (w0 & _COST) - first
@@ -263,7 +268,7 @@ def _parted(v):
 
 @triton.jit
 def _after_step(x, w0, w1, w2, w3, w4, w5, w6, w7, STEP: tl.constexpr, c: tl.constexpr):
-    """Returns the words of all states after one more step. The alphabets are those of `codec.subset_of`."""
+    """Returns the words of all states after one more step. `codec.subset_of` defines the alphabets."""
     d0 = _costs(x, 0, c)
     d1 = _costs(x, 1, c)
     d2 = _costs(x, 2, c)
@@ -285,7 +290,7 @@ def _after_step(x, w0, w1, w2, w3, w4, w5, w6, w7, STEP: tl.constexpr, c: tl.con
 
 @triton.jit
 def _costs(x, ALPHABET: tl.constexpr, c: tl.constexpr):
-    """Returns the costs at the nearest level of an alphabet, as they are added to words."""
+    """Returns the costs at the nearest level of an alphabet, shifted so that they can be added to words."""
     LEVELS: tl.constexpr = 1 << (c.codes.bits - 1)
     FIRST: tl.constexpr = ALPHABET * LEVELS
     least = c.family.constants[FIRST] - x * c.family.slopes[FIRST]
@@ -296,7 +301,7 @@ def _costs(x, ALPHABET: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _windows_of(u, c: tl.constexpr):
-    """Returns the windows that belong to the highest bits of codes, as `_joined` returns them."""
+    """Returns the windows of codes from their highest bits ``u``, both in the form of `_joined`."""
     ROWS: tl.constexpr = c.shape.rows
     SEGMENTS: tl.constexpr = 2 * c.shape.half // (_SEGMENT * _LANES)
     step = tl.arange(0, _SEGMENT)[None, None, :, None]
@@ -318,7 +323,7 @@ def _alphabet(window):
 
 @triton.jit
 def _nearest(x, alphabet, c: tl.constexpr):
-    """Returns the numbers of the nearest levels in alphabets, and the levels."""
+    """Returns the numbers of the nearest levels in each coordinate's alphabet, and the levels."""
     LEVELS: tl.constexpr = 1 << (c.codes.bits - 1)
     number = tl.zeros(x.shape, tl.int32)
     for k in tl.static_range(LEVELS - 1):
@@ -331,7 +336,7 @@ def _nearest(x, alphabet, c: tl.constexpr):
 
 @triton.jit
 def _levels(number, alphabet, c: tl.constexpr):
-    """Returns the levels with these numbers in alphabets."""
+    """Returns the levels with these numbers in each coordinate's alphabet."""
     LEVELS: tl.constexpr = 1 << (c.codes.bits - 1)
     level = tl.zeros(number.shape, c.number.compute)
     for one in tl.static_range(_ALPHABETS):

@@ -1,18 +1,18 @@
 """Fast kernels on the CPU: one pass over memory per stage, a block at a time in L1, without the GIL.
 
-The functions and their arguments are those of `protocol.Kernels`. The codes are those of `reference`.
+`protocol.Kernels` describes the functions and their arguments. Codes are the same as those of `reference`.
 
-A kernel is put together of parts, with one file for each:
+A kernel is composed of parts. Each part has its own file:
 
-* `stages` turns tensors into the arguments of kernels.
+* `stages` converts tensors to the arguments of kernels.
 * `blocks` has the loops over blocks.
-* ``cpu`` in a family's folder in `codecs` has what the family does to one block, and `records` has what the families
-  with a scale and a dither share.
+* ``cpu`` in a family's folder in `codecs` has the functions of the family for one block, and `records` has the
+  functions that families with a scale and codes of a fixed width share.
 * `dither`, `rotation`, `packing`, `scales` and `loops` have the loops over coordinates. `casts` has single operations,
   and `vectors` has operations on vectors, for loops that LLVM does not vectorise.
 * `narrow` rounds coordinates to bf16.
 * `statistics` has largest magnitudes and sums of blocks.
-* `jit` says how parts are compiled, and `cache` keeps compiled kernels.
+* `jit` has the decorators that compile parts, and `cache` keeps compiled kernels on disk.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The loops over blocks, which call what a family of codes does to one block.
+"""The loops over blocks. They call a family's functions for one block.
 
-Encoding, averaging and decoding are one kernel. The reduction of a shard needs the parts of the other two, and every
-copy of a part takes seconds to compile.
+Encoding, averaging and decoding are one kernel, because averaging a shard needs the code of the other two, and every
+copy of this code takes seconds to compile.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lightning_gqsgd.kernels.cpu.loops import add_scaled, clamp, copy, divide, f
 from lightning_gqsgd.kernels.cpu.rotation import turn_block
 from lightning_gqsgd.kernels.layout import CODES, LENGTH, RAW, START
 
-#: Blocks that a family may handle at once, and the length up to which it is worth it. Each step of a short block would
-#: have to wait for the step before it; with several blocks, a processor does a step of one while another one waits.
-#: Longer blocks would not stay in the fastest cache together.
+#: The largest number of blocks that a family handles together, and the largest length of such blocks. Each step of a
+#: short block has to wait for the step before it. With several blocks, the processor runs a step of one block while
+#: another block waits. Longer blocks would not fit into the fastest cache together.
 TOGETHER = 4
 LONGEST_TOGETHER = 512
 
@@ -31,8 +31,8 @@ class Received(NamedTuple):
     Attributes:
         memory: the messages, one after the other, uint8 [bytes].
         stride: bytes of a message.
-        keys: dither keys of each source, uint32 [sources, 2]. There is nothing to decode if there is no source.
-        own: number of the source whose coordinates are given, so that its message is not decoded; -1: there is none.
+        keys: dither keys of each source, uint32 [sources, 2]. If there are no sources, nothing is decoded.
+        own: number of the source whose coordinates are given, so that its message is not decoded; -1: no source.
     """
 
     memory: np.ndarray
@@ -45,10 +45,10 @@ class Sent(NamedTuple):
     """A message to write, typed for the kernels.
 
     Attributes:
-        memory: the message, uint8 [bytes]. There is nothing to write if it is empty.
+        memory: the message, uint8 [bytes]. If it is empty, nothing is written.
         key: dither keys, uint32 [2].
         scales: bits of the scales to use, as integers as wide as the compute dtype, [number of blocks]. If it is empty,
-            every block has its largest magnitude for a scale.
+            the scale of every block is its largest magnitude.
     """
 
     memory: np.ndarray
@@ -57,8 +57,8 @@ class Sent(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Space for one block, or for as many as are handled at once. Dither comes in pairs, so there is space for one
-    coordinate more.
+    """Scratch space for the blocks that are handled together. Dither is computed in pairs, so there is space for one
+    more coordinate.
 
     Attributes:
         u: dither, fp32.
@@ -66,7 +66,7 @@ class Scratch(NamedTuple):
         codes: codes, uint8.
         mean: coordinates, in the compute dtype.
         own: coordinates of this rank, in the compute dtype.
-        turned: turned coordinates, in the compute dtype.
+        turned: rotated coordinates, in the compute dtype.
         largest: bits of the largest magnitude of each block, int64.
         factors: a number for each block, in the compute dtype.
         flags: a truth value for each block.
@@ -88,10 +88,11 @@ def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any])
 
     Args:
         name: name of the kernel.
-        write: compiled function ``write(values, given, block, key, c, s, wire)``, which writes a block's record. The
-            bits of the block's scale are ``given``, or follow from the values if ``given`` is negative.
-        read: compiled function ``read(wire, at, block, key, c, s, add, out)``, which sets ``out`` to a block's
-            coordinates times ``c.each``, or adds them to ``out``. The message starts at byte ``at`` of ``wire``.
+        write: compiled function ``write(values, given, block, key, c, s, wire)``. It writes a block's record. The bits
+            of the block's scale are ``given``, or follow from the values if ``given`` is negative.
+        read: compiled function ``read(wire, at, block, key, c, s, add, out)``. It writes a block's coordinates times
+            ``c.each`` into ``out``, or adds them to ``out`` if ``add`` is true. The message starts at byte ``at`` of
+            ``wire``.
     """
 
     @inlined
@@ -106,11 +107,11 @@ def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any])
 
 
 def group_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any], *, together: int = TOGETHER) -> Any:
-    """Returns the kernel that encodes, reduces and decodes the blocks of a family of codes, several at once.
+    """Returns the kernel that encodes, reduces and decodes the blocks of a family of codes, several blocks together.
 
-    Instead of a block, the functions get the block table, the number ``k`` of a block, and a number of blocks from
-    there on, which have the same length and lie side by side in the gradient. Otherwise they are those of
-    `codec_kernel`. Families that take more than one block have no rotation.
+    The functions are like those of `codec_kernel`. But instead of a block, they get the block table, the number ``k``
+    of the first block, and the number of blocks. These blocks have the same length and are contiguous in the gradient.
+    Families that take more than one block do not support ``rotation``.
 
     Args:
         name: name of the kernel.
@@ -121,7 +122,7 @@ def group_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any],
 
     @inlined
     def number_together(blocks, k):
-        """Returns how many blocks from number ``k`` on are handled at once."""
+        """Returns the number of blocks from number ``k`` on that are handled together."""
         length = blocks[k, LENGTH]
         number = 1
         while number < together and k + number < blocks.shape[0] and length <= LONGEST_TOGETHER:
@@ -134,7 +135,7 @@ def group_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any],
 
     @inlined
     def add_up(received, blocks, k, number, c, s, out):
-        """Write the sum of blocks over the messages to decode, in their order, times ``c.each``."""
+        """Write the sum of blocks over the messages to decode, times ``c.each``. Messages are added in order."""
         block = blocks[k]
         add = False
         for source in range(received.keys.shape[0]):
@@ -145,15 +146,15 @@ def group_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any],
             elif source != received.own:
                 read(received.memory, at, blocks, k, number, received.keys[source], c, s, add, out)
                 add = True
-        if not add:  # this rank's message is the only one
+        if not add:  # there is no message except for this rank's own
             fill(out, 0)
 
     @inlined
     def average(x, received, turn, encodes, blocks, k, number, c, s, out):
         """Write the mean of blocks over all sources.
 
-        Others' coordinates are turned back unless the mean is encoded again, as turned as they are. Then this rank's
-        coordinates are turned, too.
+        If the mean is encoded again, it stays rotated, and this rank's coordinates are rotated, too. Otherwise, the
+        decoded sum is rotated back.
         """
         add_up(received, blocks, k, number, c, s, out)
         block = blocks[k]
@@ -182,12 +183,12 @@ def group_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any],
         """Decode messages into their mean, or encode coordinates or the mean.
 
         Args:
-            x: coordinates in the compute dtype. They are read if nothing was received or if ``received.own`` counts,
+            x: coordinates in the compute dtype. They are read if nothing was received or if ``received.own`` is not -1,
                 and written if nothing is sent.
             blocks: block table.
-            received: the messages to decode, `Received`; None: there are none, and no code to decode any is compiled.
+            received: the messages to decode, `Received`. None: the kernel is compiled without the code for decoding.
             sent: the message to write, `Sent`.
-            turn: the rotation, `Turn`; None: there is none.
+            turn: the rotation, `Turn`. None: no rotation.
             c: constants of the family.
             s: `Scratch`.
 
@@ -214,11 +215,11 @@ def group_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any],
                 else:
                     if received.own >= 0:
                         copy(mean, values)
-                    if block[RAW] or turn is not None:  # such a block is the only one
+                    if block[RAW] or turn is not None:  # such a block is handled alone
                         not_finite += not is_finite(values, c.form)
                     else:
-                        # What was decoded, and not turned, is NaN in all places of a block or in none. A loop over one
-                        # place would take a tenth of the time of a short block.
+                        # Without a rotation, a decoded block is NaN everywhere or nowhere, so its first number is
+                        # enough. A call of `is_finite` for it would take a tenth of the time of a short block.
                         for i in range(number):
                             first = values[i * block[LENGTH]]
                             not_finite += first - first != 0
@@ -245,13 +246,13 @@ def sum_kernel(name: str, read_sum: Callable[..., Any]) -> Any:
 
     Args:
         name: name of the kernel.
-        read_sum: compiled function ``read_sum(wire, scale_bits, block, keys, c, s, out)``, which writes the mean that a
-            block's summed codes stand for.
+        read_sum: compiled function ``read_sum(wire, scale_bits, block, keys, c, s, out)``. It decodes a block's summed
+            codes, and writes the mean into ``out``.
     """
 
     @kernel(name)
     def decode_sum(wire, scales, blocks, x, keys, c, s):
-        """Write the mean of all blocks into ``x``; return the number of blocks that are not finite.
+        """Write the mean of all blocks into ``x``. Returns the number of blocks that are not finite.
 
         Args:
             wire: the message of summed codes, uint8 [bytes].

@@ -1,17 +1,18 @@
-"""Machine code of kernels on disk, so that only the first process on a machine has to compile them.
+"""Cache of the machine code of kernels on disk, so that only the first process on a machine has to compile them.
 
-Numba's own cache cannot be used, for three reasons. It compares the file of a kernel only, and does not notice when a
-file that the kernel includes has changed. It cannot find a kernel again that is made of other compiled functions. Two
-processes that compile one kernel for two dtypes at the same time can exchange the code of both.
+Numba's own cache cannot be used, for three reasons. It compares only the file of a kernel, so it does not notice a
+change in another file that the kernel includes. It cannot find a kernel again that is composed of other compiled
+functions. If two processes compile one kernel for two dtypes at the same time, it can exchange their code.
 
-Here, each kernel has one file for every combination of argument types, processor and source text. The text is that of
-all files that a kernel can include. Files are written under another name first, so that no process reads half a file.
-Of several processes that need one kernel at the same time, such as the ranks of a first start, one compiles it. The
-others wait, because together they would take that long each on a machine with fewer processors than processes.
+Here, each kernel has one file for every combination of argument types, processor and source text. The source text
+includes all files that a kernel can include. Files are written under another name first, so that no process reads half
+a file. If several processes need one kernel at the same time, such as the ranks at the first start, one of them
+compiles it and the others wait. On a machine with fewer processors than processes, compiling in all of them would take
+longer for each.
 
-Files are looked for in these folders, in this order, and written to the first folder that is writable:
+The cache searches these folders, in this order, and writes files to the first folder that is writable:
 
-1. the folder that the environment variable ``NUMBA_CACHE_DIR`` names, if there is one;
+1. the folder in the environment variable ``NUMBA_CACHE_DIR``, if it is set;
 2. ``__pycache__`` beside the sources;
 3. Numba's folder in the user's cache.
 """
@@ -38,14 +39,14 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 from numba.misc.appdirs import AppDirs
 
-#: Remedy where nothing can be kept.
+#: Advice for the case that no folder is writable.
 REMEDY = "set the environment variable NUMBA_CACHE_DIR to a folder that is writable"
 
-#: Folders of the package that have kernels, and whatever kernels include.
+#: Folders of the package that have kernels and the files that kernels include.
 _FOLDERS = ("kernels", "codecs", "reducers/elias")
 _SUFFIX = ".nbc"
 _DIGEST_BYTES = 32
-#: Seconds after which a process no longer waits for another one to compile a kernel: that one may have been stopped.
+#: Seconds after which a process no longer waits for another process to compile a kernel, which may have been stopped.
 _LONGEST_WAIT_S = 60.0
 
 
@@ -54,8 +55,8 @@ class Compilation(NamedTuple):
 
     Attributes:
         kernel: name of the kernel.
-        reason: why, in words that complete a sentence.
-        folder: where the machine code is going to be kept; None: nowhere.
+        reason: the reason, as a part of a sentence.
+        folder: the folder in which the machine code will be kept. None: it will not be kept.
     """
 
     kernel: str
@@ -63,13 +64,14 @@ class Compilation(NamedTuple):
     folder: Path | None
 
 
-#: Called for every compilation, see `watching`.
+#: Functions that are called for every compilation, see `watching`.
 _watchers: list[Callable[[Compilation], None]] = []
 
 
 @contextmanager
 def watching(watcher: Callable[[Compilation], None]) -> Iterator[None]:
-    """Call a function before every compilation in this process, and after every failure to keep machine code."""
+    """Context manager that calls a function before every compilation in this process, and after every failure to keep
+    machine code."""
     _watchers.append(watcher)
     try:
         yield
@@ -94,12 +96,12 @@ def digest_of(files: Iterable[Path]) -> str:
 
 @lru_cache(maxsize=1)
 def _source_digest() -> str:
-    """Returns the digest of the sources of this process: what is imported does not change with the files."""
+    """Returns the digest of the sources. It is computed once, because imported code does not change with its files."""
     return digest_of(included_files())
 
 
 def folders() -> list[Path]:
-    """Returns the folders in which machine code is looked for."""
+    """Returns the folders in which the cache searches machine code, in order."""
     # One NUMBA_CACHE_DIR may serve several copies of the package.
     place = f"lightning_gqsgd_{hashlib.sha256(os.fsencode(Path(__file__).parent)).hexdigest()[:16]}"
     user = Path(AppDirs(appname="numba", appauthor=False).user_cache_dir) / place
@@ -109,8 +111,8 @@ def folders() -> list[Path]:
 
 
 def writable_folder() -> Path | None:
-    """Returns the folder in which machine code is kept, which is created if it is missing; None: no folder is
-    writable."""
+    """Returns the folder in which machine code is kept, or None if no folder is writable. A missing folder is
+    created."""
     for folder in folders():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -130,17 +132,18 @@ class KernelCache(_Cache):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        #: Held from the time when no file was found until the kernel is kept. Where compilation fails, it is held on.
+        #: The lock that is held from the time when no file was found until the kernel is kept. If the compilation
+        #: fails, it stays held.
         self._lock: IO[bytes] | None = None
 
     @property
     def cache_path(self) -> str | None:
-        """The folder in which machine code is kept; None: nowhere."""
+        """The folder in which machine code is kept, or None if no folder is writable."""
         folder = writable_folder()
         return None if folder is None else str(folder)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Returns the compiled kernel for argument types; None: it has to be compiled."""
+        """Returns the compiled kernel for argument types, or None if it has to be compiled."""
         target_context.refresh()
         file_name = self._file_name(sig, target_context.codegen())
         found = self._found(file_name, target_context)
@@ -149,7 +152,7 @@ class KernelCache(_Cache):
         folder = writable_folder()
         if folder is not None:
             self._lock = _locked(folder / file_name)
-            found = self._found(file_name, target_context)  # it may have been compiled in the meantime
+            found = self._found(file_name, target_context)  # another process may have compiled it in the meantime
             if found is not None:
                 self._unlock()
                 return found
@@ -158,11 +161,11 @@ class KernelCache(_Cache):
         return None
 
     def _found(self, file_name: str, target_context: Any) -> Any:
-        """Returns the compiled kernel of the first whole file of this name; None: there is none."""
+        """Returns the compiled kernel from the first intact file with this name, or None if there is no such file."""
         for folder in folders():
             content = _content_of(folder / file_name)
             if content is not None and hashlib.sha256(content[_DIGEST_BYTES:]).digest() == content[:_DIGEST_BYTES]:
-                # The file is as trustworthy as the sources: whoever can write one can write the other.
+                # The file is as trustworthy as the sources, because the same users can write both.
                 return CompileResult._rebuild(target_context, *pickle.loads(content[_DIGEST_BYTES:]))  # noqa: S301
         return None
 
@@ -170,7 +173,7 @@ class KernelCache(_Cache):
         """Keep a compiled kernel, and remove the files of the same kernel from older sources."""
         folder = writable_folder()
         if folder is None:
-            return  # `load_overload` has told so
+            return  # `load_overload` has told the watchers
         content = dumps(data._reduce())
         try:
             _write(folder / self._file_name(sig, data.codegen), hashlib.sha256(content).digest() + content)
@@ -184,20 +187,20 @@ class KernelCache(_Cache):
                 file.unlink()
 
     def _unlock(self) -> None:
-        """Let the next process look for the kernel, which has been kept if that is possible."""
+        """Release the lock, so that the next process can search the kernel."""
         if self._lock is None:
             return
-        # Who has opened this file already finds the kernel all the same when it holds the lock.
+        # A process that has already opened this file still finds the kernel once it holds the lock.
         with suppress(OSError):
             os.unlink(self._lock.name)
         self._lock.close()
         self._lock = None
 
     def enable(self) -> None:
-        """Do nothing: the cache is always used."""
+        """Do nothing, because the cache is always used."""
 
     def disable(self) -> None:
-        """Do nothing: the cache is always used."""
+        """Do nothing, because the cache is always used."""
 
     def flush(self) -> None:
         """Remove all files of the kernel."""
@@ -221,7 +224,7 @@ class KernelCache(_Cache):
         return [file for file in folder.glob(f"{self._prefix}*{_SUFFIX}") if not file.name.startswith(current)]
 
     def _reason(self) -> str:
-        """Returns why the kernel has to be compiled."""
+        """Returns the reason why the kernel has to be compiled."""
         if writable_folder() is None:
             return f"none of the folders {', '.join(map(str, folders()))} is writable"
         if any(self._stale(folder) for folder in folders()):
@@ -229,16 +232,17 @@ class KernelCache(_Cache):
         return "they have not been compiled for this dtype on this machine yet"
 
     def _tell(self, reason: str, *, kept: bool = True) -> None:
-        """Tell all watchers of a compilation; ``kept``: whether its result is going to be kept, if that is possible."""
+        """Tell all watchers about a compilation. ``kept`` is False if its result will not be kept."""
         for watcher in [*_watchers]:
             watcher(Compilation(self._name, reason, writable_folder() if kept else None))
 
 
 def _locked(file: Path) -> IO[bytes] | None:
-    """Wait until no other process compiles the kernel of a file, for `_LONGEST_WAIT_S` at most.
+    """Wait until no other process compiles the kernel of a file, but at most `_LONGEST_WAIT_S`.
 
     Returns:
-        An open file with a lock, which ends with this process; None: the kernel is compiled without one.
+        An open file with a lock, which ends with this process, or None if there is no lock. The kernel is compiled
+        without a lock then.
     """
     deadline = time.monotonic() + _LONGEST_WAIT_S
     try:
@@ -247,19 +251,19 @@ def _locked(file: Path) -> IO[bytes] | None:
         return None
     while time.monotonic() < deadline:
         try:
-            # Not `flock`: a forked child would hold that one, too.
+            # `flock` is not used, because a forked child would hold its lock, too.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock
         except (BlockingIOError, PermissionError):
             time.sleep(0.05)
         except OSError:
-            break  # no locks in this file system
+            break  # the file system has no locks
     lock.close()
     return None
 
 
 def _content_of(file: Path) -> bytes | None:
-    """Returns the content of a file; None: there is none, or it may not be read."""
+    """Returns the content of a file, or None if it does not exist or cannot be read."""
     try:
         return file.read_bytes()
     except OSError:
@@ -267,7 +271,7 @@ def _content_of(file: Path) -> bytes | None:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write a file that is whole as soon as it has its name."""
+    """Write a file under another name, and rename it when it is complete."""
     partial = file.with_suffix(f".tmp.{os.getpid()}.{uuid.uuid4().hex[:16]}")
     try:
         partial.write_bytes(content)

@@ -1,9 +1,9 @@
-"""Operations on numbers and arrays that Numba has no function for, as instructions of LLVM.
+"""Operations on numbers and arrays for which Numba has no function, as instructions of LLVM.
 
 Numba widens all integer arithmetic to 64 bits, and its slices and comparisons have branches that no kernel needs.
 
-Where a function has an argument ``like``, the type of ``like`` is the type of the result, and the value of ``like``
-does not matter.
+If a function has an argument ``like``, the type of ``like`` is the type of the result, and the value of ``like`` does
+not matter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numba.np import arrayobj
 
 @intrinsic
 def float_of(typing_context, bits, like):
-    """Returns the float of the type of ``like`` that has these bits, an int64."""
+    """Returns the float with the type of ``like`` and with these bits, which are an int64."""
 
     def generate(context, builder, signature, arguments):
         integer = context.get_value_type(types.int32 if like == types.float32 else types.int64)
@@ -51,7 +51,7 @@ def narrowed(typing_context, value, like):
 
 @intrinsic
 def integer_of(typing_context, value, like):
-    """Returns a float, rounded to zero, as an integer of the type of ``like``."""
+    """Returns a float, rounded towards zero, as an integer of the type of ``like``."""
 
     def generate(context, builder, signature, arguments):
         return builder.fptosi(arguments[0], context.get_value_type(signature.return_type))
@@ -61,7 +61,7 @@ def integer_of(typing_context, value, like):
 
 @intrinsic
 def shifted_down(typing_context, value, count):
-    """Returns an integer, shifted to the right by ``count`` bits; ``count`` has the type of the integer."""
+    """Returns an integer shifted to the right by ``count`` bits. ``count`` has the type of the integer."""
 
     def generate(context, builder, signature, arguments):
         return (builder.ashr if value.signed else builder.lshr)(*arguments)
@@ -71,7 +71,7 @@ def shifted_down(typing_context, value, count):
 
 @intrinsic
 def shifted_up(typing_context, value, count):
-    """Returns an integer, shifted to the left by ``count`` bits; ``count`` has the type of the integer."""
+    """Returns an integer shifted to the left by ``count`` bits. ``count`` has the type of the integer."""
 
     def generate(context, builder, signature, arguments):
         return builder.shl(arguments[0], arguments[1])
@@ -81,7 +81,7 @@ def shifted_up(typing_context, value, count):
 
 @intrinsic
 def clamped(typing_context, value, limit):
-    """Returns a float, or the nearer end of the range from -limit to limit. NaN stays NaN."""
+    """Returns a float clamped to the range from -limit to limit. NaN stays NaN."""
 
     def generate(context, builder, signature, arguments):
         value, limit = arguments
@@ -106,7 +106,7 @@ def with_sign_of(typing_context, value, sign):
 
 @intrinsic
 def larger(typing_context, left, right):
-    """Returns the larger one of two signed integers of one type."""
+    """Returns the larger of two signed integers of one type."""
 
     def generate(context, builder, signature, arguments):
         return builder.select(builder.icmp_signed(">", *arguments), *arguments)
@@ -116,7 +116,7 @@ def larger(typing_context, left, right):
 
 @intrinsic
 def smaller(typing_context, left, right):
-    """Returns the smaller one of two signed integers of one type."""
+    """Returns the smaller of two signed integers of one type."""
 
     def generate(context, builder, signature, arguments):
         return builder.select(builder.icmp_signed("<", *arguments), *arguments)
@@ -126,9 +126,9 @@ def smaller(typing_context, left, right):
 
 @intrinsic
 def fetch(typing_context, array, index):
-    """Ask for the memory around a number of an array, and go on without waiting for it.
+    """Prefetch the memory around a number of an array, without waiting for it.
 
-    It goes to the second level of caches. Memory outside of the array may be asked for, too.
+    The memory is loaded into the second-level cache. The index may be outside of the array.
     """
 
     def generate(context, builder, signature, arguments):
@@ -163,13 +163,13 @@ def numbers(typing_context, memory, first, count, like):
 
 
 def _check_contiguous(array):
-    """Raise TypingError for an array whose numbers do not lie side by side."""
+    """Raise TypingError if an array is not contiguous or has more than one dimension."""
     if array.layout != "C" or array.ndim != 1:
         raise TypingError(f"kernels take contiguous arrays of one dimension, not {array}")
 
 
 def _view(context, builder, signature, arguments):
-    """Generate an array that lies within another one."""
+    """Generate code for an array that is a view of another array."""
     source = context.make_array(signature.args[0])(context, builder, arguments[0])
     view = context.make_array(signature.return_type)(context, builder)
     number = context.get_data_type(signature.return_type.dtype)

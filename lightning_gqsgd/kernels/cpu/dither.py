@@ -1,7 +1,7 @@
-"""The dither of a block, see `kernels.wire` for its formula.
+"""The dither of a block; `kernels.wire` has its formula.
 
-The hash is made of instructions of LLVM, because Numba would widen its 32-bit integers to 64 bits at every step. One
-hash gives two coordinates their 16 bits.
+The hash consists of instructions of LLVM, because Numba would widen its 32-bit integers to 64 bits at every step. One
+hash gives the dither of two coordinates, 16 bits each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNIT = np.float32(DITHER_UNIT)
 
 @intrinsic
 def _mix(typing_context, h):
-    """Returns the function ``mix`` of `kernels.wire`, of a 32-bit integer."""
+    """Returns the result of the function ``mix`` of `kernels.wire` for a 32-bit integer."""
 
     def generate(context, builder, signature, arguments):
         return _finish(builder, _start(builder, arguments[0]))
@@ -32,7 +32,7 @@ def _mix(typing_context, h):
 
 @intrinsic
 def word(typing_context, place, a, b):
-    """Returns the hash h of `kernels.wire`, for the place p, and the numbers a and b of the block."""
+    """Returns the hash h of `kernels.wire` for the place p and the numbers a and b of the block."""
 
     def generate(context, builder, signature, arguments):
         place, a, b = arguments
@@ -42,17 +42,17 @@ def word(typing_context, place, a, b):
 
 
 def _start(builder, h):
-    """Generate the function ``start`` of `kernels.wire`."""
+    """Generate code for the function ``start`` of `kernels.wire`."""
     return builder.mul(_folded(builder, h, 16), h.type(MULTIPLY_1))
 
 
 def _finish(builder, h):
-    """Generate the function ``finish`` of `kernels.wire`."""
+    """Generate code for the function ``finish`` of `kernels.wire`."""
     return _folded(builder, builder.mul(_folded(builder, h, 15), h.type(MULTIPLY_2)), 16)
 
 
 def _folded(builder, h, shift):
-    """Generate the exclusive or of an integer and its highest bits."""
+    """Generate code for the exclusive or of an integer and its highest bits, shifted down by ``shift``."""
     return builder.xor(h, builder.lshr(h, h.type(shift)))
 
 
@@ -73,12 +73,12 @@ def block_keys(key, block):
 
 @loop
 def hashes(key, block, out):
-    """Write the hashes of a block, one for each place p from 0 on, into ``out``, uint32.
+    """Write the hashes of a block into ``out``: one for each place p, from 0 on, uint32.
 
     Args:
         key: the two keys of the stream, uint32 [2].
         block: the block's row of the table.
-        out: as many numbers as hashes are wanted, half as many as the block has coordinates.
+        out: receives the hashes. Its length is half of the number of coordinates of the block.
     """
     a, b = block_keys(key, block)
     for p in range(out.size):

@@ -1,19 +1,17 @@
-"""The compilation of functions: the options of Numba that all kernels share.
+"""Decorators that compile functions, with the options of Numba that all kernels share.
 
-A kernel is called from Python. All other compiled functions are parts of kernels, and end up inside of them. There are
-two ways to put a part into a kernel:
+Python calls kernels. All other compiled functions are parts of kernels. There are three kinds of parts:
 
-* `inlined`: Numba copies the source of the part into its caller. The types of the part are found anew in every caller.
-  This way is for the parts that choose what happens to a block.
-* `loop`: Numba compiles the part once, and LLVM copies the result into the caller. This way is for loops over
-  coordinates: their types are found once, however many callers they have.
+* `inlined`: Numba copies the source of the part into its caller. The types of the part are inferred again in every
+  caller. This kind is for parts that decide what happens to a block.
+* `loop`: Numba compiles the part once, and LLVM copies the result into the caller. This kind is for loops over
+  coordinates: their types are inferred once for all callers.
+* `called`: the part stays a separate function. This kind is for long parts that are used in several places.
 
-A third way is `called`: the part stays a function of its own. This way is for long parts that several places need.
+All of them use vectors of 512 bits if the processor gains by them. By default, LLVM uses 256 bits on all processors of
+Intel, because the first ones with longer vectors lower their clock for them. Ice Lake and its successors do not.
 
-All of them take vectors of 512 bits where these are worth it. LLVM would stay at 256 bits on all of Intel's processors,
-because the first ones with longer vectors lower their clock for them. Ice Lake and its successors do not.
-
-Without inlining, LLVM could not move the checks for overlapping arrays out of the loop over blocks. That costs a
+Without inlining, LLVM could not move the checks for overlapping arrays out of the loop over blocks. This would cost a
 factor of 6 on blocks of 64 coordinates.
 """
 
@@ -32,7 +30,7 @@ from numba.core.typed_passes import NativeLowering
 
 from lightning_gqsgd.kernels.cpu.cache import KernelCache
 
-#: An instruction set that came with Ice Lake.
+#: An instruction set that was introduced with Ice Lake.
 _SINCE_ICE_LAKE = "avx512vbmi2"
 _LONG_VECTORS = '"prefer-vector-width"="512"'
 
@@ -42,17 +40,17 @@ def _gains_by_long_vectors() -> bool:
 
 
 class _Lower(Lower):
-    """Turns a function into LLVM's language, with an attribute that allows long vectors."""
+    """Lowers a function to LLVM's language, with an attribute that allows long vectors."""
 
     def setup_function(self, fndesc: FunctionDescriptor) -> None:
         super().setup_function(fndesc)
         if _gains_by_long_vectors():
-            set.add(self.function.attributes, _LONG_VECTORS)  # its own method accepts attributes without a value only
+            set.add(self.function.attributes, _LONG_VECTORS)  # llvmlite's method accepts only attributes without values
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _Lowering(NativeLowering):
-    """Numba's own step, with the class above."""
+    """Numba's lowering step with the class `_Lower`."""
 
     _name = "native_lowering_of_gqsgd"
 
@@ -62,7 +60,7 @@ class _Lowering(NativeLowering):
 
 
 class _Compiler(CompilerBase):
-    """Numba's own compiler, with the step above."""
+    """Numba's compiler with the step `_Lowering`."""
 
     def define_pipelines(self) -> list[PassManager]:
         steps = DefaultPassBuilder.define_nopython_pipeline(self.state)
@@ -85,10 +83,10 @@ _PART: dict[str, Any] = {**_OPTIONS, "no_cpython_wrapper": True}
 
 
 def kernel(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator for a function that Python calls, and whose machine code is kept on disk.
+    """Decorator for a function that Python calls. Its machine code is kept on disk.
 
     Args:
-        name: name of the kernel. It is unique in the package, because it names the file in the cache.
+        name: name of the kernel. It must be unique in the package, because it is part of the file's name in the cache.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -111,5 +109,5 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 def called(function: Callable[..., Any]) -> Any:
-    """Decorator for a part that stays a function of its own."""
+    """Decorator for a part that stays a separate function."""
     return njit(**_PART)(function)

@@ -8,27 +8,27 @@ from lightning_gqsgd.kernels.cpu.casts import clamped, fetch, larger, narrowed, 
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.layout import LENGTH, START
 
-#: How many blocks ahead memory is asked for, and how many coordinates of a block. With fewer blocks, coordinates would
-#: come too late.
+#: Memory is prefetched `_AHEAD` blocks ahead, and at most `_FETCHED` coordinates of a block are prefetched. With fewer
+#: blocks, coordinates would arrive too late.
 _AHEAD = 4
 _FETCHED = 256
-#: Bytes that a processor fetches at once.
+#: Number of bytes that a processor fetches together.
 _LINE_BYTES = 64
 
 
 @inlined
 def fill(target, value):
-    """Set all numbers of an array."""
+    """Set all numbers of an array to a value."""
     for j in range(target.size):
         target[j] = value
 
 
 @inlined
 def fetch_ahead(x, blocks, k):
-    """Ask for the coordinates of a block that comes soon after block ``k``.
+    """Prefetch the coordinates of the block `_AHEAD` blocks after block ``k``.
 
-    Processors guess well what is read next within a page of memory. The next page, and blocks with gaps between them,
-    would be waited for.
+    Processors predict well what is read next within a page of memory. But without this function, they would wait for
+    the next page, and for blocks with gaps between them.
     """
     block = blocks[min(k + _AHEAD, blocks.shape[0] - 1)]
     for j in range(0, min(block[LENGTH], _FETCHED), _LINE_BYTES // x.itemsize):
@@ -37,17 +37,18 @@ def fetch_ahead(x, blocks, k):
 
 @inlined
 def copy(source, target):
-    """Set the numbers of an array to those of another array."""
+    """Copy the numbers of ``source`` into ``target``."""
     for j in range(source.size):
         target[j] = source[j]
 
 
 @loop
 def add_scaled(values, factor, add, out):
-    """Set the numbers of ``out`` to the values times a factor, or add the values times a factor to them.
+    """Write the values times a factor into ``out``, or add them to ``out`` if ``add`` is true.
 
-    What is set is added to zero, so that no zero is negative. A loop that fills ``out`` with zeros beforehand would be
-    the call of a function for each block. The loops that decode companded, exponential and EDEN codes do the same.
+    If ``add`` is false, the products are added to zero, so that no zero is negative. Filling ``out`` with zeros first
+    would cost the call of a function for each block. The loops that decode companded, exponential and EDEN codes do the
+    same.
     """
     zero = out.dtype.type(0)
     if add:
@@ -60,21 +61,21 @@ def add_scaled(values, factor, add, out):
 
 @inlined
 def divide(values, divisor):
-    """Divide all numbers of an array."""
+    """Divide all numbers of an array by ``divisor``."""
     for j in range(values.size):
         values[j] /= divisor
 
 
 @loop
 def maximum(bits, mask):
-    """Returns the largest magnitude of floats.
+    """Returns the largest magnitude of floats, as an integer.
 
-    Magnitudes are compared as integers: LLVM does not vectorise a maximum of floats, and such a maximum loses NaN.
-    They stay as narrow as they are, because Numba would widen them to 64 bits, of which a vector has fewer.
+    Magnitudes are compared as integers, because LLVM does not vectorise a maximum of floats, and such a maximum loses
+    NaN. `narrowed` keeps the width of the integers. Numba would widen them to 64 bits, and a vector would hold fewer.
 
     Args:
         bits: bits of the floats, as signed integers.
-        mask: all bits but the sign.
+        mask: all bits except for the sign.
     """
     largest = narrowed(int64(mask & bits[0]), mask)
     for j in range(bits.size):
@@ -96,9 +97,10 @@ def maximum_and_zeros(bits, mask):
 
 @inlined
 def is_finite(values, form):
-    """Returns whether all numbers of an array are finite; ``form``: see `scales.Form`.
+    """Returns whether all numbers of an array are finite. ``form`` is a `scales.Form`.
 
-    Magnitudes are compared as integers, as in `maximum`: the additions of a sum would have to wait for each other.
+    Magnitudes are compared as integers, as in `maximum`. A test by a sum would be slower, because its additions have to
+    wait for each other.
     """
     return maximum(numbers(values, 0, values.size, form.mask), form.mask) < form.infinity
 

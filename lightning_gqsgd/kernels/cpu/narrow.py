@@ -1,4 +1,4 @@
-"""Stochastic rounding of fp32 numbers to bf16; see `kernels.narrowing`, which has the readable form."""
+"""Stochastic rounding of fp32 numbers to bf16 on CPUs, in Numba; `kernels.narrowing` has the readable form."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _QUIET = 0x40
 
 @intrinsic
 def _rounded(typing_context, value, random, limit):
-    """Returns the bits of the bf16 number that an fp32 number is rounded to, uint16.
+    """Returns the bits of an fp32 number that is rounded stochastically to bf16, uint16.
 
     Args:
-        typing_context: Numba's.
+        typing_context: Numba's context.
         value: the number.
         random: a uniform integer from 0 to 2^16 - 1, uint32.
         limit: bits of the largest magnitude, uint32.
@@ -47,7 +47,7 @@ def _rounded(typing_context, value, random, limit):
 
 @loop
 def _round_block(values, block, key, factor, limit, out):
-    """Round the coordinates of a block, times a factor."""
+    """Write the coordinates of a block times a factor, rounded to bf16, into ``out``."""
     a, b = block_keys(key, block)
     n = values.size
     half = (n + 1) // 2
@@ -67,15 +67,15 @@ def _round_block(values, block, key, factor, limit, out):
 
 @kernel("narrow")
 def round_blocks(values, blocks, key, factor, limit, out):
-    """Round the coordinates of all blocks.
+    """Write the coordinates of all blocks times a factor, rounded to bf16, into ``out``.
 
     Args:
         values: coordinates, fp32 [numel].
         blocks: block table.
         key: dither keys, uint32 [2].
-        factor: what the coordinates are multiplied by, fp32.
+        factor: factor of the coordinates, fp32.
         limit: bits of the largest magnitude, uint32.
-        out: bits of bf16 numbers, uint16 [numel].
+        out: receives the bits of bf16 numbers, uint16 [numel].
     """
     for k in range(blocks.shape[0]):
         fetch_ahead(values, blocks, k)

@@ -1,9 +1,10 @@
-"""Codes into bytes and back, see `kernels.packing` for the two layouts.
+"""Packs codes into bytes, and unpacks them; `kernels.packing` describes the two layouts.
 
 Lane l of word w of a run holds coordinate w + l * words. Common arguments: ``codes``, uint8; ``n``, the number of
-coordinates; ``bits``, the bits of a code; ``wire``, the message, and ``at``, the position of the block's codes in it.
+coordinates; ``bits``, the number of bits of a code; ``wire``, the message, and ``at``, the position of the block's
+codes in it.
 
-Bytes are shifted as bytes. The operators of Numba would shift them as 64-bit integers, of which a vector has fewer.
+Bytes are shifted as bytes. The operators of Numba would shift them as 64-bit integers, and a vector would hold fewer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def pack_planes(codes, n, bits, wire, at):
 
 @loop
 def _pack_plane(codes, n, used, plane, words):
-    """Write one bit plane; ``used``: the number of bits in the planes before it."""
+    """Write one bit plane. ``used`` is the number of bits in the planes before it."""
     mask = uint8((1 << plane) - 1)
     down = uint8(used)
     for w in range(words.size):
@@ -50,7 +51,7 @@ def unpack_planes(wire, at, n, bits, codes):
 
 @loop
 def _unpack_plane(words, n, used, plane, codes):
-    """Read one bit plane; ``used``: the number of bits in the planes before it."""
+    """Read one bit plane. ``used`` is the number of bits in the planes before it."""
     mask = uint8((1 << plane) - 1)
     up = uint8(used)
     for lane in range(8 // plane):
@@ -66,7 +67,7 @@ def _unpack_plane(words, n, used, plane, codes):
 
 @loop
 def pack_lanes(codes, n, bits, wire, at):
-    """Write codes in lanes of 64-bit words, which can be added up."""
+    """Write codes in lanes of 64-bit words, which can be added."""
     lanes = 64 // bits
     count = (n + lanes - 1) // lanes
     words = numbers(wire, at, count, int64(0))

@@ -1,7 +1,8 @@
-"""Records of a scale and codes of a fixed width, for the families that have such records.
+"""Records that consist of a scale and codes of a fixed width, for the families with such records.
 
-Each function here makes a compiled function of what a family does to numbers. Common arguments of the compiled
-functions: ``c``, the constants of the family; ``s``, `blocks.Scratch`; ``block``, the block's row of the table.
+Each function here returns a compiled function, built from the functions of a family for the numbers of a block. Common
+arguments of the compiled functions: ``c``, the constants of the family; ``s``, a `blocks.Scratch`; ``block``, the
+block's row of the table.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def record_writer(flag_of: Compiled, encode: Compiled, pack: Compiled) -> Compil
     """Returns the function ``write`` of `blocks.codec_kernel`.
 
     Args:
-        flag_of: ``flag_of(zeros, n, c)``, the flag of a block with ``n`` coordinates, so many of which are zero.
-        encode: ``encode(values, scale, flag, block, key, c, s)``, which writes codes into ``s.codes``.
+        flag_of: ``flag_of(zeros, n, c)`` returns the flag of a block with ``n`` coordinates, of which ``zeros`` are
+            zero.
+        encode: ``encode(values, scale, flag, block, key, c, s)`` writes codes into ``s.codes``.
         pack: a function of `packing`.
     """
 
@@ -50,8 +52,8 @@ def record_reader(decode: Compiled, unpack: Compiled) -> Compiled:
     """Returns the function ``read`` of `blocks.codec_kernel`. A block whose scale is not finite becomes NaN.
 
     Args:
-        decode: ``decode(scale, flag, block, key, c, s, add, out)``, which sets ``out`` to the coordinates that the
-            codes in ``s.codes`` stand for, or adds them to ``out``.
+        decode: ``decode(scale, flag, block, key, c, s, add, out)`` decodes ``s.codes``, and writes the coordinates into
+            ``out``, or adds them if ``add`` is true.
         unpack: a function of `packing`.
     """
 
@@ -72,8 +74,8 @@ def sum_reader(decode_sum: Compiled, unpack: Compiled) -> Compiled:
     """Returns the function ``read_sum`` of `blocks.sum_kernel`. A block whose scale is not finite becomes NaN.
 
     Args:
-        decode_sum: ``decode_sum(scale, block, keys, c, s, out)``, which writes the mean that the summed codes in
-            ``s.codes`` stand for.
+        decode_sum: ``decode_sum(scale, block, keys, c, s, out)`` decodes the summed codes in ``s.codes``, and writes
+            the mean into ``out``.
         unpack: a function of `packing`.
     """
 

@@ -1,8 +1,8 @@
-"""Random Hadamard rotations of blocks, see `kernels.rotation`, which is the readable form.
+"""Random Hadamard rotations of blocks on CPUs, in Numba; `kernels.rotation` has the readable form.
 
-A transform goes through a block in few passes, each of which takes four vectors at once, and so makes two or more
-stages of butterflies from one load and one store. The first pass also makes the stages within a vector. What happens to
-coordinates before the first stage and after the last one happens in the same passes, see `transform`.
+A transform takes few passes over a block. Each pass takes four vectors together, so it computes two or more stages of
+butterflies with one load and one store. The first pass also computes the stages within a vector. Operations before the
+first stage and after the last stage are part of these passes, see `transform`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Turn(NamedTuple):
 
     @classmethod
     def of(cls, key: Key, block_size: int, dtype: torch.dtype) -> Turn:
-        """Returns the rotation with a key, for blocks of at most ``block_size`` coordinates of a gradient dtype."""
+        """Returns the rotation with a key, for blocks of at most ``block_size`` coordinates and a gradient dtype."""
         return cls(np.array(key, dtype=np.uint32), roots_of(block_size, dtype))
 
 
@@ -46,13 +46,13 @@ def roots_of(block_size: int, dtype: torch.dtype) -> np.ndarray:
     return (2.0 ** (-0.5 * np.arange(block_size.bit_length()))).astype(float_type(dtype))
 
 
-#: Vectors that `transform` needs.
+#: The smallest number of vectors of a block for `transform`.
 FEWEST_VECTORS = 8
 
 
 @inlined
 def _two_stages(a, b, c, d):
-    """Returns the butterflies of the pairs (a, b) and (c, d), and then those of (a, c) and (b, d)."""
+    """Returns the vectors after butterflies of the pairs (a, b) and (c, d), and then of (a, c) and (b, d)."""
     e = a + b
     f = a - b
     g = c + d
@@ -63,15 +63,15 @@ def _two_stages(a, b, c, d):
 def transform(read: Callable[..., Any], write: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the compiled function ``run(source, z, n, root, target)``, which transforms blocks of n coordinates.
 
-    Its arguments: ``source``, what ``read`` reads from; ``z``, the coordinates of one or more blocks, one after the
-    other, which are overwritten; ``n``, a power of two of at least `FEWEST_VECTORS` vectors; ``root``, the factor that
-    makes the transform orthonormal; ``target``, what ``write`` writes to.
+    Arguments of the function: ``source``, the argument for ``read``; ``z``, the coordinates of one or more blocks, one
+    after the other, which are overwritten; ``n``, a power of two of at least `FEWEST_VECTORS` vectors; ``root``, the
+    factor that makes the transform orthonormal; ``target``, the argument for ``write``.
 
     Args:
-        read: compiled function ``read(source, n, i, j)``, which returns the four vectors of the coordinates of block i
+        read: compiled function ``read(source, n, i, j)``. It returns the four vectors of the coordinates of block i
             from number j on.
-        write: compiled function ``write(z, n, i, j, a, b, c, d, target)``, which gets the vectors of the transformed
-            coordinates of block i from numbers j, j + n/4, j + n/2 and j + 3n/4 on. It may write to those places of
+        write: compiled function ``write(z, n, i, j, a, b, c, d, target)``. It gets the vectors of the transformed
+            coordinates of block i from numbers j, j + n/4, j + n/2 and j + 3n/4 on. It may write to these places of
             ``z``.
     """
 
@@ -81,7 +81,7 @@ def transform(read: Callable[..., Any], write: Callable[..., Any]) -> Callable[.
         exponent = 0
         while width << exponent < n:
             exponent += 1
-        # Stages that are left for the other passes come in pairs.
+        # The other passes take two stages each, so the first pass takes one stage or two.
         in_pairs = exponent % 2 == 0
         for i in range(z.size // n):
             for j in range(0, n, 4 * width):
@@ -115,7 +115,7 @@ def transform(read: Callable[..., Any], write: Callable[..., Any]) -> Callable[.
 
 @called
 def _middle_stages(z, n, half):
-    """Make the butterflies of all distances from ``half`` on but the last two."""
+    """Compute the butterflies of all distances from ``half`` on, except for the last two."""
     width = lanes(z)
     while 4 * half < n:
         for start in range(0, z.size, 4 * half):
@@ -130,7 +130,7 @@ def _middle_stages(z, n, half):
 
 @inlined
 def load_in_a_row(z, n, i, j):
-    """Returns four vectors of block i from number j on; a ``read`` of `transform`."""
+    """Returns four vectors of block i from number j on. This is a ``read`` function of `transform`."""
     first = i * n + j
     width = lanes(z)
     return load(z, first), load(z, first + width), load(z, first + 2 * width), load(z, first + 3 * width)
@@ -146,7 +146,7 @@ def load_quarters(z, n, i, j):
 
 @inlined
 def store_quarters(z, n, i, j, a, b, c, d, target):
-    """Put what was transformed into ``target``; a ``write`` of `transform`."""
+    """Write the transformed vectors into ``target``. This is a ``write`` function of `transform`."""
     first = i * n + j
     quarter = n // 4
     store(target, first, a)
@@ -170,7 +170,7 @@ def _butterflies(left, right):
 
 @called
 def _short_transform(values, root):
-    """Replace a power of two of values, too few for `transform`, by their Hadamard transform."""
+    """Replace values by their Hadamard transform. Their number is a power of two, and is too small for `transform`."""
     n = values.size
     half = 1
     if n >= lanes(values):
@@ -187,7 +187,8 @@ def _short_transform(values, root):
 
 @called
 def hadamard(values, root):
-    """Replace a power of two of values by their Hadamard transform; ``root``: the factor that makes it orthonormal."""
+    """Replace values by their Hadamard transform. Their number is a power of two. ``root`` is the factor that makes the
+    transform orthonormal."""
     if values.size >= FEWEST_VECTORS * lanes(values):
         _transform(values, values, values.size, root, values)
     else:
@@ -196,7 +197,7 @@ def hadamard(values, root):
 
 @loop
 def _flip(values, words):
-    """Change the sign of the values whose dither is below 1/2; ``words``: see `dither.hashes`."""
+    """Change the sign of the values whose dither is below 1/2. ``words`` has the hashes, see `dither.hashes`."""
     half = (values.size + 1) // 2
     first = part(values, 0, half)
     second = part(values, half, values.size - half)
@@ -208,14 +209,14 @@ def _flip(values, words):
 
 @inlined
 def turn_block(values, block, turn, inverse, u):
-    """Turn the coordinates of a block in place, or back.
+    """Rotate the coordinates of a block in place, or back.
 
     Args:
         values: the coordinates.
         block: the block's row of the table.
         turn: the rotation, a `Turn`.
-        inverse: whether to turn back.
-        u: scratch space of as many 32-bit numbers as there are coordinates.
+        inverse: whether to rotate back.
+        u: scratch space, one 32-bit number for each coordinate.
     """
     words = numbers(u, 0, (values.size + 1) // 2, uint32(0))
     hashes(turn.key, block, words)
@@ -232,7 +233,7 @@ def turn_block(values, block, turn, inverse, u):
 
 @kernel("rotate")
 def rotate_blocks(x, blocks, turn, inverse, u):
-    """Turn the coordinates of all blocks that are compressed; the arguments are those of `turn_block`."""
+    """Rotate the coordinates of all compressed blocks. ``turn``, ``inverse`` and ``u``: see `turn_block`."""
     for k in range(blocks.shape[0]):
         block = blocks[k]
         if not block[RAW]:

@@ -1,4 +1,4 @@
-"""Scales of blocks as bits of floats, and on the wire; see `kernels.wire.ScaleFormat`, which is the readable form."""
+"""Scales of blocks as bits of floats, and on the wire; `kernels.wire.ScaleFormat` has the readable form."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Form(NamedTuple):
         zero: 0 in the compute dtype.
         largest: the largest finite number of the compute dtype.
         limit: the largest finite number of the gradient dtype, in the compute dtype.
-        mask: all bits of the compute dtype but the sign's, in the signed integer of the same width.
-        scale: 0 in the unsigned integer that a scale is on the wire.
+        mask: all bits of the compute dtype except for the sign, as a signed integer of the same width.
+        scale: 0 in the unsigned integer type of a scale on the wire.
         shift, infinity, tiny: see `kernels.wire.ScaleFormat`.
     """
 
@@ -64,29 +64,30 @@ def form_of(dtype: torch.dtype) -> Form:
 
 @inlined
 def rounded_up(bits, form):
-    """Returns the bits of the scale for a largest magnitude with these bits. They are infinity's if the magnitude is
-    not finite."""
+    """Returns the bits of the scale for a largest magnitude with these bits. If the magnitude is not finite, they are
+    the bits of infinity."""
     if bits >= form.infinity:
         bits = form.infinity
     elif bits > 0:
         bits = (larger(bits, form.tiny) + (int64(1) << form.shift) - 1) >> form.shift << form.shift
-        if bits == form.infinity:  # a finite magnitude was rounded up to infinity: take the largest finite number
+        if bits == form.infinity:  # a finite magnitude was rounded up to infinity: use the largest finite number
             bits = form.infinity - 1
     return bits
 
 
 @inlined
 def sent(bits, flag, form):
-    """Returns the code on the wire of a scale's bits and a block's flag. A scale that is not finite has all ones."""
+    """Returns the code on the wire for a scale's bits and a block's flag. If the scale is not finite, all bits are
+    ones."""
     return int64(-1) if bits == form.infinity else ((bits + 1) >> form.shift) << 1 | int64(flag)
 
 
 @inlined
 def received(code, form):
-    """Returns the bits of the scale that an integer on the wire stands for."""
+    """Returns the bits of the scale from its code on the wire."""
     bits = (code >> 1) << form.shift
     if bits > form.infinity:
         bits = form.infinity
-    elif bits == form.infinity:  # the largest finite number travels as infinity
+    elif bits == form.infinity:  # the largest finite number is sent as infinity
         bits = form.infinity - 1
     return bits

@@ -1,7 +1,7 @@
-"""The functions of `protocol.Kernels`: what tensors become before a kernel is called.
+"""The functions of `protocol.Kernels` for CPUs. They convert tensors to arrays, and call a kernel.
 
-Kernels take contiguous arrays. Numba has no 16-bit floats on the CPU, so that coordinates in bf16 and fp16 are widened
-to fp32 first, and PyTorch rounds them afterwards.
+Kernels take contiguous arrays. Numba has no 16-bit floats on the CPU, so coordinates in bf16 and fp16 are widened to
+fp32 first, and PyTorch rounds results to 16 bits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
-    """Turn blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
+    """Rotate blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
     u = _scratch.of(block_size, x.dtype).u
     rotate_blocks(x.numpy(), blocks.numpy(), Turn.of(key, block_size, x.dtype), inverse, u)
 
@@ -130,15 +130,15 @@ def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quant
 
 
 class _Coder(NamedTuple):
-    """The kernel of a quantiser, with all that is the same in every call.
+    """The kernel of a quantiser, with the arguments that are the same in every call.
 
     Attributes:
         kernel: the kernel that encodes, reduces and decodes, see `blocks.codec_kernel`.
         constants: numbers of the quantiser, typed for the kernel.
-        block_size: the most coordinates of a block.
+        block_size: the largest number of coordinates in a block.
         dtype: dtype of the gradients.
-        nothing_received: the argument where nothing is decoded.
-        nothing_sent: the argument where nothing is encoded.
+        nothing_received: the argument ``received`` if nothing is decoded.
+        nothing_sent: the argument ``sent`` if nothing is encoded.
     """
 
     kernel: Any
@@ -158,12 +158,12 @@ class _Coder(NamedTuple):
 
 @lru_cache
 def _coder(q: Quantiser, dtype: torch.dtype, sources: int) -> _Coder | None:
-    """Returns the kernel for messages of so many sources; None: the quantiser's family has no kernels for CPUs."""
+    """Returns the kernel for messages of ``sources`` sources, or None if the family has no kernels for CPUs."""
     family = cpu_family(q.kind)
     if family is None:
         return None
-    # With an empty list of messages, encoding is the same machine code as decoding. Families whose messages are added
-    # up decode with another kernel, and None leaves the decoder out of this one.
+    # With an empty list of messages, encoding uses the same machine code as decoding. Families whose messages are added
+    # decode with another kernel, and None leaves the decoder out of this kernel.
     no_messages = Received(np.empty(0, np.uint8), 0, _keys([]), -1)
     no_message = Sent(np.empty(0, np.uint8), _keys([(0, 0)])[0], np.empty(0, integer_type(dtype)))
     constants = family.constants(q, dtype, sources)
@@ -174,10 +174,10 @@ def _coder(q: Quantiser, dtype: torch.dtype, sources: int) -> _Coder | None:
 
 @lru_cache
 def _sum_decoder(q: Quantiser, dtype: torch.dtype, sources: int) -> tuple[Any, Any]:
-    """Returns the kernel that decodes sums of so many messages, and its constants.
+    """Returns the kernel that decodes sums of ``sources`` messages, and its constants.
 
     Raises:
-        NotImplementedError: codes of the quantiser's family cannot be added.
+        NotImplementedError: if codes of the quantiser's family cannot be added.
     """
     family = _family_of(q)
     if not hasattr(family, "summed"):
@@ -186,19 +186,19 @@ def _sum_decoder(q: Quantiser, dtype: torch.dtype, sources: int) -> tuple[Any, A
 
 
 def _family_of(q: Quantiser) -> ModuleType:
-    """Returns the parts of kernels that a quantiser's family has, see `kernels.families`."""
+    """Returns the module ``cpu`` of a quantiser's family, see `kernels.families`."""
     family = cpu_family(q.kind)
     assert family is not None
     return family
 
 
 class _Widened(NamedTuple):
-    """The coordinates that blocks span, in the compute dtype.
+    """The range of coordinates from the first to the last block, in the compute dtype.
 
     Attributes:
         values: the coordinates.
-        table: a block table that counts from the first of them.
-        narrow: the coordinates that ``values`` is a copy of; None if it is no copy.
+        table: block table; it counts from the first of these coordinates.
+        narrow: the original coordinates if ``values`` is a copy; None if it is not a copy.
     """
 
     values: np.ndarray
@@ -207,7 +207,7 @@ class _Widened(NamedTuple):
 
 
 def _widened(x: Tensor, blocks: Tensor) -> _Widened:
-    """Returns coordinates for the kernels; ``x`` has any gradient dtype."""
+    """Returns coordinates for the kernels. ``x`` can have any gradient dtype."""
     compute = COMPUTE_DTYPES[x.dtype]
     x = x.detach()
     if not len(blocks):
@@ -222,18 +222,18 @@ def _widened(x: Tensor, blocks: Tensor) -> _Widened:
 
 
 def _write_back(wide: _Widened) -> None:
-    """Round what a kernel has written to the gradient dtype. What lies between the blocks comes back as it was."""
+    """Round the results of a kernel to the gradient dtype. Coordinates between the blocks do not change."""
     if wide.narrow is not None:
         wide.narrow.copy_(torch.from_numpy(wide.values))
 
 
 def _received(wires: Tensor, keys: Sequence[Key], own: int | None) -> Received:
-    """Returns the messages to decode; ``wires``: uint8 [sources, bytes]."""
+    """Returns the messages to decode. ``wires`` is uint8 [sources, bytes]."""
     return Received(wires.flatten().numpy(), wires.shape[1], _keys(keys), -1 if own is None else own)
 
 
 def _sent(wire: Tensor, key: Key, scales: np.ndarray) -> Sent:
-    """Returns a message to write; ``wire``: uint8 [bytes]; ``scales``: see `Sent`."""
+    """Returns a message to write. ``wire`` is uint8 [bytes]; for ``scales``, see `Sent`."""
     return Sent(wire.numpy(), np.array(key, dtype=np.uint32), scales)
 
 
@@ -243,16 +243,16 @@ def _keys(keys: Sequence[Key]) -> np.ndarray:
 
 
 class _ScratchByThread(threading.local):
-    """Space for blocks, which calls use again.
+    """Scratch space for blocks, which is reused by later calls.
 
-    Each thread has its own, because kernels run on several threads at once.
+    Each thread has its own space, because kernels run on several threads at the same time.
     """
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, torch.dtype], Scratch] = {}
 
     def of(self, block_size: int, dtype: torch.dtype) -> Scratch:
-        """Returns the space for blocks of at most ``block_size`` coordinates of a gradient dtype."""
+        """Returns the space for blocks of at most ``block_size`` coordinates and a gradient dtype."""
         key = (block_size, dtype)
         if key not in self._made:
             self._made[key] = _new_scratch(block_size, dtype)
@@ -279,7 +279,7 @@ def _new_scratch(block_size: int, dtype: torch.dtype) -> Scratch:
 
 
 def _aligned(size: int, dtype: type[np.generic]) -> np.ndarray:
-    """Returns an array whose vectors lie within lines of the processor's cache."""
+    """Returns an array that is aligned so that each vector is within one line of the processor's cache."""
     memory = np.empty(size * np.dtype(dtype).itemsize + VECTOR_BYTES, np.uint8)
     first = -memory.ctypes.data % VECTOR_BYTES
     return memory[first : first + size * np.dtype(dtype).itemsize].view(dtype)

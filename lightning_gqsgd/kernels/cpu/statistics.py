@@ -9,13 +9,13 @@ from lightning_gqsgd.kernels.cpu.jit import kernel
 from lightning_gqsgd.kernels.cpu.loops import fetch_ahead, maximum
 from lightning_gqsgd.kernels.layout import LENGTH, START
 
-#: Number of lanes in which sums are added up, see `protocol.Kernels.block_moments`.
+#: Number of lanes in which coordinates are added, see `protocol.Kernels.block_moments`.
 LANES = 16
 
 
 @kernel("maxima")
 def maxima(x, blocks, mask, out):
-    """Write the bits of the largest magnitude of each block; ``mask``: see `loops.maximum`."""
+    """Write the bits of the largest magnitude of each block into ``out``. For ``mask``, see `loops.maximum`."""
     for k in range(blocks.shape[0]):
         fetch_ahead(x, blocks, k)
         block = blocks[k]
@@ -24,7 +24,7 @@ def maxima(x, blocks, mask, out):
 
 @kernel("moments")
 def moments(x, blocks, lanes, out):
-    """Write the sums of each block.
+    """Write the sums of each block into ``out``.
 
     Args:
         x: coordinates.

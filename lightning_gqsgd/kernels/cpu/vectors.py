@@ -1,11 +1,11 @@
-"""Vectors of numbers, for loops that LLVM does not make vectors of by itself.
+"""Vectors of numbers, for loops that LLVM does not vectorise by itself.
 
-LLVM vectorises a loop over arrays after it has checked that the arrays do not overlap, which takes longer than a loop
-over a short block, and it does not find the pattern of a butterfly. A vector here has 64 bytes of coordinates, 16 fp32
-or 8 fp64 numbers, and as many integers or truth values where these go with coordinates. LLVM splits it where the
-processor has shorter vectors. `+`, `-` and `*` work on two vectors of floats.
+Before a vectorised loop over arrays, LLVM's code checks that the arrays do not overlap. This takes longer than a loop
+over a short block. LLVM also does not find the pattern of a butterfly. A vector here has 64 bytes of coordinates, which
+are 16 fp32 or 8 fp64 numbers. Vectors of integers or truth values that belong to coordinates have as many numbers. If
+the processor has shorter vectors, LLVM splits them. `+`, `-` and `*` work on two vectors of floats.
 
-Nothing is checked: a vector that is loaded or stored has to lie within its array.
+Nothing is checked: a vector that is loaded or stored has to be within its array.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic
 
-#: Bytes of a vector of coordinates.
+#: Number of bytes of a vector of coordinates.
 VECTOR_BYTES = 64
 
 _LANE = ir.IntType(32)
@@ -34,7 +34,7 @@ class Vector(types.Type):
 
     Attributes:
         dtype: the type of its numbers; `types.boolean` for the result of a comparison.
-        lanes: how many numbers it has.
+        lanes: the number of its numbers.
     """
 
     def __init__(self, dtype: types.Type, lanes: int) -> None:
@@ -45,7 +45,7 @@ class Vector(types.Type):
 
 @register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
-    """How LLVM holds a vector."""
+    """The type of a vector in LLVM."""
 
     def __init__(self, manager: Any, vector: Vector) -> None:
         number = ir.IntType(1) if vector.dtype == types.boolean else manager.lookup(vector.dtype).get_data_type()
@@ -59,7 +59,7 @@ def lanes_of(dtype: Any) -> int:
 
 @intrinsic
 def lanes(typing_context, array):
-    """Returns the number of coordinates of an array that one vector has."""
+    """Returns the number of coordinates of an array that fit in one vector."""
 
     def generate(context, builder, signature, arguments):
         return context.get_constant(types.intp, lanes_of(signature.args[0].dtype))
@@ -76,14 +76,14 @@ def load(typing_context, array, first):
 
 @intrinsic
 def load_like(typing_context, array, first, like):
-    """Returns a vector of as many numbers as the vector ``like`` has, from number ``first`` of an array on."""
+    """Returns a vector with as many numbers as the vector ``like``, from number ``first`` of an array on."""
     vector = Vector(array.dtype, like.lanes)
     return vector(array, types.intp, like), _load
 
 
 @intrinsic
 def load_codes(typing_context, array, first, like):
-    """Returns a vector of unsigned bytes, as `load_like`, as signed 32-bit integers."""
+    """Returns a vector of unsigned bytes like `load_like`, converted to signed 32-bit integers."""
 
     def generate(context, builder, signature, arguments):
         return builder.zext(_load(context, builder, signature, arguments), _form(context, signature.return_type))
@@ -93,8 +93,8 @@ def load_codes(typing_context, array, first, like):
 
 @intrinsic
 def store(typing_context, array, first, vector):
-    """Put a vector into an array, from its number ``first`` on. Integers lose the bits that the array has no space
-    for."""
+    """Write a vector into an array, from its number ``first`` on. Integers are truncated to the width of the array's
+    numbers."""
 
     def generate(context, builder, signature, arguments):
         array, first, vector = arguments
@@ -108,7 +108,7 @@ def store(typing_context, array, first, vector):
 
 @intrinsic
 def filled(typing_context, number, like):
-    """Returns a vector of floats, as many as the vector ``like`` has, all of which are one number."""
+    """Returns a vector of floats that all equal ``number``, with as many numbers as the vector ``like``."""
 
     def generate(context, builder, signature, arguments):
         return filled_with(builder, arguments[0], _form(context, signature.return_type))
@@ -118,7 +118,7 @@ def filled(typing_context, number, like):
 
 @intrinsic
 def filled_codes(typing_context, number, like):
-    """Returns a vector of 32-bit integers, as many as the vector ``like`` has, all of which are one integer."""
+    """Returns a vector of 32-bit integers that all equal ``number``, with as many numbers as the vector ``like``."""
 
     def generate(context, builder, signature, arguments):
         form = _form(context, signature.return_type)
@@ -129,10 +129,10 @@ def filled_codes(typing_context, number, like):
 
 @intrinsic
 def butterflies(typing_context, vector):
-    """Returns the butterflies of the distances 1, 2, 4, ... within a vector, one after the other.
+    """Returns a vector after butterflies of the distances 1, 2, 4, ... within the vector, one after the other.
 
-    In a butterfly, the sum takes the place of the number on the left, and the difference takes that of the number on
-    the right. Both are the other number of the pair, plus the number times 1 or -1, which is exact.
+    A butterfly replaces the left number of a pair by the sum, and the right number by the difference. Both are computed
+    as the other number of the pair, plus the number times 1 or -1. This product is exact.
     """
 
     def generate(context, builder, signature, arguments):
@@ -150,7 +150,7 @@ def butterflies(typing_context, vector):
 
 @intrinsic
 def folded(typing_context, vector):
-    """Returns the sum of a vector: its second half is added to its first half, until one number is left."""
+    """Returns the sum of a vector. Its second half is added to its first half until one number is left."""
 
     def generate(context, builder, signature, arguments):
         (vector,) = arguments
@@ -165,12 +165,12 @@ def folded(typing_context, vector):
 
 @intrinsic
 def flipped(typing_context, vector, words, shift):
-    """Returns a vector of floats, negated where a bit of 32-bit integers is 0.
+    """Returns a vector of floats, each negated if a bit of its 32-bit integer is 0.
 
     Args:
         vector: the floats.
         words: as many integers.
-        shift: by how much the bit that counts has to be shifted up to become the highest one.
+        shift: the shift that moves this bit up to the highest bit.
     """
 
     def generate(context, builder, signature, arguments):
@@ -181,7 +181,8 @@ def flipped(typing_context, vector, words, shift):
 
 @intrinsic
 def negated_by(typing_context, vector, codes, shift):
-    """Returns a vector of floats, negated where a bit of 32-bit integers is 1; the arguments are those of `flipped`."""
+    """Returns a vector of floats, each negated if a bit of its 32-bit integer is 1. The arguments are like those of
+    `flipped`."""
 
     def generate(context, builder, signature, arguments):
         return _with_signs(context, builder, signature, *arguments, lambda bits: bits)
@@ -201,7 +202,7 @@ def magnitudes_of(typing_context, vector):
 
 @intrinsic
 def are_at_least(typing_context, left, right):
-    """Returns where the floats of one vector are as large as those of another, or larger."""
+    """Returns whether each float of ``left`` is at least as large as the float of ``right``."""
 
     def generate(context, builder, signature, arguments):
         return builder.fcmp_ordered(">=", *arguments)
@@ -211,7 +212,7 @@ def are_at_least(typing_context, left, right):
 
 @intrinsic
 def are_negative(typing_context, vector):
-    """Returns where floats are below zero; -0 is not."""
+    """Returns whether each float is below zero. -0 is not below zero."""
 
     def generate(context, builder, signature, arguments):
         return builder.fcmp_ordered("<", arguments[0], ir.Constant(arguments[0].type, [0.0] * arguments[0].type.count))
@@ -221,7 +222,7 @@ def are_negative(typing_context, vector):
 
 @intrinsic
 def chosen(typing_context, condition, yes, no):
-    """Returns the numbers of ``yes`` where a condition holds, and those of ``no`` elsewhere."""
+    """Returns the number of ``yes`` at places where ``condition`` is true, and the number of ``no`` at other places."""
 
     def generate(context, builder, signature, arguments):
         return builder.select(*arguments)
@@ -231,7 +232,7 @@ def chosen(typing_context, condition, yes, no):
 
 @intrinsic
 def negated_where(typing_context, condition, vector):
-    """Returns a vector of floats with the other sign where a condition holds."""
+    """Returns a vector of floats, negated at places where ``condition`` is true."""
 
     def generate(context, builder, signature, arguments):
         condition, vector = arguments
@@ -242,7 +243,7 @@ def negated_where(typing_context, condition, vector):
 
 @intrinsic
 def code_of(typing_context, condition, value):
-    """Returns a vector of 32-bit integers: ``value`` where a condition holds, and 0 elsewhere."""
+    """Returns a vector of 32-bit integers: ``value`` at places where ``condition`` is true, and 0 at other places."""
 
     def generate(context, builder, signature, arguments):
         form = _form(context, signature.return_type)
@@ -254,7 +255,7 @@ def code_of(typing_context, condition, value):
 
 @intrinsic
 def has_bit(typing_context, vector, place):
-    """Returns where integers have the bit that counts 2^``place``."""
+    """Returns whether the bit with the value 2^``place`` is set in each integer."""
 
     def generate(context, builder, signature, arguments):
         vector, place = arguments
@@ -268,7 +269,7 @@ def has_bit(typing_context, vector, place):
 
 @intrinsic
 def shifted_down(typing_context, vector, count):
-    """Returns a vector of integers that are not negative, shifted down by ``count`` bits."""
+    """Returns a vector of non-negative integers shifted down by ``count`` bits."""
 
     def generate(context, builder, signature, arguments):
         vector, count = arguments
@@ -279,7 +280,7 @@ def shifted_down(typing_context, vector, count):
 
 @intrinsic
 def entry(typing_context, table, place):
-    """Returns a vector all of whose numbers are the number at one place of a vector."""
+    """Returns a vector whose numbers all equal the number at ``place`` of ``table``."""
 
     def generate(context, builder, signature, arguments):
         table, place = arguments
@@ -290,11 +291,11 @@ def entry(typing_context, table, place):
 
 @intrinsic
 def one_of_eight(typing_context, places, table):
-    """Returns the numbers of a table of floats at places that the three lowest bits of 32-bit integers say.
+    """Returns numbers from a table of eight floats. The three lowest bits of 32-bit integers are the index.
 
     Args:
-        places: as many integers as a vector of floats has numbers.
-        table: a vector whose first eight numbers are the table. It repeats them if it has more.
+        places: the integers, as many as a vector of floats has numbers.
+        table: a vector whose first eight numbers are the table. If it has more numbers, it repeats the table.
     """
 
     def generate(context, builder, signature, arguments):
@@ -322,7 +323,7 @@ def one_of_eight(typing_context, places, table):
 
 @intrinsic
 def shifted_up(typing_context, vector, count):
-    """Returns a vector of integers, shifted up by ``count`` bits."""
+    """Returns a vector of integers shifted up by ``count`` bits."""
 
     def generate(context, builder, signature, arguments):
         vector, count = arguments
@@ -333,7 +334,7 @@ def shifted_up(typing_context, vector, count):
 
 @intrinsic
 def either(typing_context, left, right):
-    """Returns the bits that one of two vectors of integers has."""
+    """Returns the bitwise or of two vectors of integers."""
 
     def generate(context, builder, signature, arguments):
         return builder.or_(*arguments)
@@ -343,7 +344,7 @@ def either(typing_context, left, right):
 
 @intrinsic
 def both(typing_context, left, right):
-    """Returns the bits that both of two vectors of integers have."""
+    """Returns the bitwise and of two vectors of integers."""
 
     def generate(context, builder, signature, arguments):
         return builder.and_(*arguments)
@@ -366,24 +367,24 @@ def clamped(typing_context, vector, limit):
 
 
 def features_of(context: Any) -> list[str]:
-    """Returns the instruction sets that code is generated for, in LLVM's spelling; empty if they are not known."""
+    """Returns the instruction sets for which code is generated, in LLVM's spelling; empty if they are not known."""
     _, _, features = context.codegen().magic_tuple()
     return features.split(",")
 
 
 def permuted(builder, name, table, places):
-    """Generate the numbers of a table at places, by an instruction."""
+    """Generate one instruction, ``name``, that looks up numbers of a table at places."""
     function = ir.FunctionType(table.type, [table.type, places.type])
     return builder.call(cgutils.get_or_insert_function(builder.module, function, name), [table, places])
 
 
 def _truths(form):
-    """Returns LLVM's type of as many truth values as a vector has numbers."""
+    """Returns LLVM's type of a vector of truth values, with as many numbers as ``form``."""
     return ir.VectorType(ir.IntType(1), form.count)
 
 
 def _with_signs(context, builder, signature, vector, words, shift, signs_of):
-    """Generate the vector with other signs; ``signs_of`` generates what has them as its highest bits."""
+    """Generate code that flips signs of a vector. ``signs_of`` generates integers whose highest bit is 1 for a flip."""
     integer = context.get_data_type(types.int32 if signature.args[0].dtype == types.float32 else types.int64)
     form = ir.VectorType(integer, vector.type.count)
     words = builder.zext(words, form) if words.type != form else words
@@ -396,7 +397,7 @@ def _with_signs(context, builder, signature, vector, words, shift, signs_of):
 
 
 def _arithmetic(operation: Any, instruction: str) -> None:
-    """Let an operator of Python work on two vectors of floats."""
+    """Register an operator of Python for two vectors of floats."""
 
     @infer_global(operation)
     class _Template(AbstractTemplate):
@@ -415,7 +416,7 @@ _arithmetic(operator.mul, "fmul")
 
 
 def _load(context, builder, signature, arguments):
-    """Generate a vector of numbers of an array."""
+    """Generate code that loads a vector from an array."""
     array = signature.args[0]
     form = ir.VectorType(context.get_data_type(array.dtype), signature.return_type.lanes)
     pointer, alignment = _place(context, builder, array, arguments[0], arguments[1], form)
@@ -423,7 +424,7 @@ def _load(context, builder, signature, arguments):
 
 
 def _place(context, builder, array, value, first, form):
-    """Generate the pointer to a vector in an array; returns it and the array's alignment."""
+    """Generate code for the pointer to a vector in an array. Returns the pointer and the array's alignment."""
     data = context.make_array(array)(context, builder, value).data
     pointer = builder.bitcast(builder.gep(data, [first]), form.as_pointer())
     return pointer, context.get_abi_sizeof(form.element)
@@ -435,19 +436,19 @@ def _form(context, vector):
 
 
 def filled_with(builder, number, form):
-    """Generate a vector all of whose numbers are one."""
+    """Generate code for a vector whose numbers all equal ``number``."""
     single = builder.insert_element(ir.Constant(form, ir.Undefined), number, _LANE(0))
     return shuffled(builder, single, [0] * form.count)
 
 
 def shuffled(builder, vector, order):
-    """Generate the vector with the numbers of a vector in an order."""
+    """Generate code for the vector of the numbers of ``vector`` at the places in ``order``."""
     order = list(order)
     return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(_LANE, len(order)), order))
 
 
 def _called(builder, name, *vectors):
-    """Generate the call of one of LLVM's functions of vectors of one type."""
+    """Generate a call of an LLVM function whose arguments are vectors of one type."""
     form = vectors[0].type
     function = ir.FunctionType(form, [form] * len(vectors))
     whole_name = f"{name}.v{form.count}{form.element.intrinsic_name}"

@@ -1,14 +1,13 @@
 """Fast kernels on CUDA devices, in Triton: one pass over memory per stage, and no wait for the device.
 
-The functions are those of `protocol.Kernels`, where they and their arguments are described; they give the codes of
-`reference`. Block tables are on the device. `decode` and `decode_sum` return the number of blocks that are not finite
-as a tensor there.
+`protocol.Kernels` describes the functions and their arguments. Codes are the same as those of `reference`. Block tables
+are on the device. `decode` and `decode_sum` return the number of blocks that are not finite as a tensor on the device.
 
-A program has a tile (see `tiles`) of 4096 coordinates, or of one block. What a codec fixes is a constant of a compiled
-kernel (see `constants`), so each codec has kernels of its own. Products and sums are not contracted, and divisions are
-rounded correctly, as in `reference`.
+A program handles a tile (see `tiles`) of 4096 coordinates, or of one block. The numbers of a codec are constants of a
+compiled kernel (see `constants`), so each codec has its own kernels. Products and sums are not contracted, and
+divisions are rounded correctly, as in `reference`.
 
-A family of codes brings its kernels, see `kernels.families`.
+Each family of codes has its own kernels, see `kernels.families`.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from lightning_gqsgd.kernels.wire import Key, scale_format
 
 
 def _kernels_of(q: Quantiser) -> CodecKernels:
-    """Returns the kernels of a quantiser's family; those of `reference` for a family that has no fast ones."""
+    """Returns the kernels of a quantiser's family. If the family has no fast kernels, returns `reference`."""
     return cuda_family(q.kind) or cast(CodecKernels, reference)
 
 
-#: Coordinates of a block that is rounded to bf16, at most.
+#: The largest number of coordinates in a block that is rounded to bf16.
 _NARROWED = narrowing.BLOCK
 
-#: Coordinates of a block that `block_maxima` and `block_moments` read at a time; blocks may be longer.
+#: Number of coordinates of a block that `block_maxima` and `block_moments` read together. Blocks may be longer.
 _MEASURED = 256
 
 
@@ -58,7 +57,7 @@ def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
-    """Turn blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
+    """Rotate blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
     c = constants_of(x.dtype, block_size, Turn(inverse))
     launch.run(rotate_kernel, c, blocks, x, launch.packed(key))
 
@@ -66,7 +65,7 @@ def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: boo
 def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
     """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`."""
     c = constants_of(x.dtype, _NARROWED, Narrowing(factor, limit))
-    if not launch.is_aligned(out):  # blocks count from one place in both tensors
+    if not launch.is_aligned(out):  # both tensors need the same alignment, because they share one table
         aligned = torch.empty_like(out)
         narrow(x, blocks, aligned, key, factor, limit)
         out.copy_(aligned)

@@ -1,6 +1,6 @@
-"""The constants of a compiled kernel: a number format, the shape of tiles, and what a codec fixes.
+"""`Constants`: the constants of a compiled kernel, such as the number format, the shape of tiles and a codec's numbers.
 
-Every value of `Constants` has kernels of its own. Functions in Triton take it as ``c``.
+Kernels are compiled for each value of `Constants`. Functions in Triton take it as ``c``.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import triton.language as tl
 from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Share, scale_format
 
-#: Coordinates of a tile, where blocks are not larger.
+#: Number of coordinates of a tile, unless blocks are larger.
 _TILE = 4096
 
-#: Coordinates of a thread.
+#: Number of coordinates of a thread.
 SHARE = 16
-#: The same where messages are decoded in fp32: what is done once for a block is then done by half as many threads.
-#: Encoding, or tiles whose coordinates are not aligned, would take more than 64 registers.
+#: Number of coordinates of a thread that decodes messages in fp32. Half as many threads then repeat the work that is
+#: the same for a whole block. Encoding, or tiles whose coordinates are not aligned, would need more than 64 registers.
 LARGE_SHARE = 32
 
 
 class Number(NamedTuple):
-    """The type in which coordinates are computed, and how a scale of that type travels.
+    """The compute type of coordinates, and the format in which its scales are sent.
 
     Attributes:
-        compute: the type, fp32 or fp64.
-        integer: the signed integer that is as wide.
-        mask: all bits but the sign's.
-        mantissa: bits of the mantissa.
+        compute: the compute type, fp32 or fp64.
+        integer: the signed integer type of the same width.
+        mask: all bits except for the sign.
+        mantissa: number of bits of the mantissa.
         one: the bits of 1.
         root: the bits of 2^(-1/2).
         largest: the largest finite number.
-        up: 1 + 2 ulp, see `codecs.linear`.
-        sent: the integer that a scale travels as.
+        up: 1 + 2 ulp, see `codecs.linear.codec`.
+        sent: the integer type of a scale on the wire.
         shift, infinity, tiny: see `wire.ScaleFormat`.
     """
 
@@ -60,11 +60,11 @@ class Shape(NamedTuple):
     """The shape of a tile, see `tiles`.
 
     Attributes:
-        rows: blocks of a tile, a power of two.
-        half: coordinates of one half of a row, a power of two.
+        rows: number of blocks of a tile, a power of two.
+        half: number of coordinates of one half of a row, a power of two.
         stages: log2 of ``half``.
-        block: coordinates of a block of full length.
-        may_be_full: whether blocks of full length fill their rows, and are handled apart.
+        block: number of coordinates of a block of full length.
+        may_be_full: whether blocks of full length fill their rows, so that they are handled separately.
     """
 
     rows: int
@@ -78,9 +78,9 @@ class Codes(NamedTuple):
     """The layout of codes in a record, see `kernels.packing`.
 
     Attributes:
-        bits: bits of a code.
-        in_words: whether codes lie in lanes of 64-bit words; otherwise they lie in bit planes.
-        padded: whether a record has the codes of `rotation.padded` coordinates, and not of the block's own number.
+        bits: number of bits of a code.
+        in_words: True if codes are in lanes of 64-bit words, and False if they are in bit planes.
+        padded: whether a record has `rotation.padded` codes, instead of one code for each coordinate of the block.
     """
 
     bits: int
@@ -89,14 +89,14 @@ class Codes(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """How messages become the coordinates of their mean.
+    """The constants for the mean of messages.
 
     Attributes:
-        ranks: number of messages, or of ranks whose codes were added up in one message.
+        ranks: number of messages, or of ranks whose codes were added in one message.
         each: factor of every message, see `wire.Share`.
-        rest: the divisor of the sum, see `wire.Share`.
+        rest: divisor of the sum, see `wire.Share`.
         limit: coordinates of a message are clamped to this magnitude, so that the sum of all messages stays finite.
-        is_clamped: whether the mean is clamped once more, to the finite numbers of the gradient's dtype.
+        is_clamped: whether the mean is also clamped to the finite numbers of the gradient's dtype.
         has_own: whether one source's coordinates are given, so that its message is not decoded.
     """
 
@@ -109,16 +109,16 @@ class Mean(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """All constants of a compiled kernel; what the kernel does not need is None.
+    """All constants of a compiled kernel. A constant that the kernel does not need is None.
 
     Attributes:
         number: the number format.
         shape: the shape of tiles.
-        codes: how codes lie in a record.
-        family: the numbers of a family of codes, a named tuple of that family's file.
-        mean: how messages are averaged.
-        rotated: whether blocks are turned before they are encoded, or after they are decoded.
-        share: coordinates of a thread of an aligned tile; of other tiles, threads have `SHARE`.
+        codes: the layout of codes in a record.
+        family: the constants of a family of codes, a named tuple that the family's file defines.
+        mean: the constants for the mean of messages.
+        rotated: whether blocks are rotated before they are encoded, or rotated back after they are decoded.
+        share: number of coordinates of a thread in an aligned tile. In other tiles, a thread has `SHARE` coordinates.
     """
 
     number: Number
@@ -167,8 +167,8 @@ def shape_of(block_size: int, codes: Codes | None = None) -> Shape:
 
 
 def share_of(number: Number, codes: Codes, mean: Mean | None, *, rotated: bool) -> int:
-    """Returns how many coordinates a thread of an aligned tile has."""
-    is_by_itself = not (codes.padded or codes.in_words or rotated)  # each coordinate's code
+    """Returns the number of coordinates of a thread in an aligned tile."""
+    is_by_itself = not (codes.padded or codes.in_words or rotated)  # each coordinate's code is handled by itself
     return LARGE_SHARE if mean is not None and is_by_itself and number.compute == tl.float32 else SHARE
 
 
@@ -180,7 +180,7 @@ def constants_of(dtype: torch.dtype, block_size: int, family: Any = None) -> Con
 
 
 def codes_of(q: Quantiser) -> Codes:
-    """Returns the place of a quantiser's codes in a record."""
+    """Returns the layout of a quantiser's codes in a record."""
     return Codes(q.bits, in_words=q.summable and 8 % q.bits != 0, padded=q.kind.is_padded)
 
 
@@ -194,16 +194,16 @@ def mean_of(
     summed: bool = False,
     has_own: bool = False,
 ) -> Mean:
-    """How the messages of so many ranks are averaged.
+    """Returns the constants for the mean of messages.
 
-    Where one message is decoded straight into a gradient of 16 bits, the clamp of that message's coordinates keeps them
-    finite there, and the mean needs no other.
+    If one message is decoded directly into a gradient of 16 bits, its coordinates are clamped to the gradient's dtype,
+    and the mean is not clamped again.
 
     Args:
-        ranks: number of messages, or of ranks whose codes were added up in one message.
+        ranks: number of messages, or of ranks whose codes were added in one message.
         dtype: dtype of the gradients.
-        encoded: whether the mean is encoded again, and not written to a gradient.
-        rotated: whether the mean is turned back.
+        encoded: whether the mean is encoded again, instead of written to a gradient.
+        rotated: whether the mean is rotated back.
         summed: whether there is one message, with the sums of all ranks' codes.
         has_own: whether one source's coordinates are given, so that its message is not decoded.
     """

@@ -1,6 +1,6 @@
-"""Floating point numbers and their bits, in Triton.
+"""Operations on floating-point numbers and their bits, in Triton.
 
-``v`` and other numbers are in the compute type. ``c`` are the kernel's constants, see `constants.Constants`.
+``v`` and other numbers are in the compute type. ``c`` has the kernel's constants, see `constants.Constants`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ _BF16_LARGEST = tl.constexpr(torch.finfo(torch.bfloat16).max)
 
 @triton.jit
 def one_and(draw):
-    """1 + draw/2^16 in fp32, by its bits: a GPU converts integers at a quarter of the speed of other arithmetic."""
+    """Returns 1 + draw/2^16 in fp32, composed from its bits, because a GPU converts integers at a quarter of the speed
+    of other arithmetic."""
     return ((draw << 7) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def byte_as_float(code):
-    """Returns an int32 from 0 to 255 in fp32, by its bits for the same reason."""
+    """Returns an int32 from 0 to 255 in fp32, composed from its bits, which is faster than a conversion."""
     return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
@@ -41,11 +42,11 @@ def root(x, c: tl.constexpr):
 
 @triton.jit
 def positive_root(x, c: tl.constexpr):
-    """Returns the square root of normal numbers above 0 that are not near the ends of the range, rounded correctly; NaN
-    of infinity.
+    """Returns the square root of normal numbers above 0 that are not near the ends of the range, rounded correctly. The
+    root of infinity is NaN.
 
-    One step of Newton's method from a GPU's fast reciprocal root: what NVIDIA's compiler makes of `sqrt.rn`, but for
-    the branch to other numbers, which takes more instructions than the root.
+    The root is one step of Newton's method from a GPU's fast reciprocal root. NVIDIA's compiler generates the same for
+    `sqrt.rn`, but with a branch for other numbers, which takes more instructions than the root.
     """
     if c.number.compute == tl.float64:
         y = tl.sqrt(x)
@@ -58,18 +59,18 @@ def positive_root(x, c: tl.constexpr):
 
 @triton.jit
 def quotient(x, y, inverse):
-    """Returns x/y in fp32, rounded correctly if ``inverse`` is 1/y rounded, and if neither the quotient nor 2^-24 of x
-    is near the ends of the range: a third of the instructions of `divided`."""
+    """Returns x/y in fp32. It is rounded correctly if ``inverse`` is 1/y rounded, and if neither the quotient nor
+    2^-24 x is near the ends of the range. This takes a third of the instructions of `divided`."""
     q = x * inverse
     return tl.fma(tl.fma(-q, y, x), inverse, q)
 
 
 @triton.jit
 def divided_by_scale(x, scale, c: tl.constexpr):
-    """Returns the quotient of numbers from 1/2 to 2^8 by scales, rounded correctly.
+    """Returns the quotients of numbers from 1/2 to 2^8 and scales, rounded correctly.
 
-    It is what NVIDIA's compiler makes of a quotient, but for a branch to numbers near the ends of the range. With both
-    numbers 2^-8 of what they are, none is there: scales are 2^-118 or more.
+    NVIDIA's compiler generates the same for a quotient, but with a branch for numbers near the ends of the range. Here,
+    both numbers are first multiplied by 2^-8. Then none is near the ends, because scales are 2^-118 or more.
     """
     if c.number.compute == tl.float64:
         q = x / scale
@@ -83,14 +84,14 @@ def divided_by_scale(x, scale, c: tl.constexpr):
 
 @triton.jit
 def rounded(v, rounder):
-    """Returns the nearest integer to numbers that are not halfway between two. ``rounder``: 1.5 times the power of two
-    from which on numbers are integers; a larger power gives zero."""
+    """Returns the nearest integers to numbers that are not halfway between two integers. ``rounder`` is 1.5 times the
+    power of two from which on all floats are integers. With a larger power, the result is zero."""
     return (v + rounder) - rounder
 
 
 @triton.jit
 def floor_plus(v, used, offset, c: tl.constexpr):
-    """Returns floor(v) + offset where ``used`` is 1, and 0 where it is 0, as int32, of which the lowest 8 bits count.
+    """Returns floor(v) + offset if ``used`` is 1, and 0 if it is 0, as int32. Only the lowest 8 bits are meaningful.
 
     Args:
         v: numbers of the compute type below 2^22, [rows, half].
@@ -100,7 +101,7 @@ def floor_plus(v, used, offset, c: tl.constexpr):
     if c.number.compute == tl.float64:
         code = tl.floor(v).to(tl.int32) * used[:, None] + (offset.to(tl.int32) * used)[:, None]
     else:
-        # The sum with 1.5 2^23 has an integer in its lowest bits. A GPU converts at a quarter of the speed of this.
+        # The sum with 1.5 2^23 has an integer in its lowest bits. This is four times as fast as a conversion.
         factor = tl.where(used == 1, 1.0, 0.0)
         rounder = tl.where(used == 1, offset + 12582912.0, 12582912.0)
         code = sum_rounded_down(v, factor[:, None], rounder[:, None]).to(tl.int32, bitcast=True)
@@ -109,14 +110,14 @@ def floor_plus(v, used, offset, c: tl.constexpr):
 
 @triton.jit
 def with_sign_of(v, x, c: tl.constexpr):
-    """Returns numbers that are not negative with the signs of others."""
+    """Returns non-negative numbers ``v`` with the signs of ``x``."""
     sign = x.to(c.number.integer, bitcast=True) & ~c.number.mask
     return (v.to(c.number.integer, bitcast=True) | sign).to(c.number.compute, bitcast=True)
 
 
 @triton.jit
 def magnitudes(v, c: tl.constexpr):
-    """Magnitudes as integers, which are ordered like them."""
+    """Returns magnitudes as integers, which are in the same order."""
     return v.to(c.number.integer, bitcast=True) & c.number.mask
 
 
@@ -129,15 +130,15 @@ def clamped(v, limit):
 
 @triton.jit
 def is_finite(v):
-    """Returns which numbers are neither infinite nor NaN."""
+    """Returns whether each number is neither infinite nor NaN."""
     # In fp64, a magnitude takes more instructions than a difference.
     return (v - v) == 0 if v.dtype == tl.float64 else tl.abs(v) < float("inf")
 
 
 @triton.jit
 def not_zero(v, c: tl.constexpr):
-    """Returns 1 for numbers that are not zero, also for NaN, and 0 for zero, int32."""
-    # Of a comparison in Triton's words, the compiler makes a choice, or masks whose bits are counted.
+    """Returns 1 for numbers that are not zero, including NaN, and 0 for zero: int32."""
+    # For a comparison in Triton, the compiler generates a selection, or masks whose bits are counted, which is slower.
     return tl.where(v != 0, 1, 0) if c.number.compute == tl.float64 else one_unless_zero(v)
 
 
@@ -147,8 +148,9 @@ def in_finite_range(v, DTYPE: tl.constexpr, KEEPS_INFINITY: tl.constexpr, c: tl.
 
     Args:
         v: the numbers.
-        DTYPE: the type that the numbers will be rounded to.
-        KEEPS_INFINITY: whether infinite numbers stay so; otherwise they become finite, which takes fewer instructions.
+        DTYPE: the type to which the numbers will be rounded.
+        KEEPS_INFINITY: whether infinite numbers stay infinite. If not, they become finite, which takes fewer
+            instructions.
     """
     if DTYPE.primitive_bitwidth < c.number.compute.primitive_bitwidth:
         LARGEST: tl.constexpr = _FP16_LARGEST if tl.float16 == DTYPE else _BF16_LARGEST

@@ -1,4 +1,4 @@
-"""The dither in Triton: the hash that `wire` spells out.
+"""The dither in Triton; `wire` has the formula of the hash.
 
 A key is one integer of 64 bits, see `launch.packed`. ``t`` is a tile, see `tiles.Tile`.
 """
@@ -34,7 +34,7 @@ def _mix(h):
 
 @triton.jit
 def block_keys(t, key):
-    """Returns the words a and b of each block, uint32 [rows]."""
+    """Returns the words a and b of each block's hash, uint32 [rows]."""
     first = key.to(tl.uint32)
     second = (key.to(tl.int64) >> 32).to(tl.uint32)
     a = _mix(_mix(first ^ t.parameter) + t.index * _GOLDEN)
@@ -44,9 +44,10 @@ def block_keys(t, key):
 
 @triton.jit
 def words(p, a, b):
-    """Uniform 32-bit integers for the numbers ``p`` and the words ``a`` and ``b`` of each block, [rows, width].
+    """Returns uniform 32-bit integers for the numbers ``p`` and the words ``a`` and ``b`` of each block, [rows, width].
 
-    ``b`` is shifted for each block and not for each number: (h ^ b) ^ (h ^ b) >> 15 is h ^ h >> 15 ^ (b ^ b >> 15).
+    ``b`` is shifted once for each block, instead of once for each number: (h ^ b) ^ (h ^ b) >> 15 is
+    h ^ h >> 15 ^ (b ^ b >> 15).
     """
     h = _start(p.to(tl.uint32) + a[:, None])
     h = (h ^ (h >> 15) ^ (b ^ (b >> 15))[:, None]) * _MULTIPLY_2
@@ -62,8 +63,9 @@ def draws(t, key, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def draws_in_words(t, key, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the dither of both halves, uint32 [rows, half]: the first half's in the lower 16 bits, the second half's
-    in the upper 16 bits. In blocks of full length, both are the same words."""
+    """Returns words with the dither of both halves, uint32 [rows, half]. The dither of the first half is in the lower
+    16 bits, and the dither of the second half is in the upper 16 bits. For blocks of full length, both results are the
+    same words."""
     a, b = block_keys(t, key)
     p = tl.arange(0, c.shape.half)[None, :]
     if KIND == RAGGED:
@@ -77,7 +79,7 @@ def draws_in_words(t, key, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _word_at(j, n, a, b, UPPER: tl.constexpr):
-    """Returns words with the dither of coordinates j in their lower or upper half, where blocks end anywhere."""
+    """Returns words with the dither of coordinates j in their lower or upper half, for blocks of any length."""
     half = ((n + 1) // 2)[:, None]
     in_second_half = j >= half
     h = words(tl.where(in_second_half, j - half, j), a, b)

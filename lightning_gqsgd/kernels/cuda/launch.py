@@ -1,13 +1,13 @@
-"""Launches of kernels: the tables of tiles, a program for each tile, and keys in the form that kernels take.
+"""Launches kernels: builds the tables of tiles, starts a program for each tile, and packs keys for kernels.
 
-A block table is divided by the kind of tile that its blocks go into (see `tiles`), each kind has a table of its own,
-and a kernel is compiled and launched for each kind that there is. So a kernel for blocks of full length has no
-registers that only the ends of parameters need, and a bucket is fast whatever parameters it begins with.
+A block table is divided by the kind of tile of its blocks (see `tiles`). Each kind has its own table, and a kernel is
+compiled and launched for each kind that occurs. So a kernel for blocks of full length needs no registers for the ends
+of parameters, and a bucket is fast for all parameters at its beginning.
 
-Tables and launches are made when a block table is used for the first time, and kept as long as the block table is.
-Triton looks at all arguments, constants and globals of a kernel at each launch, which takes several times as long as
-the launch itself. A launch that is kept leaves that out. Integers are no part of what kernels are compiled for: they
-are all in ``do_not_specialize``, and what is fixed is a constant.
+Tables and launches are built when a block table is used for the first time, and are kept as long as the block table
+exists. Triton inspects all arguments, constants and globals of a kernel at each launch, which takes several times as
+long as the launch itself. A kept launch skips this. Kernels are not compiled for values of integers: integer arguments
+are all in ``do_not_specialize``, and fixed integers are constants.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from lightning_gqsgd.kernels.cuda import tiles
 from lightning_gqsgd.kernels.cuda.constants import SHARE, Constants
 from lightning_gqsgd.kernels.wire import Key
 
-#: Bytes that a GPU loads at once.
+#: Number of bytes of the widest load of a GPU.
 _WIDE = 16
 
-#: Counters that are made at once, see `counter`.
+#: Number of counters that are created together, see `counter`.
 _COUNTERS = 64
 
 
 class _Table(NamedTuple):
-    """The blocks that go into tiles of one kind.
+    """The blocks of tiles of one kind.
 
     Attributes:
-        kind: the kind.
+        kind: the kind of the tiles.
         columns: int32 [blocks, columns], see `tiles.COLUMNS`.
         number: number of blocks.
     """
@@ -54,10 +54,10 @@ class _Launch(NamedTuple):
     """A compiled kernel on one table.
 
     Attributes:
-        call: launches it: takes a table, the number of its blocks, the arguments, the constants in order, and by name
-            the stream, which Triton would ask its driver for.
+        call: function that launches the kernel. It takes a table, the number of its blocks, the arguments, the
+            constants in order, and ``stream``, which Triton would otherwise query from its driver.
         table: the table.
-        constants: the constants, which are kept here, so that no other object gets their identity.
+        constants: the constants. They are kept here, so that no other object gets their identity.
     """
 
     call: Callable[..., object]
@@ -67,12 +67,12 @@ class _Launch(NamedTuple):
 
 @dataclass(eq=False)
 class _Kept:
-    """What is kept of a block table.
+    """The tables and launches that are kept for a block table.
 
     Attributes:
-        tables: the blocks by kind of tile, for each way to divide them (see `_divide`).
-        launches: for each kernel and what it is compiled for, a launch on each table.
-        streams: tables by identity, each with the number of a stream that is known to use it.
+        tables: for each way to divide the blocks (see `_divide`), the tables by kind of tile.
+        launches: for each kernel and the properties for which it is compiled, a launch on each table.
+        streams: pairs of a table's identity and the number of a stream that was recorded for it.
     """
 
     tables: dict[tuple[int, ...], tuple[_Table, ...]] = field(default_factory=dict)
@@ -92,15 +92,15 @@ def run(
     """Run a kernel on a block table. The host waits for the device the first time.
 
     Args:
-        kernel: the kernel, which takes a table, the number of its blocks, ``x`` if that is given, and the arguments.
-        c: the kernel's constants, from a function that returns the same object each time, and other objects for other
-            ``constants``.
+        kernel: the kernel. It takes a table, the number of its blocks, ``x`` if it is given, and the arguments.
+        c: the kernel's constants. They must come from a function that returns the same object each time, and another
+            object for other ``constants``.
         blocks: the block table, int64 [blocks, `layout.COLUMNS`].
-        x: the tensor whose coordinates blocks count. Kernels get it from the last multiple of 16 bytes before it on:
-            there is one way to compile them, wherever it begins. None: kernels take no coordinates.
-        *arguments: tensors, integers or None. Dtypes follow from those of ``x`` and from ``c``.
-        splits: whether the kernel takes the kind of its tiles, ``KIND``; otherwise all are ragged.
-        **constants: the kernel's constants beside ``c``.
+        x: the tensor of coordinates. Kernels get it from the last multiple of 16 bytes before its start, so that one
+            compiled kernel works for all alignments. None: the kernel takes no coordinates.
+        *arguments: tensors, integers or None. Their dtypes follow from ``c`` and the dtype of ``x``.
+        splits: whether the kernel takes the kind of its tiles, ``KIND``. If not, all tiles are ragged.
+        **constants: the kernel's constants in addition to ``c``.
     """
     before = 0
     dtype: torch.dtype | None = None
@@ -109,7 +109,7 @@ def run(
         if x.data_ptr() % _WIDE:
             x, before = _from_aligned(x)
         arguments = (x, *arguments)
-    # What Triton compiles a kernel for, apart from integers: which arguments are None, and which begin elsewhere.
+    # Triton compiles a kernel for these properties: which arguments are None, and which are not aligned to 16 bytes.
     form = 0
     for argument in arguments:
         form <<= 2
@@ -129,7 +129,7 @@ def run(
             kept.tables[how] = _divide(blocks, *how)
         started = [_started(kernel, c, table, arguments, constants, splits=splits) for table in kept.tables[how]]
         launches = [launch for launch in started if launch is not None]
-        if launches:  # Triton's interpreter compiles nothing
+        if launches:  # there are none with Triton's interpreter, which does not compile
             kept.launches[key] = launches
     else:
         for call, table, values in launches:
@@ -138,7 +138,7 @@ def run(
         _keep_for_this_stream(launches, kept, stream)
 
 
-#: What is kept of each block table, by its identity. It goes when the block table goes.
+#: The tables and launches of each block table, by its identity. They are deleted with the block table.
 _kept: dict[int, _Kept] = {}
 
 
@@ -154,7 +154,7 @@ def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_a
     table = blocks.cpu().numpy()
     start = table[:, layout.START] + shift
     is_full = (table[:, layout.LENGTH] == full_length) & (table[:, layout.RAW] == 0)
-    units = start // per_access  # of aligned blocks, in one column
+    units = start // per_access  # the start of aligned blocks, which fits in one column
     is_aligned = is_full & (start % per_access == 0) & (units < 1 << 32)
     scale = table[:, layout.SCALE]
     columns = np.empty((len(table), tiles.COLUMNS), dtype=np.int64)
@@ -182,8 +182,8 @@ def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_a
 
 
 def _keep_for_this_stream(launches: Sequence[_Launch], kept: _Kept, stream: int) -> None:
-    """Tell PyTorch once that the current stream, which has this number, uses tables: it gives memory back to the stream
-    that it was allocated on, and a table may go while other streams are not done with it."""
+    """Tell PyTorch once that the current stream uses tables. ``stream`` is the number of the current stream. Otherwise,
+    PyTorch could reuse the memory of a deleted table while this stream still reads it."""
     for launch in launches:
         columns = launch.table.columns
         name = id(columns), stream
@@ -193,20 +193,21 @@ def _keep_for_this_stream(launches: Sequence[_Launch], kept: _Kept, stream: int)
 
 
 def raw_stream(device: torch.device) -> int:
-    """Returns the current stream's number: 0 on a CPU."""
+    """Returns the number of the current stream, or 0 on a CPU."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Returns whether a tensor begins at a multiple of 16 bytes."""
+    """Returns whether the address of a tensor is a multiple of 16 bytes."""
     return x.data_ptr() % _WIDE == 0
 
 
 def _from_aligned(x: Tensor) -> tuple[Tensor, int]:
-    """Returns a tensor from a multiple of 16 bytes on, and how many of its elements are before ``x``."""
+    """Returns a tensor that contains ``x`` and begins at a multiple of 16 bytes, and its number of elements before
+    ``x``."""
     before = x.data_ptr() % _WIDE // x.element_size()
     first = x.storage_offset() - before
-    if first < 0:  # memory that is not PyTorch's may begin anywhere
+    if first < 0:  # memory that PyTorch has not allocated may begin at any address
         return x, 0
     return x.as_strided((x.numel() + before,), (1,), first), before
 
@@ -220,7 +221,8 @@ def _started(
     *,
     splits: bool,
 ) -> _Launch | None:
-    """Launch a kernel for the first time. Returns how it is launched again, if Triton compiles it."""
+    """Launch a kernel for the first time. Returns an object for later launches, or None if Triton's interpreter ran
+    it."""
     by_name = {**constants, "KIND": table.kind} if splits else constants
     programs = -(-table.number // c.shape.rows)
     compiled = start(kernel, c, programs, table.columns, table.number, *arguments, **by_name)
@@ -232,7 +234,7 @@ def _started(
 
 
 def start(kernel: Any, c: Constants, programs: int, *arguments: Any, **constants: Any) -> Any:
-    """Launch so many programs of a kernel, which is compiled if it has to be. Returns what it was compiled to; None:
+    """Launch ``programs`` programs of a kernel, which is compiled if necessary. Returns the compiled kernel, or None if
     Triton's interpreter ran it."""
     compiled_with = options(c, constants.get("KIND")) if isinstance(kernel, JITFunction) else {}
     return kernel[(programs,)](*arguments, **constants, c=c, **compiled_with)
@@ -247,23 +249,23 @@ def options(c: Constants, kind: int | None = None) -> dict[str, int]:
     is_single = c.mean is None or c.mean.ranks == 1
     most = 128
     if is_even and is_short and is_single:
-        most = 64  # twice as many threads fit at once as with 128, which tiles with the ends of parameters would take
+        most = 64  # twice as many threads run together as with 128, which tiles with the ends of parameters need
     elif share > SHARE:
-        most = 96  # for twice as many coordinates as in a thread with 64
+        most = 96  # such a thread has twice as many coordinates as a thread with 64 registers
     elif c.codes is not None and c.codes.padded and not is_single:
-        most = 168  # a search for codes of a mean needs them, and would keep some in memory otherwise
+        most = 168  # a search for codes of a mean needs them; with fewer, it would spill registers to memory
     return {"num_warps": warps, "maxnreg": min(most, 2048 // warps), "enable_fp_fusion": False}
 
 
 def packed(key: Key) -> int:
-    """Both words of a key in one signed 64-bit integer, the first word in the lower half."""
+    """Returns both words of a key in one signed 64-bit integer, with the first word in the lower half."""
     both = key[0] | key[1] << 32
     return both - (both >> 63 << 64)
 
 
 def keys_on(device: torch.device, keys: Sequence[Key]) -> Tensor:
-    """Returns the keys on the device, int64 [keys]; they are sent there once per step and stream, and the host does not
-    wait."""
+    """Returns the keys on the device, int64 [keys]. They are copied to the device once per step and stream, and the
+    host does not wait."""
     return _sent_keys(tuple(keys), device, raw_stream(device))
 
 
@@ -274,20 +276,20 @@ def _sent_keys(keys: tuple[Key, ...], device: torch.device, stream: int) -> Tens
 
 
 def stride_of(wires: Tensor) -> int:
-    """Returns the distance of messages that kernels get, in units of 16 bytes: kernels see then what addresses are
-    multiples of. ``wires``: uint8 [messages, bytes]."""
+    """Returns the distance of messages in units of 16 bytes. With this unit, the compiler sees that addresses of
+    messages are multiples of 16 bytes. ``wires`` is uint8 [messages, bytes]."""
     return wires.shape[1] // layout.ALIGNMENT
 
 
 def counter(device: torch.device) -> Tensor:
-    """Returns a counter at zero that nothing else uses, int32 []. Several are made at once, because that takes a
+    """Returns a new counter at zero, int32 []. Several counters are created together, because creating them takes a
     launch."""
     left = _counters.setdefault((device, raw_stream(device)), [])
     if not left:
-        # 16 bytes apart, as all that kernels get.
+        # Counters are 16 bytes apart, because all arguments of kernels are aligned to 16 bytes.
         left += torch.zeros(_COUNTERS, _WIDE // 4, dtype=torch.int32, device=device)[:, 0].unbind()
     return left.pop()
 
 
-#: Counters that were made, by device and stream.
+#: Unused counters, by device and stream.
 _counters: dict[tuple[torch.device, int], list[Tensor]] = {}

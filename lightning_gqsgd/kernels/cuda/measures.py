@@ -23,8 +23,8 @@ def maxima_kernel(table, count, x, out, c: tl.constexpr):
     is_aligned = tl.max(t.start % each, axis=0) == 0
     if (tl.min(t.n, axis=0) == longest) & (longest % c.shape.block == 0) & is_aligned:
         for first in range(0, longest, c.shape.block):
-            # Divided and multiplied by what it is a multiple of, so that Triton sees it: a hint (`tl.multiple_of`) on
-            # an argument of a function is lost when the function is inlined.
+            # The start is divided and multiplied by its divisor, so that Triton sees the divisor. A hint
+            # (`tl.multiple_of`) on an argument of a function is lost when the function is inlined.
             a, b = load_tile(x, (t.start + first) // each * each, t.n, ALIGNED, c)
             largest = _larger(largest, a, b, c)
     else:
@@ -63,7 +63,7 @@ def moments_kernel(table, count, x, out, c: tl.constexpr):
 
 @triton.jit
 def _store_total(lanes, places, lane, rows):
-    """Add up the lanes in order, and write one number for each row."""
+    """Add the lanes in order, and write one sum for each row."""
     total = tl.sum(tl.where(lane == 0, lanes, 0), axis=1)
     for number in tl.static_range(1, _LANES):
         total += tl.sum(tl.where(lane == number, lanes, 0), axis=1)

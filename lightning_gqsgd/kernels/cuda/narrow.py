@@ -1,4 +1,4 @@
-"""Stochastic rounding of fp32 numbers to bf16, in Triton; see `kernels.narrowing`, which has the readable form."""
+"""Stochastic rounding of fp32 numbers to bf16 on GPUs, in Triton; `kernels.narrowing` has the readable form."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 class Narrowing(NamedTuple):
-    """The numbers that are fixed in a compiled kernel.
+    """The constants of a compiled kernel.
 
     Attributes:
-        factor: what the coordinates are multiplied by.
+        factor: factor of the coordinates.
         limit: bits of the largest magnitude that is written.
     """
 
@@ -28,7 +28,7 @@ class Narrowing(NamedTuple):
 
 @triton.jit
 def _rounded(v, random, LIMIT: tl.constexpr):
-    """Bits of the bf16 numbers that fp32 numbers are rounded to, uint32."""
+    """Returns the bits of fp32 numbers that are rounded stochastically to bf16, uint32."""
     bits = v.to(tl.uint32, bitcast=True)
     magnitude = bits & _MAGNITUDE
     upper = (tl.minimum(magnitude, tl.full((), LIMIT, tl.uint32)) + random.to(tl.uint32)) >> 16
@@ -38,8 +38,8 @@ def _rounded(v, random, LIMIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "key"])
 def narrow_kernel(table, count, out, x, key: tl.int64, KIND: tl.constexpr, c: tl.constexpr):
-    """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`. ``out`` has the bits of bf16 numbers, int16
-    [numel]."""
+    """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`. ``out`` receives the bits of bf16 numbers,
+    int16 [numel]."""
     t = tile_of(table, count, out, KIND, c)
     a, b = load_tile(x, t.start, t.n, KIND, c)
     random_a, random_b = draws(t, key, KIND, c)

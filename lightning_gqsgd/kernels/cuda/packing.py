@@ -1,8 +1,8 @@
-"""Codes in messages, in Triton; `kernels.packing` says where each bit lies.
+"""Packs codes into messages, and unpacks them, in Triton; `kernels.packing` describes the layout.
 
 Codes are int32, in the two halves of a tile: ``code_a`` and ``code_b``, [rows, half]. Common arguments: ``n``, the
-lengths of the blocks; ``rows``, which rows are written or read; ``at``, where their records begin, in bytes from
-``wire`` on; ``KIND``, the kind of the tile; ``c``, the kernel's constants.
+lengths of the blocks; ``rows``, whether each row is written or read; ``at``, the positions of the records, in bytes
+from ``wire`` on; ``KIND``, the kind of the tile; ``c``, the kernel's constants.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def pack(code_a, code_b, n, rows, wire, at, KIND: tl.constexpr, c: tl.constexpr)
 
 @triton.jit
 def unpack(wire, at, n, rows, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the codes of both halves. In ragged tiles, and where codes lie in words, they are zero in rows that are
-    not read and beyond the ends of blocks; in other tiles, all rows are read."""
+    """Returns the codes of both halves. In ragged tiles, and if codes are in words, the codes are zero in rows that are
+    not read and beyond the ends of blocks. In other tiles, all rows are read."""
     ROWS: tl.constexpr = c.shape.rows
     HALF: tl.constexpr = c.shape.half
     code_a = tl.zeros((ROWS, HALF), tl.int32)
@@ -54,7 +54,7 @@ def unpack(wire, at, n, rows, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _plane_start(n, LOW: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the bytes of the bit planes that have the codes' lower LOW bits, [rows, 1] or a number."""
+    """Returns the number of bytes of the bit planes with the lower LOW bits of codes, [rows, 1] or one number."""
     if KIND == RAGGED:
         first = (n * 0)[:, None]
         for level in tl.static_range(3):
@@ -67,7 +67,7 @@ def _plane_start(n, LOW: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _pack_plane(code_a, code_b, n, rows, places, PLANE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
-    """Write PLANE bits of every code; ``places``: where the blocks' codes begin."""
+    """Write PLANE bits of every code. ``places`` are pointers to the start of each block's codes."""
     LOW: tl.constexpr = c.codes.bits & (16 - 2 * PLANE)
     places = places + _plane_start(n, LOW, KIND, c)
     if PLANE == 8:
@@ -80,7 +80,7 @@ def _pack_plane(code_a, code_b, n, rows, places, PLANE: tl.constexpr, KIND: tl.c
 
 @triton.jit
 def _pack_bytes(code_a, code_b, n, rows, places, KIND: tl.constexpr, c: tl.constexpr):
-    """Write a byte of every code."""
+    """Write the plane of 8 bits of every code."""
     p = tl.arange(0, c.shape.half)[None, :]
     mask_a = rows[:, None]
     mask_b = rows[:, None]
@@ -94,7 +94,8 @@ def _pack_bytes(code_a, code_b, n, rows, places, KIND: tl.constexpr, c: tl.const
 
 @triton.jit
 def _pack_lanes(code_a, code_b, rows, places, PLANE: tl.constexpr, c: tl.constexpr):
-    """Of full blocks: the first half of a block has the lower four bits of every byte, the second half the upper."""
+    """Write a plane of full blocks. The first half of a block is in the lower four bits of every byte, and the second
+    half is in the upper four bits."""
     LANES: tl.constexpr = 4 // PLANE
     ROWS: tl.constexpr = c.shape.rows
     WORDS: tl.constexpr = c.shape.half // LANES
@@ -107,7 +108,7 @@ def _pack_lanes(code_a, code_b, rows, places, PLANE: tl.constexpr, c: tl.constex
 
 @triton.jit
 def _pack_gathered(code_a, code_b, n, rows, places, PLANE: tl.constexpr, c: tl.constexpr):
-    """Of blocks of any length."""
+    """Write a plane of blocks of any length."""
     ROWS: tl.constexpr = c.shape.rows
     WIDTH: tl.constexpr = c.shape.half * PLANE // 4
     w = tl.arange(0, WIDTH)[None, :]
@@ -121,7 +122,7 @@ def _pack_gathered(code_a, code_b, n, rows, places, PLANE: tl.constexpr, c: tl.c
 
 @triton.jit
 def _unpack_plane(n, rows, places, PLANE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
-    """PLANE bits of every code, at their place in the code."""
+    """Returns PLANE bits of every code, at their place in the code."""
     LOW: tl.constexpr = c.codes.bits & (16 - 2 * PLANE)
     MASK: tl.constexpr = (1 << PLANE) - 1
     places = places + _plane_start(n, LOW, KIND, c)
@@ -146,7 +147,7 @@ def _unpack_plane(n, rows, places, PLANE: tl.constexpr, KIND: tl.constexpr, c: t
 
 @triton.jit
 def _plane_lane(places, j, n, rows, PLANE: tl.constexpr):
-    """PLANE bits of the codes of coordinates j, of blocks of any length."""
+    """Returns PLANE bits of the codes of coordinates j, for blocks of any length."""
     count = tl.maximum((n * PLANE + 7) // 8, 1)[:, None]
     word = tl.load(places + j % count, mask=rows[:, None] & (j < n[:, None]), other=0).to(tl.int32)
     return (word >> (j // count * PLANE)) & ((1 << PLANE) - 1)
@@ -157,7 +158,7 @@ def _plane_lane(places, j, n, rows, PLANE: tl.constexpr):
 
 @triton.jit
 def _pack_words(code_a, code_b, n, rows, places, c: tl.constexpr):
-    """Write words of 64 bits; ``places``: pointers to each block's first word."""
+    """Write codes in words of 64 bits. ``places`` are pointers to each block's first word."""
     LANES: tl.constexpr = 64 // c.codes.bits  # 9 or more
     ROWS: tl.constexpr = c.shape.rows
     WIDTH: tl.constexpr = c.shape.half // 4
@@ -171,7 +172,7 @@ def _pack_words(code_a, code_b, n, rows, places, c: tl.constexpr):
 
 @triton.jit
 def _word_lane(places, j, n, rows, c: tl.constexpr):
-    """Returns the codes of coordinates j."""
+    """Returns the codes of coordinates j from words of 64 bits."""
     LANES: tl.constexpr = 64 // c.codes.bits
     count = tl.maximum((n + LANES - 1) // LANES, 1)[:, None]
     word = tl.load(places + j % count, mask=rows[:, None] & (j < n[:, None]), other=0)
@@ -180,7 +181,7 @@ def _word_lane(places, j, n, rows, c: tl.constexpr):
 
 @triton.jit
 def _codes_at(code_a, code_b, j, n, c: tl.constexpr):
-    """Returns the codes of coordinates j, gathered from both halves; zero beyond the ends of blocks."""
+    """Returns the codes of coordinates j, gathered from both halves. They are zero beyond the ends of blocks."""
     from_a = tl.gather(code_a, tl.minimum(j, c.shape.half - 1), axis=1)
     from_b = tl.gather(code_b, tl.minimum(tl.maximum(j - c.shape.half, 0), c.shape.half - 1), axis=1)
     return tl.where(j < n[:, None], tl.where(j < c.shape.half, from_a, from_b), 0)

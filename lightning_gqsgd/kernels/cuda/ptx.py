@@ -1,6 +1,7 @@
-"""Instructions of NVIDIA's GPUs that Triton has no name for: bytes that change their places, and rounding downwards.
+"""Instructions of NVIDIA's GPUs that Triton does not offer: permutations of bytes, and rounding downwards.
 
-They are in PTX, which has the semantics. Triton's interpreter knows no PTX; `tests/unit/interpreter.py` computes it.
+They are written in PTX, whose manual defines them. Triton's interpreter does not support PTX; in tests,
+`tests/unit/interpreter.py` computes these instructions.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import triton.language as tl
 _LOWER_NIBBLES = tl.constexpr("and.b32 $0, $1, 0x0F0F0F0F;")
 _UPPER_NIBBLES = tl.constexpr("shr.u32 $0, $1, 4; and.b32 $0, $0, 0x0F0F0F0F;")
 
-# `prmt` makes a word of four bytes of two words; each digit of the selector is the number of a byte, and with 8 added,
-# eight times that byte's sign. So the byte of a code above the 16 bits of a draw becomes one word with its sign.
+# `prmt` composes a word from four bytes of two words. Each digit of the selector is the number of a byte. With 8 added
+# to the digit, the byte's sign is repeated eight times. So the 16 bits of a draw, the byte of a code above them and the
+# code's sign become one word.
 _DRAWS_BELOW = tl.constexpr(
     "prmt.b32 $0, $4, $8, 0xC410; prmt.b32 $1, $5, $8, 0xD510; "
     "prmt.b32 $2, $6, $8, 0xE610; prmt.b32 $3, $7, $8, 0xF710;"
@@ -38,7 +40,7 @@ def upper_nibbles(x):
 
 @triton.jit
 def less_128(x):
-    """Returns bytes less 128 in two's complement, uint8."""
+    """Returns bytes minus 128 in two's complement, uint8."""
     return tl.inline_asm_elementwise(_FLIPPED, "=r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
 
 
@@ -48,7 +50,8 @@ def above_draws(x, draw, UPPER: tl.constexpr):
 
     Args:
         x: numbers in two's complement, uint8.
-        draw: words with 16 bits of each, uint32, in their lower half, or in the upper one if ``UPPER``.
+        draw: words with the 16 bits of draws, uint32. The bits are in the lower half, or in the upper half if ``UPPER``
+            is true.
     """
     ASM: tl.constexpr = _UPPER_DRAWS_BELOW if UPPER else _DRAWS_BELOW
     return tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r,r,r,r,r", [draw, x], dtype=tl.int32, is_pure=True, pack=4)
@@ -59,15 +62,15 @@ def half_above(draw, selector):
     """Returns 2^8 k + 2^7 for numbers k of 16 bits: k + 1/2 in units of 2^-8.
 
     Args:
-        draw: words with k, uint32.
-        selector: which bytes k has, and its sign if it has one: one of the constants below, int32.
+        draw: words that contain k, uint32.
+        selector: one of the constants below, int32. It gives the bytes of k in the word, and whether k has a sign.
     """
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, 0x80, $2;", "=r,r,r", [draw, selector], dtype=tl.int32, is_pure=True, pack=1
     )
 
 
-#: Of `half_above`: k in the lower or upper half of a word, without or with a sign.
+#: Selectors for `half_above`: k is in the lower or upper half of a word, without or with a sign.
 LOWER_UNSIGNED = tl.constexpr(0x5104)
 UPPER_UNSIGNED = tl.constexpr(0x5324)
 LOWER_SIGNED = tl.constexpr(0x9104)
@@ -76,7 +79,7 @@ UPPER_SIGNED = tl.constexpr(0xB324)
 
 @triton.jit
 def sum_rounded_down(x, y, z):
-    """Returns x y + z, rounded downwards, in fp32."""
+    """Returns x y + z in fp32, rounded downwards."""
     return tl.inline_asm_elementwise(
         "fma.rm.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, y, z], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -84,7 +87,7 @@ def sum_rounded_down(x, y, z):
 
 @triton.jit
 def one_unless_zero(x):
-    """Returns 1 for fp32 numbers that are not zero, also for NaN, and 0 for zero, int32."""
+    """Returns 1 for fp32 numbers that are not zero, including NaN, and 0 for zero: int32."""
     return tl.inline_asm_elementwise(
         "add.u32 $0, $1, $1; min.u32 $0, $0, 1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -92,11 +95,12 @@ def one_unless_zero(x):
 
 @triton.jit
 def approximate_reciprocal(x):
-    """Returns 1/x in fp32, the last bit of which may be wrong, for normal numbers whose reciprocal is normal."""
+    """Returns 1/x in fp32 for normal numbers whose reciprocal is normal. The last bit may be wrong."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def unknown(x):
-    """Returns an int32 of which the compiler knows nothing, so that it makes no choice of a logical operation."""
+    """Returns an int32 about which the compiler knows nothing, so that it does not replace logical operations by
+    selections."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)

@@ -1,6 +1,6 @@
-"""Records of blocks in Triton: a scale and codes, or uncompressed coordinates; and the sum of several messages.
+"""Writes records of blocks, and adds several messages, in Triton. A record is a scale and codes, or raw coordinates.
 
-``t`` is the tile (`tiles.Tile`), ``a`` and ``b`` are its two halves, ``KIND`` is its kind, and ``c`` are the kernel's
+``t`` is the tile (`tiles.Tile`), ``a`` and ``b`` are its two halves, ``KIND`` is its kind, and ``c`` has the kernel's
 constants (`constants.Constants`).
 """
 
@@ -35,11 +35,10 @@ class Messages(NamedTuple):
     Attributes:
         wires: the first message, uint8.
         stride: units of 16 bytes from the start of a message to the start of the next one, int64.
-        ranks: number of messages. Their mean's constants have that number, too; a loop with a constant end takes more
-            registers.
+        ranks: number of messages. ``c.mean`` has this number, too, but a loop with a constant end takes more registers.
         keys: the dither key of each source, int64 [count].
-        own: number of the source whose coordinates are given, see `protocol.Own`; it counts if ``c.mean.has_own`` is
-            true.
+        own: number of the source whose coordinates are given, see `protocol.Own`. It is used only if
+            ``c.mean.has_own`` is true.
         to_values: the family's function, see `stages.ScaledFamily`.
     """
 
@@ -72,8 +71,8 @@ def write_records(a, b, t, wire, given, key, to_codes: tl.constexpr, KIND: tl.co
 
 @triton.jit
 def sum_of_messages(m, t, KIND: tl.constexpr, c: tl.constexpr):
-    """Both halves of the sum of `Messages` times ``c.mean.each``, added up in their order. The message of source
-    ``m.own`` counts in raw rows only. Coded rows that a message says are not finite become NaN."""
+    """Returns both halves of the sum of `Messages` times ``c.mean.each``, added in order. Only raw rows are taken from
+    the message of source ``m.own``. A coded row becomes NaN if its scale in a message is not finite."""
     ROWS: tl.constexpr = c.shape.rows
     HALF: tl.constexpr = c.shape.half
     at = record_places(t)
@@ -101,7 +100,7 @@ def sum_of_messages(m, t, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def rows_not_finite(m, t, c: tl.constexpr):
-    """Returns which coded rows `sum_of_messages` makes NaN, because a message says that they are not finite."""
+    """Returns whether `sum_of_messages` sets each coded row to NaN, because its scale in a message is not finite."""
     place = scale_places(t, c)
     coded = t.inside & (t.raw == 0)
     if c.mean.ranks == 1 and not c.mean.has_own:
@@ -118,19 +117,19 @@ def rows_not_finite(m, t, c: tl.constexpr):
 
 @triton.jit
 def _is_infinite(code, c: tl.constexpr):
-    """Returns for scales' codes whether a block is not finite."""
+    """Returns whether each block is not finite, from the codes of scales."""
     return (code >> 1) > (c.number.infinity >> c.number.shift)
 
 
 @triton.jit
 def _with_message(a, b, wire, place, at, source, m, t, KIND: tl.constexpr, c: tl.constexpr):
-    """Both halves of a sum with the coordinates of one message times ``c.mean.each``.
+    """Returns both halves of a sum plus the coordinates of one message times ``c.mean.each``.
 
     Args:
         a, b, t: the sum, and the tile.
         wire: the message.
-        place: where scales are, in bytes from ``wire`` on.
-        at: where records begin, in the same way.
+        place: positions of scales, in bytes from ``wire`` on.
+        at: positions of records, in bytes from ``wire`` on.
         source: number of the message.
         m: all messages.
     """
@@ -141,17 +140,17 @@ def _with_message(a, b, wire, place, at, source, m, t, KIND: tl.constexpr, c: tl
 
 @triton.jit
 def _with_raw(a, b, wire, at, t, c: tl.constexpr):
-    """Both halves of a sum with the raw coordinates of one message; see `_with_message`."""
+    """Returns both halves of a sum plus the raw coordinates of one message; see `_with_message`."""
     raw_a, raw_b = load_raw(wire, at, t, c)
     return a + raw_a * c.mean.each, b + raw_b * c.mean.each
 
 
 @triton.jit
 def _with_coded(a, b, wire, place, at, source, m, t, KIND: tl.constexpr, c: tl.constexpr):
-    """Both halves of a sum with the coded coordinates of one message; see `_with_message`."""
+    """Returns both halves of a sum plus the coded coordinates of one message; see `_with_message`."""
     code = received_scale(wire, place, t.inside & (t.raw == 0), c)
     bits = (code >> 1) << c.number.shift
-    used = (bits > 0) & (bits <= c.number.infinity)  # the largest finite number travels as if it were infinity
+    used = (bits > 0) & (bits <= c.number.infinity)  # the largest finite number is sent as infinity
     scale = tl.where(_is_infinite(code, c), float("nan"), received_value(bits, c) * c.mean.each)
     t = coded_tile(t, KIND, c)
     code_a, code_b = unpack(wire, at, t.n, used, KIND, c)
@@ -161,13 +160,13 @@ def _with_coded(a, b, wire, place, at, source, m, t, KIND: tl.constexpr, c: tl.c
 
 @triton.jit
 def with_own(a, b, x, t, rotation, KIND: tl.constexpr, c: tl.constexpr):
-    """Both halves of what `sum_of_messages` returned, with this rank's coordinates added in coded rows; and which of
-    these rows became NaN, because not all of the coordinates are finite.
+    """Returns both halves of the sum of `sum_of_messages` plus this rank's coordinates in coded rows, and whether each
+    of these rows is NaN because one of its coordinates is not finite.
 
     Args:
-        a, b, t: the tile.
+        a, b, t: the sum, and the tile.
         x: this rank's coordinates.
-        rotation: key by which they are turned first, or None.
+        rotation: key of the rotation that is applied to them first, or None.
     """
     own_a, own_b = load_tile(x, t.start, t.n, KIND, c)
     if rotation is not None:
@@ -184,7 +183,7 @@ def with_own(a, b, x, t, rotation, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def divided_by_rest(a, b, c: tl.constexpr):
-    """Both halves of the mean that belongs to a sum, see `wire.Share`."""
+    """Returns both halves of the mean from a sum, see `wire.Share`."""
     if c.mean.rest != 1:
         rest = tl.full((1, 1), c.mean.rest, c.number.compute)
         a = divided(a, rest, c)

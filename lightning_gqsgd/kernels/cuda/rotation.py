@@ -1,4 +1,4 @@
-"""Random Hadamard rotations of blocks in Triton, see `kernels.rotation`."""
+"""Random Hadamard rotations of blocks on GPUs, in Triton; `kernels.rotation` has the readable form."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_gqsgd.kernels.cuda.tiles import RAGGED, load_tile, store_tile, ti
 
 
 class Turn(NamedTuple):
-    """What is fixed in a compiled kernel that only turns.
+    """The constants of a compiled kernel that only rotates.
 
     Attributes:
-        inverse: whether it turns back.
+        inverse: whether the kernel rotates back.
     """
 
     inverse: bool
@@ -23,7 +23,7 @@ class Turn(NamedTuple):
 
 @triton.jit
 def rotated(a, b, t, key, INVERSE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
-    """Both halves after the rotation, or turned back; raw rows stay as they are."""
+    """Returns both halves after the rotation, or after its inverse if ``INVERSE`` is true. Raw rows do not change."""
     draw_a, draw_b = draws(t, key, KIND, c)
     sign_a = tl.where(draw_a < 32768, -1.0, 1.0)
     sign_b = tl.where(draw_b < 32768, -1.0, 1.0)
@@ -38,10 +38,11 @@ def rotated(a, b, t, key, INVERSE: tl.constexpr, KIND: tl.constexpr, c: tl.const
 
 @triton.jit
 def transformed(a, b, n, KIND: tl.constexpr, c: tl.constexpr):
-    """Hadamard transforms of rows of length ``n``, in parts of descending powers of two.
+    """Returns both halves of the Hadamard transforms of rows of length ``n``, in parts whose lengths are descending
+    powers of two.
 
-    Coordinate j of n belongs to a part of 2^k coordinates, where k is the highest bit in which j and n differ; parts
-    begin at multiples of their length. So a butterfly of distance h concerns coordinate j if j ^ n is at least 2 h.
+    Coordinate j of n belongs to a part of 2^k coordinates, with k the highest bit in which j and n differ. Parts begin
+    at multiples of their length. So a butterfly of distance h applies to coordinate j if j ^ n is at least 2 h.
     """
     STAGES: tl.constexpr = c.shape.stages
     ROWS: tl.constexpr = c.shape.rows
@@ -64,21 +65,21 @@ def transformed(a, b, n, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _root(k, c: tl.constexpr):
-    """2^(-k/2), rounded to the compute type: 1 or 2^(-1/2), times a power of two."""
+    """Returns 2^(-k/2), rounded to the compute type: 1 or 2^(-1/2), times a power of two."""
     bits = tl.where((k & 1) != 0, c.number.root, c.number.one).to(c.number.integer)
     return (bits - ((k >> 1).to(c.number.integer) << c.number.mantissa)).to(c.number.compute, bitcast=True)
 
 
 @triton.jit
 def _highest_bit(number):
-    """Returns the number of the highest bit that is set in integers below 2^24; 0 for 0."""
+    """Returns the number of the highest set bit of integers below 2^24, and 0 for 0."""
     exponent = (number.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     return tl.maximum(exponent, 0)
 
 
 @triton.jit
 def _butterflies(v, n, STAGE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
-    """Sums and differences of coordinates 2^STAGE apart, in whole rows."""
+    """Returns whole rows after butterflies of coordinates that are 2^STAGE apart."""
     DISTANCE: tl.constexpr = 1 << STAGE
     PAIRS: tl.constexpr = c.shape.half // DISTANCE
     ROWS: tl.constexpr = c.shape.rows
@@ -95,7 +96,7 @@ def _butterflies(v, n, STAGE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr)
 
 @triton.jit(do_not_specialize=["count", "key"])
 def rotate_kernel(table, count, x, key: tl.int64, KIND: tl.constexpr, c: tl.constexpr):
-    """Turn blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
+    """Rotate blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
     t = tile_of(table, count, x, KIND, c)
     a, b = load_tile(x, t.start, t.n, KIND, c)
     a, b = rotated(a, b, t, key, c.family.inverse, KIND, c)

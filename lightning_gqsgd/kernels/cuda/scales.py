@@ -1,6 +1,6 @@
-"""Scales of blocks in Triton: from the largest magnitudes to the wire, and back.
+"""Scales of blocks in Triton: computes, sends and receives them. `wire` describes their format.
 
-``t`` is the tile (`tiles.Tile`), and ``c`` are the kernel's constants (`constants.Constants`). `wire` has the format.
+``t`` is the tile (`tiles.Tile`), and ``c`` has the kernel's constants (`constants.Constants`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Scales(NamedTuple):
     """The scales of a tile's blocks, before they are sent.
 
     Attributes:
-        value: the scales in the compute type, [rows]; any number where a scale is zero or not finite.
-        used: 0 where a scale is zero or not finite, so that codes have to be 0, and else 1: int32 [rows].
+        value: the scales in the compute type, [rows]. If a scale is zero or not finite, its value has no meaning.
+        used: 0 if a scale is zero or not finite, so that codes have to be 0, and 1 otherwise: int32 [rows].
         bits: the bits of the scales, [rows].
-        code: what travels of scales that are neither zero nor infinite, without the blocks' flags, [rows].
-        is_zero: which scales are zero, bool [rows].
-        places: where scales are written, pointers [rows].
-        sent: which scales are written, bool [rows].
+        code: the codes on the wire without the blocks' flags, [rows], for scales that are neither zero nor infinite.
+        is_zero: whether each scale is zero, bool [rows].
+        places: pointers to the places of scales in the message, [rows].
+        sent: whether each scale is written, bool [rows].
     """
 
     value: Any
@@ -41,7 +41,7 @@ class Scales(NamedTuple):
 
 @triton.jit
 def scales_of(a, b, t, wire, given, c: tl.constexpr):
-    """Returns the scales of blocks whose records go to a message.
+    """Returns the scales of blocks whose records are written into a message.
 
     Args:
         a, b, t: the tile.
@@ -51,7 +51,7 @@ def scales_of(a, b, t, wire, given, c: tl.constexpr):
     if given is None:
         largest = tl.max(_larger(a, b, c), axis=1)
         up = _rounded_up(largest, c)
-        # What was rounded up to infinity is the largest finite number, and travels as if it were infinity.
+        # A scale that was rounded up to infinity becomes the largest finite number, but its code is that of infinity.
         usable = tl.minimum(up << c.number.shift, c.number.infinity - 1).to(c.number.integer)
         value = usable.to(c.number.compute, bitcast=True)
         bits = tl.where(largest > 0, tl.where(largest < c.number.infinity, usable, c.number.infinity), 0)
@@ -72,23 +72,23 @@ def scales_of(a, b, t, wire, given, c: tl.constexpr):
 
 @triton.jit
 def _larger(a, b, c: tl.constexpr):
-    """Returns the larger of two magnitudes, as integers."""
+    """Returns the larger of two magnitudes, as an integer."""
     if c.number.compute == tl.float64:
         larger = tl.maximum(magnitudes(a, c), magnitudes(b, c))
-    else:  # as floats, where no bit has to be masked; NaN is the largest integer
+    else:  # a maximum of floats needs no mask; as an integer, NaN is the largest
         larger = magnitudes(tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL), c)
     return larger
 
 
 @triton.jit
 def code_of(bits, c: tl.constexpr):
-    """Returns what travels of finite scales with these bits, without the blocks' flags; see `Scales.code`."""
+    """Returns the codes on the wire of finite scales with these bits, without the blocks' flags; see `Scales.code`."""
     return (bits + 1) >> c.number.shift << 1
 
 
 @triton.jit
 def send_scales(s, flag, c: tl.constexpr):
-    """Write scales and the blocks' flags, bool [rows]."""
+    """Write scales and the blocks' flags into the message. ``flag`` is bool [rows]."""
     flag = flag.to(c.number.integer)
     sent = tl.where(s.is_zero, flag, s.code | flag)
     sent = tl.where(s.bits < c.number.infinity, sent, -1).to(c.number.sent)
@@ -98,32 +98,33 @@ def send_scales(s, flag, c: tl.constexpr):
 
 @triton.jit
 def received_scale(wire, place, coded, c: tl.constexpr):
-    """Returns the scales' codes of coded rows, in the integer type that is as wide as coordinates; zero in other rows.
-    ``place``: in bytes from ``wire`` on."""
+    """Returns the codes of scales of coded rows, in the integer type that is as wide as coordinates; zero in other
+    rows. ``place`` has positions in bytes from ``wire`` on."""
     code = tl.load((wire + place).to(tl.pointer_type(c.number.sent), bitcast=True), mask=coded, other=0)
     return code.to(c.number.integer)
 
 
 @triton.jit
 def value_of(bits, c: tl.constexpr):
-    """Returns the scales with these bits; any number where the scale is zero or not finite."""
+    """Returns the scales with these bits. If a scale is zero or not finite, the result has no meaning."""
     usable = tl.minimum(tl.maximum(bits, c.number.tiny), c.number.infinity - 1)
     return usable.to(c.number.integer).to(c.number.compute, bitcast=True)
 
 
 @triton.jit
 def received_value(bits, c: tl.constexpr):
-    """Returns the scales with these bits: 0 where it is zero, and any number where it is not finite.
+    """Returns the scales with these bits. If a scale is zero, the result is 0; if it is not finite, the result has no
+    meaning.
 
-    A product makes it 0: of a ``tl.where`` on the condition that codes are loaded with, Triton 3.6 makes code that it
-    then refuses, in a few configurations.
+    A product sets the result to 0. If a ``tl.where`` had the same condition as the load of codes, Triton 3.6 would
+    generate code that it then refuses, in a few configurations.
     """
     return value_of(bits, c) * tl.minimum(bits, 1).to(c.number.compute)
 
 
 @triton.jit
 def _rounded_up(bits, c: tl.constexpr):
-    """Returns the bits of scales without those that do not travel, rounded up to the wire's format: of the smallest
-    scale where a scale is zero, and of infinity where it is not finite. See `wire.ScaleFormat.rounded_up`."""
+    """Returns the bits of scales that are sent, rounded up to the wire's format. If a scale is zero, they are the bits
+    of the smallest scale; if it is not finite, they are those of infinity. See `wire.ScaleFormat.rounded_up`."""
     up = tl.minimum(tl.maximum(bits, c.number.tiny), c.number.infinity) + ((1 << c.number.shift) - 1)
     return up >> c.number.shift

@@ -1,8 +1,8 @@
-"""The stages of a family whose records are a scale and codes: kernels for encoding, reducing, decoding and adding.
+"""Kernels that encode, reduce, decode and add, for families whose records are a scale and codes.
 
 A kernel is compiled for each kind of tile, see `tiles`. Coordinates are read once, and stay in registers until their
-codes leave. ``c`` are the kernel's constants, see `constants.Constants`. Integers are not specialised: kernels are not
-compiled anew for other keys, or other numbers of blocks.
+codes are written. ``c`` has the kernel's constants, see `constants.Constants`. Integers are not specialised, so kernels
+are not compiled again for other keys or other numbers of blocks.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def encode_kernel(
     table, count, x, wire, scales, key: tl.int64, rotation: tl.int64, to_codes: tl.constexpr, KIND: tl.constexpr,
     c: tl.constexpr,
 ):  # fmt: skip
-    """Encode blocks into a message; see `protocol.Kernels.encode`. ``scales`` may be None, and ``rotation`` counts if
-    ``c.rotated`` is true."""
+    """Encode blocks into a message; see `protocol.Kernels.encode`. ``scales`` may be None, and ``rotation`` is used
+    only if ``c.rotated`` is true."""
     t = tile_of(table, count, x, KIND, c)
     a, b = load_tile(x, t.start, t.n, KIND, c)
     if c.rotated:
@@ -71,9 +71,9 @@ def reduce_kernel(
     table, count, x, wires, stride: tl.int64, messages, keys, own, out, to_values: tl.constexpr, to_codes: tl.constexpr,
     KIND: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. ``messages`` is their
-    number, ``x`` has the coordinates of source ``own``, and ``keys`` are those of the messages, then that of the mean,
-    and, if ``c.rotated`` is true, that of the rotation."""
+    """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. ``messages`` is the number
+    of messages, and ``x`` has the coordinates of source ``own``. ``keys`` has the keys of the messages, then the key of
+    the mean, and then, if ``c.rotated`` is true, the key of the rotation."""
     t = tile_of(table, count, x, KIND, c)
     a, b = sum_of_messages(Messages(wires, stride, messages, keys, own, to_values), t, KIND, c)
     a, b, _ = with_own(a, b, x, t, tl.load(keys + messages + 1) if c.rotated else None, KIND, c)
@@ -89,9 +89,9 @@ def decode_kernel(
     table, count, x, wires, stride: tl.int64, messages, keys, own, counter, to_values: tl.constexpr, KIND: tl.constexpr,
     c: tl.constexpr,
 ):  # fmt: skip
-    """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. ``messages`` is their number,
-    and ``keys`` are those of the messages and then, if ``c.rotated`` is true, that of the rotation. The number of
-    blocks that are not finite is added to ``counter``."""
+    """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. ``messages`` is the number of
+    messages. ``keys`` has the keys of the messages, and then, if ``c.rotated`` is true, the key of the rotation. The
+    number of blocks that are not finite is added to ``counter``."""
     t = tile_of(table, count, x, KIND, c)
     a, b = sum_of_messages(Messages(wires, stride, messages, keys, own, to_values), t, KIND, c)
     bad = rows_not_finite(Messages(wires, stride, messages, keys, own, to_values), t, c)
@@ -115,10 +115,11 @@ def decode_kernel(
 
 @triton.jit
 def _in_finite_range(a, b, t, DTYPE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
-    """Both halves with what is finite in coded blocks clamped to the finite numbers of a type.
+    """Returns both halves, with finite coordinates of coded blocks clamped to the finite numbers of a type.
 
-    Without a rotation, no coordinate of a coded block is infinite: the block is NaN instead. Then raw rows have to be
-    left out, and with a rotation they are within the range anyway: a mean is not larger than the largest number.
+    Without a rotation, a coded block has no infinite coordinates, because a block that is not finite is NaN. So
+    infinity need not be kept, but raw rows have to be excluded. With a rotation, raw rows need not be excluded: their
+    mean is not larger than the largest number.
     """
     coded_a = in_finite_range(a, DTYPE, c.rotated, c)
     coded_b = in_finite_range(b, DTYPE, c.rotated, c)
@@ -137,7 +138,7 @@ def decode_sum_kernel(
     c: tl.constexpr,
 ):  # fmt: skip
     """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`. ``ranks``
-    is their number.
+    is the number of ranks.
 
     The number of blocks that are not finite is added to ``counter``.
     """
@@ -173,24 +174,24 @@ def combine_kernel(table, count, mine, theirs, key: tl.int64, pairs_to_codes: tl
 
 @dataclass(frozen=True)
 class ScaledFamily:
-    """A family of codes whose records are a scale and codes of a fixed width, by its functions in Triton.
+    """A family of codes whose records are a scale and codes of a fixed width, defined by its functions in Triton.
 
-    Codes are int32 [rows, half], in the two halves of the tile ``t``; ``scale`` are the blocks' scales, [rows], in the
-    compute type, as coordinates are. ``KIND`` and ``c`` are those of `tiles`; the family's numbers are ``c.family``.
+    Codes are int32 [rows, half], in the two halves of the tile ``t``. ``scale`` has the blocks' scales, [rows], in the
+    compute type, which is also the type of coordinates. `tiles` describes ``KIND`` and ``c``. The family's constants
+    are ``c.family``.
 
     Attributes:
-        numbers: the numbers that a quantiser of the family gives the functions, a named tuple, for gradients of a
-            dtype.
-        to_codes: ``(a, b, t, key, scales, KIND, c)`` to the codes of both halves, 0 where ``scales.used`` is 0. The
-            function calls `scales.send_scales` with each block's flag: before it makes codes, since what both need
-            would take registers.
-        to_values: ``(code_a, code_b, t, key, scale, flag, KIND, c)`` to the coordinates of both halves, clamped to the
-            magnitude ``c.mean.limit``, and NaN where the scale is. ``key`` is a pointer to the source's key.
-        sums_to_values: ``(code_a, code_b, t, keys, ranks, scale, KIND, c)`` to the mean that sums of the codes of so
-            many ranks stand for, clamped in the same way. ``keys`` is a pointer to the ranks' keys. None: codes cannot
-            be added.
-        pairs_to_codes: ``(code, other, word, c)`` to the codes of sums of two numbers, in one half; ``word`` are
-            uniform 32-bit integers. None: codes cannot be added in pairs.
+        numbers: ``(q, dtype)`` returns the family's constants for a quantiser and gradients of a dtype, a named tuple.
+        to_codes: ``(a, b, t, key, scales, KIND, c)`` returns the codes of both halves, which are 0 if ``scales.used``
+            is 0. The function calls `scales.send_scales` with each block's flag. It should do so before it computes
+            codes, so that values that both need do not occupy registers.
+        to_values: ``(code_a, code_b, t, key, scale, flag, KIND, c)`` returns the coordinates of both halves, clamped to
+            the magnitude ``c.mean.limit``, and NaN if the scale is NaN. ``key`` is a pointer to the source's key.
+        sums_to_values: ``(code_a, code_b, t, keys, ranks, scale, KIND, c)`` returns the mean from sums of the codes of
+            ``ranks`` ranks, clamped in the same way. ``keys`` is a pointer to the ranks' keys. None: codes cannot be
+            added.
+        pairs_to_codes: ``(code, other, word, c)`` returns the codes of sums of two codes' numbers, in one half.
+            ``word`` has uniform 32-bit integers. None: codes cannot be added in pairs.
     """
 
     numbers: Callable[[Any, torch.dtype], Any]

@@ -1,13 +1,13 @@
-"""Tiles of blocks in a GPU's registers, in Triton: where they begin and end, and how they come and go.
+"""Tiles of blocks in a GPU's registers, in Triton: their positions and lengths, and functions to load and store them.
 
-A tile is some whole blocks, a row each, in two halves ``a`` and ``b`` of shape [rows, half]: coordinates p and p + half
-of a block are at the same place of the two, and share a hash and, below 8 bits, a byte of codes.
+A tile has several whole blocks, one in each row, in two halves ``a`` and ``b`` of shape [rows, half]. Coordinates p and
+p + half of a block are at the same place in the two halves. They share a hash and, below 8 bits, a byte of codes.
 
-Tiles are of three kinds. In an `ALIGNED` one, all blocks have the full length and begin at multiples of 16 bytes: no
-load of coordinates is masked, and coordinates and codes move 16 bytes at a time. In a `FULL` one, all blocks have the
-full length, so codes still do. A `RAGGED` tile has shorter or raw blocks, and is slower. The host puts blocks into
-tables by the kind (see `launch`), and each kind has kernels of its own. ``KIND`` is the kind in what follows, and ``c``
-are the kernel's constants, see `constants.Constants`.
+There are three kinds of tiles. In an `ALIGNED` tile, all blocks have the full length and begin at multiples of 16
+bytes, so no load of coordinates is masked, and coordinates and codes are moved 16 bytes at a time. In a `FULL` tile,
+all blocks have the full length, so codes are still moved 16 bytes at a time. A `RAGGED` tile has shorter or raw blocks,
+and is slower. The host puts blocks into one table for each kind (see `launch`), and each kind has its own kernels.
+Below, ``KIND`` is the kind, and ``c`` has the kernel's constants, see `constants.Constants`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ RAGGED = tl.constexpr(0)
 FULL = tl.constexpr(1)
 ALIGNED = tl.constexpr(2)
 
-#: Columns of a table of tiles, int32. The 32 bytes of a block lie next to each other: what GPUs read at once, and at
-#: fixed distances from one address.
-START_LOW = tl.constexpr(0)  # first coordinate: the lower and the upper 32 bits; of an aligned tile, in 16 bytes
+#: Columns of a table of tiles, int32. The 32 bytes of a block are contiguous, because a GPU reads 32 bytes together.
+#: Columns are also at fixed distances from one address.
+START_LOW = tl.constexpr(0)  # first coordinate, lower and upper 32 bits; for aligned tiles, in units of 16 bytes
 START_HIGH = tl.constexpr(1)
 PARAMETER = tl.constexpr(2)  # as in the block table
 INDEX = tl.constexpr(3)
-SCALE = tl.constexpr(4)  # position of the scale in the message, in units of a scale; -1: none is sent
+SCALE = tl.constexpr(4)  # position of the scale in the message, in units of a scale; -1: no scale is sent
 CODES = tl.constexpr(5)  # position of the record in the message, in units of 16 bytes
-LENGTH = tl.constexpr(6)  # twice the number of coordinates, and 1 if they travel uncompressed
+LENGTH = tl.constexpr(6)  # twice the number of coordinates, plus 1 if they are sent uncompressed
 ROW = tl.constexpr(7)  # number of the block in the block table
 COLUMNS = 8
 
@@ -48,11 +48,12 @@ class Tile(NamedTuple):
     """The blocks of one program, one in each row.
 
     Attributes:
-        entries: the blocks' entries in the table of tiles, pointers [rows]; beyond its end, that of the last block.
-        inside: which rows the table has, bool [rows].
+        entries: pointers to the blocks' entries in the table of tiles, [rows]. Rows beyond the end of the table have
+            the entry of the last block.
+        inside: whether each row is within the table, bool [rows].
         n: lengths of the blocks, int32 [rows]; 0 beyond the end of a table of ragged tiles.
-        raw: which blocks travel uncompressed, bool [rows].
-        start: the blocks' first coordinates, int64 [rows].
+        raw: whether each block is sent uncompressed, bool [rows].
+        start: numbers of the blocks' first coordinates, int64 [rows].
         parameter, index: as in the block table, uint32 [rows].
     """
 
@@ -73,40 +74,40 @@ def column(t, COLUMN: tl.constexpr):
 
 @triton.jit
 def _two_columns(entries, FIRST: tl.constexpr):
-    """Returns two columns that are next to each other in 8 bytes, int32 [rows], of one load."""
+    """Returns two adjacent columns, int32 [rows], from one load of 8 bytes."""
     both = tl.load((entries + FIRST).to(tl.pointer_type(tl.int64), bitcast=True))
     return both.to(tl.int32), (both >> 32).to(tl.int32)
 
 
 @triton.jit
 def record_places(t):
-    """Returns where blocks' records begin, in bytes from the start of a message, int64 [rows]."""
+    """Returns the positions of the blocks' records, in bytes from the start of a message, int64 [rows]."""
     return column(t, CODES).to(tl.uint32, bitcast=True).to(tl.int64) * _ALIGNMENT
 
 
 @triton.jit
 def scale_places(t, c: tl.constexpr):
-    """Returns where blocks' scales are, in bytes from the start of a message, int64 [rows]; negative if none is
-    sent."""
+    """Returns the positions of the blocks' scales, in bytes from the start of a message, int64 [rows]. A position is
+    negative if no scale is sent."""
     BYTES: tl.constexpr = c.number.sent.primitive_bitwidth // 8
     return column(t, SCALE).to(tl.int64) * BYTES
 
 
 @triton.jit
 def tile_of(table, count, x, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the tile of this program, in a table of ``count`` blocks, which count coordinates of ``x``."""
+    """Returns the tile of this program, from a table of ``count`` blocks, whose coordinates are in ``x``."""
     ROWS: tl.constexpr = c.shape.rows
     FULL_LENGTH: tl.constexpr = c.shape.block
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count
-    # Rows beyond the end read what the last block has, so that no load needs a mask.
+    # Rows beyond the end read the entry of the last block, so that no load needs a mask.
     entries = table + tl.minimum(row, count - 1).to(tl.int64) * _COLUMNS
     start = tl.load(entries + START_LOW).to(tl.uint32, bitcast=True).to(tl.int64)
     if KIND == ALIGNED:
         start *= elements_per_access(x)
     else:
         start |= tl.load(entries + START_HIGH).to(tl.int64) << 32
-    # Loaded here, and not where a loop over messages needs them.
+    # These columns are loaded here, because a loop over messages would load them in each iteration.
     parameter, index = _two_columns(entries, PARAMETER)
     parameter = parameter.to(tl.uint32, bitcast=True)
     index = index.to(tl.uint32, bitcast=True)
@@ -122,7 +123,7 @@ def tile_of(table, count, x, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def coded_tile(t, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the tile with as many coordinates in each block as its record has codes, see `constants.Codes`."""
+    """Returns the tile, with the number of codes in each record as the length of the block; see `constants.Codes`."""
     if c.codes.padded and KIND == RAGGED:
         STAGES: tl.constexpr = c.shape.stages
         n = tl.where(t.n > 0, _SHORTEST, 0)
@@ -134,21 +135,21 @@ def coded_tile(t, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def elements_per_access(x):
-    """Returns how many elements of ``x`` 16 bytes have."""
+    """Returns the number of elements of ``x`` in 16 bytes."""
     ELEMENTS: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     return ELEMENTS
 
 
 @triton.jit
 def within(n, c: tl.constexpr):
-    """Returns which coordinates of both halves blocks of length ``n`` have."""
+    """Returns whether each coordinate of both halves is within a block of length ``n``."""
     p = tl.arange(0, c.shape.half)[None, :]
     return p < n[:, None], p + c.shape.half < n[:, None]
 
 
 @triton.jit
 def load_tile(x, start, n, KIND: tl.constexpr, c: tl.constexpr):
-    """Both halves in the compute type, zero beyond the ends of blocks of length ``n``."""
+    """Returns both halves in the compute type; zero beyond the ends of blocks of length ``n``."""
     places = _coordinates(x, start, c)
     if KIND == RAGGED:
         inside_a, inside_b = within(n, c)
@@ -176,25 +177,26 @@ def store_tile(a, b, x, t, rows, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _coordinates(x, start, c: tl.constexpr):
-    """Pointers to the first half."""
+    """Returns pointers to the coordinates of the first half, [rows, half]."""
     return (x + tl.arange(0, c.shape.half))[None, :] + start[:, None]
 
 
 @triton.jit
 def record(wire, at, ELEMENT: tl.constexpr):
-    """Returns where blocks' codes, or raw coordinates, begin: pointers to a type. ``at``: bytes from ``wire`` on."""
+    """Returns pointers of the type ``ELEMENT`` to the start of blocks' codes or raw coordinates. ``at`` has positions
+    in bytes from ``wire`` on."""
     return (wire + at).to(tl.pointer_type(ELEMENT), bitcast=True)
 
 
 @triton.jit
 def message_at(wires, stride, source):
-    """Returns where a message begins. ``stride``: from message to message, in units of 16 bytes, int64."""
+    """Returns a pointer to a message. ``stride`` is the distance of messages in units of 16 bytes, int64."""
     return wires + source * (stride * _ALIGNMENT)
 
 
 @triton.jit
 def load_raw(wire, at, t, c: tl.constexpr):
-    """Both halves of raw blocks' records, zero in other rows and beyond the ends of blocks."""
+    """Returns both halves of raw blocks from their records; zero in other rows and beyond the ends of blocks."""
     places = record(wire, at, c.number.compute)[:, None] + tl.arange(0, c.shape.half)[None, :]
     inside_a, inside_b = within(t.n, c)
     a = tl.load(places, mask=t.raw[:, None] & inside_a, other=0)
@@ -204,7 +206,7 @@ def load_raw(wire, at, t, c: tl.constexpr):
 
 @triton.jit
 def store_raw(a, b, wire, at, t, c: tl.constexpr):
-    """Write both halves of raw blocks as their records."""
+    """Write both halves of raw blocks into their records."""
     places = record(wire, at, c.number.compute)[:, None] + tl.arange(0, c.shape.half)[None, :]
     inside_a, inside_b = within(t.n, c)
     tl.store(places, a, mask=t.raw[:, None] & inside_a)
@@ -213,7 +215,7 @@ def store_raw(a, b, wire, at, t, c: tl.constexpr):
 
 @triton.jit
 def any_not_finite(a, b, n, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns which rows have a coordinate that is NaN or infinite."""
+    """Returns whether each row has a coordinate that is NaN or infinite."""
     bad_a = is_finite(a) == 0
     bad_b = is_finite(b) == 0
     if KIND == RAGGED:
@@ -225,11 +227,11 @@ def any_not_finite(a, b, n, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def once(rows, EACH: tl.constexpr, c: tl.constexpr):
-    """Returns [rows, threads] flags that are true in one place of each row for which ``rows``, bool [rows], is true.
+    """Returns flags of the shape [rows, threads]. For each row, if ``rows``, bool [rows], is true, one flag is true.
 
-    What belongs to a row is written in this shape, by one of the threads that have the row's coordinates, ``EACH`` in a
-    thread. For numbers of the shape [rows], Triton would first give each row to another thread, by way of shared
-    memory: as many instructions as two coordinates take.
+    Numbers that belong to a row are written in this shape, by one of the threads that have the row's coordinates, with
+    ``EACH`` coordinates in a thread. For numbers of the shape [rows], Triton would first move each row to another
+    thread through shared memory, which takes as many instructions as two coordinates.
     """
     THREADS: tl.constexpr = 2 * c.shape.half // EACH if 2 * c.shape.half > EACH else 1
     return rows[:, None] & (tl.arange(0, THREADS)[None, :] == 0)
@@ -237,7 +239,8 @@ def once(rows, EACH: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def count_rows(rows, counter, KIND: tl.constexpr, c: tl.constexpr):
-    """Add the number of rows for which ``rows`` is true to a counter in memory. There are hardly ever any."""
-    # Compared once more, because Triton's interpreter keeps some conditions as integers, which it takes for no mask.
+    """Add the number of rows for which ``rows`` is true to a counter in memory. Usually, it is true for no row."""
+    # `rows` is compared once more, because Triton's interpreter keeps some conditions as integers, and does not accept
+    # integers as a mask.
     counted = once(rows.to(tl.int32) != 0, c.share if KIND == ALIGNED else _SHARE, c)
     tl.atomic_add(counter + counted.to(tl.int32) * 0, counted.to(tl.int32), mask=counted, sem="relaxed")

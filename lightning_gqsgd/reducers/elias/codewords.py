@@ -1,8 +1,9 @@
-"""QSGD's entropy coder in readable Python: Elias omega codes of the codes of a block, without loss.
+"""QSGD's entropy coder in readable Python: lossless Elias omega codes for the codes of a block.
 
 Sources: P. Elias, Universal codeword sets and representations of the integers, IEEE Trans. Inf. Theory 21(2), 1975;
-D. Alistarh et al., QSGD, NIPS 2017, arXiv 1610.02132, which codes what is sparse. The text of QSGD only cites the coder
-of dense vectors. Elias(|l| + 1) is ours, and meets the paper's bound of 2.8 bits per coordinate at s = sqrt(d).
+D. Alistarh et al., QSGD, NIPS 2017, arXiv 1610.02132, which describes the code of sparse vectors. The paper only cites
+the code of dense vectors. Elias(|l| + 1) is our choice, and meets the paper's bound of 2.8 bits per coordinate at
+s = sqrt(d).
 
 A code c is an integer 0 to K-1, K odd, and stands for level l = c - K//2. Let Elias(k) be the omega code of k >= 1. A
 sign bit is 1 for l < 0. The record of a block of n coordinates is the shortest of these forms. It is "sparse" if the
@@ -12,10 +13,11 @@ sparse and the dense form are equally short:
     sparse   0   Elias(non-zeros + 1), then per non-zero: Elias(gap), sign bit, Elias(|l|)
     dense    10  per coordinate: Elias(|l| + 1), then for a non-zero: sign bit
 
-A gap counts from the non-zero before. The first gap counts from position -1. Blocks whose scale is zero or not finite
-hold codes 0 in a message, hence the void form: code 0 is the lowest level, which has the longest omega code.
+A gap counts from the previous non-zero. The first gap counts from position -1. Blocks whose scale is zero or not finite
+have codes 0 in a message. The void form exists for them, because code 0 is the lowest level, which has the longest
+omega code.
 
-`kernels.cpu.elias` has the fast form, for whole messages.
+`reducers.elias.writer` and `reducers.elias.reader` have the fast form, for whole messages.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from collections.abc import Sequence
 def omega_code(k: int) -> str:
     """Returns the Elias omega code of ``k`` >= 1 as a string of 0 and 1.
 
-    Before the closing 0 stands k in binary, before that its number of digits less one in binary, and so on down to 1,
-    which is not written.
+    The last digit is 0. It is preceded by k in binary. Each binary number is preceded by its number of digits minus
+    one, in binary, down to 1, which is not written.
 
     Raises:
-        ValueError: ``k`` < 1 has no code.
+        ValueError: if ``k`` < 1, which has no code.
     """
     if k < 1:
         raise ValueError(f"the Elias omega code has integers from 1 on, not {k}")
@@ -43,11 +45,11 @@ def omega_code(k: int) -> str:
 
 
 def omega_bits(k: int) -> int:
-    """Returns the length in bits of the Elias omega code of ``k`` >= 1: log2 k + log2 log2 k + ... + 1, every term
-    rounded up.
+    """Returns the length in bits of the Elias omega code of ``k`` >= 1. It is the number of binary digits of k, of this
+    number minus one, and so on down to 1, which does not count, plus one.
 
     Raises:
-        ValueError: ``k`` < 1 has no code.
+        ValueError: if ``k`` < 1, which has no code.
     """
     if k < 1:
         raise ValueError(f"the Elias omega code has integers from 1 on, not {k}")
@@ -77,8 +79,8 @@ def reference_block_bits(codes: Sequence[int], levels: int) -> str:
 
 
 def reference_block_codes(bits: str, length: int, levels: int) -> tuple[list[int], int]:
-    """Returns the ``length`` codes of the record that ``bits`` begins with, and how many bits it has: the inverse of
-    `reference_block_bits`. ``bits`` must be valid."""
+    """Returns the ``length`` codes of the record at the start of ``bits``, and the record's number of bits. This is the
+    inverse of `reference_block_bits`. ``bits`` must be valid."""
     if bits.startswith("11"):
         return [0] * length, 2
     signed = [0] * length
@@ -110,7 +112,7 @@ def _signed(magnitude: int, sign: str) -> int:
 
 
 def read_omega(bits: str, at: int) -> tuple[int, int]:
-    """Returns the integer whose code starts at ``at``, and the position after it."""
+    """Returns the integer whose code starts at ``at``, and the position after the code."""
     k = 1
     while bits[at] == "1":
         k, at = int(bits[at : at + k + 1], 2), at + k + 1

@@ -1,10 +1,10 @@
 """The kernel that reads Elias codes. The codes come from the network, so nothing in them is trusted.
 
-``at`` is a position in bits. It passes ``end`` by at most one code before that is noticed. Nothing is read at a
+``at`` is a position in bits. It can exceed ``end`` by at most one code before a function notices. Nothing is read at a
 position beyond ``end``.
 
-Common arguments: ``words``, the stream, uint64, with two more words at its end; ``t``, `tables.Tables`;
-``codes``, the codes of one block, uint8.
+Common arguments: ``words`` is the stream, uint64, with two more words at its end; ``t`` is a `tables.Tables`; ``codes``
+are the codes of one block, uint8.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from lightning_gqsgd.kernels.cpu.packing import pack_planes
 from lightning_gqsgd.kernels.layout import CODES, LENGTH, RAW
 from lightning_gqsgd.reducers.elias.tables import HEAD
 
-#: The most coordinates of a block: codes have at most 43 bits, and positions fit int32.
+#: The largest number of coordinates in a block. Up to this number, codes have at most 43 bits, and positions fit int32.
 MOST = 2**31 - 1
 _ENDS = -2
 _COUNT = -3
 _GAP = -4
 _LEVEL = -5
-#: What is wrong with a stream, by the number that `read_records` returns.
+#: Messages for errors in a stream, by the number that `read_records` returns.
 REASONS = {
     _ENDS: "the stream ends within it",
     _COUNT: "more non-zeros than coordinates",
@@ -37,7 +37,7 @@ _MASK = 2**_WINDOW - 1
 
 @inlined
 def _window(words, at):
-    """Returns the _WINDOW bits from ``at`` on, the first one highest, as a non-negative integer."""
+    """Returns the _WINDOW bits from ``at`` on as a non-negative integer, whose highest bit is the first one."""
     shift = uint64(at & 63)
     high = words[at >> 6] << shift
     low = (words[(at >> 6) + 1] >> uint64(1)) >> (uint64(63) - shift)
@@ -46,7 +46,7 @@ def _window(words, at):
 
 @called
 def _long_omega(window):
-    """Read a number as `_omega_of` does, from codes of any length."""
+    """Returns the results of `_omega_of` for codes of any length."""
     k = 1
     length = 0
     while (window >> (_WINDOW - 1 - length)) & 1:
@@ -60,8 +60,8 @@ def _long_omega(window):
 
 @inlined
 def _omega_of(window, t):
-    """Returns the integer whose code a window starts with, and the length of the code. The integer is above `MOST` if
-    the code is longer than the window."""
+    """Returns the integer whose code is at the start of a window, and the length of the code. The integer is above
+    `MOST` if the code is longer than the window."""
     head = window >> (_WINDOW - HEAD)
     k = int64(t.head_value[head])
     length = int64(t.head_length[head])
@@ -72,14 +72,14 @@ def _omega_of(window, t):
 
 @called
 def _read_dense(words, at, end, t, codes):
-    """Read a block after its flag; return the position after it, or what is wrong with it."""
+    """Read a dense block after its flag. Returns the position after the block, or the number of an error."""
     for j in range(codes.size):
         window = _window(words, at)
         k, length = _omega_of(window, t)
         level = k - 1
         if level > t.zero:
             return _LEVEL
-        # At level 0 this is the first bit of the next code, and is multiplied by 0 below.
+        # At level 0, this bit belongs to the next code. It has no effect, because it is multiplied by 0 below.
         negative = (window >> (_WINDOW - 1 - length)) & 1
         codes[j] = uint8(t.zero + level - 2 * level * negative)
         at += length + int64(level > 0)
@@ -90,7 +90,7 @@ def _read_dense(words, at, end, t, codes):
 
 @called
 def _read_sparse(words, at, end, t, codes):
-    """Read a block after its flag; return the position after it, or what is wrong with it."""
+    """Read a sparse block after its flag. Returns the position after the block, or the number of an error."""
     for j in range(codes.size):
         codes[j] = uint8(t.zero)
     count, length = _omega_of(_window(words, at), t)
@@ -123,14 +123,14 @@ def _read_sparse(words, at, end, t, codes):
 
 @kernel("elias_expand")
 def read_records(words, end, blocks, width, t, codes, message):
-    """Write all code records of a message; return the bits read, and the number of blocks.
+    """Write all code records of a message. Returns the number of bits read, and the number of blocks.
 
-    What is wrong, a key of `REASONS`, is in place of the bits, and the number of the block that is wrong is in place of
-    the number of blocks.
+    If there is an error, the first result is a key of `REASONS`, and the second result is the number of the block with
+    the error.
 
     Args:
         words: the stream.
-        end: its bits.
+        end: number of bits in the stream.
         blocks: block table.
         width: bits of a code in the message.
         t: tables.

@@ -1,8 +1,8 @@
-"""QSGD's entropy coder for messages: codes of a fixed width into Elias omega codes, and back, without loss.
+"""QSGD's entropy coder for messages: converts codes of a fixed width to Elias omega codes, and back, without loss.
 
-`codewords` has the codes of one block, and their sources. A stream has these parts, one after the other:
+`codewords` describes the codes of one block, and their sources. A stream has these parts, one after the other:
 
-1. The bytes of the message that belong to no code record: scales, raw records and padding, unchanged, in their order.
+1. The bytes of the message that are not in a code record: scales, raw records and padding, unchanged and in order.
 2. The records of all coded blocks, in the order of the table, bit after bit without alignment. The first bit is the
    highest bit of a byte.
 3. Zeros to the end of the last byte.
@@ -10,9 +10,9 @@
 No lengths are sent, because both sides have the table. Streams come from the network, so `expand` trusts nothing in
 them.
 
-Common arguments: ``message`` uint8 [bytes], one shard's, on the CPU; ``blocks`` its block table, int64 [B, COLUMNS]
-(see `kernels.layout`), with positions counted from the start of ``message``; ``q`` the quantiser, of which ``bits`` and
-``odd_levels``, K, matter, and whose codes must be linear and not summable.
+Common arguments: ``message`` is one shard's message, uint8 [bytes], on the CPU. ``blocks`` is its block table, int64
+[B, COLUMNS] (see `kernels.layout`), whose positions count from the start of ``message``. ``q`` is the quantiser. Its
+codes must be linear and not summable; only its ``bits`` and ``odd_levels``, K, are used.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from lightning_gqsgd.reducers.elias.writer import write_records
 
 
 def compressed_bits(message: Tensor, blocks: Tensor, q: Quantiser) -> int:
-    """Returns the bits of all coded blocks' records in a stream, before it is filled up to a byte; the rest does not
-    count.
+    """Returns the number of bits of all coded blocks' records in a stream, without padding. Other parts of the stream
+    do not count.
 
     Raises:
-        ValueError: as `compress`.
+        ValueError: see `compress`.
     """
     _, _, bits = _parts(message, blocks, q)
     return bits
@@ -44,22 +44,22 @@ def compress(message: Tensor, blocks: Tensor, q: Quantiser) -> Tensor:
     """Returns the stream of a message: uint8, of a length that depends on the codes.
 
     Raises:
-        ValueError: ``q`` has an even K, more levels than codes, or codes that are summable or not linear; code records
-            overlap or leave the message; a code is K or larger.
+        ValueError: if ``q`` has an even K, more levels than codes, or codes that are summable or not linear; if code
+            records overlap or are not within the message; or if a code is K or larger.
     """
     rest, records, _ = _parts(message, blocks, q)
     return torch.from_numpy(np.concatenate([*rest, records]))
 
 
 def expand(stream: Tensor, blocks: Tensor, q: Quantiser, message_bytes: int) -> Tensor:
-    """Returns the message behind ``stream``, uint8 [bytes], which `compress` has made; the message has
-    ``message_bytes`` bytes.
+    """Returns the message of ``message_bytes`` bytes from a stream of `compress`, uint8 [bytes].
 
-    It is the message that was compressed, byte for byte, except that all padding within code records is zero.
+    It equals the message that was compressed, byte for byte, except that all padding within code records is zero.
 
     Raises:
-        ValueError: ``stream`` is too short or too long, or has a count, gap or level out of range (other corruption
-            cannot be told from another message; its codes are below K, too); or ``q`` or ``blocks`` as in `compress`.
+        ValueError: if ``stream`` is too short or too long, or has a count, gap or level out of range. Other corruption
+            cannot be distinguished from another message, but all codes are below K. Also if ``q`` or ``blocks`` are
+            wrong, see `compress`.
     """
     tables = tables_of(levels_of(q))
     table = blocks.numpy()
@@ -73,7 +73,7 @@ def expand(stream: Tensor, blocks: Tensor, q: Quantiser, message_bytes: int) -> 
     for lo, hi in rest:
         message[lo:hi] = source[at : at + hi - lo]
         at += hi - lo
-    # Two words of zeros at the end: the kernel reads the word that its position lies in and the next one.
+    # There are two words of zeros at the end, because the kernel reads the word at its position and the next word.
     end = 8 * (source.size - first)
     padded = np.zeros((end // 64 + 2) * 8, np.uint8)
     padded[: source.size - first] = source[first:]
@@ -88,10 +88,10 @@ def expand(stream: Tensor, blocks: Tensor, q: Quantiser, message_bytes: int) -> 
 
 
 def _parts(message: Tensor, blocks: Tensor, q: Quantiser) -> tuple[list[np.ndarray], np.ndarray, int]:
-    """Returns the parts of a stream: what belongs to no code record, the records, and the number of their bits.
+    """Returns the parts of a stream: the bytes outside of code records, the code records, and their number of bits.
 
     Raises:
-        ValueError: as `compress`.
+        ValueError: see `compress`.
     """
     tables = tables_of(levels_of(q))
     table = blocks.numpy()
@@ -109,10 +109,10 @@ def _parts(message: Tensor, blocks: Tensor, q: Quantiser) -> tuple[list[np.ndarr
 
 
 def _rest(table: np.ndarray, message_bytes: int, bits: int) -> list[tuple[int, int]]:
-    """Returns the byte ranges of a message that belong to no code record, in order.
+    """Returns the byte ranges of a message that are not in a code record, in order.
 
     Raises:
-        ValueError: records overlap or leave the message.
+        ValueError: if records overlap or are not within the message.
     """
     coded = table[table[:, RAW] != 1]
     coded = coded[np.argsort(coded[:, CODES], kind="stable")]
@@ -126,6 +126,6 @@ def _rest(table: np.ndarray, message_bytes: int, bits: int) -> list[tuple[int, i
 
 
 def _scratch(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the space for the codes of one block, and for the positions of its non-zeros."""
-    size = int(table[:, LENGTH].max()) + 1 if len(table) else 1  # positions are written one beyond the last
+    """Returns scratch space for the codes of one block, and for the positions of its non-zeros."""
+    size = int(table[:, LENGTH].max()) + 1 if len(table) else 1  # one position is written beyond the last
     return np.empty(size, np.uint8), np.empty(size, np.int32)

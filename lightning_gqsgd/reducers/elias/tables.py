@@ -1,4 +1,4 @@
-"""Tables that spare the entropy coder from building and reading short omega codes bit by bit."""
+"""Tables of short omega codes, so that the entropy coder need not build and read these codes bit by bit."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.reducers.elias.codewords import omega_code, sign_bit
 
-#: Integers below this have their code in a table. From here on, codes have 16 bits or more.
+#: The codes of integers below this number are in a table. Codes of larger integers have 16 bits or more.
 SHORT = 256
-#: A code of at most this many bits is read by one look-up.
+#: Codes of at most this number of bits are read by one look-up.
 HEAD = 12
 
 
@@ -21,10 +21,10 @@ class Tables(NamedTuple):
 
     Attributes:
         zero: K // 2, the code of level 0, and the highest level.
-        omega_word, omega_length: of an integer from 1 on.
+        omega_word, omega_length: the codeword of each integer from 1 on.
         level_word, level_length: sign bit and Elias(|l|), by the code of l; empty for level 0.
         dense_word, dense_length: Elias(|l| + 1) and sign bit, by the code of l.
-        head_value: the integer whose codeword the bits begin with, by the first `HEAD` bits, uint8 [2^HEAD].
+        head_value: for each value of `HEAD` bits, the integer whose codeword is at their start, uint8 [2^HEAD].
         head_length: the length of this codeword, uint8 [2^HEAD]; 0: the codeword is longer than `HEAD` bits.
     """
 
@@ -40,7 +40,7 @@ class Tables(NamedTuple):
 
 
 class _HasOddLevels(Protocol):
-    """The attributes of a linear quantiser that the entropy coder reads; see `codecs.linear.LinearQuantiser`."""
+    """The attributes of a linear quantiser that the entropy coder reads; see `codecs.linear.codec.LinearQuantiser`."""
 
     @property
     def odd_levels(self) -> int: ...
@@ -50,7 +50,7 @@ def levels_of(q: Quantiser) -> int:
     """Returns the number of levels K of a quantiser.
 
     Raises:
-        ValueError: there are no Elias codes for the quantiser.
+        ValueError: if there are no Elias codes for the quantiser.
     """
     has_words = q.kind.name == "linear" and not q.summable and 1 <= q.bits <= 8
     levels = cast(_HasOddLevels, q).odd_levels if has_words else 0
@@ -82,8 +82,8 @@ def tables_of(levels: int) -> Tables:
 
 
 def _words(codes: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the codewords and their lengths. There are 256 entries whatever K is, so that no code, a byte, is out of
-    range."""
+    """Returns the codewords and their lengths. There are 256 entries for every K, so that no code, which is a byte, is
+    out of range."""
     word = np.zeros(256, np.uint64)
     length = np.zeros(256, np.uint8)
     word[: len(codes)] = [int(code or "0", 2) for code in codes]

@@ -1,11 +1,11 @@
 """The kernels that write Elias codes.
 
-Bits are collected in the 64-bit integer ``bits``. The lowest ``fill`` < 32 of its bits still have to be written in
-full. They go to ``words``, of 32 bits, at position ``at``. The caller of a kernel puts bytes in order at the end, all
-at once.
+Bits are collected in the 64-bit integer ``bits``. Its lowest ``fill`` < 32 bits belong to a word that is not complete
+yet. This word has 32 bits and is at position ``at`` of ``words``. The caller of a kernel converts the byte order of all
+words at the end.
 
-Common arguments: ``t``, `tables.Tables`; ``codes``, the codes of one block, uint8; ``positions``, the positions
-of its non-zeros, int32.
+Common arguments: ``t`` is a `tables.Tables`; ``codes`` are the codes of one block, uint8; ``positions`` are the
+positions of its non-zeros, int32.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from lightning_gqsgd.kernels.cpu.packing import unpack_planes
 from lightning_gqsgd.kernels.layout import CODES, LENGTH, RAW
 from lightning_gqsgd.reducers.elias.tables import SHORT
 
-#: What kernels return for a message with a code out of range.
+#: The result of a kernel for a message with a code out of range.
 BAD_CODE = -1
 
 
 @inlined
 def _append(word, length, bits, fill, at, words):
-    """Append the low ``length`` <= 32 bits of ``word``, which has no others; return ``bits``, ``fill`` and ``at``."""
-    # Every time, the word is stored as it is so far: cheaper than a branch, which cannot be predicted.
+    """Append the low ``length`` <= 32 bits of ``word``; its other bits are zero. Returns ``bits``, ``fill`` and
+    ``at``."""
+    # The word is stored every time, even if it is incomplete. This is cheaper than a branch, which a processor could
+    # not predict.
     bits = (bits << uint64(length)) | word
     fill += int64(length)
     words[at] = uint32((bits << uint64(63 - fill)) >> uint64(31))
@@ -35,7 +37,7 @@ def _append(word, length, bits, fill, at, words):
 
 @called
 def _omega(k):
-    """Returns the codeword of k, at most 2^31, and its length."""
+    """Returns the codeword of k, which is at most 2^31, and the length of the codeword."""
     word = uint64(0)
     length = 1
     while k > 1:
@@ -50,10 +52,10 @@ def _omega(k):
 
 @inlined
 def _append_omega(k, t, bits, fill, at, words):
-    """Append the codeword of k; return ``bits``, ``fill`` and ``at``."""
+    """Append the codeword of k. Returns ``bits``, ``fill`` and ``at``."""
     if k < SHORT:
         bits, fill, at = _append(t.omega_word[k], t.omega_length[k], bits, fill, at, words)
-    else:  # in two parts, as it may have more than 32 bits
+    else:  # two parts, because the codeword may have more than 32 bits
         word, length = _omega(k)
         bits, fill, at = _append(word >> uint64(16), length - 16, bits, fill, at, words)
         bits, fill, at = _append(word & uint64(0xFFFF), 16, bits, fill, at, words)
@@ -80,9 +82,9 @@ def _largest(codes):
 
 @loop
 def _non_zeros(codes, zero, positions):
-    """Write the positions of the non-zeros; return how many there are."""
+    """Write the positions of the non-zeros. Returns their number."""
     count = 0
-    for j in range(codes.size):  # no branch: it could not be predicted
+    for j in range(codes.size):  # there is no branch, because a processor could not predict it
         positions[count] = j
         count += int64(codes[j] != zero)
     return count
@@ -90,8 +92,8 @@ def _non_zeros(codes, zero, positions):
 
 @called
 def _plan(codes, t, positions):
-    """Returns the bits of a block in the sparse and in the dense form, and the number of non-zeros, whose positions are
-    written.
+    """Returns the number of bits of a block in the sparse and in the dense form, and the number of non-zeros. Their
+    positions are written into ``positions``.
 
     The number of non-zeros is -1 if a code is out of range, and -2 if the block is void.
     """
@@ -115,7 +117,8 @@ def _plan(codes, t, positions):
 
 @kernel("elias_compress")
 def write_records(message, blocks, width, t, codes, positions, words):
-    """Write all records; return their bits, or `BAD_CODE`. ``width``: the bits of a code in the message."""
+    """Write all records. Returns their number of bits, or `BAD_CODE`. ``width`` is the number of bits of a code in the
+    message."""
     bits = uint64(0)
     fill = 0
     at = 0
