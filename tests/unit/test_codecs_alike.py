@@ -95,7 +95,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
     "eden": [
         ({"bits": 5}, ["bits=1 to 4, not 5", "codec='companded'"]),
         ({"bits": 9}, ["bits=9", "1 to 8"]),
-        ({"rotation": True}, ["turns every block itself", "rotation=False"]),
+        ({"rotation": True}, ["rotates every block itself", "rotation=False"]),
         ({"block_size": 64}, ["power of two of at least 128, not 64", "block_size=256"]),
         ({"block_size": 384}, ["power of two of at least 128, not 384"]),
         ({"dither": "nearest"}, ["dither='nearest'", "codec='eden'"]),

@@ -305,10 +305,10 @@ class EdenCodec(Codec):
         """Check that the codec works with a block size and without ``rotation``; see `Codec.check_blocks`. The codec
         rotates whole blocks itself, so a second rotation is refused."""
         if rotation:
-            raise ConfigError(f"codec={self.name!r} turns every block itself; take rotation=False")
+            raise ConfigError(f"codec={self.name!r} rotates every block itself; take rotation=False")
         if block_size < SHORTEST or block_size & (block_size - 1):
             raise ConfigError(
-                f"codec={self.name!r} turns blocks whole, and needs a block_size that is a power of two of at least "
+                f"codec={self.name!r} rotates whole blocks, and needs a block_size that is a power of two of at least "
                 f"{SHORTEST}, not {block_size}; take e.g. block_size={self.default_block_size}"
             )
 
