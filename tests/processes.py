@@ -10,7 +10,7 @@ from typing import Any
 
 
 def ended(
-    *words: str, timeout: float = 200, cwd: Path | None = None, **environment: str
+    *words: str, timeout: float = 120, cwd: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """A new interpreter with these words on its command line and these variables, once it has ended."""
     return subprocess.run(

@@ -94,7 +94,7 @@ def _local_steps_to_dict(name: str) -> dict[str, Any]:
 
 LOCAL_STEPS = Listing(
     title="Local steps",
-    about="With these presets, each rank trains on its own, and models are averaged every few steps; "
+    about="With these presets, each rank trains on its own, and models are averaged every H steps; "
     "[Local steps](local_steps.md) has formulas and experiments.",
     headings=("preset", "H", "outer", "rule", "an average sends", "paper"),
     whole=("preset",),

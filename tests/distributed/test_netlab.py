@@ -34,7 +34,7 @@ def _leftovers() -> list[str]:
     return [pid for pid in labs if not os.path.exists(f"/proc/{pid}")]
 
 
-_cli = partial(ended, "-m", "netlab", timeout=120)
+_cli = partial(ended, "-m", "netlab")
 
 
 def test_rates() -> None:

@@ -42,7 +42,8 @@ def network() -> tuple[nn.Module, tuple[Any, ...]]:
 
 def _gqsgd(*arguments: str) -> str:
     """What the command prints, in processes of its own."""
-    return ended_well("-m", "lightning_gqsgd.cli", *arguments, cwd=Path(__file__).resolve().parents[2]).stdout
+    root = Path(__file__).resolve().parents[2]
+    return ended_well("-m", "lightning_gqsgd.cli", *arguments, timeout=200, cwd=root).stdout
 
 
 @pytest.mark.slow

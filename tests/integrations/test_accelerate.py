@@ -355,7 +355,7 @@ def test_the_names_load_nothing_until_they_are_used() -> None:
         "import sys, lightning_gqsgd; assert 'torch' not in sys.modules; lightning_gqsgd.enable; "
         "lightning_gqsgd.GQSGDKwargs; assert 'accelerate' in sys.modules; assert 'transformers' not in sys.modules"
     )
-    ended_well("-c", code)
+    ended_well("-c", code, timeout=60)
     assert {"GQSGDKwargs", "enable"} <= set(lightning_gqsgd.__all__)
 
 

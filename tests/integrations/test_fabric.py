@@ -201,6 +201,6 @@ if __name__ == "__main__":
 def test_start_methods(strategy: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("STRATEGY", repr(strategy)))
-    done = ended_well("-W", "ignore", str(script), PYTHONPATH=str(Path(__file__).parents[2]))
+    done = ended_well("-W", "ignore", str(script), timeout=200, PYTHONPATH=str(Path(__file__).parents[2]))
     assert "trained 0 of 2" in done.stdout
     assert "trained 1 of 2" in done.stdout

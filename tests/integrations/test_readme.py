@@ -34,7 +34,7 @@ def test_the_simulation_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     (example,) = examples("docs/api/simulate.md")
     file = tmp_path / "example.py"
     file.write_text(example)
-    assert "ecq_sgd " in ended_well(str(file), cwd=tmp_path).stdout
+    assert "ecq_sgd " in ended_well(str(file), timeout=200, cwd=tmp_path).stdout
 
 
 def test_the_simulation_runs_with_fewer_steps(

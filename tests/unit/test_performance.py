@@ -313,4 +313,4 @@ def test_a_profile_does_not_load_torchs_compiler() -> None:
         "bucket_profiles(setting_of(resolve(GQSGDConfig(), 2), 2, torch.float32), [Segment(0, 1000, raw=False)])\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
-    ended_well("-c", code)
+    ended_well("-c", code, timeout=100)
