@@ -115,13 +115,13 @@ def fp8(x: Tensor, generator: torch.Generator, block: int) -> Tensor:
 def thc(xs: list[Tensor], generator: torch.Generator) -> Tensor:
     """THC's mean: rotated, clipped, and rounded at random to common grid points, whose sums are exact."""
     signs = torch.randint(0, 2, (THC_ROW,), generator=generator) * 2.0 - 1
-    turned = [_hadamard(rows_of(x, THC_ROW) * signs) for x in xs]
-    norm = torch.stack([rows.norm(dim=1, keepdim=True) for rows in turned]).amax(0)
+    rotated = [_hadamard(rows_of(x, THC_ROW) * signs) for x in xs]
+    norm = torch.stack([rows.norm(dim=1, keepdim=True) for rows in rotated]).amax(0)
     reach = _normal_quantile(1 - THC_BEYOND / 2)
     largest = reach * norm / math.sqrt(THC_ROW)
-    total = torch.zeros_like(turned[0])
+    total = torch.zeros_like(rotated[0])
     levels = torch.tensor(thc_levels()) / THC_GRID * 2 - 1
-    for rows in turned:
+    for rows in rotated:
         shares = torch.where(largest > 0, rows / largest, 0).clamp(-1, 1)
         above = torch.searchsorted(levels, shares).clamp(1, len(levels) - 1)
         low, high = levels[above - 1], levels[above]

@@ -25,7 +25,7 @@ from lightning_gqsgd.kernels.protocol import (
     SummableQuantiser,
     WholeQuantiser,
 )
-from lightning_gqsgd.kernels.rotation import turned
+from lightning_gqsgd.kernels.rotation import rotated
 from lightning_gqsgd.kernels.wire import (
     COMPUTE_DTYPES,
     SCALE_FORMATS,
@@ -63,7 +63,7 @@ def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
 def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
     """Rotate blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
     coded = blocks[blocks[:, RAW] == 0]
-    _scatter(turned(_gather(x, coded, block_size), coded, key, inverse=inverse), coded, x)
+    _scatter(rotated(_gather(x, coded, block_size), coded, key, inverse=inverse), coded, x)
 
 
 def encode(
@@ -79,7 +79,7 @@ def encode(
     values = _gather(x, blocks, q.block_size)
     if rotation is not None:
         coded = blocks[:, RAW] == 0
-        values[coded] = turned(values[coded], blocks[coded], rotation)
+        values[coded] = rotated(values[coded], blocks[coded], rotation)
     _write(values, blocks, wire, q, key, scales)
 
 
@@ -97,7 +97,7 @@ def reduce(
     total = _sum(wires, blocks, q, keys, COMPUTE_DTYPES[own.x.dtype], own.source)
     mine = _gather(own.x, blocks[coded], q.block_size)
     if own.rotation is not None:
-        mine = turned(mine, blocks[coded], own.rotation)
+        mine = rotated(mine, blocks[coded], own.rotation)
     total[coded] = _with_own(total[coded], mine, len(keys))
     _write(_divided(total, len(keys)), blocks, out, q, out_key, None)
 
@@ -118,7 +118,7 @@ def decode(
     if own is None:
         mean = _divided(mean, len(keys))
     if rotation is not None:
-        mean[coded] = turned(mean[coded], blocks[coded], rotation, inverse=True)
+        mean[coded] = rotated(mean[coded], blocks[coded], rotation, inverse=True)
     if own is not None:
         mean[coded] = _with_own(mean[coded], _gather(x, blocks[coded], q.block_size), len(keys))
         mean = _divided(mean, len(keys))

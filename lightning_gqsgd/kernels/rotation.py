@@ -43,7 +43,7 @@ def padded(length: Lengths, block_size: int) -> Lengths:
     return whole
 
 
-def turned(values: Tensor, blocks: Tensor, key: Key, *, inverse: bool = False) -> Tensor:
+def rotated(values: Tensor, blocks: Tensor, key: Key, *, inverse: bool = False) -> Tensor:
     """Returns the coordinates of blocks after the rotation of `Kernels.rotate`, [B, width]. Zeros beyond the end of a
     block stay zero."""
     width = values.shape[1]

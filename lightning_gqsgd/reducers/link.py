@@ -98,14 +98,14 @@ class Link:
         return self.rotates and self.plain and self.scales_travel and not self.shares_scales
 
     @cached_property
-    def turns(self) -> bool:
+    def rotates_apart(self) -> bool:
         """True if the rotation is a separate pass over the coordinates."""
         return self.rotates and not self.fuses
 
     @cached_property
     def needs_copy(self) -> bool:
         """True if a sender changes its input in place, so that it needs a copy in the compute dtype."""
-        return self.remembers or self.turns
+        return self.remembers or self.rotates_apart
 
     def part_for_owners(self, layout: Layout, rank: int) -> Part:
         """Returns the blocks that a rank encodes for the owners of shards.
@@ -113,7 +113,7 @@ class Link:
         Every rank is an owner, too. It has its own coordinates exactly, so it need not encode its own shard. But scales
         of whole parameters, a rotation in place and a memory need all blocks.
         """
-        return layout.others(rank) if self.plain and not self.turns else layout.whole
+        return layout.others(rank) if self.plain and not self.rotates_apart else layout.whole
 
     def outgoing(self, x: Tensor, part: Part, rotation: Key, store: MemoryStore) -> Outgoing:
         """Returns the message of one sender in one step, ready to be encoded.
@@ -150,21 +150,21 @@ class Link:
                 are used instead of the source's message. If the source has an error memory or its own reference, its
                 message is used all the same. None: all messages are decoded.
         """
-        turn = rotation if self.fuses else None
+        fused = rotation if self.fuses else None
         # The memory of this sender has the error of its message. If its exact coordinates were averaged instead of the
         # message, the error would be compensated twice.
         if self.remembers and not self.shares:
             own = None
         if own is not None and self.shares:  # messages are differences from the reference, so `x` has to be one, too
             x -= store.load(self.received, part.runs, x)
-        bad = part.kernels.decode(wires, part.blocks, x, self.quantiser, keys, turn, own)
+        bad = part.kernels.decode(wires, part.blocks, x, self.quantiser, keys, fused, own)
         if not self.fuses:
             self.restore(x, part, rotation, store)
         return bad
 
     def restore(self, decoded: Tensor, part: Part, rotation: Key, store: MemoryStore) -> None:
         """Finish decoded coordinates: rotate them back, add the mean of the references, and move this mean."""
-        self.turn_back(decoded, part, rotation)
+        self.rotate_back(decoded, part, rotation)
         recursion = self.recursion
         if recursion is None or not recursion.rho:
             return
@@ -179,7 +179,7 @@ class Link:
         # finite.
         store.store(self.received, part.runs, torch.where(decoded.isfinite(), moved, reference))
 
-    def turn_back(self, decoded: Tensor, part: Part, rotation: Key) -> None:
+    def rotate_back(self, decoded: Tensor, part: Part, rotation: Key) -> None:
         """Undo the rotation, if there is one."""
         if self.rotates:
             part.kernels.rotate(decoded, part.blocks, rotation, self.quantiser.block_size, inverse=True)
@@ -193,7 +193,7 @@ class Outgoing:
         self._input = x
         self._part = part
         self._rotation = rotation
-        if link.turns:
+        if link.rotates_apart:
             part.kernels.rotate(x, part.blocks, rotation, link.quantiser.block_size)
         self._scales = None if link.kernels_find_scales else scales_of(x, part.blocks, link.codec, link.scale_rule)
 
@@ -233,8 +233,8 @@ class Outgoing:
         # up, so that no coordinate exceeds it.
         if scales is not None and link.scales_travel:
             scales = rounded_up(scales, self._input.dtype)
-        turn = self._rotation if link.fuses else None
-        self._part.kernels.encode(self._input, self._part.blocks, wire, link.quantiser, key, scales, turn)
+        fused = self._rotation if link.fuses else None
+        self._part.kernels.encode(self._input, self._part.blocks, wire, link.quantiser, key, scales, fused)
         return remember_nothing
 
 
@@ -278,7 +278,7 @@ class _Remembering(Outgoing):
             kernels.decode_sum(wire, self.find_scales(), part.blocks, decoded, link.quantiser, (key,))
         else:
             kernels.decode(wire.view(1, -1), part.blocks, decoded, link.quantiser, (key,))
-        link.turn_back(decoded, part, self._rotation)
+        link.rotate_back(decoded, part, self._rotation)
         return partial(self._remember_lost, decoded)
 
     def _remember_result(self, result: Tensor) -> None:

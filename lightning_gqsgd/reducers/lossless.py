@@ -120,7 +120,7 @@ def pack(values: Tensor) -> bytes:
         values: floating-point numbers on the CPU, [numel].
     """
     width = values.dtype.itemsize
-    bits = _turned(_bits_of(values), 1)
+    bits = _rotated(_bits_of(values), 1)
     planes = bits.view(np.uint8).reshape(-1, width)
     coder = zlib.compressobj(1, zlib.DEFLATED, _WINDOW, 9, zlib.Z_HUFFMAN_ONLY)
     code = coder.compress(planes[:, width - 1].tobytes()) + coder.flush()
@@ -158,7 +158,7 @@ def unpack(message: bytes, numel: int, dtype: torch.dtype) -> Tensor:
         raise ValueError(f"corrupt message: {len(message):,} bytes are no message of {numel:,} numbers of {dtype}")
     planes[:, : width - 1] = np.frombuffer(message, np.uint8, rest, 1).reshape(numel, width - 1)
     planes[:, width - 1] = np.frombuffer(first, np.uint8)
-    return _floats(_turned(planes.view(name)[:, 0], 8 * width - 1), dtype)
+    return _floats(_rotated(planes.view(name)[:, 0], 8 * width - 1), dtype)
 
 
 def _bits_of(values: Tensor) -> np.ndarray:
@@ -173,7 +173,7 @@ def _floats(bits: np.ndarray, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(bits).view(name.replace("u", "i"))).view(dtype)
 
 
-def _turned(bits: np.ndarray, left: int) -> np.ndarray:
+def _rotated(bits: np.ndarray, left: int) -> np.ndarray:
     """Returns integers whose bits are rotated to the left by ``left`` places."""
     width = 8 * bits.itemsize
     return (bits << bits.dtype.type(left)) | (bits >> bits.dtype.type(width - left))

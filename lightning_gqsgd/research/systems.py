@@ -96,7 +96,7 @@ SYSTEMS: dict[str, System] = {
     "dgd_def": System(
         {"bits": 4, "dither": "nearest", "rotation": True, "memory": "ef", "reducer": "gather"},
         "Saha et al. 2021, arXiv 2103.07578",
-        "turned gradients at the nearest level, errors fed back, gradients at the point without errors",
+        "rotated gradients at the nearest level, errors fed back, gradients at the point without errors",
         "lightning_gqsgd.research.simulation.shifted.DGDDEF",
         needs="gradients at a point of each rank's own, and one learning rate",
         sends="gradients, 1 to 8 bits, and fewer in random subspaces",

@@ -220,12 +220,12 @@ def test_maxima_moments_and_rotations(block: int, dtype: torch.dtype) -> None:
 
     def found(kernels: ModuleType, device: torch.device) -> dict[str, Tensor]:
         here, blocks = x.to(device), table.to(device)
-        turned = here.to(COMPUTE_DTYPES[dtype], copy=True)
-        kernels.rotate(turned, blocks, (3, 4), block)
-        back = turned.clone()
+        rotated = here.to(COMPUTE_DTYPES[dtype], copy=True)
+        kernels.rotate(rotated, blocks, (3, 4), block)
+        back = rotated.clone()
         kernels.rotate(back, blocks, (3, 4), block, inverse=True)
         maxima, moments = kernels.block_maxima(here, blocks), kernels.block_moments(here, blocks)
-        return {"maxima": maxima, "moments": moments, "turned": turned, "turned back": back}
+        return {"maxima": maxima, "moments": moments, "rotated": rotated, "rotated back": back}
 
     assert differences(found(kernels_for(DEVICE), DEVICE), found(reference, CPU)) == {}
 
@@ -237,10 +237,10 @@ def test_a_rotation_on_the_way_is_one_before_and_one_after(rows: list, block: in
     q, segments, key, rotation = quantiser(8, "adaptive", block), _segments(rows), KEYS[0], (5, 2**32 - 3)
     x = gradient(0, sum(one.numel for one in segments), dtype)
     layout, compute = layout_of(segments, q, dtype), COMPUTE_DTYPES[dtype]
-    expected, turned = {}, x.to(compute, copy=True)
-    reference.rotate(turned, layout.blocks, rotation, block)
+    expected, rotated = {}, x.to(compute, copy=True)
+    reference.rotate(rotated, layout.blocks, rotation, block)
     expected["message"] = torch.zeros(layout.message_bytes, dtype=torch.uint8)
-    reference.encode(turned, layout.blocks, expected["message"], q, key)
+    reference.encode(rotated, layout.blocks, expected["message"], q, key)
     mean = torch.zeros(x.shape, dtype=compute)
     reference.decode(expected["message"][None], layout.blocks, mean, q, [key])
     reference.rotate(mean, layout.blocks, rotation, block, inverse=True)

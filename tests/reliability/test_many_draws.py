@@ -32,8 +32,8 @@ from tests.reliability.draws import (
 )
 from tests.reliability.knobs import SEED
 
-#: Codecs of turned blocks, whose error does not depend on where a coordinate lies between two levels.
-TURNED = ("eden", "trellis")
+#: Codecs of rotated blocks, whose error does not depend on where a coordinate lies between two levels.
+ROTATING = ("eden", "trellis")
 #: Codecs whose configuration needs a memory, because they have a bias.
 BIASED: dict[str, dict[str, Any]] = {
     "sign": {"codec": "sign", "memory": "ef"},
@@ -90,8 +90,8 @@ def test_the_predicted_variance_is_that_of_dense_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-@pytest.mark.parametrize("codec_name", TURNED)
-def test_the_predicted_variance_of_turned_codes_is_in_units_of_their_scale(codec_name: str, bits: int) -> None:
+@pytest.mark.parametrize("codec_name", ROTATING)
+def test_the_predicted_variance_of_rotated_codes_is_in_units_of_their_scale(codec_name: str, bits: int) -> None:
     config, x = GQSGDConfig(codec=codec_name, bits=bits), structured()["uniform"]
     codec = codec_of(config)
     scale_squared = (
@@ -128,7 +128,7 @@ def worst_case(config: GQSGDConfig) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name.split()[0] not in TURNED])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name.split()[0] not in ROTATING])
 def test_omega_bounds_the_error_and_is_not_far_from_it(name: str) -> None:
     config = GQSGDConfig(**CONFIGS[name])
     x = worst_case(config)

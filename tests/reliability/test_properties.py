@@ -117,9 +117,9 @@ def predicted_error(config: GQSGDConfig, ranks: int, d: int, size: Tensor) -> fl
     largest = float(size.abs().max())
     if largest == 0:
         return 0.0
-    if config.norm == "l2" or config.rotation or config.codec in TURNED:
+    if config.norm == "l2" or config.rotation or config.codec in ROTATING:
         norms = (size / largest).norm(dim=1)
-        norms /= math.sqrt(d) if config.codec in TURNED else 1.0  # in units of the root mean square
+        norms /= math.sqrt(d) if config.codec in ROTATING else 1.0  # in units of the root mean square
     else:
         norms = (size / largest).abs().amax(dim=1) * (2 if config.norm == "power_of_two" else 1)
     scale = largest * float(norms.norm(p=P_OVER_RANKS[config.norm_over_ranks]))
@@ -127,7 +127,7 @@ def predicted_error(config: GQSGDConfig, ranks: int, d: int, size: Tensor) -> fl
 
 
 #: Codecs whose scale is about a root mean square.
-TURNED = ("eden", "trellis")
+ROTATING = ("eden", "trellis")
 #: p of each norm over ranks.
 P_OVER_RANKS = {"max": math.inf, "l2": 2, "l1": 1}
 

@@ -134,7 +134,7 @@ def few(length: int, values: list[float]) -> Tensor:
 FEW_VALUES = ([3.0, -1.0], [3.0, 2.0, 1.0], [8.0, 1.0], [5.0, 1.0, 1.0, 1.0, 1.0], [3.0, -1.0, *[0.3] * 14])
 
 
-#: Two lengths that are turned in other passes: the short one with all bits, the other with two of them.
+#: Two lengths that are rotated in other passes: the short one with all bits, the other with two of them.
 FEW_CASES = [
     pytest.param(bits, 1 << n, marks=[] if n == 7 or (n == 9 and bits == 3) else pytest.mark.slow)
     for bits in (1, 2, 3, 4)

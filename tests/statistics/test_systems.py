@@ -70,14 +70,14 @@ def test_natural_dithering_against_uniform_levels() -> None:
     assert natural < theory.omega_exponential(d, 4)
 
 
-@pytest.mark.parametrize(("magnitude_bits", "turned", "plain"), [(2, 0.20, 0.79), (3, 0.038, 0.18), (4, 0.008, 0.047)])
-def test_dq_psgd_turns_large_coordinates_into_many_small_ones(magnitude_bits: int, turned: float, plain: float) -> None:
+@pytest.mark.parametrize(("magnitude_bits", "rotated", "plain"), [(2, 0.20, 0.79), (3, 0.038, 0.18), (4, 0.008, 0.047)])
+def test_dq_psgd_makes_many_small_coordinates_of_large_ones(magnitude_bits: int, rotated: float, plain: float) -> None:
     """randn³, d = 1024, b bits of magnitude and a sign: errors as parametrised were found before."""
     fields = {"bits": magnitude_bits + 1, "levels": 2**magnitude_bits - 1, "block_size": 1024, "reducer": "gather"}
     with_rotation, without = (
         message(normal(0, 1024) ** 3, "dq_psgd", rotation=rotation, **fields)[0] for rotation in (True, False)
     )
-    assert with_rotation == pytest.approx(turned, rel=0.15)
+    assert with_rotation == pytest.approx(rotated, rel=0.15)
     assert without == pytest.approx(plain, rel=0.6)  # depends on the largest of 1024 cubes
     assert without > 3.5 * with_rotation
 

@@ -81,11 +81,11 @@ LINEAR = [
     [pytest.param(*case, marks=() if case[1] == 4 else pytest.mark.slow) for case in LINEAR],
 )
 def test_linear_codes(number: int, bits: int, dither: str) -> None:
-    """Under scales that are given or not, of blocks that are turned or not, in turns."""
+    """Under scales that are given or not, of blocks that are rotated or not, in turns."""
     case = case_of(number, bits, dither)
-    turn = {"rotation": (3, 4)} if number % 3 == 0 else {}
+    rotation = {"rotation": (3, 4)} if number % 3 == 0 else {}
     q, scales = plain.quantiser(bits, dither, case["block"]), plain.norms if number % 2 else None
-    plain.check_messages(*plain.drawn(case), q, scales, PAIR, **turn)
+    plain.check_messages(*plain.drawn(case), q, scales, PAIR, **rotation)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +110,15 @@ COMPANDED = [
 
 @pytest.mark.parametrize(("bits", "dither"), COMPANDED)
 def test_companded_codes(bits: int, dither: str) -> None:
-    """Under scales that are given or not, of blocks that are turned or not, in turns."""
+    """Under scales that are given or not, of blocks that are rotated or not, in turns."""
     case = case_of(bits, bits)
-    turn = {"rotation": (3, 4)} if bits % 3 == 0 else {}
+    rotation = {"rotation": (3, 4)} if bits % 3 == 0 else {}
     q, scales = CompandedCodec(bits, dither).quantiser(case["block"]), plain.norms if bits % 2 else None
-    plain.check_messages(*plain.drawn(case), q, scales, PAIR, **turn)
+    plain.check_messages(*plain.drawn(case), q, scales, PAIR, **rotation)
 
 
-#: Codecs of turned blocks with a block size and a dtype: one case of each by default; the others take as long.
-TURNED = [
+#: Codecs of rotated blocks with a block size and a dtype: one case of each by default; the others take as long.
+ROTATING = [
     pytest.param(codec, block, dtype, marks=() if block == 128 else pytest.mark.slow)
     for codec, block, dtype in (
         (EdenCodec(1), 256, torch.float32),
@@ -137,8 +137,8 @@ TURNED = [
 ]
 
 
-@pytest.mark.parametrize(("codec", "block", "dtype"), TURNED)
-def test_codes_of_turned_blocks(codec: EdenCodec | TrellisCodec, block: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("codec", "block", "dtype"), ROTATING)
+def test_codes_of_rotated_blocks(codec: EdenCodec | TrellisCodec, block: int, dtype: torch.dtype) -> None:
     """Of blocks of full length, of shorter ones, which are filled up with zeros or end earlier, and of raw ones."""
     rows = [*RAGGED, (129, False), (block, False)]
     case = {**case_of(codec.bits, rows=rows), "block": block, "dtype": dtype, "ranks": 2}
@@ -173,7 +173,7 @@ def test_blocks_of_full_length(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-def test_blocks_of_full_length_that_are_turned_or_have_given_scales(dtype: torch.dtype) -> None:
+def test_blocks_of_full_length_that_are_rotated_or_have_given_scales(dtype: torch.dtype) -> None:
     q, x = LinearCodec(4, "adaptive").quantiser(256), plain.gradient(0, 4096 + 3 + 8192, dtype)
     plain.check_messages(FULL, [x], q, None, PAIR, rotation=(3, 4))
     plain.check_messages(FULL[:1], [x[:4096], x[-4096:]], q, plain.norms, PAIR)
@@ -227,8 +227,8 @@ def test_linear_codes_of_random_cases(case: dict, given_scales: bool, rotated: b
         q = plain.quantiser(case["bits"], case["dither"], case["block"])
     except ConfigError:
         return
-    turn = {"rotation": (3, 4)} if rotated else {}
-    plain.check_messages(*plain.drawn(case), q, plain.norms if given_scales else None, PAIR, **turn)
+    rotation = {"rotation": (3, 4)} if rotated else {}
+    plain.check_messages(*plain.drawn(case), q, plain.norms if given_scales else None, PAIR, **rotation)
 
 
 @pytest.mark.slow

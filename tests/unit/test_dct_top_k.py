@@ -11,7 +11,7 @@ import torch
 from scipy.fft import dct, idct
 from torch import Tensor
 
-from lightning_gqsgd.codecs.dct_top_k.codec import RUN, transformed, turned_back
+from lightning_gqsgd.codecs.dct_top_k.codec import RUN, inverse_transformed, transformed
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.research.simulation import VirtualRanks, average
@@ -33,17 +33,17 @@ def test_the_transform_is_that_of_the_literature_and_turns_back(length: int) -> 
     there = transformed(torch.stack([x, 2 * x]))
     assert there[0].numpy() == pytest.approx(by_runs(dct, x.double().numpy()), abs=1e-6)
     places = torch.arange(length).expand(2, -1)
-    assert turned_back(there, places, length)[1].numpy() == pytest.approx(2 * x.double().numpy(), abs=1e-6)
+    assert inverse_transformed(there, places, length)[1].numpy() == pytest.approx(2 * x.double().numpy(), abs=1e-6)
 
 
 @pytest.mark.parametrize("length", [65, 256])
-def test_what_is_turned_back_does_not_depend_on_other_blocks(length: int) -> None:
+def test_an_inverse_transform_does_not_depend_on_other_blocks(length: int) -> None:
     values = normal(1, 3 * 10).double().view(3, 10)
     places = torch.stack([torch.randperm(length, generator=torch.Generator().manual_seed(k))[:10] for k in range(3)])
     places = places.sort().values
-    together = turned_back(values, places, length)
+    together = inverse_transformed(values, places, length)
     for block in range(3):
-        alone = turned_back(values[block : block + 1], places[block : block + 1], length)[0]
+        alone = inverse_transformed(values[block : block + 1], places[block : block + 1], length)[0]
         assert torch.equal(alone, together[block])
         dense = torch.zeros(length, dtype=torch.float64)
         dense[places[block]] = values[block]
@@ -58,9 +58,9 @@ def demo(gradients: list[list[np.ndarray]], decay: float, kept: int) -> list[np.
         sent = []
         for rank, gradient in enumerate(of_step):
             momentum = decay * momenta[rank] + gradient
-            turned = by_runs(dct, momentum)
-            turned[np.argsort(-np.abs(turned))[kept:]] = 0
-            sent.append(by_runs(idct, turned))
+            spectrum = by_runs(dct, momentum)
+            spectrum[np.argsort(-np.abs(spectrum))[kept:]] = 0
+            sent.append(by_runs(idct, spectrum))
             momenta[rank] = momentum - sent[-1]
         means.append(np.mean(sent, axis=0))
     return means

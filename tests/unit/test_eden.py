@@ -97,7 +97,7 @@ def test_blocks_that_lie_side_by_side_do_not_touch_each_other(length: int, dtype
 @pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_block_of_one_coordinate_keeps_its_value_up_to_the_scale(kernels, dtype: torch.dtype) -> None:
-    """Its turned coordinates have one magnitude per sign pattern, so <decoded, x> = |x|² says all."""
+    """Its rotated coordinates have one magnitude per sign pattern, so <decoded, x> = |x|² says all."""
     for value in (1.0, -3.1415, 1e-3, 250.0):
         x = torch.tensor([value], dtype=dtype)
         y, bad = there_and_back(kernels, x, EdenCodec(2).quantiser(256))
@@ -191,7 +191,7 @@ def test_results_scale_with_powers_of_two(size: float) -> None:
     assert torch.equal(there_and_back(cpu, x * factor, EdenCodec(3).quantiser(256))[0], expected * factor)
 
 
-def test_ranks_and_blocks_and_steps_are_turned_by_different_signs() -> None:
+def test_ranks_and_blocks_and_steps_are_rotated_by_different_signs() -> None:
     x = torch.randn(256, generator=torch.Generator().manual_seed(0))
     q = EdenCodec(2).quantiser(256)
     layout = layout_of([Segment(0, 512, False)], q, x.dtype)

@@ -47,9 +47,11 @@ def layout_of(segments: list[Segment], q: Quantiser, dtype: torch.dtype, shards:
     )
 
 
-def message(kernels, x: Tensor, layout: Layout, key: tuple[int, int], q: Quantiser, *maxima: Tensor, **turn) -> Tensor:
+def message(
+    kernels, x: Tensor, layout: Layout, key: tuple[int, int], q: Quantiser, *maxima: Tensor, **rotation
+) -> Tensor:
     wire = torch.zeros(layout.message_bytes, dtype=torch.uint8)
-    kernels.encode(x, layout.blocks, wire, q, key, *maxima, **turn)
+    kernels.encode(x, layout.blocks, wire, q, key, *maxima, **rotation)
     return wire
 
 
@@ -92,16 +94,16 @@ def drawn(case: dict) -> tuple[list[Segment], list[torch.Tensor]]:
     return segments, [gradient(case["seed"] + rank, numel, case["dtype"]) for rank in range(case["ranks"])]
 
 
-@pytest.mark.parametrize("turn", [{}, {"rotation": (3, 4)}], ids=["as they are", "turned"])
+@pytest.mark.parametrize("rotation", [{}, {"rotation": (3, 4)}], ids=["as they are", "rotated"])
 @settings(max_examples=40)
 @given(case=cases)
-def test_both_kernels_give_the_same_bits(case: dict, turn: dict) -> None:
+def test_both_kernels_give_the_same_bits(case: dict, rotation: dict) -> None:
     segments, xs = drawn(case)
     try:
         q = quantiser(case["bits"], case["dither"], case["block"])
     except ConfigError:
         return
-    check_messages(segments, xs, q, **turn)
+    check_messages(segments, xs, q, **rotation)
 
 
 @settings(max_examples=40)
@@ -118,28 +120,32 @@ def norms(kernels, x: Tensor, blocks: Tensor) -> Tensor:
     return (maxima - 1).clamp(min=0) << form.shift
 
 
-def check_messages(segments: list[Segment], xs: list[Tensor], q: Quantiser, scales=None, both=BOTH, **turn) -> None:
-    """Encode, reduce, decode, with both kernels. ``turn``: ``rotation``, if blocks are to be turned."""
+def check_messages(segments: list[Segment], xs: list[Tensor], q: Quantiser, scales=None, both=BOTH, **rotation) -> None:
+    """Encode, reduce, decode, with both kernels. ``rotation``: a key, if blocks are to be rotated."""
     ranks, dtype = len(xs), xs[0].dtype
     keys = KEYS[:ranks]
     results = []
     for kernels in both:
         layout = layout_of(segments, q, dtype, shards=ranks)
         maxima = [() if scales is None else (scales(kernels, x, layout.blocks),) for x in xs]
-        wires = [message(kernels, x, layout, key, q, *m, **turn) for x, key, m in zip(xs, keys, maxima, strict=True)]
+        wires = [
+            message(kernels, x, layout, key, q, *m, **rotation) for x, key, m in zip(xs, keys, maxima, strict=True)
+        ]
         shards = []
         for rank in range(ranks):
             received = torch.stack([wire.view(ranks, -1)[rank] for wire in wires])
             shards.append(torch.zeros(layout.shard_bytes, dtype=torch.uint8))
-            own = Own(rank, xs[rank], turn.get("rotation"))
+            own = Own(rank, xs[rank], rotation.get("rotation"))
             kernels.reduce(received, layout.shard(rank).blocks, shards[-1], q, keys, KEYS[3], own)
         two_shot, gathered = torch.zeros_like(xs[0]), torch.zeros_like(xs[0])
-        bad = kernels.decode(torch.cat(shards)[None], layout.blocks, two_shot, q, KEYS[3:], **turn)
+        bad = kernels.decode(torch.cat(shards)[None], layout.blocks, two_shot, q, KEYS[3:], **rotation)
         whole = layout_of(segments, q, dtype)
-        wires += [message(kernels, x, whole, key, q, *m, **turn) for x, key, m in zip(xs, keys, maxima, strict=True)]
-        bad += kernels.decode(torch.stack(wires[ranks:]), whole.blocks, gathered, q, keys, **turn)
+        wires += [
+            message(kernels, x, whole, key, q, *m, **rotation) for x, key, m in zip(xs, keys, maxima, strict=True)
+        ]
+        bad += kernels.decode(torch.stack(wires[ranks:]), whole.blocks, gathered, q, keys, **rotation)
         scattered = xs[-1].clone()
-        bad += kernels.decode(torch.stack(wires[ranks:]), whole.blocks, scattered, q, keys, **turn, own=ranks - 1)
+        bad += kernels.decode(torch.stack(wires[ranks:]), whole.blocks, scattered, q, keys, **rotation, own=ranks - 1)
         assert bad == 0
         results.append([*wires, *shards, two_shot, gathered, scattered])
     assert all(torch.equal(slow, fast) for slow, fast in zip(*results, strict=True))
@@ -149,10 +155,10 @@ def test_a_rotation_within_encoding_is_that_of_rotate() -> None:
     for kernels in BOTH:
         q, x = quantiser(8, "subtractive", 64), torch.randn(300)
         layout = layout_of([Segment(0, 250, False), Segment(1, 50, True)], q, x.dtype)
-        turned = x.clone()
-        kernels.rotate(turned, layout.blocks, (3, 4), 64)
+        rotated = x.clone()
+        kernels.rotate(rotated, layout.blocks, (3, 4), 64)
         wire = message(kernels, x, layout, (1, 2), q, rotation=(3, 4))
-        assert torch.equal(wire, message(kernels, turned, layout, (1, 2), q))
+        assert torch.equal(wire, message(kernels, rotated, layout, (1, 2), q))
         y, z = torch.zeros(300), torch.zeros(300)
         kernels.decode(wire[None], layout.blocks, y, q, [(1, 2)], rotation=(3, 4))
         kernels.decode(wire[None], layout.blocks, z, q, [(1, 2)])
@@ -368,19 +374,19 @@ def check_moments_and_rotations(case: dict, both=BOTH) -> None:
     assert torch.equal(*(kernels.block_maxima(x, blocks) for kernels in both))
     assert torch.equal(*(kernels.block_moments(x, blocks) for kernels in both))
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    turned = [x.clone() for _ in both]
-    for kernels, y in zip(both, turned, strict=True):
+    rotated = [x.clone() for _ in both]
+    for kernels, y in zip(both, rotated, strict=True):
         kernels.rotate(y, blocks, (3, 4), case["block"])
-    assert torch.equal(*turned)
+    assert torch.equal(*rotated)
     untouched = torch.cat([torch.full((s.numel,), s.raw) for s in segments])
-    assert torch.equal(turned[0][untouched], x[untouched])
-    assert torch.allclose(turned[0].double().norm(), x.double().norm(), rtol=1e-5)
-    for kernels, y in zip(both, turned, strict=True):
+    assert torch.equal(rotated[0][untouched], x[untouched])
+    assert torch.allclose(rotated[0].double().norm(), x.double().norm(), rtol=1e-5)
+    for kernels, y in zip(both, rotated, strict=True):
         kernels.rotate(y, blocks, (3, 4), case["block"], inverse=True)
-    assert torch.equal(*turned)
+    assert torch.equal(*rotated)
     for k in range(len(blocks)):
         part = slice(int(blocks[k, START]), int(blocks[k, START] + blocks[k, LENGTH]))
-        assert torch.allclose(turned[0][part], x[part], rtol=0, atol=float(x[part].abs().max()) * 3e-6)
+        assert torch.allclose(rotated[0][part], x[part], rtol=0, atol=float(x[part].abs().max()) * 3e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -390,10 +396,10 @@ def test_both_kernels_turn_blocks_of_every_power_of_two_alike(dtype: torch.dtype
         x = gradient(exponent, 1 << exponent, dtype)
         blocks = torch.from_numpy(cut([Segment(0, len(x), False)], 1 << 16))
         for inverse in (False, True):
-            turned = [x.clone() for _ in BOTH]
-            for kernels, y in zip(BOTH, turned, strict=True):
+            rotated = [x.clone() for _ in BOTH]
+            for kernels, y in zip(BOTH, rotated, strict=True):
                 kernels.rotate(y, blocks, (3, 4), 1 << 16, inverse=inverse)
-            assert torch.equal(*turned), (exponent, inverse)
+            assert torch.equal(*rotated), (exponent, inverse)
 
 
 def test_moments_are_sums() -> None:

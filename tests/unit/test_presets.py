@@ -131,11 +131,11 @@ def test_elias_codes_are_shorter_where_most_levels_are_zero() -> None:
 def test_rotation_makes_heavy_tails_harmless() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1 << 16, generator=generator) ** 5
-    plain, turned = (
+    plain, rotated = (
         relative_error(average([x], bits=4, dither="stochastic", rotation=rotation)[0], [x])
         for rotation in (False, True)
     )
-    assert turned < 0.5 * plain
+    assert rotated < 0.5 * plain
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Random subspaces: messages of a part of the turned coordinates, with an error memory and without."""
+"""Random subspaces: messages of a part of the rotated coordinates, with an error memory and without."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def transformed(x: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def turned_back(values: Tensor, places: Tensor, length: int) -> Tensor:
+def inverse_transformed(values: Tensor, places: Tensor, length: int) -> Tensor:
     """Returns the inverse transforms of blocks with a few non-zero transformed coordinates, fp64 [blocks, length].
 
     The waves of a run are added one after the other, so that the sum has the same bits on every processor.
@@ -104,13 +104,13 @@ class DctTopKQuantiser(TopKQuantiser):
     def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
         """Write the records of blocks; see `kernels.protocol.WholeQuantiser.write`."""
         most = torch.finfo(values.dtype).max
-        turned = torch.zeros_like(values)
+        spectra = torch.zeros_like(values)
         for length in blocks[:, LENGTH].unique().tolist():
             alike = blocks[:, LENGTH] == length
             # A transform can exceed the largest number even if all coordinates are finite. It is clamped then.
             small = transformed(values[alike, :length] / RUN).clamp(-most / RUN, most / RUN)
-            turned[alike, :length] = (small * RUN).to(values.dtype)
-        super().write(turned, blocks, wire, key)
+            spectra[alike, :length] = (small * RUN).to(values.dtype)
+        super().write(spectra, blocks, wire, key)
 
     def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
         """Returns the coordinates of blocks, read from a message; see `kernels.protocol.WholeQuantiser.read`.
@@ -125,7 +125,7 @@ class DctTopKQuantiser(TopKQuantiser):
             kept = torch.stack([kept for kept, _ in records])
             places = torch.stack([places for _, places in records])
             good = (kept.isfinite() & (places < length)).all(dim=1)
-            x = turned_back(kept.double() * (factor / RUN), places.where(good[:, None], 0), length)
+            x = inverse_transformed(kept.double() * (factor / RUN), places.where(good[:, None], 0), length)
             x = (x.clamp(-most / RUN, most / RUN) * RUN).to(dtype)
             result[alike, :length] = x.where(good[:, None], torch.nan)
         return result

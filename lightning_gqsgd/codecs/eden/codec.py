@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TurnedQuantiser(ABC):
+class RotatingQuantiser(ABC):
     """A codec of rotated blocks at one block size, as kernels see it; see `kernels.protocol.Quantiser`.
 
     Attributes:
@@ -78,12 +78,12 @@ class TurnedQuantiser(ABC):
     summable: ClassVar[bool] = False
 
     @abstractmethod
-    def rounded(self, turned: Tensor, deviations: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def rounded(self, rotated: Tensor, deviations: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the codes of rotated coordinates, int64 [B, width], and the levels of the codes, in units of the root
         mean square, [B, width].
 
         Args:
-            turned: rotated coordinates, [B, width].
+            rotated: rotated coordinates, [B, width].
             deviations: root mean square of each block, [B].
             lengths: number of rotated coordinates of each block, int64 [B].
         """
@@ -92,15 +92,15 @@ class TurnedQuantiser(ABC):
     def levels(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the levels of codes, int64 [B, width], in the compute dtype ``dtype``."""
 
-    def arranged(self, turned: Tensor, whole: Tensor, key: Key) -> Tensor:
+    def arranged(self, rotated: Tensor, whole: Tensor, key: Key) -> Tensor:
         """Returns rotated coordinates in the order of their codes on the wire, [B, width]. This class keeps the order.
 
         Args:
-            turned: rotated coordinates, [B, width].
+            rotated: rotated coordinates, [B, width].
             whole: block table, with the lengths of blocks including the zeros at their ends.
             key: the message's key.
         """
-        return turned
+        return rotated
 
     def put_back(self, levels: Tensor, whole: Tensor, key: Key) -> Tensor:
         """Undo `arranged`: returns levels in the order of rotated coordinates, [B, width]. The arguments are like those
@@ -158,9 +158,9 @@ class TurnedQuantiser(ABC):
 
         first, second = signs(uniform(whole, key, self.block_size), dtype)
         levels = self.put_back(levels, whole, key)
-        turned_back = transformed(transformed(levels, whole) * second, whole) * first
+        rotated_back = transformed(transformed(levels, whole) * second, whole) * first
         limit = torch.finfo(dtype).max * factor  # the sum of all messages stays finite
-        values = (turned_back * (scales * factor)[:, None]).clamp(-limit, limit)
+        values = (rotated_back * (scales * factor)[:, None]).clamp(-limit, limit)
         values[~finite] = torch.nan
         return values
 
@@ -172,7 +172,7 @@ class TurnedQuantiser(ABC):
 
 
 @dataclass(frozen=True)
-class EdenQuantiser(TurnedQuantiser):
+class EdenQuantiser(RotatingQuantiser):
     """An EDEN codec at one block size.
 
     The lower bits of a code are the number of the magnitude. The highest bit is 1 for a negative number.
@@ -191,17 +191,17 @@ class EdenQuantiser(TurnedQuantiser):
         inner = ((below + above) / 2 for below, above in zip(self.magnitudes[:-1], self.magnitudes[1:], strict=True))
         return (0.0, *inner)
 
-    def rounded(self, turned: Tensor, deviations: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns codes and levels; see `TurnedQuantiser.rounded`. Each coordinate is rounded to the nearest level."""
-        numbers = torch.zeros_like(turned, dtype=torch.int64)
+    def rounded(self, rotated: Tensor, deviations: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns codes and the nearest levels; see `RotatingQuantiser.rounded`."""
+        numbers = torch.zeros_like(rotated, dtype=torch.int64)
         for threshold in self.thresholds[1:]:
-            numbers += turned.abs() >= turned.new_tensor(threshold) * deviations[:, None]
-        levels = turned.new_tensor(self.magnitudes)[numbers]
-        codes = numbers | (turned < 0).long() << (self.bits - 1)
-        return codes, torch.where(turned < 0, -levels, levels)
+            numbers += rotated.abs() >= rotated.new_tensor(threshold) * deviations[:, None]
+        levels = rotated.new_tensor(self.magnitudes)[numbers]
+        codes = numbers | (rotated < 0).long() << (self.bits - 1)
+        return codes, torch.where(rotated < 0, -levels, levels)
 
     def levels(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the levels of codes; see `TurnedQuantiser.levels`."""
+        """Returns the levels of codes; see `RotatingQuantiser.levels`."""
         size = torch.tensor(self.magnitudes, dtype=dtype, device=codes.device)
         return torch.cat([size, -size])[codes]
 
@@ -316,7 +316,7 @@ class EdenCodec(Codec):
         """Returns the bits per coordinate as text, and a list of words that describe the codec."""
         return f"{self.bits}", [self.name]
 
-    def quantiser(self, block_size: int, summed: int | None = None) -> TurnedQuantiser:
+    def quantiser(self, block_size: int, summed: int | None = None) -> RotatingQuantiser:
         """Returns the quantiser: the codec at one block size, as kernels see it.
 
         Args:
@@ -329,7 +329,7 @@ class EdenCodec(Codec):
         """
         if summed is not None:
             raise ConfigError(
-                f"codes of codec={self.name!r} cannot be added over {summed} ranks, because every rank turns its "
+                f"codes of codec={self.name!r} cannot be added over {summed} ranks, because every rank rotates its "
                 "blocks by signs of its own; take reducer='two_shot', 'gather' or 'hierarchical', or codec='linear'"
             )
         return EdenQuantiser(self.bits, block_size)

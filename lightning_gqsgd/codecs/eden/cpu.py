@@ -24,7 +24,7 @@ from lightning_gqsgd.kernels.rotation import FEW, SHORTEST, smallness
 from lightning_gqsgd.kernels.wire import SCALE_PLACE, Share, scale_format
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.codecs.eden.codec import EdenQuantiser, TurnedQuantiser
+    from lightning_gqsgd.codecs.eden.codec import EdenQuantiser, RotatingQuantiser
 
 _SHORTEST_EXPONENT = SHORTEST.bit_length() - 1
 #: Places of the signs of D2 and of D1 in a coordinate's half of a hash, counted from the highest bit, see
@@ -64,11 +64,11 @@ def constants(q: EdenQuantiser, dtype: torch.dtype, sources: int) -> Eden:
     real = float_type(dtype)
     thresholds = table_of(q.thresholds, real)
     magnitudes = table_of(q.magnitudes, real)
-    return Eden(thresholds=thresholds, magnitudes=magnitudes, **turned_constants(q, dtype, sources))
+    return Eden(thresholds=thresholds, magnitudes=magnitudes, **rotating_constants(q, dtype, sources))
 
 
-def turned_constants(q: TurnedQuantiser, dtype: torch.dtype, sources: int) -> dict[str, Any]:
-    """Returns the constants that `turned_kernel` reads, by name: the attributes of `Eden` up to ``mantissa``, and
+def rotating_constants(q: RotatingQuantiser, dtype: torch.dtype, sources: int) -> dict[str, Any]:
+    """Returns the constants that `rotating_kernel` reads, by name: the attributes of `Eden` up to ``mantissa``, and
     ``roots``."""
     share = Share.of(sources)
     real = float_type(dtype)
@@ -90,12 +90,12 @@ def codec(q: EdenQuantiser) -> Any:
 @lru_cache
 def _codec() -> Any:
     """Returns the kernel of `codec`, compiled once for all EDEN quantisers."""
-    return turned_kernel("eden", _choose, _look_up)
+    return rotating_kernel("eden", _choose, _look_up)
 
 
 @inlined
 def _choose(z, moved, deviation, terms, c, s, wire, at):
-    """Write the codes of the levels nearest to the coordinates of a block; see `turned_kernel`."""
+    """Write the codes of the levels nearest to the coordinates of a block; see `rotating_kernel`."""
     thresholds = load(c.thresholds, 0)
     thresholds = thresholds * filled(deviation, thresholds)
     choose_levels(c.bits, z, moved, thresholds, load(c.magnitudes, 0), terms, s.codes, wire, at)
@@ -104,17 +104,17 @@ def _choose(z, moved, deviation, terms, c, s, wire, at):
 
 @inlined
 def _look_up(wire, block, at, key, c, s, z):
-    """Write the levels of the codes of a block into ``z``; see `turned_kernel`."""
+    """Write the levels of the codes of a block into ``z``; see `rotating_kernel`."""
     look_up_levels(c.bits, wire, at + block[CODES], load(c.magnitudes, 0), z)
 
 
 @inlined
 def _as_they_are(z, space, key, block):
-    """Returns rotated coordinates without a change of their order, and the free array; see `turned_kernel`."""
+    """Returns rotated coordinates without a change of their order, and the free array; see `rotating_kernel`."""
     return z, space
 
 
-def turned_kernel(
+def rotating_kernel(
     name: str, choose: Callable[..., Any], look_up: Callable[..., Any], arrange: Callable[..., Any] = _as_they_are
 ) -> Any:
     """Returns the kernel that encodes, reduces and decodes the codes of rotated blocks.
@@ -138,13 +138,13 @@ def turned_kernel(
     def write(values, given, blocks, k, number, key, c, s, wire):
         """Write the records of blocks and their scales."""
         exponent = _exponent_of(blocks[k, LENGTH])
-        _turn(values, blocks, k, number, key, exponent, c, s)
+        _rotate(values, blocks, k, number, key, exponent, c, s)
         for i in range(number):
             size = 1 << exponent
             terms = part(s.mean, i * size // 4, size // 4)
             squares = folded_sum(terms)
             deviation = _deviation(squares, exponent, c)
-            z, space = arrange(part(s.turned, i * size, size), part(s.own, 0, size), key, blocks[k + i])
+            z, space = arrange(part(s.rotated, i * size, size), part(s.own, 0, size), key, blocks[k + i])
             moved = z
             if s.flags[i]:
                 # The levels of a block with few coordinates are chosen after a dither, see `codecs.eden.codec`.
@@ -165,9 +165,9 @@ def turned_kernel(
             scale_bits = received(int64(numbers(wire, at + block[SCALE], 1, c.form.scale)[0]), c.form)
             finite = float_of(scale_bits, c.form.zero) * c.each
             s.factors[i] = finite if scale_bits < c.form.infinity else c.form.zero * np.nan
-            look_up(wire, block, at, key, c, s, part(s.turned, i * size, size))
+            look_up(wire, block, at, key, c, s, part(s.rotated, i * size, size))
             hashes(key, block, numbers(s.u, i * size // 2, size // 2, uint32(0)))
-        _turn_back(length, exponent, number, c, s, add, out)
+        _rotate_back(length, exponent, number, c, s, add, out)
 
     return group_kernel(name, write, read)
 
@@ -183,12 +183,12 @@ def _exponent_of(length):
 
 
 @inlined
-def _turn(values, blocks, k, number, key, exponent, c, s):
-    """Write rotated blocks into ``s.turned``, and the hashes of their signs into ``s.u``. ``s.mean`` receives the
+def _rotate(values, blocks, k, number, key, exponent, c, s):
+    """Write rotated blocks into ``s.rotated``, and the hashes of their signs into ``s.u``. ``s.mean`` receives the
     squares of rotated coordinates, after the first two steps of `folded_sum`."""
     length = blocks[k, LENGTH]
     size = 1 << exponent
-    z = part(s.turned, 0, number * size)
+    z = part(s.rotated, 0, number * size)
     words = numbers(s.u, 0, number * size // 2, uint32(0))
     terms = part(s.mean, 0, number * size // 4)
     largest = part(s.largest, 0, number)
@@ -206,8 +206,8 @@ def _turn(values, blocks, k, number, key, exponent, c, s):
         for i in range(number):
             _copy_with_zeros(part(values, i * length, length), part(z, i * size, size))
         whole = z
-    _turn_first((whole, down, words), z, size, c.roots[exponent], (z, words, _SECOND))
-    _turn_second(z, z, size, c.roots[exponent], (z, terms))
+    _rotate_first((whole, down, words), z, size, c.roots[exponent], (z, words, _SECOND))
+    _rotate_second(z, z, size, c.roots[exponent], (z, terms))
 
 
 @inlined
@@ -286,19 +286,19 @@ def _rounded_at_random(scale, random, c):
 
 
 @inlined
-def _turn_back(length, exponent, number, c, s, add, out):
-    """Rotate the levels in ``s.turned`` back, multiply them by the factors in ``s.factors``, and write them into
+def _rotate_back(length, exponent, number, c, s, add, out):
+    """Rotate the levels in ``s.rotated`` back, multiply them by the factors in ``s.factors``, and write them into
     ``out``, or add them if ``add`` is true."""
     size = 1 << exponent
-    z = part(s.turned, 0, number * size)
+    z = part(s.rotated, 0, number * size)
     words = numbers(s.u, 0, number * size // 2, uint32(0))
     scales = part(s.factors, 0, number)
-    _turn_first_back(z, z, size, c.roots[exponent], (z, words, _SECOND))
+    _rotate_first_back(z, z, size, c.roots[exponent], (z, words, _SECOND))
     limit = c.form.largest * c.each
     if length == size:
-        _turn_second_back(z, z, size, c.roots[exponent], (out, words, scales, limit, add))
+        _rotate_second_back(z, z, size, c.roots[exponent], (out, words, scales, limit, add))
     else:
-        _turn_second_back(z, z, size, c.roots[exponent], (z, words, scales, limit, False))
+        _rotate_second_back(z, z, size, c.roots[exponent], (z, words, scales, limit, False))
         for i in range(number):
             _add(part(z, i * size, length), add, part(out, i * length, length))
 
@@ -412,10 +412,10 @@ def _write_scaled(z, n, i, j, a, b, c, d, target):
     store_quarters(z, n, i, j, before_a + a, before_b + b, before_c + c, before_d + d, out)
 
 
-_turn_first = transform(_read_with_signs, _write_with_signs)
-_turn_second = transform(load_in_a_row, _write_with_squares)
-_turn_first_back = transform(load_in_a_row, _write_with_signs)
-_turn_second_back = transform(load_in_a_row, _write_scaled)
+_rotate_first = transform(_read_with_signs, _write_with_signs)
+_rotate_second = transform(load_in_a_row, _write_with_squares)
+_rotate_first_back = transform(load_in_a_row, _write_with_signs)
+_rotate_second_back = transform(load_in_a_row, _write_scaled)
 
 
 @loop

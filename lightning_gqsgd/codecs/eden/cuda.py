@@ -44,7 +44,7 @@ def numbers_of(q: Any, dtype: torch.dtype) -> Eden:
     return Eden(tuple(float(real(size)) for size in q.magnitudes), tuple(float(real(size)) for size in q.thresholds))
 
 
-class Turned(NamedTuple):
+class Rotated(NamedTuple):
     """A tile of rotated coordinates, in two halves.
 
     Attributes:
@@ -67,43 +67,43 @@ class Turned(NamedTuple):
 def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
     """Returns the codes of coordinates; see `ScaledFamily.to_codes`. The scale of a block follows from its codes, so it
     is sent after them."""
-    turned = turned_tile(a, b, t, key, scales, KIND, c)
-    moved_a, moved_b = with_dither(turned, t, key, KIND, c)
-    number_a, level_a = _nearest(moved_a, turned.deviation, c)
-    number_b, level_b = _nearest(moved_b, turned.deviation, c)
+    rotated = rotated_tile(a, b, t, key, scales, KIND, c)
+    moved_a, moved_b = with_dither(rotated, t, key, KIND, c)
+    number_a, level_a = _nearest(moved_a, rotated.deviation, c)
+    number_b, level_b = _nearest(moved_b, rotated.deviation, c)
     level_a = tl.where(moved_a < 0, -level_a, level_a)
     level_b = tl.where(moved_b < 0, -level_b, level_b)
-    used = send_scales_of(turned, level_a, level_b, t, key, scales, c)
+    used = send_scales_of(rotated, level_a, level_b, t, key, scales, c)
     return _with_sign(number_a, moved_a, used, c), _with_sign(number_b, moved_b, used, c)
 
 
 @triton.jit
-def turned_tile(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
+def rotated_tile(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
     """Returns the rotated coordinates of a tile. The arguments are like those of `ScaledFamily.to_codes`."""
     down, up = _powers_of_two(scales.bits, c)
     width = _dither_widths(a * down[:, None], b * down[:, None], t, scales.bits, down, c)
-    a, b = _turned(a * down[:, None], b * down[:, None], t, key, KIND, c)
+    a, b = _rotated(a * down[:, None], b * down[:, None], t, key, KIND, c)
     squares = _folded(a * a + b * b, c)
     deviation = root(divided(squares, t.n.to(c.number.compute), c), c)
-    return Turned(a, b, width, squares, deviation, up)
+    return Rotated(a, b, width, squares, deviation, up)
 
 
 @triton.jit
-def with_dither(turned, t, key, KIND: tl.constexpr, c: tl.constexpr):
+def with_dither(rotated, t, key, KIND: tl.constexpr, c: tl.constexpr):
     """Returns both halves of the coordinates from which levels are chosen: rotated coordinates, plus a dither in rows
     with few coordinates that are not small."""
     draw_a, draw_b = draws(t, key, KIND, c)
-    width = turned.width[:, None]
-    return turned.a + _offsets(draw_a, c) * width, turned.b + _offsets(draw_b, c) * width
+    width = rotated.width[:, None]
+    return rotated.a + _offsets(draw_a, c) * width, rotated.b + _offsets(draw_b, c) * width
 
 
 @triton.jit
-def send_scales_of(turned, level_a, level_b, t, key, scales, c: tl.constexpr):
+def send_scales_of(rotated, level_a, level_b, t, key, scales, c: tl.constexpr):
     """Write the scales of rotated blocks with these levels. Returns 1 for blocks whose codes have a meaning, and 0 for
     others: int32 [rows]."""
-    products = _folded(turned.a * level_a + turned.b * level_b, c)
+    products = _folded(rotated.a * level_a + rotated.b * level_b, c)
     is_coded = scales.used > 0
-    scale = tl.where(is_coded, divided(turned.squares, tl.where(is_coded, products, 1), c) * turned.up, 0)
+    scale = tl.where(is_coded, divided(rotated.squares, tl.where(is_coded, products, 1), c) * rotated.up, 0)
     word_a, word_b = block_keys(t, key)
     random = tl.sum(words(tl.full((1, 1), _SCALE_PLACE, tl.uint32), word_a, word_b), axis=1)
     bits = tl.where(is_coded, _rounded_at_random(scale, random, c), scales.bits)
@@ -115,17 +115,17 @@ def send_scales_of(turned, level_a, level_b, t, key, scales, c: tl.constexpr):
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
     """Returns the coordinates of codes; see `ScaledFamily.to_values`."""
-    return turned_back_tile(_levels(code_a, c), _levels(code_b, c), t, key, scale, KIND, c)
+    return rotated_back_tile(_levels(code_a, c), _levels(code_b, c), t, key, scale, KIND, c)
 
 
 @triton.jit
-def turned_back_tile(a, b, t, key, scale, KIND: tl.constexpr, c: tl.constexpr):
+def rotated_back_tile(a, b, t, key, scale, KIND: tl.constexpr, c: tl.constexpr):
     """Returns the coordinates of blocks, both halves, from the levels of their rotated coordinates."""
     if KIND == RAGGED:
         p = tl.arange(0, c.shape.half)[None, :]
         a = tl.where(p < t.n[:, None], a, 0)
         b = tl.where(p + c.shape.half < t.n[:, None], b, 0)
-    a, b = _turned_back(a, b, t, tl.load(key), KIND, c)
+    a, b = _rotated_back(a, b, t, tl.load(key), KIND, c)
     limit = tl.full((1, 1), c.mean.limit, c.number.compute)
     return clamped(a * scale[:, None], limit), clamped(b * scale[:, None], limit)
 
@@ -168,7 +168,7 @@ def _offsets(draw, c: tl.constexpr):
 
 
 @triton.jit
-def _turned(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
+def _rotated(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
     """Returns both halves after two rounds of signs and Hadamard transforms, see `codecs.eden.codec.signs`.
 
     The loop over rounds is not unrolled, because the transforms take long to compile.
@@ -180,8 +180,8 @@ def _turned(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
 
 
 @triton.jit
-def _turned_back(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns both halves after the inverse of `_turned`."""
+def _rotated_back(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
+    """Returns both halves after the inverse of `_rotated`."""
     draw_a, draw_b = draws(t, key, KIND, c)
     for number in range(2):
         a, b = transformed(a, b, t.n, KIND, c)

@@ -58,7 +58,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs.eden.codec import EdenCodec, TurnedQuantiser
+from lightning_gqsgd.codecs.eden.codec import EdenCodec, RotatingQuantiser
 from lightning_gqsgd.kernels.dither import words
 from lightning_gqsgd.kernels.layout import LENGTH
 from lightning_gqsgd.kernels.protocol import Kind
@@ -157,7 +157,7 @@ def thresholds_of(levels: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class TrellisQuantiser(TurnedQuantiser):
+class TrellisQuantiser(RotatingQuantiser):
     """A trellis codec at one block size.
 
     The lower bits of a code are the number of the level in the alphabet of its window. The highest bit is u.
@@ -170,27 +170,27 @@ class TrellisQuantiser(TurnedQuantiser):
         """Levels of each window, fp64 [`WINDOWS`, 2^(b-1)]."""
         return alphabets(MAGNITUDES[self.bits])
 
-    def arranged(self, turned: Tensor, whole: Tensor, key: Key) -> Tensor:
-        """Returns rotated coordinates in the order of the sequences; see `TurnedQuantiser.arranged`."""
-        return turned.gather(1, orders(whole, key, turned.shape[1]))
+    def arranged(self, rotated: Tensor, whole: Tensor, key: Key) -> Tensor:
+        """Returns rotated coordinates in the order of the sequences; see `RotatingQuantiser.arranged`."""
+        return rotated.gather(1, orders(whole, key, rotated.shape[1]))
 
     def put_back(self, levels: Tensor, whole: Tensor, key: Key) -> Tensor:
-        """Returns levels in the order of rotated coordinates; see `TurnedQuantiser.put_back`."""
+        """Returns levels in the order of rotated coordinates; see `RotatingQuantiser.put_back`."""
         return torch.empty_like(levels).scatter_(1, orders(whole, key, levels.shape[1]), levels)
 
-    def rounded(self, turned: Tensor, deviations: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns codes and levels; see `TurnedQuantiser.rounded`."""
+    def rounded(self, rotated: Tensor, deviations: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns codes and levels; see `RotatingQuantiser.rounded`."""
         inverse = 1 / deviations
-        x = (turned * inverse[:, None]).float().clamp(-FARTHEST, FARTHEST).unflatten(1, (-1, LANES))
+        x = (rotated * inverse[:, None]).float().clamp(-FARTHEST, FARTHEST).unflatten(1, (-1, LANES))
         windows = best_windows(x, lengths // LANES, self.alphabets)
         thresholds = torch.from_numpy(thresholds_of(self.alphabets)).to(x.device)[windows]
         numbers = (x[..., None] >= thresholds).sum(dim=-1)
-        levels = torch.from_numpy(self.alphabets).to(turned)[windows, numbers]
+        levels = torch.from_numpy(self.alphabets).to(rotated)[windows, numbers]
         codes = numbers | windows >> MEMORY << (self.bits - 1)
         return codes.flatten(1), levels.flatten(1)
 
     def levels(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the levels of codes; see `TurnedQuantiser.levels`."""
+        """Returns the levels of codes; see `RotatingQuantiser.levels`."""
         steps = codes.unflatten(1, (-1, LANES))
         bits = steps >> (self.bits - 1)
         windows = bits << MEMORY
@@ -291,5 +291,5 @@ class TrellisCodec(EdenCodec):
         """Returns the mean square error of normal numbers that are rounded to the levels, in blocks of ``dimension``
         coordinates."""
         longest, of_start = DISTORTION[self.bits]
-        turned = max(SHORTEST, 1 << (dimension - 1).bit_length())
-        return longest + of_start * LANES / turned
+        rotated = max(SHORTEST, 1 << (dimension - 1).bit_length())
+        return longest + of_start * LANES / rotated

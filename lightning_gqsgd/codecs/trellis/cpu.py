@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numba import int32, int64, uint32
 
-from lightning_gqsgd.codecs.eden.cpu import folded_sum, turned_constants, turned_kernel
+from lightning_gqsgd.codecs.eden.cpu import folded_sum, rotating_constants, rotating_kernel
 from lightning_gqsgd.codecs.trellis.codec import LANES, MEMORY, SEGMENT, STATES
 from lightning_gqsgd.codecs.trellis.cpu_vectors import (
     advanced,
@@ -76,7 +76,7 @@ class Trellis(NamedTuple):
 @lru_cache
 def constants(q: TrellisQuantiser, dtype: torch.dtype, sources: int) -> Trellis:
     """Returns the constants of a quantiser, for messages of ``sources`` sources."""
-    return Trellis(**turned_constants(q, dtype, sources))
+    return Trellis(**rotating_constants(q, dtype, sources))
 
 
 def codec(q: TrellisQuantiser) -> Any:
@@ -113,7 +113,7 @@ def _arranged(z, random, out):
 
 @inlined
 def _arrange(z, space, key, block):
-    """Put rotated coordinates into the order of the sequences; see `eden.cpu.turned_kernel`."""
+    """Put rotated coordinates into the order of the sequences; see `eden.cpu.rotating_kernel`."""
     _arranged(z, _random_of(key, block), space)
     return space, z
 
@@ -198,7 +198,7 @@ def _codec(bits: int) -> Any:
 
     @inlined
     def choose(z, moved, deviation, terms, c, s, wire, at):
-        """Write the codes of a block; see `eden.cpu.turned_kernel`."""
+        """Write the codes of a block; see `eden.cpu.rotating_kernel`."""
         inverse = z.dtype.type(1) / deviation
         kept = numbers(s.other, 0, z.size, int32(0))
         for lane in range(0, LANES, lanes(z)):
@@ -209,10 +209,10 @@ def _codec(bits: int) -> Any:
 
     @inlined
     def look_up(wire, block, at, key, c, s, z):
-        """Write the levels of the codes of a block into ``z``; see `eden.cpu.turned_kernel`."""
+        """Write the levels of the codes of a block into ``z``; see `eden.cpu.rotating_kernel`."""
         unpack_planes(wire, at + block[CODES], z.size, bits, s.codes)
         random = _random_of(key, block)
         for lane in range(0, LANES, lanes(z)):
             look_up_lanes(s.codes, lane, random, z)
 
-    return turned_kernel(f"trellis_{bits}", choose, look_up, _arrange)
+    return rotating_kernel(f"trellis_{bits}", choose, look_up, _arrange)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_gqsgd.codecs.eden.cuda import Turned, send_scales_of, turned_back_tile, turned_tile, with_dither
+from lightning_gqsgd.codecs.eden.cuda import Rotated, rotated_back_tile, rotated_tile, send_scales_of, with_dither
 from lightning_gqsgd.codecs.trellis import codec
 from lightning_gqsgd.kernels import wire
 from lightning_gqsgd.kernels.cuda.floats import divided
@@ -75,17 +75,17 @@ def numbers_of(q: Any, dtype: torch.dtype) -> Trellis:
 def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
     """Returns the codes of coordinates; see `ScaledFamily.to_codes`. The scale of a block follows from its codes, so it
     is sent after them."""
-    turned = turned_tile(a, b, t, key, scales, KIND, c)
-    a, b = _arranged(turned.a, turned.b, t, key, KIND, c)
-    turned = Turned(a, b, turned.width, turned.squares, turned.deviation, turned.up)
-    moved_a, moved_b = with_dither(turned, t, key, KIND, c)
-    inverse = divided(tl.full(turned.deviation.shape, 1, c.number.compute), turned.deviation, c)[:, None]
+    rotated = rotated_tile(a, b, t, key, scales, KIND, c)
+    a, b = _arranged(rotated.a, rotated.b, t, key, KIND, c)
+    rotated = Rotated(a, b, rotated.width, rotated.squares, rotated.deviation, rotated.up)
+    moved_a, moved_b = with_dither(rotated, t, key, KIND, c)
+    inverse = divided(tl.full(rotated.deviation.shape, 1, c.number.compute), rotated.deviation, c)[:, None]
     x_a = _limited((moved_a * inverse).to(tl.float32))
     x_b = _limited((moved_b * inverse).to(tl.float32))
     window_a, window_b = _halves(_best_windows(_joined(x_a, x_b, c), t.n, c), c)
     number_a, level_a = _nearest(x_a, _alphabet(window_a), c)
     number_b, level_b = _nearest(x_b, _alphabet(window_b), c)
-    used = send_scales_of(turned, level_a, level_b, t, key, scales, c)
+    used = send_scales_of(rotated, level_a, level_b, t, key, scales, c)
     HIGHEST: tl.constexpr = c.codes.bits - 1
     code_a = number_a | ((window_a >> _MEMORY) << HIGHEST)
     code_b = number_b | ((window_b >> _MEMORY) << HIGHEST)
@@ -100,7 +100,7 @@ def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.co
     level_a = _levels(code_a & ((1 << HIGHEST) - 1), _alphabet(window_a), c)
     level_b = _levels(code_b & ((1 << HIGHEST) - 1), _alphabet(window_b), c)
     level_a, level_b = _put_back(level_a, level_b, t, tl.load(key), KIND, c)
-    return turned_back_tile(level_a, level_b, t, key, scale, KIND, c)
+    return rotated_back_tile(level_a, level_b, t, key, scale, KIND, c)
 
 
 @triton.jit

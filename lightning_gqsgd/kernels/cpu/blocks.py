@@ -15,7 +15,7 @@ from numba import int64
 from lightning_gqsgd.kernels.cpu.casts import numbers, part
 from lightning_gqsgd.kernels.cpu.jit import inlined, kernel
 from lightning_gqsgd.kernels.cpu.loops import add_scaled, clamp, copy, divide, fetch_ahead, fill, is_finite
-from lightning_gqsgd.kernels.cpu.rotation import turn_block
+from lightning_gqsgd.kernels.cpu.rotation import rotate_block
 from lightning_gqsgd.kernels.layout import CODES, LENGTH, RAW, START
 
 #: The largest number of blocks that a family handles together, and the largest length of such blocks. Each step of a
@@ -66,7 +66,7 @@ class Scratch(NamedTuple):
         codes: codes, uint8.
         mean: coordinates, in the compute dtype.
         own: coordinates of this rank, in the compute dtype.
-        turned: rotated coordinates, in the compute dtype.
+        rotated: rotated coordinates, in the compute dtype.
         largest: bits of the largest magnitude of each block, int64.
         factors: a number for each block, in the compute dtype.
         flags: a truth value for each block.
@@ -77,7 +77,7 @@ class Scratch(NamedTuple):
     codes: np.ndarray
     mean: np.ndarray
     own: np.ndarray
-    turned: np.ndarray
+    rotated: np.ndarray
     largest: np.ndarray
     factors: np.ndarray
     flags: np.ndarray
@@ -150,7 +150,7 @@ def group_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any],
             fill(out, 0)
 
     @inlined
-    def average(x, received, turn, encodes, blocks, k, number, c, s, out):
+    def average(x, received, rotation, encodes, blocks, k, number, c, s, out):
         """Write the mean of blocks over all sources.
 
         If the mean is encoded again, it stays rotated, and this rank's coordinates are rotated, too. Otherwise, the
@@ -160,13 +160,13 @@ def group_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any],
         block = blocks[k]
         has_own = received.own >= 0 and not block[RAW]
         own = part(x, block[START], out.size)
-        if has_own and turn is not None:
+        if has_own and rotation is not None:
             copy(own, part(s.own, 0, out.size))
             own = part(s.own, 0, out.size)
         if not has_own and c.rest != 1:
             divide(out, c.rest)
-        if turn is not None and not block[RAW] and (has_own or not encodes):
-            turn_block(own if encodes else out, block, turn, not encodes, s.u)
+        if rotation is not None and not block[RAW] and (has_own or not encodes):
+            rotate_block(own if encodes else out, block, rotation, not encodes, s.u)
         if has_own:
             for i in range(number):
                 own_block = part(own, i * block[LENGTH], block[LENGTH])
@@ -179,7 +179,7 @@ def group_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any],
                 divide(out, c.rest)
 
     @kernel(name)
-    def run(x, blocks, received, sent, turn, c, s):
+    def run(x, blocks, received, sent, rotation, c, s):
         """Decode messages into their mean, or encode coordinates or the mean.
 
         Args:
@@ -188,7 +188,7 @@ def group_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any],
             blocks: block table.
             received: the messages to decode, `Received`. None: the kernel is compiled without the code for decoding.
             sent: the message to write, `Sent`.
-            turn: the rotation, `Turn`. None: no rotation.
+            rotation: the rotation, `Rotation`. None: no rotation.
             c: constants of the family.
             s: `Scratch`.
 
@@ -209,13 +209,13 @@ def group_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any],
             if received is not None and decodes:
                 # This rank's coordinates have to stay until they are added.
                 mean = part(s.mean, 0, n) if writes or received.own >= 0 else values
-                average(x, received, turn, writes, blocks, k, number, c, s, mean)
+                average(x, received, rotation, writes, blocks, k, number, c, s, mean)
                 if writes:
                     values = mean
                 else:
                     if received.own >= 0:
                         copy(mean, values)
-                    if block[RAW] or turn is not None:  # such a block is handled alone
+                    if block[RAW] or rotation is not None:  # such a block is handled alone
                         not_finite += not is_finite(values, c.form)
                     else:
                         # Without a rotation, a decoded block is NaN everywhere or nowhere, so its first number is
@@ -229,10 +229,10 @@ def group_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any],
                 if block[RAW]:
                     copy(values, numbers(sent.memory, block[CODES], n, c.form.zero))
                 else:
-                    if turn is not None and not decodes:
+                    if rotation is not None and not decodes:
                         copy(values, part(s.mean, 0, n))
                         values = part(s.mean, 0, n)
-                        turn_block(values, block, turn, False, s.u)
+                        rotate_block(values, block, rotation, False, s.u)
                     given = int64(sent.scales[k]) if sent.scales.size else int64(-1)
                     write(values, given, blocks, k, number, sent.key, c, s, sent.memory)
             k += number

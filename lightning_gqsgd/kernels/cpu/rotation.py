@@ -23,7 +23,7 @@ from lightning_gqsgd.kernels.layout import LENGTH, RAW, START
 from lightning_gqsgd.kernels.wire import Key
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """A rotation, typed for the kernels.
 
     Attributes:
@@ -35,7 +35,7 @@ class Turn(NamedTuple):
     roots: np.ndarray
 
     @classmethod
-    def of(cls, key: Key, block_size: int, dtype: torch.dtype) -> Turn:
+    def of(cls, key: Key, block_size: int, dtype: torch.dtype) -> Rotation:
         """Returns the rotation with a key, for blocks of at most ``block_size`` coordinates and a gradient dtype."""
         return cls(np.array(key, dtype=np.uint32), roots_of(block_size, dtype))
 
@@ -208,33 +208,33 @@ def _flip(values, words):
 
 
 @inlined
-def turn_block(values, block, turn, inverse, u):
+def rotate_block(values, block, rotation, inverse, u):
     """Rotate the coordinates of a block in place, or back.
 
     Args:
         values: the coordinates.
         block: the block's row of the table.
-        turn: the rotation, a `Turn`.
+        rotation: the rotation, a `Rotation`.
         inverse: whether to rotate back.
         u: scratch space, one 32-bit number for each coordinate.
     """
     words = numbers(u, 0, (values.size + 1) // 2, uint32(0))
-    hashes(turn.key, block, words)
+    hashes(rotation.key, block, words)
     if not inverse:
         _flip(values, words)
     start = 0
-    for exponent in range(turn.roots.size - 1, -1, -1):
+    for exponent in range(rotation.roots.size - 1, -1, -1):
         if values.size & (1 << exponent):
-            hadamard(part(values, start, 1 << exponent), turn.roots[exponent])
+            hadamard(part(values, start, 1 << exponent), rotation.roots[exponent])
             start += 1 << exponent
     if inverse:
         _flip(values, words)
 
 
 @kernel("rotate")
-def rotate_blocks(x, blocks, turn, inverse, u):
-    """Rotate the coordinates of all compressed blocks. ``turn``, ``inverse`` and ``u``: see `turn_block`."""
+def rotate_blocks(x, blocks, rotation, inverse, u):
+    """Rotate the coordinates of all compressed blocks. ``rotation``, ``inverse`` and ``u``: see `rotate_block`."""
     for k in range(blocks.shape[0]):
         block = blocks[k]
         if not block[RAW]:
-            turn_block(part(x, block[START], block[LENGTH]), block, turn, inverse, u)
+            rotate_block(part(x, block[START], block[LENGTH]), block, rotation, inverse, u)

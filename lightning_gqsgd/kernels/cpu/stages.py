@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_gqsgd.kernels import reference
 from lightning_gqsgd.kernels.cpu.blocks import LONGEST_TOGETHER, TOGETHER, Received, Scratch, Sent
 from lightning_gqsgd.kernels.cpu.narrow import round_blocks
-from lightning_gqsgd.kernels.cpu.rotation import Turn, rotate_blocks
+from lightning_gqsgd.kernels.cpu.rotation import Rotation, rotate_blocks
 from lightning_gqsgd.kernels.cpu.scales import float_type, form_of, integer_type
 from lightning_gqsgd.kernels.cpu.statistics import LANES, maxima, moments
 from lightning_gqsgd.kernels.cpu.vectors import VECTOR_BYTES
@@ -48,7 +48,7 @@ def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
 def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
     """Rotate blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
     u = _scratch.of(block_size, x.dtype).u
-    rotate_blocks(x.numpy(), blocks.numpy(), Turn.of(key, block_size, x.dtype), inverse, u)
+    rotate_blocks(x.numpy(), blocks.numpy(), Rotation.of(key, block_size, x.dtype), inverse, u)
 
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
@@ -150,9 +150,9 @@ class _Coder(NamedTuple):
 
     def run(self, wide: _Widened, received: Received | None, sent: Sent, rotation: Key | None) -> int:
         """Call the kernel. Returns the number of blocks that are not finite after decoding."""
-        turn = None if rotation is None else Turn.of(rotation, self.block_size, self.dtype)
+        block_rotation = None if rotation is None else Rotation.of(rotation, self.block_size, self.dtype)
         scratch = _scratch.of(self.block_size, self.dtype)
-        not_finite: int = self.kernel(wide.values, wide.table, received, sent, turn, self.constants, scratch)
+        not_finite: int = self.kernel(wide.values, wide.table, received, sent, block_rotation, self.constants, scratch)
         return not_finite
 
 
@@ -271,7 +271,7 @@ def _new_scratch(block_size: int, dtype: torch.dtype) -> Scratch:
         codes=_aligned(size, np.uint8),
         mean=_aligned(size, real),
         own=_aligned(size, real),
-        turned=_aligned(size, real),
+        rotated=_aligned(size, real),
         largest=np.empty(TOGETHER, np.int64),
         factors=np.empty(TOGETHER, real),
         flags=np.empty(TOGETHER, np.bool_),

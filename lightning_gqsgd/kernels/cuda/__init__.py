@@ -23,7 +23,7 @@ from lightning_gqsgd.kernels.cuda import launch
 from lightning_gqsgd.kernels.cuda.constants import constants_of
 from lightning_gqsgd.kernels.cuda.measures import maxima_kernel, moments_kernel
 from lightning_gqsgd.kernels.cuda.narrow import Narrowing, narrow_kernel
-from lightning_gqsgd.kernels.cuda.rotation import Turn, rotate_kernel
+from lightning_gqsgd.kernels.cuda.rotation import Rotation, rotate_kernel
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
 from lightning_gqsgd.kernels.families import cuda_family
 from lightning_gqsgd.kernels.protocol import CodecKernels, Count, Own, Quantiser
@@ -58,7 +58,7 @@ def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
 
 def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
     """Rotate blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
-    c = constants_of(x.dtype, block_size, Turn(inverse))
+    c = constants_of(x.dtype, block_size, Rotation(inverse))
     launch.run(rotate_kernel, c, blocks, x, launch.packed(key))
 
 

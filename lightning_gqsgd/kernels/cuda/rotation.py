@@ -11,7 +11,7 @@ from lightning_gqsgd.kernels.cuda.hashing import draws
 from lightning_gqsgd.kernels.cuda.tiles import RAGGED, load_tile, store_tile, tile_of
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """The constants of a compiled kernel that only rotates.
 
     Attributes:
@@ -28,12 +28,12 @@ def rotated(a, b, t, key, INVERSE: tl.constexpr, KIND: tl.constexpr, c: tl.const
     sign_a = tl.where(draw_a < 32768, -1.0, 1.0)
     sign_b = tl.where(draw_b < 32768, -1.0, 1.0)
     if INVERSE:
-        turned_a, turned_b = transformed(a, b, t.n, KIND, c)
-        turned_a = turned_a * sign_a
-        turned_b = turned_b * sign_b
+        rotated_a, rotated_b = transformed(a, b, t.n, KIND, c)
+        rotated_a = rotated_a * sign_a
+        rotated_b = rotated_b * sign_b
     else:
-        turned_a, turned_b = transformed(a * sign_a, b * sign_b, t.n, KIND, c)
-    return tl.where(t.raw[:, None], a, turned_a), tl.where(t.raw[:, None], b, turned_b)
+        rotated_a, rotated_b = transformed(a * sign_a, b * sign_b, t.n, KIND, c)
+    return tl.where(t.raw[:, None], a, rotated_a), tl.where(t.raw[:, None], b, rotated_b)
 
 
 @triton.jit
@@ -54,13 +54,13 @@ def transformed(a, b, n, KIND: tl.constexpr, c: tl.constexpr):
         difference_a = tl.arange(0, c.shape.half)[None, :] ^ n[:, None]
         difference_b = (tl.arange(0, c.shape.half)[None, :] + c.shape.half) ^ n[:, None]
         is_whole = difference_a >= 2 * c.shape.half
-        turned_a = tl.where(is_whole, a + b, a) * _root(_highest_bit(difference_a), c)
-        turned_b = tl.where(is_whole, a - b, b) * _root(_highest_bit(difference_b), c)
+        rotated_a = tl.where(is_whole, a + b, a) * _root(_highest_bit(difference_a), c)
+        rotated_b = tl.where(is_whole, a - b, b) * _root(_highest_bit(difference_b), c)
     else:
         root = _root(tl.full((), STAGES + 1, tl.int32), c)
-        turned_a = (a + b) * root
-        turned_b = (a - b) * root
-    return turned_a, turned_b
+        rotated_a = (a + b) * root
+        rotated_b = (a - b) * root
+    return rotated_a, rotated_b
 
 
 @triton.jit

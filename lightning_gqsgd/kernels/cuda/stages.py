@@ -244,9 +244,9 @@ class ScaledFamily:
         own: int | None = None,
     ) -> Tensor:
         """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`."""
-        turns = rotation is not None
-        mean = mean_of(len(keys), x.dtype, rotated=turns, has_own=own is not None)
-        c = _constants(self.numbers, q, x.dtype, mean, turns)
+        rotates = rotation is not None
+        mean = mean_of(len(keys), x.dtype, rotated=rotates, has_own=own is not None)
+        c = _constants(self.numbers, q, x.dtype, mean, rotates)
         bad = launch.counter(x.device)
         on_device = launch.keys_on(x.device, keys if rotation is None else (*keys, rotation))
         arguments = (wires, launch.stride_of(wires), len(keys), on_device, -1 if own is None else own, bad)

@@ -143,9 +143,11 @@ def dq_psgd() -> Rows:
     x = normal(0, 1024) ** 3
     for bits in (3, 5):
         fields = {"bits": bits, "levels": 2 ** (bits - 1) - 1, "block_size": 1024, "reducer": "gather"}
-        turned, plain = (message(x, "dq_psgd", 20, rotation=rotation, **fields)[0] for rotation in (True, False))
+        rotated, plain = (message(x, "dq_psgd", 20, rotation=rotation, **fields)[0] for rotation in (True, False))
         yield Row(
-            f"{bits} bits, heavy tails: a rotation leaves less error", f"{turned:.3g}, {plain:.3g}", turned < plain / 3
+            f"{bits} bits, heavy tails: a rotation leaves less error",
+            f"{rotated:.3g}, {plain:.3g}",
+            rotated < plain / 3,
         )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment, cut
-from lightning_gqsgd.kernels.rotation import turned
+from lightning_gqsgd.kernels.rotation import rotated
 from lightning_gqsgd.reducers.base import step_key
 from lightning_gqsgd.research.simulation.virtual import VirtualRanks
 
@@ -77,11 +77,11 @@ class SubspaceRanks:
         key = step_key(self.config.seed, step, ranks)  # ranks use the streams below
         places = torch.randperm(self._width, generator=torch.Generator().manual_seed(key[0]))[: self._kept]
         padded = torch.nn.functional.pad(sent, (0, self._width - self._dimension))
-        inside = turned(padded, blocks, key)[:, places]
+        inside = rotated(padded, blocks, key)[:, places]
         codes = [self._codes.mean([one], step * ranks + rank) for rank, one in enumerate(inside)]
         spread = torch.zeros_like(padded)
         spread[:, places] = torch.stack(codes)
-        decoded = turned(spread, blocks, key, inverse=True)[:, : self._dimension]
+        decoded = rotated(spread, blocks, key, inverse=True)[:, : self._dimension]
         if self._remembers:
             self._memory = sent - decoded
         else:
