@@ -220,7 +220,6 @@ class LocalAverages(AveragingLoop[Average]):
         return self._engine.is_closed
 
     @untraced
-    @torch.no_grad()
     def advance(self) -> None:
         """Count an optimizer step. Use the averages whose delay is over, and start those that are due.
 
@@ -262,7 +261,6 @@ class LocalAverages(AveragingLoop[Average]):
             self.store.forget(Keeps.DOWN_ERROR)
             self.start_from_anchors()
 
-    @torch.no_grad()
     def check_start(self) -> None:
         """Check before the very first step that parameters are equal to the anchors on all ranks. A collective; it runs
         once.
@@ -275,9 +273,12 @@ class LocalAverages(AveragingLoop[Average]):
         """
         self.check_open()
         self._look_at_loaded_weights()
-        if self._has_started or self.step:
-            return
-        self._has_started = True
+        if not (self._has_started or self.step):
+            self._has_started = True
+            self._check_weights()
+
+    @torch.no_grad()
+    def _check_weights(self) -> None:
         self.watched.check()
         self._buffers.take_back()
         numbers = list(range(len(self.fragments)))
@@ -403,7 +404,8 @@ class LocalAverages(AveragingLoop[Average]):
         """After a state was loaded, warn if the weights are not those that were saved with it."""
         if self.watched.expects is not None:
             bundles = [bundle for fragment in self.fragments for bundle in fragment.bundles]
-            is_at_anchor = not any(bundle.has_changed(buffers=False, tolerance=0.0) for bundle in bundles)
+            with torch.no_grad():
+                is_at_anchor = not any(bundle.has_changed(buffers=False, tolerance=0.0) for bundle in bundles)
             self.watched.say_if_others_were_loaded(is_at_anchor=is_at_anchor)
 
     def _check_changes(self) -> None:

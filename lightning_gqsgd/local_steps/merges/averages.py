@@ -290,7 +290,6 @@ class MergedAverages:
         self._samples_since += count
 
     @untraced
-    @torch.no_grad()
     def advance(self) -> None:
         """Count an optimizer step. Use a merge that is over, and hand over the change when it is due.
 
@@ -304,6 +303,7 @@ class MergedAverages:
         refuse_kept([self._fragment])
         if not self.step:
             self._check_state()
+        self._thread.check()
         self._thread.go_on()
         self.step += 1
         self._steps_since += 1
@@ -332,7 +332,7 @@ class MergedAverages:
         does nothing.
         """
         refuse_kept([self._fragment])
-        self._thread.settled()  # raises an earlier error
+        self._thread.check()
         if self.step == self._finished_after:
             return
         if self._pending is not None:
@@ -373,17 +373,19 @@ class MergedAverages:
             )
         self.close()
 
-    @torch.no_grad()
     def check_start(self) -> None:
         """Check before the very first step that parameters are equal to the anchors.
 
         Raises:
             ConfigError: if weights were loaded since this was created.
         """
-        self._thread.settled()  # raises an earlier error
-        if self.step or self._has_started:
-            return
-        self._has_started = True
+        self._thread.check()
+        if not (self.step or self._has_started):
+            self._has_started = True
+            self._check_weights()
+
+    @torch.no_grad()
+    def _check_weights(self) -> None:
         self._watched.check()
         self._buffers.take_back()
         with self._shared.lock:
@@ -434,7 +436,7 @@ class MergedAverages:
 
     def check_open(self) -> None:
         """Raise the error that has ended the merges, if there is one."""
-        self._thread.settled()
+        self._thread.check()
 
     def close(self) -> None:
         """Release threads and connections. Changes since the last merge are lost; call `finish` before to merge
@@ -486,6 +488,7 @@ class MergedAverages:
 
     # --- one merge ---------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def _hand_over(self, has_finished: bool = False) -> None:
         """Hand over the change since the last handover.
 
@@ -530,12 +533,16 @@ class MergedAverages:
 
     def _catch_up(self) -> None:
         """If the anchors have moved, continue from them, and keep the change since the handover."""
+        # Most steps end here, so without the lock: what this step does not see yet, the next one sees.
+        if self._shared.version != self._known_version:
+            self._follow_anchors()
+
+    @torch.no_grad()
+    def _follow_anchors(self) -> None:
         settled = self._thread.settled() if self._pending is not None else None
         if self._pending is not None and settled is None:
             return  # its change starts at the previous anchors
         with self._shared.lock:
-            if self._shared.version == self._known_version:
-                return
             self._buffers.take_back()
             if settled is not None and settled.is_left_out:
                 self._start_from_anchors()

@@ -103,11 +103,27 @@ class MergeThread:
 
     def go_on(self) -> None:
         """Begin further rounds after the last merge of `finish`. Does nothing if that merge has not taken place."""
-        with self._changed:
-            if self._rests:
+        # Called after every step, so without the lock: `finish` has waited for that merge in this thread.
+        if self._rests:
+            with self._changed:
                 self._rests = False
                 self._has_finished = False
                 self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise the error that has ended the merges, if there is one. Takes no lock, so it is for every step.
+
+        Raises:
+            ConfigError, CollectiveError: if no further merge is possible.
+            RuntimeError: if this was closed.
+        """
+        if self._error is not None:
+            raise self._error
+        if self.is_closed:
+            raise RuntimeError(
+                "gqsgd: this LocalSteps was closed, or belongs to the process that this one was forked from; make a "
+                "new LocalSteps"
+            )
 
     def settled(self) -> Merge | None:
         """Returns the merge that has settled the latest contribution; None if it is not settled yet.
@@ -116,7 +132,7 @@ class MergeThread:
             ConfigError, CollectiveError: if no further merge is possible.
         """
         with self._changed:
-            self._check()
+            self.check()
             return self._settled_by
 
     def wait_settled(self, within_s: float | None = None) -> Merge | None:
@@ -129,14 +145,14 @@ class MergeThread:
             self._changed.wait_for(
                 lambda: self._settled_by is not None or self._error is not None or self._is_closing, within_s
             )
-            self._check()
+            self.check()
             return self._settled_by
 
     def wait_finished(self) -> None:
         """Wait for the merge in which all members have finished; see `settled`."""
         with self._changed:
             self._changed.wait_for(lambda: self._rests or self._error is not None or self._is_closing)
-            self._check()
+            self.check()
 
     @contextmanager
     def between_merges(self) -> Iterator[None]:
@@ -167,15 +183,6 @@ class MergeThread:
             return False
         self._members.start_after(self._shared.merges)
         return True
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
-        if self.is_closed:
-            raise RuntimeError(
-                "gqsgd: this LocalSteps was closed, or belongs to the process that this one was forked from; make a "
-                "new LocalSteps"
-            )
 
     def _run(self) -> None:
         try:
