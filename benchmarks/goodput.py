@@ -3,12 +3,12 @@
     python -m benchmarks.goodput --short --save
 
 Four hosts (see `netlab`; root on Linux with iproute2): the last one has a quarter of the others' processor time, the
-last but one a link that is ten times slower. A random host's rank is killed every 20 s, and may start again 5 s later.
-Goodput is the number of samples that enter the merged model each second, over that of hosts alike that train alone
-meanwhile, each at its own speed and without faults. Samples of a merge that a restart undoes do not count.
+last but one a link that is ten times slower. A random host's rank is killed about every 20 s, and may start again 5 s
+later. Goodput is the number of samples that enter the merged model each second, over that of hosts alike that train
+alone meanwhile, each at its own speed and without faults. Samples of a merge that a restart undoes do not count.
 
 Every way is run with the first seed, and ours with all of them. The speed of a machine drifts, so there is a twin of
-each kind of host, with as much of a processor at the same time, whose rank trains alone. The bound is the goodput of
+each kind of host, with as much of the same core at the same time, whose rank trains alone. The bound is the goodput of
 members who lose nothing but the time in which a host is away, and what a killed rank has learnt since its last merge.
 Ways with a lighthouse fork a rank that comes back from a process that has imported everything; torchrun restarts all
 ranks, which import again.
@@ -43,13 +43,10 @@ from pictures.style import DPI, STYLE
 
 PROGRAM = "python -m benchmarks.goodput"
 RATES = ["1gbit", "1gbit", "100mbit", "1gbit"]
-#: Processors of each host. With a twin for each kind of host, that is nearly two.
-CPUS = ["0.43", "0.43", "0.43", "0.11"]
-#: The core of each host, and of the twin of each kind of host. Each core has two hosts and a twin, because processes
-#: that share a core slow each other down.
+#: Processors of each host, and its core. With the twins, a tenth of a core is left for all else.
+CPUS = ["0.3", "0.3", "0.3", "0.075"]
 CORES = [0, 1, 0, 1]
-CORES_OF_TWINS = [1, 0]
-#: Seconds between two kills, and until the killed rank may start again.
+#: Seconds between two kills, give or take half a round, and until the killed rank may start again.
 EVERY_S, DOWN_S = 20.0, 5.0
 #: Seconds of a trial of a number of steps between two averages, and the numbers that are tried.
 TRIAL_S, TRIALS = 45.0, (16, 64, 256)
@@ -222,10 +219,14 @@ class Run:
 
 
 def schedule(seed: int, seconds: float, hosts: int) -> list[tuple[float, int]]:
-    """The second and the host of each kill."""
-    random_hosts = random.Random(seed)  # noqa: S311
-    count = int((seconds - 1) // EVERY_S)
-    return [(EVERY_S * (number + 1), random_hosts.randrange(hosts)) for number in range(count)]
+    """The second and the host of each kill.
+
+    Merges begin anew after a kill, so kills at equal distances would always come at the same time of a round.
+    """
+    draw = random.Random(seed)  # noqa: S311
+    count = int((seconds - ROUND_S) // EVERY_S)
+    killed = [draw.randrange(hosts) for _ in range(count)]
+    return [(EVERY_S * number + draw.uniform(-0.5, 0.5) * ROUND_S, host) for number, host in enumerate(killed, start=1)]
 
 
 class Measured(NamedTuple):
@@ -243,16 +244,20 @@ class Measured(NamedTuple):
 
 
 def measure(name: str, way: Way, kills: Sequence[tuple[float, int]], seconds: float) -> Measured:
-    """Run one way for some seconds after its start, beside a twin of each kind of host."""
+    """Run one way for some seconds after its start, beside the twins."""
     count = len(RATES)
-    kinds = list(dict.fromkeys(CPUS))
-    rates = [*RATES, *["none"] * len(kinds), "none"]
+    kinds = list(zip(CPUS, CORES, strict=True))
+    # Hosts of one kind share a twin. It has their core, because cores differ in speed by what else they do.
+    twins_of = list(dict.fromkeys(kinds))
+    shares = [share for share, _ in twins_of]
+    rates = [*RATES, *["none"] * len(twins_of), "none"]
+    cores = [*CORES, *(core for _, core in twins_of), 0]
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory() as folder_of_twins,
-        NetLab(len(rates), rates, cpus=[*CPUS, *kinds, "none"], on_cores=[*CORES, *CORES_OF_TWINS, 0]) as lab,
+        NetLab(len(rates), rates, cpus=[*CPUS, *shares, "none"], on_cores=cores) as lab,
     ):
-        twins = Run(lab, dict(enumerate(kinds, count)), "alone", _ALONE, Path(folder_of_twins))
+        twins = Run(lab, dict(enumerate(shares, count)), "alone", _ALONE, Path(folder_of_twins))
         twins.start_all()
         run = Run(lab, dict(enumerate(CPUS)), name, way, Path(folder))
         run.start_all()
@@ -268,7 +273,7 @@ def measure(name: str, way: Way, kills: Sequence[tuple[float, int]], seconds: fl
         time.sleep(max(0.0, begun + seconds + 2 * ROUND_S - time.monotonic()))
         lab.stop()
         alone = [samples_per_second([journal], begun, seconds) for journal in twins.lines()]
-        return Measured(begun, run.lines(), [alone[kinds.index(one)] for one in CPUS])
+        return Measured(begun, run.lines(), [alone[twins_of.index(kind)] for kind in kinds])
 
 
 def are_under_way(journal: Sequence[Line], hosts: int) -> bool:
@@ -390,11 +395,12 @@ def draw(curves: Mapping[str, Mapping[str, Curve]], file: Path) -> None:
 def _notes(seconds: float) -> list[str]:
     return [
         f"{seconds:.0f} s of each way. Four hosts with {', '.join(RATES)} and {', '.join(CPUS)} of a processor; a "
-        f"random host's rank is killed every {EVERY_S:.0f} s, and may start again {DOWN_S:.0f} s later. A character "
+        f"random host's rank is killed every {EVERY_S:.0f} s, give or take {ROUND_S / 2:g} s, and may start again "
+        f"{DOWN_S:.0f} s later. A character "
         "model. Goodput: samples per second that entered the merged model, over those of hosts alike that each train "
         "alone at the same time. bound: what is left if nothing is lost but the time in which a host is away, and half "
         f"a round of {ROUND_S:g} s, which a killed rank has learnt since its last merge. Each host runs on one core, "
-        "beside another host and one of the hosts that train alone. The lighthouse has a host of its own.",
+        "and a host that trains alone has as much of the same core. The lighthouse has a host of its own.",
         "alone: samples per second of the hosts that train alone. "
         "loss: of the last merge, on validation text; ways that see fewer samples end higher. back: seconds from when "
         "a killed rank may start again to its first merge; a dash: it had made none by the end. equal: whether members "
