@@ -174,7 +174,7 @@ def memory_digest(state: Mapping[str, Any]) -> str:
 
 
 def check_memory(saved: object) -> None:
-    """Raise ConfigError if a memory is not tensors [ranks, numel] by kind and parameter number, with the same
+    """Raise ConfigError if a memory is not finite tensors [ranks, numel] by kind and parameter number, with the same
     parameters in every kind."""
     kinds: Mapping[str, Any] = saved if isinstance(saved, Mapping) else {"memory": saved}
     for kind, tensors in kinds.items():
@@ -187,6 +187,13 @@ def check_memory(saved: object) -> None:
                 raise ConfigError(
                     f"the gqsgd state's memory {kind!r} of parameter {number} is {rows!r:.200}, and no floating-point "
                     "tensor [ranks, numel] with values in memory; load what state_dict has written"
+                )
+            # A memory never takes in what is not finite, and would keep it for the rest of the training.
+            if not rows.isfinite().all():
+                raise ConfigError(
+                    f"the gqsgd state's memory {kind!r} of parameter {number} has values that are not finite, which "
+                    "state_dict does not write; load another checkpoint, or drop the state's entry 'memory' to start "
+                    "with an empty one"
                 )
     if len({frozenset(tensors) for tensors in kinds.values()}) > 1:
         raise ConfigError(

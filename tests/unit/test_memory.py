@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 
@@ -259,18 +260,24 @@ def test_a_shared_reference_that_may_amplify_its_noise_comes_with_a_warning() ->
         resolve(GQSGDConfig(codec="linear", bits=1, memory="shared"), 4)
 
 
-@pytest.mark.parametrize("unreadable", [lambda rows: rows.to("meta"), lambda rows: rows.to_sparse()])
-def test_a_memory_whose_numbers_cannot_be_read_is_refused_before_anything_is_taken(
-    unreadable: Callable[[Tensor], Tensor],
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda rows: rows.to("meta"), r"is .* and no floating-point tensor \[ranks, numel\] with values"),
+        (lambda rows: rows.to_sparse(), r"is .* and no floating-point tensor \[ranks, numel\] with values"),
+        (lambda rows: rows.clone().index_fill_(1, torch.tensor(5), math.nan), "has values that are not finite"),
+        (lambda rows: rows.half() * math.inf, "has values that are not finite"),
+    ],
+)
+def test_a_memory_without_numbers_is_refused_before_anything_is_taken(
+    damage: Callable[[Tensor], Tensor], words: str
 ) -> None:
     config = resolve(PRESETS["signsgd_ef"].config, 2)
     store = new_store(setting_of(config, 2, torch.float32), {0: 64, 2: 64}, torch.device("cpu"))
     kept = [store.row(kind, 0).fill_(3.0) for kind in store.kinds]
     saved = {kind.value: {0: torch.ones(2, store.row(kind, 0).numel())} for kind in store.kinds}
     for tensors in saved.values():
-        tensors[2] = unreadable(tensors[0])
-    with pytest.raises(
-        ConfigError, match=r"(?s)of parameter 2 is .* and no floating-point tensor \[ranks, numel\] with values"
-    ):
+        tensors[2] = damage(tensors[0])
+    with pytest.raises(ConfigError, match=f"(?s)of parameter 2 {words}"):
         take_memory(store, {"memory": saved}, 0, 2)
     assert all(bool((row == 3).all()) for row in kept)
