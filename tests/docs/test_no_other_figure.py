@@ -86,7 +86,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         r"h100 3\.6tbit, a100 2\.4tbit, cpu 16gbit, else 200gbit|e\.g\. 120ms",
     ),  # rates of the makers, an example
     "docs/elastic.md": (
-        r"killed about every 20 s|members merge every 2 s|longer than the 20 s|again 5 s later",  # settings of the benchmark
+        r"killed about every 20 s|members merge every 2 s|longer than the 20 s|again 5 s later",  # its settings
     ),
     "docs/experiments/convnet_cifar.md": (r"about 20 minutes of two cores",),  # what to expect, not a result
     "docs/experiments/deeplight_criteo.md": (r"With 90 % zeros",),  # what the column of the table is
