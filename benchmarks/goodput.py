@@ -246,12 +246,12 @@ class Measured(NamedTuple):
 def measure(name: str, way: Way, kills: Sequence[tuple[float, int]], seconds: float) -> Measured:
     """Run one way for some seconds after its start, beside the twins."""
     count = len(RATES)
-    kinds = list(zip(CPUS, CORES, strict=True))
+    hosts = list(zip(CPUS, CORES, strict=True))
     # Hosts of one kind share a twin. It has their core, because cores differ in speed by what else they do.
-    twins_of = list(dict.fromkeys(kinds))
-    shares = [share for share, _ in twins_of]
-    rates = [*RATES, *["none"] * len(twins_of), "none"]
-    cores = [*CORES, *(core for _, core in twins_of), 0]
+    kinds = list(dict.fromkeys(hosts))
+    shares = [share for share, _ in kinds]
+    rates = [*RATES, *["none"] * len(kinds), "none"]
+    cores = [*CORES, *(core for _, core in kinds), 0]
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory() as folder_of_twins,
@@ -273,7 +273,7 @@ def measure(name: str, way: Way, kills: Sequence[tuple[float, int]], seconds: fl
         time.sleep(max(0.0, begun + seconds + 2 * ROUND_S - time.monotonic()))
         lab.stop()
         alone = [samples_per_second([journal], begun, seconds) for journal in twins.lines()]
-        return Measured(begun, run.lines(), [alone[twins_of.index(kind)] for kind in kinds])
+        return Measured(begun, run.lines(), [alone[kinds.index(host)] for host in hosts])
 
 
 def are_under_way(journal: Sequence[Line], hosts: int) -> bool:

@@ -54,13 +54,13 @@ def transformed(a, b, n, KIND: tl.constexpr, c: tl.constexpr):
         difference_a = tl.arange(0, c.shape.half)[None, :] ^ n[:, None]
         difference_b = (tl.arange(0, c.shape.half)[None, :] + c.shape.half) ^ n[:, None]
         is_whole = difference_a >= 2 * c.shape.half
-        rotated_a = tl.where(is_whole, a + b, a) * _root(_highest_bit(difference_a), c)
-        rotated_b = tl.where(is_whole, a - b, b) * _root(_highest_bit(difference_b), c)
+        last_a = tl.where(is_whole, a + b, a) * _root(_highest_bit(difference_a), c)
+        last_b = tl.where(is_whole, a - b, b) * _root(_highest_bit(difference_b), c)
     else:
         root = _root(tl.full((), STAGES + 1, tl.int32), c)
-        rotated_a = (a + b) * root
-        rotated_b = (a - b) * root
-    return rotated_a, rotated_b
+        last_a = (a + b) * root
+        last_b = (a - b) * root
+    return last_a, last_b
 
 
 @triton.jit

@@ -301,9 +301,9 @@ class MergedAverages:
                 closed.
         """
         refuse_kept([self._fragment])
+        self.check_open()
         if not self.step:
             self._check_state()
-        self._thread.check()
         self._thread.go_on()
         self.step += 1
         self._steps_since += 1
@@ -332,7 +332,7 @@ class MergedAverages:
         does nothing.
         """
         refuse_kept([self._fragment])
-        self._thread.check()
+        self.check_open()
         if self.step == self._finished_after:
             return
         if self._pending is not None:
@@ -379,7 +379,7 @@ class MergedAverages:
         Raises:
             ConfigError: if weights were loaded since this was created.
         """
-        self._thread.check()
+        self.check_open()
         if not (self.step or self._has_started):
             self._has_started = True
             self._check_weights()
