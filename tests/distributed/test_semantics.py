@@ -362,7 +362,8 @@ def _late_error(rank: int, stage: int) -> tuple[str, str, bool]:
 
     def failing(exchange: Any, number: int, turn: int = 0) -> Any:
         calls.append(number)
-        if number == stage and calls.count(stage) == 2:
+        # On rank 0 only: how far the other rank comes before it learns of this, differs from run to run.
+        if rank == 0 and number == stage and calls.count(stage) == 2:
             raise OSError("the wire was cut")
         return start(exchange, number, turn)
 
@@ -375,9 +376,13 @@ def _late_error(rank: int, stage: int) -> tuple[str, str, bool]:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_an_error_in_a_later_step_reaches_backward_and_stays(stage: int, tmp_path: Path) -> None:
-    for rank, (first, _, finite) in enumerate(run(_late_error, 2, tmp_path, stage, collective_timeout=10)):
-        assert "the wire was cut" in first
-        assert f"on rank {rank} of 2" in first
+    causes = ["the wire was cut", "Connection closed by global rank 0, which has ended or failed"]
+    by_rank = run(_late_error, 2, tmp_path, stage, collective_timeout=10)
+    for rank, (cause, (first, second, finite)) in enumerate(zip(causes, by_rank, strict=True)):
+        for text in (first, second):
+            assert cause in text
+            assert f"on rank {rank} of 2" in text
+        assert "after an earlier failure" in second
         assert finite  # no optimizer step was made with what came of it
 
 
