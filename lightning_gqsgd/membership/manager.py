@@ -119,11 +119,13 @@ class TorchftMembers(Members):
         self._lighthouse = lighthouse_address(os.environ)
         check_resolves(self._lighthouse)
         self._name = name_for(facts)
+        # The others' names are compared before they notice this member. Members that start at the same time do not see
+        # each other's names yet, so the process group compares the facts again.
         managers = check_others(self._lighthouse, self._name, self.timeout.total_seconds())
         self._host = own_host(self._lighthouse, self.timeout.total_seconds())
         self._present = self._fetched_present(managers)
         self._received: Mapping[str, Any] | None = None
-        self._group = QuantisedProcessGroup(ProcessGroupGloo(timeout=self.timeout), config, device)
+        self._group = QuantisedProcessGroup(ProcessGroupGloo(timeout=self.timeout), config, device, facts)
         self._merges = 0  # made by the others before this member meets them
         self._has_met = False
         self._connecting = threading.Lock()

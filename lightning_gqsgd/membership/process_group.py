@@ -11,9 +11,10 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -87,6 +88,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         process_group: the process group for all other calls. It is configured before the engine is created.
         config: the compression.
         device: device of the tensors.
+        facts: further facts that ranks must have in common, plain values by name.
 
     Attributes:
         config: the compression, as requested.
@@ -96,7 +98,13 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         ConfigError: for the reasons of `quantised`.
     """
 
-    def __init__(self, process_group: ProcessGroup, config: GQSGDConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        config: GQSGDConfig,
+        device: torch.device,
+        facts: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         check_process_group(process_group)
         check_config(config)
         _end_requests_of(process_group)
@@ -104,6 +112,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         self.config = config
         self.telemetry = Telemetry()
         self._device = device
+        self._facts = facts
         self._engines: list[Engine] = []  # the engine of the current ranks, if there is one
         self._closing: list[threading.Thread] = []  # threads that close the engines of earlier ranks
         self._peers: Peers  # the current ranks, once there are some
@@ -154,7 +163,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             **named: the same.
 
         Raises:
-            ConfigError: on all ranks, if they have different configurations or versions.
+            ConfigError: on all ranks, if they have different configurations, versions or other facts.
             CollectiveError: if a rank did not arrive in time, or gave no sign of life.
         """
         self._close_beside()
@@ -294,7 +303,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         """Returns the current ranks and the compression for them. Raises ConfigError if no compression works for
         them."""
         config = resolve(self.config, self._peers.size())
-        return Side(self._peers, facts_of(config, {"device": self._device.type}), [config])
+        return Side(self._peers, facts_of(config, {"device": self._device.type, **self._facts}), [config])
 
     def _greet(self, side: Side | None) -> _Greeting:
         """Exchange the state of all ranks: their facts, numbers of calls and compiled kernels. A collective.

@@ -143,6 +143,24 @@ def strangers(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
     return {"error": text}
 
 
+def strangers_at_once(rank: int, lighthouse: str, folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
+    """Member 1 has other options, and does not see member 0 at the door, as if both had come at the same time."""
+    if rank == 0:
+        model, optimizer = member(0, lighthouse)
+        generator = torch.Generator().manual_seed(0)
+        (folder / "inside").touch()
+        while not (folder / "refused").exists():
+            train_step(model, optimizer, generator, 0.01)
+        optimizer.finish()
+        optimizer.close()
+        return {"samples": optimizer.samples, "steps": optimizer.averages.step}
+    wait_for(lambda: (folder / "inside").exists())
+    pytest.MonkeyPatch().setattr("lightning_gqsgd.membership.manager.check_others", lambda *_: [])
+    text = error_text(ConfigError, member, 1, lighthouse, **fields)
+    (folder / "refused").touch()
+    return {"error": text}
+
+
 def unreachable(rank: int, address: str | None) -> str:
     """What is said without a lighthouse."""
     os.environ.pop("TORCHFT_LIGHTHOUSE", None)
@@ -247,10 +265,13 @@ def notice_without_a_lighthouse(rank: int, address: str, folder: Path) -> dict[s
     return {"exits": exits, "said": said}
 
 
-def too_few(rank: int, lighthouse: str) -> str:
-    """What a member hears that is alone, and may not be."""
-    pytest.MonkeyPatch().setattr("lightning_gqsgd.local_steps.merges.rounds._PATIENCE_S", 1.0)
-    return error_text(CollectiveError, member, rank, lighthouse, min_replicas=2)
+def too_few(rank: int, lighthouse: str) -> dict[str, Any]:
+    """What a member says and hears that is alone, and may not be."""
+    said = logged()
+    patch = pytest.MonkeyPatch()
+    patch.setattr("lightning_gqsgd.local_steps.merges.rounds._PATIENCE_S", 1.0)
+    patch.setattr("lightning_gqsgd.local_steps.merges.thread._SAY_AFTER_S", 0.5)
+    return {"error": error_text(CollectiveError, member, rank, lighthouse, min_replicas=2), "said": said}
 
 
 def too_few_for_a_lighthouse(rank: int, lighthouse: str) -> dict[str, Any]:

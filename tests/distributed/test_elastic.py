@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,22 @@ def test_who_does_not_fit_is_refused_at_the_door_and_nobody_else_notices(tmp_pat
     inside, stranger = run_members(members.strangers, 2, tmp_path, lighthouse, tmp_path)
     assert "another model, other options or another compression" in stranger["error"]
     assert inside["failed"] == 0
+    assert inside["samples"] == inside["steps"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"outer": "sgd"}, "do not agree: outer: "),
+        ({"every": "300ms"}, "do not agree: every: "),
+    ],
+)
+def test_who_does_not_fit_is_refused_where_all_came_at_once(
+    fields: dict[str, Any], words: str, tmp_path: Path, lighthouse: str
+) -> None:
+    inside, stranger = run_members(members.strangers_at_once, 2, tmp_path, lighthouse, tmp_path, fields)
+    assert words in stranger["error"]
+    assert "\n" not in stranger["error"]
     assert inside["samples"] == inside["steps"]
 
 
@@ -240,9 +257,11 @@ def test_a_machine_with_notice_does_not_wait_for_a_lighthouse_that_is_gone(tmp_p
 
 
 def test_a_member_that_waits_for_others_in_vain_says_how_many_there_are(tmp_path: Path, lighthouse: str) -> None:
-    (message,) = run_members(members.too_few, 1, tmp_path, lighthouse)
-    assert "1 member came, and a merge needs min_replicas=2" in message
-    assert "\n" not in message
+    (found,) = run_members(members.too_few, 1, tmp_path, lighthouse)
+    words = "1 member came, and a merge needs min_replicas=2"
+    assert words in found["error"]
+    assert "\n" not in found["error"]
+    assert len([line for line in found["said"] if words in line]) == 1
 
 
 def test_a_lighthouse_that_waits_for_more_members_is_named(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 #: Seconds from a failed merge to the next attempt.
 _PAUSE_S = 0.2
 
+#: Seconds without a merge after which a warning gives the reason.
+_SAY_AFTER_S = 15.0
+
 
 class MergeThread:
     """Makes one merge after the other.
@@ -56,6 +59,7 @@ class MergeThread:
         self._process = os.getpid()
         self._error: BaseException | None = None
         self._failing_since: float | None = None
+        self._has_said_why = False
         self.latest: Merge | None = None
         self.failed = 0
         self._thread = threading.Thread(target=self._run, name="gqsgd-merges", daemon=True)
@@ -243,6 +247,7 @@ class MergeThread:
             found = None
         if found is not None:
             self._failing_since = None
+            self._has_said_why = False
             return found
         self.failed += 1
         now = time.monotonic()
@@ -253,6 +258,13 @@ class MergeThread:
                 f"gqsgd: no merge has succeeded for {now - self._failing_since:.0f} s (the latest error: {problem}); "
                 "look at the other members' logs, and at the lighthouse"
             ) from problem
+        if now - self._failing_since > _SAY_AFTER_S and not self._has_said_why:
+            self._has_said_why = True
+            logger.warning(
+                "gqsgd: no merge has succeeded for %.0f s (%s); this member tries again",
+                now - self._failing_since,
+                problem or "another member's merge failed",
+            )
         time.sleep(_PAUSE_S)
         return None
 
