@@ -14,6 +14,12 @@ RESULT_FILE = "result.json"
 WANDB_ID_FILE = "wandb_id.txt"
 
 
+def metrics_bytes(folder: Path) -> int:
+    """Returns the length of a run's ``metrics.csv`` in bytes; 0 if the run has logged nothing."""
+    file = folder / METRICS_FILE
+    return file.stat().st_size if file.is_file() else 0
+
+
 def read_json(file: Path) -> Any:
     """What a JSON file holds; None if there is no such file, or if it holds something else."""
     try:

@@ -12,7 +12,7 @@ from lightning_gqsgd.errors import counted
 from recipes.comparison.grouping import grouping
 from recipes.comparison.plan import PlanError
 from recipes.comparison.results import Run
-from recipes.files import METRICS_FILE, RESULT_FILE
+from recipes.files import METRICS_FILE, RESULT_FILE, metrics_bytes
 from recipes.training.checkpoints import CHECKPOINTS
 from recipes.training.continuing import CONFIGURATION_FILE, read_configuration
 
@@ -199,6 +199,10 @@ def _read(folder: Path) -> Found:
         facts = json.loads(result.read_text())
         if facts["steps"] and not (folder / METRICS_FILE).is_file():
             raise PlanError(f"--from {folder}: {METRICS_FILE} is missing, the run's curves; {remedy}")
+        length = metrics_bytes(folder)
+        whole = facts.get("metrics_bytes", length)
+        if length < whole:
+            raise PlanError(f"--from {folder}: {METRICS_FILE} has {length:,} of {whole:,} bytes; {remedy}")
         try:
             config = read_configuration(configuration)
         except ValueError as error:

@@ -19,7 +19,7 @@ from recipes.arguments import check_arguments
 from recipes.data.named_files import check_named, check_stand_in
 from recipes.data.sizes import check_known_samples
 from recipes.errors import RecipeError
-from recipes.files import RESULT_FILE, read_json
+from recipes.files import RESULT_FILE, metrics_bytes, read_json
 from recipes.launch.hardware import MULTI_NODE, NETLAB, check_devices, check_profile
 from recipes.launch.processes import local_processes
 from recipes.limits import check_limits
@@ -93,9 +93,10 @@ class Cell:
     link: str | None = None
 
     def is_finished(self) -> bool:
-        """Whether the folder holds the result of exactly this configuration."""
-        there = read_json(self.folder / CELL_FILE) == self.config and (self.folder / RESULT_FILE).is_file()
-        return there and self.divergence() is None
+        """Whether the folder holds the result of exactly this configuration, with all of its curves."""
+        facts = read_json(self.folder / RESULT_FILE)
+        there = read_json(self.folder / CELL_FILE) == self.config and isinstance(facts, dict)
+        return there and metrics_bytes(self.folder) >= facts.get("metrics_bytes", 0) and self.divergence() is None
 
     def divergence(self) -> str | None:
         """What was not finite at the end of this run; None if all was, or if there is no result."""

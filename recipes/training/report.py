@@ -19,7 +19,7 @@ from netlab.machine import device_name
 from recipes.comparison.plots import save_curves
 from recipes.comparison.results import Run, read_rows
 from recipes.data.task_data import TaskData
-from recipes.files import METRICS_FILE, RESULT_FILE
+from recipes.files import METRICS_FILE, RESULT_FILE, metrics_bytes
 from recipes.launch.hardware import hardware_facts
 from recipes.measuring import names
 from recipes.measuring.clock import TrainingClock
@@ -112,6 +112,7 @@ def finish(folder: Path, facts: dict[str, Any], checkpoint: Path | None) -> None
         checkpoint: path of the last checkpoint, if one is kept; nothing is said of one that does not exist.
     """
     folder.mkdir(parents=True, exist_ok=True)  # a run without a step has logged nothing
+    facts = {**facts, "metrics_bytes": metrics_bytes(folder)}  # a comparison sees by it whether the file is whole
     (folder / RESULT_FILE).write_text(json.dumps(strict(facts), indent=2, allow_nan=False) + "\n")
     run = Run.load(folder)
     lines = {}

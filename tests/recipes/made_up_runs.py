@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from recipes.comparison.results import Run
 from recipes.configuration import compose_configuration
+from recipes.files import metrics_bytes
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY, Metric
 
@@ -52,7 +53,6 @@ def made_up_run(
         "metrics": {metric.test: final},
         "seed": seed,
     }
-    (folder / "result.json").write_text(json.dumps(facts))
     columns = [names.TRAIN_TIME, names.SAMPLES, names.MB_SENT, metric.val, names.ENCODE_S, names.DECODE_S, "step"]
     columns += [names.MESSAGE_BITS, names.REL_L2]
     with open(folder / "metrics.csv", "w", newline="") as file:
@@ -66,6 +66,7 @@ def made_up_run(
                 sampled = {names.MESSAGE_BITS: 6.0, names.REL_L2: rel_l2 * (1.5 if number <= 3 else 0.5)}
                 seconds = {names.ENCODE_S: step_s / 10, names.DECODE_S: step_s / 20}
                 writer.writerow({**seconds, **sampled, "step": 10 * number - 1})
+    (folder / "result.json").write_text(json.dumps({**facts, "metrics_bytes": metrics_bytes(folder)}))
     return Run.load(folder)
 
 

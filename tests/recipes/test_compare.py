@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from recipes.comparison.reporting import _fitting, _table, _title
 from recipes.comparison.results import Run, cells, common_target, compare, headings, write_tables
 from recipes.comparison.runner import LOG
 from recipes.errors import RecipeError
-from recipes.files import RESULT_FILE
+from recipes.files import METRICS_FILE, RESULT_FILE
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY, PERPLEXITY, Metric
 from recipes.strategies.choices import ALL, strategies
@@ -446,6 +447,15 @@ def listed(output: str) -> list[str]:
     """The files that a comparison names, but the headline's, which are there if one strategy happens to be faster."""
     files = re.findall(r"^(?:table|plot|page): (\S+)$", output, re.MULTILINE)
     return [file for file in files if not Path(file).name.startswith("headline")]
+
+
+def test_a_run_whose_curves_were_cut_off_is_made_again(tmp_path: Path) -> None:
+    (cell,) = make_plan((*TINY, "strategy=ddp", f"output={tmp_path}")).cells
+    made_up_run(cell.folder, [0.5, 0.8], final=0.8)
+    (cell.folder / CELL_FILE).write_text(json.dumps(cell.config))
+    assert cell.is_finished()
+    os.truncate(cell.folder / METRICS_FILE, 100)
+    assert not cell.is_finished()
 
 
 @pytest.mark.slow

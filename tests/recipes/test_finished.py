@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -136,11 +137,12 @@ def test_of_equal_trainings_the_last_one_is_taken_and_this_is_said(runs: Path) -
             r"hparams\.yaml is missing, the run's configuration; .*leave it",
         ),
         (lambda run: (run / "metrics.csv").unlink(), r"^--from \S+: metrics\.csv is missing, the run's curves"),
+        (lambda run: os.truncate(run / "metrics.csv", 200), r"^--from \S+: metrics\.csv has 200 of \d+ bytes; "),
         (lambda run: (run / "result.json").write_text("{"), r"its files cannot be read \("),
         (lambda run: (run / "result.json").write_text("{}"), r"its files cannot be read \(no 'steps'\)"),
         (lambda run: (run / "hparams.yaml").write_text("{"), r"cannot be read \(hparams.yaml cannot be"),
         (
-            lambda run: (run / "metrics.csv").write_text("step,val/acc\n1,good\n"),
+            lambda run: (run / "metrics.csv").write_text("step,val/acc\n" + 100 * "1,good\n"),
             r"cannot be read \(could not",
         ),
     ],
