@@ -102,6 +102,7 @@ class GQSGDState:
         self._requested = config
         self._post_local_sgd = post_local_sgd
         self._steps = StepCounter()
+        self._handed_over = 0  # number of parameters whose gradients DDP has handed over in this step
         with meeting or self._meeting("register_gqsgd") as start:
             check_model(model)
             (layout,) = layouts(start, self._device)
@@ -225,11 +226,18 @@ class GQSGDState:
         """
         x = bucket.buffer()
         attachment = self._attachment
-        if getattr(attachment.model(), "_divide_by_initial_world_size", True) is False:
+        model = attachment.model()
+        if getattr(model, "_divide_by_initial_world_size", True) is False:
             raise ConfigError(OTHER_DIVISOR)
-        is_first = bucket.index() == 0 or not self._steps.is_under_way
-        is_last = bucket.is_last() and not attachment.skips_buckets
+        ids = tuple(map(id, bucket.parameters()))
+        # In the first step of a static graph, DDP hands over all buckets at the end of the backward pass, and each of
+        # them has index 0.
+        is_static = getattr(model, "static_graph", False)
+        is_first = not self._steps.is_under_way or (bucket.index() == 0 and not is_static)
         self._steps.is_under_way = True
+        self._handed_over = len(ids) + (0 if is_first else self._handed_over)
+        is_last = bucket.is_last() or (is_static and self._handed_over == len(attachment.trained.reduced))
+        is_last = is_last and not attachment.skips_buckets
         if is_last:
             attachment.trained.check()
         if self._post_local_sgd is not None:
@@ -237,7 +245,6 @@ class GQSGDState:
             if left is not None:
                 return left
         stamp = self._begin_step() if is_first else None
-        ids = tuple(map(id, bucket.parameters()))
         segments = self._parameters.buckets.get(ids) or self._parameters.segments_of(ids)
         if attachment.unused is not None:
             attachment.unused.watch(x, segments)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class DCPState:
     """Lets torch.distributed.checkpoint save and load a hook's state; this is one of its `Stateful` objects.
 
-    Saving and loading are collectives over the hook's process group, and DCP calls both on all ranks::
+    It has to be at the top level of what is saved. Saving and loading are collectives over the hook's process group,
+    and DCP calls both on all ranks::
 
         dcp.save({"model": model.state_dict(), "gqsgd": DCPState(state)}, checkpoint_id=folder)
         dcp.load({"model": weights, "gqsgd": DCPState(state)}, checkpoint_id=folder)
@@ -47,6 +48,14 @@ class DCPState:
                 f"DCPState takes what register_gqsgd or register_gqsgd_fsdp has returned, not {type(state).__name__}"
             )
         self._state = state
+
+    def __reduce__(self) -> Any:
+        """Refuse to be pickled, which is what DCP does with objects that are not at the top level."""
+        raise ConfigError(
+            "DCPState(state) has to be at the top level of what torch.distributed.checkpoint saves, as in {'model': "
+            "weights, 'gqsgd': DCPState(state)}; inside of another Stateful, save DCPState(state).state_dict(), and "
+            "give it to DCPState(state).load_state_dict"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as entries that DCP does not change. This is a collective if the hook has a memory."""

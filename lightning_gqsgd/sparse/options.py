@@ -68,13 +68,6 @@ def check_tables(
             f"sparse={config.sparse!r} is for tensors on the CPU, and module {module!r} is on {table.device}: the "
             "lengths of messages follow from the rows, which a GPU would have to wait for; build it with sparse=False"
         )
-    if model.static_graph:
-        # In the first step, DDP then marks all buckets as the first one and none as the last one, so steps are
-        # miscounted.
-        raise ConfigError(
-            f"static_graph=True does not tell hooks where its first step ends if gradients are sparse, as those of "
-            f"module {module!r} are; leave static_graph out"
-        )
     if post_local_sgd is not None:
         raise ConfigError(
             f"post-local SGD averages dense gradients, and module {module!r} gives sparse ones; build it with "

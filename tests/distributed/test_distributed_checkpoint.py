@@ -10,6 +10,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_gqsgd import DCPState
 from lightning_gqsgd.errors import ConfigError
@@ -138,6 +139,20 @@ def _refused(rank: int, folder: Path) -> list[str]:
         DCPState(model)  # type: ignore[arg-type]
     train(wide, rank, range(2, 3))  # nothing was taken
     return [*texts, fingerprint(wide)]
+
+
+def _nested(rank: int, folder: Path) -> str:
+    _, state = wrapped({}, HOOKS[0])
+    with pytest.raises(CheckpointException) as error:  # no Exception, but a BaseException
+        dcp.save({"app": {"gqsgd": DCPState(state)}}, checkpoint_id=folder)
+    state.close()
+    return str(error.value)
+
+
+def test_a_state_below_the_top_level_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    # DCP would pickle it, and restore nothing.
+    for text in run(_nested, 2, tmp_path, tmp_path / "saved"):
+        assert "DCPState(state) has to be at the top level" in text
 
 
 def test_what_cannot_be_loaded_is_an_error_on_all_ranks(tmp_path: Path) -> None:

@@ -332,6 +332,29 @@ def test_tied_weights_under_every_ddp_option(tmp_path: Path) -> None:
     assert all(bits[2:] == first[0][2:] for bits in first)
 
 
+def _two_dtypes() -> nn.Module:
+    model = mlp(depth=5)
+    model[2].double()
+    model[2].register_forward_pre_hook(lambda _, inputs: inputs[0].double())
+    model[2].register_forward_hook(lambda *call: call[-1].float())
+    return model
+
+
+def _static_graph_of_two_dtypes(rank: int) -> list[list[str]]:
+    fit = partial(train, rank=rank, steps=range(4))
+    options = ({}, {"static_graph": True}, {"static_graph": True, "bucket_cap_mb": 0.03})
+    return [_under_every_hook({"bits": 4, "memory": "ef"}, _two_dtypes, each, fit) for each in options]
+
+
+def test_a_static_graph_of_two_dtypes_under_every_hook(tmp_path: Path) -> None:
+    # In its first step, DDP hands over a bucket of each dtype, all of them as the first bucket.
+    first, second = run(_static_graph_of_two_dtypes, 2, tmp_path)
+    assert first == second
+    for plain, native, *others in first:
+        assert native == plain
+        assert others == first[0][2:]
+
+
 def _compiled(rank: int) -> list[list[str]]:
     results = []
     for options in ({}, {"static_graph": True}):
