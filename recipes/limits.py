@@ -58,6 +58,14 @@ def _part(value: Any) -> bool:
 
 _COUNT = Limit("an integer of at least 1", 1, lambda value: _whole(value, 1))
 _PIXELS = Limit("an integer of at least 0, in pixels", 2, lambda value: _whole(value, 0))
+#: More threads than any machine has, which it would still try to start.
+_MOST_THREADS = 1024
+_THREADS = Limit(
+    f"an integer from 1 to {_MOST_THREADS}, or null",
+    1,
+    lambda value: _whole(value, 1) and value <= _MOST_THREADS,
+    optional=True,
+)
 _OPTIONAL_COUNT = Limit("an integer of at least 1, or null", 1, lambda value: _whole(value, 1), optional=True)
 _FRACTION = Limit("a number from 0 to less than 1", 0.1, lambda value: _finite(value) and 0 <= value < 1)
 #: A run of 0 steps would load everything, and end well with the network that it began with.
@@ -80,7 +88,7 @@ LIMITS: dict[str, Limit] = {
     "optimizer.momentum": _FRACTION,
     "optimizer.warmup": _FRACTION,
     "task.label_smoothing": Limit("a number from 0 to 1", 0.1, lambda value: _finite(value) and 0 <= value <= 1),
-    "threads": _OPTIONAL_COUNT,
+    "threads": _THREADS,
     "seed": Limit(f"an integer from 0 to {LARGEST_SEED}", 0, lambda v: _whole(v, 0) and v <= LARGEST_SEED),
     "model.width": _COUNT,
     "data.batch_size": _COUNT,

@@ -105,7 +105,10 @@ def first_combination(overrides: Sequence[Override]) -> tuple[str, ...]:
         if isinstance(value, IntervalSweep):
             words.append(f"{override.get_key_element()}={value.start}")
         elif override.is_sweep_override():
-            words.append(f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}")
+            first = next(iter(override.sweep_string_iterator()), None)
+            if first is None:
+                raise OverrideError(f"{override.input_line} has no value, e.g. a range that ends before it starts")
+            words.append(f"{override.get_key_element()}={first}")
         else:
             words.append(str(override.input_line))
     return tuple(words)

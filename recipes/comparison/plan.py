@@ -27,6 +27,7 @@ from recipes.loggers.chosen import chosen_loggers
 from recipes.measuring.metrics import METRICS, Metric
 from recipes.overrides import combinations, composed, parse
 from recipes.strategies.choices import ALL, CONF, check_elastic, check_light, check_strategies
+from recipes.strategies.timeouts import timeout_for
 
 CELL_FILE = "cell.json"
 
@@ -34,6 +35,8 @@ CELL_FILE = "cell.json"
 #: be that of later steps.
 LEAST_PROBE = 8
 DEFAULT_STRATEGIES = "strategy=ddp,gqsgd"
+#: Where single runs are written.
+_PLACES_OF_RUNS = ("paths.log_dir", "run_root", "hydra.run.dir")
 
 
 class PlanError(RecipeError):
@@ -170,6 +173,9 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     own = [field.name for field in fields(Settings)]
     settings = _settings([override for override in overrides if override.key_or_group in own])
     passed = [override for override in overrides if override.key_or_group not in own]
+    for override in passed:
+        if override.key_or_group in _PLACES_OF_RUNS:
+            raise PlanError(f"{override.input_line}: a comparison writes below its own folder; take output=FOLDER")
     experiment = _experiment(passed)
     if not any(override.key_or_group == "strategy" for override in passed):
         passed += OverridesParser.create().parse_overrides([DEFAULT_STRATEGIES])
@@ -263,6 +269,7 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     check_arguments(resolved)
     check_profile(resolved)
     check_light(resolved["strategy"], resolved["trainer"]["accelerator"])
+    timeout_for(resolved["strategy"])
     check_elastic(resolved, os.environ)
     check_named(resolved["data"])
     check_stand_in(resolved["data"], resolved["trainer"]["accelerator"])

@@ -24,7 +24,7 @@ from recipes.data.sizes import check_known_samples
 from recipes.errors import DivergedError, OverrideError, RecipeError
 from recipes.folders import check_writable
 from recipes.for_hydra import for_hydra
-from recipes.launch.environment import profile_environment
+from recipes.launch.environment import check_threads, profile_environment
 from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, HardwareError, check_devices, check_profile
 from recipes.launch.hosts import run_on_hosts
 from recipes.launch.interrupts import goes_on_with
@@ -50,6 +50,7 @@ from recipes.strategies.choices import (
     check_strategies,
     register_presets,
 )
+from recipes.strategies.timeouts import timeout_for
 from recipes.training.checkpoints import find_checkpoint, finished_message
 from recipes.training.continuing import check_continued, uncompared
 from recipes.unread import check_read
@@ -166,9 +167,11 @@ def check(cfg: DictConfig, hydra_config: Any) -> None:
         RecipeError, NetLabError: the run cannot be made as asked.
     """
     check_limits(cfg)
+    check_threads(os.environ)
     check_arguments(cfg)
     check_profile(cfg)
     check_light(cfg.strategy, cfg.trainer.accelerator)
+    timeout_for(cfg.strategy)
     check_elastic(cfg, os.environ)
     check_stand_in(cfg.data, cfg.trainer.accelerator)
     name, (nodes, devices) = cfg.hardware.name, places(cfg)

@@ -37,6 +37,22 @@ def profile_environment(wanted: Mapping[str, Any], environment: MutableMapping[s
             environment.pop(name, None)
 
 
+def check_threads(environment: Mapping[str, str]) -> None:
+    """Check the number of threads that the environment names. A process with another value would end in torch's import,
+    or later, without a word of its own.
+
+    Raises:
+        HardwareError: it is no positive integer, nor a list of them, one for each level of nested regions.
+    """
+    value = environment.get("OMP_NUM_THREADS")
+    if value is None or all(part.strip().isdecimal() and int(part) > 0 for part in value.split(",")):
+        return
+    raise HardwareError(
+        f"OMP_NUM_THREADS={value} is no number of threads; unset it, or set an integer of at least 1 (threads=N limits "
+        "the threads of a run, too)"
+    )
+
+
 def set_threads(threads: int | None, local_processes: int, environment: MutableMapping[str, str]) -> int:
     """Limit the compute threads of this process, and of the processes that it starts; returns the limit.
 

@@ -16,12 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from recipes.data.task_data import TaskData
-from recipes.errors import ModelError, RecipeError
+from recipes.errors import RecipeError
 from recipes.own_folders import make_importable, named_targets
 from recipes.strategies.choices import CONF
 from recipes.tasks.optimizers import OptimizerSettings, OwnOptimizer
 from recipes.tasks.task import Task
 from recipes.training.checkpoints import CHECKPOINTS
+from recipes.training.refusals import refused_values
 
 #: Everything of the repository that a configuration may call. A `_target_` on the command line cannot name another
 #: function, not even one that is reachable through these modules; a file in a folder of the user's own can.
@@ -77,12 +78,8 @@ def build_network(node: DictConfig, own: frozenset[str] = frozenset()) -> nn.Mod
 
     Raises:
         TargetError: see `build`; or the target is no network.
-        ModelError: the network refuses a setting.
     """
-    try:
-        network: nn.Module = build(node, own=own, leave_out=("name",))
-    except ValueError as error:  # networks outside of recipes know no errors of recipes
-        raise ModelError(str(error)) from error
+    network: nn.Module = build(node, own=own, leave_out=("name",))
     if not isinstance(network, nn.Module) or isinstance(network, LightningModule):
         raise TargetError(
             f"model._target_={node._target_} makes a {type(network).__name__}, and a model is a torch.nn.Module that "
@@ -170,7 +167,10 @@ def build_trainer(
     kind = Trainer if target is None else _found(str(target), own)
     if not (isinstance(kind, type) and issubclass(kind, Trainer)):
         raise TargetError(f"trainer._target_={target} is no class that inherits from lightning.pytorch.Trainer")
-    return _called(kind, str(target), {**settings, **arguments}) if target else kind(**settings, **arguments)
+    if target:
+        return _called(kind, str(target), {**settings, **arguments})
+    with refused_values("trainer"):
+        return kind(**settings, **arguments)
 
 
 def build(
@@ -178,7 +178,7 @@ def build(
 ) -> Any:
     """Call the `_target_` of a node with the node's other entries.
 
-    Unlike Hydra's `instantiate`, this calls nothing inside the entries, and errors pass through as they are.
+    Unlike Hydra's `instantiate`, this calls nothing inside the entries.
 
     Args:
         node: the node, with the entry `_target_`.
@@ -189,6 +189,7 @@ def build(
     Raises:
         TargetError: the target is none of `ALLOWED_TARGETS`, of Lightning's callbacks and profilers, and of `own`; or
             a target of `own` cannot be imported, or does not take an entry.
+        ValueRefusedError: the target does not take the value of an entry.
     """
     settings = OmegaConf.to_container(node, resolve=True)
     assert isinstance(settings, dict)
@@ -247,7 +248,8 @@ def check_call(function: Any, name: str, arguments: Mapping[str, Any]) -> None:
 
 def _called(function: Any, target: str, arguments: Mapping[str, Any]) -> Any:
     check_call(function, f"_target_={target}", arguments)
-    return function(**arguments)
+    with refused_values(f"_target_={target}"):
+        return function(**arguments)
 
 
 def _checked(made: Any, kind: type, key: str) -> Any:

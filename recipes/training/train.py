@@ -35,6 +35,7 @@ from recipes.measuring.exposed import ExposedCommunication
 from recipes.measuring.metrics import Metric
 from recipes.measuring.rows import RowOfShortRun
 from recipes.strategies.sparse_tables import fields_for
+from recipes.strategies.timeouts import timeout_for
 from recipes.tasks.optimizers import OptimizerSettings, OwnOptimizer, scaled
 from recipes.tasks.task import Task
 from recipes.training.building import (
@@ -52,6 +53,7 @@ from recipes.training.checkpoints import CHECKPOINTS, LAST, CheckpointError, car
 from recipes.training.continuing import asked_by, check_continued
 from recipes.training.machine import machine_facts
 from recipes.training.progress import LiveProgress, PlainProgress
+from recipes.training.refusals import refused_values
 from recipes.training.report import StartupSummary, finish, run_facts
 from recipes.training.starting import InterruptedStart
 
@@ -108,7 +110,9 @@ def train(cfg: DictConfig, folder: Path) -> float:
         config["trainer"],
         folder,
         own,
-        strategy=build(cfg.strategy, leave_out=("name",), **fields_for(cfg.strategy, network)),
+        strategy=build(
+            cfg.strategy, leave_out=("name",), **{**fields_for(cfg.strategy, network), **timeout_for(cfg.strategy)}
+        ),
         plugins=cluster_environment(os.environ),
         logger=_loggers(cfg, config, (folder, checkpoint), name, module.metric, own),
         callbacks=callbacks,
@@ -119,7 +123,9 @@ def train(cfg: DictConfig, folder: Path) -> float:
         enable_progress_bar=any(isinstance(each, ProgressBar) for each in chosen),
         enable_checkpointing=bool(cfg.checkpoint) or any(isinstance(each, ModelCheckpoint) for each in chosen),
     )
-    with start.watched(trainer), _interrupts(trainer):
+    # Strategy, optimizer and data are set up before the first step; an error in a later step is no refusal.
+    setup = refused_values("before the first step", applies=lambda: not trainer.global_step)
+    with start.watched(trainer), _interrupts(trainer), setup:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
         if cfg.test:
             trainer.test(module, datamodule=data, verbose=False)

@@ -27,6 +27,7 @@ from recipes.strategies.choices import (
     strategies,
 )
 from recipes.training.building import ALLOWED_TARGETS, TargetError, build
+from recipes.training.refusals import ValueRefusedError
 from tests.errors import check_refused_in_one_line
 from workloads.resnet import ResNet
 
@@ -238,7 +239,7 @@ def test_targets_inside_a_node_are_not_called() -> None:
             "width": 4,
         }
     )
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueRefusedError, match="TypeError"):
         build(node)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from recipes.errors import ModelError
+from recipes.errors import ModelError, RecipeError
 from recipes.models.gpt2 import GPT2
 from recipes.models.transformer import Transformer
 from recipes.tasks.language_model import Perplexity
@@ -97,7 +97,7 @@ def test_models_have_the_size_that_their_files_say(
 def test_a_refused_setting_is_an_error_of_recipes(
     composed: Callable[..., DictConfig], overrides: list[str], message: str
 ) -> None:
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(RecipeError, match=message):
         build_network(composed(*overrides).model)
 
 
