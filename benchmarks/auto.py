@@ -114,7 +114,7 @@ def work(options: argparse.Namespace) -> None:
     auto.decide()
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     if changes:
-        result = {"changes": [_change(auto, rate) for rate in changes]}
+        result: dict[str, Any] = {"changes": [_change(auto, rate) for rate in changes]}
     else:
         warm = slowest([case.steps(WARM_UP) for case in cases.values()]).tolist()
         # A turn of few short steps is shorter than the pauses that other programs of the machine make.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import cycle
@@ -130,7 +130,7 @@ def _bind(processor: int | None) -> None:
         os.sched_setaffinity(0, {processor})  # 0 is the calling thread
 
 
-def _both(encode: Callable[[], None], decode: Callable[[], None]) -> None:
+def _both(encode: Callable[[], object], decode: Callable[[], object]) -> None:
     encode()
     decode()
 
@@ -172,7 +172,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def _add_rows(
-    report: Report, options: argparse.Namespace, name: str, plan: Plan, cases: dict[str, Callable[[], object]]
+    report: Report, options: argparse.Namespace, name: str, plan: Plan, cases: Mapping[str, Callable[[], object]]
 ) -> None:
     seconds = in_turns(cases, options.rounds)
     for threads, values in seconds.items():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ CURVES: dict[str, Callable[[float], Curve]] = {
     "straight, s = 1": lambda m: straight(m, 1.0),
 }
 #: The package's codecs by name: the fields of a configuration.
-CODECS: dict[str, dict[str, object]] = {
+CODECS: dict[str, dict[str, Any]] = {
     "linear": {"codec": "linear", "block_size": 256},
     "linear, blocks of 128": {"codec": "linear", "block_size": 128},
     "companded": {"codec": "companded", "block_size": 256},

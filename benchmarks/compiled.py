@@ -83,7 +83,7 @@ def matrix(versions: Sequence[str], arguments: Sequence[str]) -> int:
     return failures
 
 
-def table(found: Sequence[dict[str, Any]]) -> list[list[Any]]:
+def table(found: Sequence[dict[str, Any]]) -> list[Sequence[Any]]:
     """Returns the rows of the table."""
     return [
         [

@@ -166,7 +166,7 @@ class _Understood(Exception):
 
 
 class Compiler:
-    """Takes the place of `launch.run`: compiles each kernel once instead of running it.
+    """Takes the place of `launch.start`: compiles each kernel once instead of running it.
 
     Args:
         counts: whether machine code is looked at.
@@ -188,10 +188,10 @@ class Compiler:
         self._counts = counts
         self._seen: set[Any] = set()
 
-    def __call__(self, kernel: Any, c: Constants, grid: int, *arguments: Any, **constants: Any) -> None:
+    def __call__(self, kernel: Any, c: Constants, programs: int, *arguments: Any, **constants: Any) -> None:
         kinds = tuple(one.dtype if isinstance(one, Tensor) else type(one) for one in arguments)
         identity = (self.card.arch, kernel.fn.__module__, kernel.fn.__name__, c, kinds, *map(str, constants.values()))
-        if not grid or identity in self._seen:
+        if not programs or identity in self._seen:
             return
         self._seen.add(identity)
         try:

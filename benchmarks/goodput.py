@@ -382,7 +382,7 @@ def draw(curves: Mapping[str, Mapping[str, Curve]], file: Path) -> None:
             label = name.replace("_", " ")
             label += f", {len(of_seeds)} schedules" if len(of_seeds) > 1 else ""
             for place, one in enumerate(of_seeds.values()):
-                look = {"color": f"C{number}", "alpha": 0.6 if len(of_seeds) > 1 else 1.0}
+                look: dict[str, Any] = {"color": f"C{number}", "alpha": 0.6 if len(of_seeds) > 1 else 1.0}
                 axis.plot(one["seconds"], one["losses"], label=None if place else label, **look)
         axis.set_xlabel("time (s)")
         axis.set_ylabel("validation loss (nats per byte)")

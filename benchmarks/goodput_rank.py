@@ -277,7 +277,7 @@ def main() -> None:
     way, folder = sys.argv[1], Path(sys.argv[2])
     address = os.environ["NETLAB_ADDRESS"]
     # torchft tells others to come to this name, and all hosts of a lab have the machine's.
-    socket.gethostname = lambda: address  # type: ignore[assignment]
+    socket.gethostname = lambda: address
     torch.set_num_threads(1)
     down = folder / f"down{os.environ['NETLAB_HOST']}"
     if down.exists():  # this host's rank was killed, and its host is away for a time

@@ -268,7 +268,7 @@ class _Cases:
             small.copy_(x).div_(self._ranks)
 
         smalls = [torch.empty_like(x, dtype=to) for x in self._xs]
-        runs = {
+        runs: dict[str, Sequence[Case]] = {
             "encode": [partial(compress, x, small) for x, small in zip(self._xs, smalls, strict=True)],
             "decode": [partial(out.copy_, small) for out, small in zip(self._outs, smalls, strict=True)],
         }
@@ -291,7 +291,7 @@ class _Cases:
                 "encode": traffic(partial(quantise, sample)),
                 "decode": traffic(partial(dequantise, *codes, self._dtype)),
             }
-        runs = {
+        runs: dict[str, Sequence[Case]] = {
             "encode": [partial(there, x) for x in self._xs],
             "decode": [partial(back, *entry, self._dtype) for entry in coded],
         }

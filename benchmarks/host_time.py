@@ -20,6 +20,7 @@ import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 os.environ["TRITON_INTERPRET"] = "0"  # Triton looks at it when it is imported
 
@@ -136,7 +137,7 @@ def stand_in() -> None:
     driver.set_active(_Card())
     sys.modules[cpu.__name__] = cuda  # what is imported for tensors on a CPU
     communicator.backend_for = lambda *_: "nccl"
-    dist.ProcessGroupNCCL = _Group
+    patch.object(dist, "ProcessGroupNCCL", _Group).start()
     engine.runner_for = lambda *_: StreamRunner([None])
 
 

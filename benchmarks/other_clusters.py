@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -136,8 +137,8 @@ def step_of(row: Row) -> Step:
     line = timeline_of(row.compute_s)
     ring = costs.at(Factors())
     if row.algorithm == "ddp":
-        steps = [predict(line, given, NODES, NATIVE).step_s for given in (costs, ring)]
-        return Step(*steps, *interval(line, costs, NODES, NATIVE))
+        usual_s, ring_s = (predict(line, given, NODES, NATIVE).step_s for given in (costs, ring))
+        return Step(usual_s, ring_s, *interval(line, costs, NODES, NATIVE))
     alone = line.at_once()
     share = row.exchanges / row.steps
     shortest_s, longest_s = interval(alone, costs, NODES, NATIVE)
@@ -157,7 +158,7 @@ LOGS = {
     "ResNet": (126_886_696, 1, (0.0983, 0.0843), (0.5492, 0.1874, 0.2160)),
 }
 #: What each of them sends, in the words of the closed form.
-WAYS: dict[str, dict[str, float]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "8 bits": {"ratio": 4.0},
     "8 bits, exponential": {"ratio": 4.0, "slowdown": 79.0},

@@ -110,7 +110,7 @@ def measure(options: argparse.Namespace) -> Report:
         },
     )
     in_labs(options, report, partial(_add_rows, options))
-    errors = np.abs([float(row[7]) for row in report.rows])
+    errors = np.abs(np.array([row[7] for row in report.rows], float))
     report.notes = (
         f"Over {len(errors)} settings, the median of the absolute errors is {np.median(errors):.1f} %, the worst is "
         f"{errors.max():.1f} %, and {np.mean(errors <= 10):.0%} are within 10 %.",
@@ -146,13 +146,12 @@ def _draw(report: Report, file: Path) -> None:
 
     with plt.style.context(STYLE):
         figure, axes = plt.subplots(figsize=(5.4, 4.6), layout="constrained")
-        measured = np.array([float(row[4]) for row in report.rows])
-        predicted = np.array([float(row[6]) for row in report.rows])
+        measured = np.array([row[4] for row in report.rows], float)
+        predicted = np.array([row[6] for row in report.rows], float)
         ends = np.array([min(measured.min(), predicted.min()) / 1.3, max(measured.max(), predicted.max()) * 1.3])
         for band in reversed(BANDS):
-            label = f"± {band:.0%}"
             axes.fill_between(
-                ends, ends * (1 - band), ends * (1 + band), color="#888888", alpha=0.15, lw=0, label=label
+                ends, ends * (1 - band), ends * (1 + band), color="#888888", alpha=0.15, lw=0, label=f"± {band:.0%}"
             )
         axes.plot(ends, ends, color="#888888", lw=0.8)
         for name in METHODS:

@@ -40,10 +40,10 @@ from lightning_gqsgd.cli.facts import HEADINGS, NOTES, facts_of, notes
 from lightning_gqsgd.cli.listing import LOCAL_STEPS, OTHER_SYSTEMS
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.presets import FIXED, LOCAL_PRESETS, PRESETS, make_config
+from lightning_gqsgd.presets import FIXED, LOCAL_PRESETS, PRESETS, LocalPreset, Preset, make_config
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
-from lightning_gqsgd.research.systems import SYSTEMS
+from lightning_gqsgd.research.systems import SYSTEMS, System
 from lightning_gqsgd.research.theory import bits_at
 from pictures.style import COLOURS, DPI, STYLE
 from workloads.resnet import ResNet
@@ -392,7 +392,7 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
 
 def left_out() -> list[str]:
     """The lines of the section on what of the papers is left out."""
-    everything = {**PRESETS, **LOCAL_PRESETS, **SYSTEMS}
+    everything: dict[str, Preset | LocalPreset | System] = {**PRESETS, **LOCAL_PRESETS, **SYSTEMS}
     told = {name: entry.left_out for name, entry in everything.items() if entry.left_out}
     return [
         "## What is left out",

@@ -47,7 +47,7 @@ from lightning_gqsgd.wire.telemetry import Telemetry
 
 BARE = " without codec"
 #: Kernels that do nothing, so that only the reducer's messages are timed.
-IDLE: dict[str, Callable[..., object]] = {
+IDLE: dict[str, Any] = {
     "block_maxima": lambda _, blocks: torch.zeros(len(blocks), dtype=torch.int32),
     "encode": lambda *_: None,
     "combine": lambda *_: None,

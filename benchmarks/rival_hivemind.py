@@ -15,12 +15,12 @@ import sys
 import time
 from pathlib import Path
 
-import hivemind  # type: ignore[import-not-found]
+import hivemind
 import numpy as np
 import torch
-from hivemind import compression  # type: ignore[import-not-found]
-from hivemind.averaging import DecentralizedAverager  # type: ignore[import-not-found]
-from hivemind.averaging.control import AveragingStage  # type: ignore[import-not-found]
+from hivemind import compression
+from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.control import AveragingStage
 
 #: Codecs by name; its 8-bit codes need a NumPy before 2.
 CODECS = {"hivemind fp16": compression.Float16Compression, "hivemind 8 bit": compression.Uniform8BitQuantization}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def adagrad() -> Iterator[Row]:
     """Zeros, objective and accuracy after 400 steps of 4 workers with batches of 32; d = 500."""
     problem = sparse_problem()
     clipped = SYSTEMS["qcmd_adagrad"].fields
-    ways: dict[str, tuple[str, dict[str, Any]]] = {
+    ways: dict[str, tuple[str, Mapping[str, Any]]] = {
         "fp32": ("ddp", {}),
         "gqsgd_4bit": ("gqsgd_4bit", {}),
         "ternary, clipped": ("gqsgd", clipped),

@@ -110,6 +110,7 @@ class VirtualMember:
         (self._fragment,) = fragments_of(parameters, buffers, options)
         outer = make_outer(options.outer, [anchor for _, anchor in self._fragment.entries()])
         self.shared = SharedState(self._fragment, outer, options, _NO_INTEGERS)
+        self._starts: list[torch.Tensor]
         self._pending: Contribution | None = None
         self._contributions = 0
         self._steps = 0

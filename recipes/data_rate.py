@@ -60,7 +60,7 @@ def measure(arguments: Sequence[str], folder: Path, seconds: float) -> tuple[int
     data = build_data(cfg.data)
     data.batch_size = min(data.batch_size, 16)  # so that a batch takes less than a second
     data.prepare_data()
-    data.setup()
+    data.setup("fit")
     begun, images = time.process_time(), 0
     measured_from = begun
     while True:

@@ -143,7 +143,7 @@ def _check_choices(overrides: Sequence[Override], folders: Sequence[Path]) -> No
         names = sorted({*choices_in([CONF, *folders], group)})
         if override.is_add() and group not in ADDED and override.package is None:
             raise OverrideError(
-                f"{override.input_line}: {group} is chosen without the plus, {override.input_line.lstrip('+')}; "
+                f"{override.input_line}: {group} is chosen without the plus, {str(override.input_line).lstrip('+')}; "
                 f"its choices are {', '.join(names)}"
             )
         if group == "exp" and not override.is_add():
@@ -259,9 +259,9 @@ def _all_keys(cfg: DictConfig) -> list[str]:
     def walk(node: DictConfig, prefix: str) -> None:
         for name in node:
             child = node._get_node(name)
-            keys.append(f"{prefix}{name}")
+            keys.append(prefix + str(name))
             if isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
-                walk(child, f"{prefix}{name}.")
+                walk(child, f"{keys[-1]}.")
 
     walk(cfg, "")
     return [key for key in keys if not key.endswith("_target_")]

@@ -65,7 +65,7 @@ def decode(path: Path, name: str, image_size: int, channels: int) -> ImageSet:
             progress.advance(task)
     classes = sorted({label for _, label in images})
     _check_classes(path, images, classes)
-    arrays = {}
+    arrays: dict[str, np.ndarray] = {}
     for split in SPLITS:
         counts = [len(images[split, label]) for label in classes]
         order = np.random.default_rng(0).permutation(sum(counts))

@@ -208,7 +208,7 @@ def _table(file: Path) -> Any:
     with open(file, newline="") as lines:
         head, *rows = csv.reader(lines)
     columns = [_numbers(column) for column in zip(*rows, strict=True)]
-    return wandb.Table(columns=head, data=[list(row) for row in zip(*columns, strict=True)])
+    return wandb.Table(columns=[*head], data=[list(row) for row in zip(*columns, strict=True)])
 
 
 def _numbers(column: Sequence[str]) -> list[Any]:

@@ -130,7 +130,7 @@ def save_headline(
     return [file, wide_dark, narrow, narrow_dark]
 
 
-def variants_of(file: Path) -> tuple[Path, Path, Path]:
+def variants_of(file: Path) -> tuple[Path, ...]:
     """The same picture for dark screens, for narrow ones, and for screens that are both; SVG, which stays sharp."""
     return tuple(file.with_name(f"{file.stem}_{screen}.svg") for screen in ("dark", "narrow", "narrow_dark"))
 

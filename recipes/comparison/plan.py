@@ -263,7 +263,7 @@ def _swept(overrides: Sequence[Override]) -> list[str]:
 
 
 def _composed(overrides: Sequence[str]) -> dict[str, Any]:
-    resolved = OmegaConf.to_container(composed(overrides), resolve=True)
+    resolved: Any = OmegaConf.to_container(composed(overrides), resolve=True)
     assert isinstance(resolved, dict)
     check_limits(resolved)
     check_arguments(resolved)

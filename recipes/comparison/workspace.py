@@ -107,6 +107,8 @@ def save_workspace(definition: Definition, file: Path) -> str | None:
     try:
         # The key is checked here because this call has a time limit, and saving has none.
         entity = definition.entity or wandb.Api(timeout=10).default_entity
+        if entity is None:
+            raise WorkspaceError("the key has no default entity, name one with --entity")
         workspace = _workspace(definition, entity)
         workspace.save()
         url = str(workspace.url)
@@ -129,7 +131,7 @@ def _workspace(definition: Definition, entity: str) -> Any:
     def lines(x: str, plotted: dict[str, str]) -> list[Any]:
         return [wr.LinePlot(title=title, x=x, y=[y], title_x=AXES[x], title_y=title) for y, title in plotted.items()]
 
-    against = [
+    against: list[Any] = [
         wr.LinePlot(title=f"{metric.label} against {label}", x=x, y=[metric.val], title_x=label, title_y=metric.label)
         for x, label in AXES.items()
     ]
@@ -154,7 +156,7 @@ def _workspace(definition: Definition, entity: str) -> Any:
     runs = ws.RunsetSettings(
         filters=ws.And(_of_groups([definition.group, *definition.more_groups])),
         groupby=[ws.Config(key) for key in definition.by],
-        group_colors=dict(COLOURS) if definition.by[:1] == ("strategy.name",) else {},
+        group_colors=dict[Any, Any](COLOURS) if definition.by[:1] == ("strategy.name",) else {},
     )
     return ws.Workspace(
         entity=entity,

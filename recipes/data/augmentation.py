@@ -73,9 +73,9 @@ def augment(
     batch = torch.arange(n, device=images.device)
     augmented = images[batch[:, None, None], rows[:, :, None], columns[:, None, :]]
     if cutout:
-        places = hashed(indices, seed, epoch, _CUTOUT)
-        down = _covered(places % height, height, cutout)
-        across = _covered((places >> 24) % width, width, cutout)
+        centres = hashed(indices, seed, epoch, _CUTOUT)
+        down = _covered(centres % height, height, cutout)
+        across = _covered((centres >> 24) % width, width, cutout)
         augmented[down[:, :, None] & across[:, None, :]] = _GREY
     return augmented
 

@@ -47,7 +47,7 @@ def store_arrays(cached: Path, **arrays: NDArray[Any]) -> None:
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
-            np.savez(file, **arrays)
+            np.savez(file, **arrays)  # type: ignore[arg-type]
         os.replace(temporary, cached)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -22,12 +22,12 @@ def tell_lightning_the_rank(environment: Mapping[str, str], devices: int) -> Non
         environment: the environment variables of this process.
         devices: number of processes on each node.
     """
-    rank_zero_only.rank = global_rank(environment, devices)
+    rank_zero_only.rank = global_rank(environment, devices)  # type: ignore[attr-defined]
 
 
 def is_rank_zero() -> bool:
     """Whether this process is the one that speaks and writes; there need not be a Trainer yet."""
-    return bool(rank_zero_only.rank == 0)
+    return bool(rank_zero_only.rank == 0)  # type: ignore[attr-defined]
 
 
 def cluster_environment(environment: MutableMapping[str, str]) -> list[Any]:

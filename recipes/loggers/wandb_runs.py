@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch.loggers import WandbLogger
 
@@ -39,7 +40,7 @@ def wandb_logger(
         return WandbLogger(project=project, save_dir=folder)  # makes no run: Lightning logs on rank zero only
     known = Path(folder, WANDB_ID_FILE)
     # A run that goes on from a checkpoint has the file of the run that has written the checkpoint.
-    continued = {"id": known.read_text().strip(), "resume": "allow"} if known.is_file() else {}
+    continued: dict[str, Any] = {"id": known.read_text().strip(), "resume": "allow"} if known.is_file() else {}
     run = start_wandb(
         folder,
         **continued,

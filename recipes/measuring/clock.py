@@ -42,8 +42,8 @@ class TrainingClock(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Go in front of the callbacks that a strategy has inserted: what they do after a step is no training."""
         # A new list, because Lightning is walking through the old one.
-        others = [callback for callback in trainer.callbacks if callback is not self]
-        trainer.callbacks = [self, *others]
+        others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+        trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make a stopwatch for the device."""

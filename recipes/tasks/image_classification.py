@@ -61,6 +61,7 @@ class ImageClassifier(Task):
         if self._num_classes < TOP5_FROM:
             return
         metric = self.top5[split]
+        assert isinstance(metric, torchmetrics.Metric)
         metric.update(outputs, targets)
         self.log(f"{split}/{TOP5}", metric, on_step=False, on_epoch=True, batch_size=len(targets))
 

@@ -45,7 +45,7 @@ _Reader.add_multi_constructor("tag:yaml.org,2002:python/", lambda reader, tag, n
 
 _MISSING = object()
 #: Values of an entry that does nothing; 0 is false, too.
-NEUTRAL = (_MISSING, None, False, [], {})
+NEUTRAL: tuple[object, ...] = (_MISSING, None, False, [], {})
 
 
 def check_continued(cfg: DictConfig, checkpoint: str) -> None:

@@ -225,7 +225,7 @@ def _loggers(
         if "_target_" not in node:
             continue
         labels = Labels(name, node.get("group") or cfg.title, cfg.title, cfg.strategy.name, cfg.hardware.name)
-        given = {"folder": str(folder), "labels": labels, "metric": metric}
+        given: dict[str, Any] = {"folder": str(folder), "labels": labels, "metric": metric}
         if node._target_ in ALLOWED_TARGETS:
             loggers.append(build(node, leave_out=("name", "group"), **given))
         else:  # a logger of the user's own has arguments of its own

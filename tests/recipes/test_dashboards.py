@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -320,6 +321,16 @@ def test_workspace_is_created_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert saved == [("somebody", "project", GROUP)]
     save_workspace(Definition(GROUP, "acc", "other", entity="team"), file)
     assert saved[1:] == [("team", "other", GROUP)]
+
+
+@pytest.mark.usefixtures("no_key")
+def test_a_key_without_an_entity_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    monkeypatch.setattr(wandb, "Api", lambda **_: SimpleNamespace(default_entity=None))
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    with pytest.raises(WorkspaceError, match="the key has no default entity, name one with --entity; it is in "):
+        save_workspace(Definition(GROUP, "acc", "project"), tmp_path / "workspace.json")
 
 
 @pytest.mark.usefixtures("no_key")

@@ -66,7 +66,7 @@ from lightning_gqsgd.kernels.rotation import SHORTEST
 from lightning_gqsgd.kernels.wire import ORDER_PLACE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from lightning_gqsgd.kernels.wire import Key
 
@@ -131,7 +131,7 @@ def subset_of(window: int) -> int:
     return 2 * (u[3] ^ u[1] ^ u[0]) + u[2]
 
 
-def alphabets(magnitudes: Sequence[float]) -> np.ndarray:
+def alphabets(magnitudes: Iterable[float]) -> np.ndarray:
     """Returns the levels of each window, ascending, [`WINDOWS`, 2^(b-1)].
 
     Args:
