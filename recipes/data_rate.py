@@ -44,9 +44,15 @@ def measure(arguments: Sequence[str], folder: Path, seconds: float) -> tuple[int
     Raises:
         RecipeError: the command line or the data are not what they should be.
     """
+    from recipes.errors import OverrideError
     from recipes.overrides import composed
 
     cfg = composed(arguments)
+    if "root" not in cfg.data or "workers" not in cfg.data:
+        raise OverrideError(
+            f"data={cfg.data.name} is no folder of images; name an experiment that reads one, "
+            "e.g. experiment=resnet_imagenet"
+        )
     words = ["data.workers=0"]
     if cfg.data.root is None:
         make_up(folder)

@@ -17,6 +17,8 @@ from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression, Problem
 from lightning_gqsgd.research.simulation.training import UNCOMPRESSED
 
+#: The largest learning rate: beyond it, losses of all problems overflow at once.
+_LARGEST_RATE = 1e6
 #: The presets of a call without names: no compression, the package's own widths, and well-known systems.
 DEFAULT_PRESETS = (UNCOMPRESSED, "gqsgd", "gqsgd_4bit", "gqsgd_2bit", "qsgd", "terngrad", "signsgd_ef", "topk_ef")
 #: Makers of a `Problem`, by name; each worker draws 16 rows for a gradient.
@@ -69,6 +71,8 @@ def outcomes(
     """
     if problem not in PROBLEMS:
         raise ConfigError(f"unknown problem {problem!r} (problems: {', '.join(PROBLEMS)})")
+    if not 0 < lr <= _LARGEST_RATE:
+        raise ConfigError(f"--lr {lr} is out of range: above 0 to {_LARGEST_RATE:g}, e.g. --lr 0.1")
     try:
         made = PROBLEMS[problem]()
     except ImportError as error:

@@ -137,6 +137,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         state = register_gqsgd(model, self.config)
         if self._loaded:
             state.load_state_dict(self._loaded.pop(0))
+        self._hooks = [(ref, own) for ref, own in self._hooks if ref() is not None]  # lets go of their memories
         self._hooks.append((weakref.ref(model), state))
         # Accelerate's loggers show warnings only, and that compression is on should be seen.
         state.announce(print_to_stderr)

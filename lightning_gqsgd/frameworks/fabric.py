@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, overload
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
 class FabricMixin(StrategyMixin):
     """DDP with quantised gradients.
 
-    A checkpoint that has an optimizer also has the states of the hooks. Loading such a checkpoint restores the states
-    in the order in which the models are set up, before or after loading.
+    A checkpoint that has an optimizer also has the states of the hooks on its models, in the order in which the models
+    were set up. Loading such a checkpoint restores the states in this order, on models that are set up before or after
+    loading.
 
     With local steps (``local_steps=32``, or the preset ``gqsgd_diloco``), each rank trains its modules without
     DistributedDataParallel, and the changes are averaged every ``local_steps`` steps of an optimizer. Call
@@ -78,18 +80,26 @@ class FabricMixin(StrategyMixin):
         super().__init__(**rest)
         if self._local is not None:
             self._backward_sync_control = _NothingToBlock()
-        self._hooks: list[GQSGDState] = []
+        self._hooks: list[tuple[weakref.ref[Module], GQSGDState]] = []  # of each model, by DDP's wrapper
         self._loaded: list[dict[str, Any]] = []
 
     @property
     def gqsgd_states(self) -> list[GQSGDState] | list[LocalAverages | MergedAverages]:
-        """The state of each model's hook, or each optimizer's averages with local steps, in the order of set-up."""
-        return self._hooks if self._local is None else [trained.averages for trained in self._local.trained]
+        """The state of the hook on each model that still exists, or each optimizer's averages with local steps, in the
+        order of set-up."""
+        if self._local is not None:
+            return [trained.averages for trained in self._local.trained]
+        return [state for model, state in self._hooks if model() is not None]
 
-    @property
-    def _heads(self) -> Sequence[GQSGDState | Trained]:
-        """Return the objects that have a state in checkpoints."""
-        return self._hooks if self._local is None else self._local.trained
+    def _heads_of(self, state: dict[str, Any]) -> Sequence[GQSGDState | Trained]:
+        """Returns the objects whose states belong to a checkpoint: those of the models whose parameters are in it,
+        or in its optimizers. Models of earlier set-ups may still exist, for example those of other folds."""
+        modules = [(weakref.ref(own.module), own) for own in self._local.trained] if self._local else self._hooks
+        heads = [(model(), head) for model, head in modules]
+        own = {id(parameter) for module in _modules_in(state) for parameter in module.parameters()}
+        for optimizer in _optimizers_in(state):
+            own |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [head for model, head in heads if model is not None and not own.isdisjoint(map(id, model.parameters()))]
 
     def setup_module(self, module: Module) -> Any:
         """Wrap a model and install the hook; with local steps, leave the model as it is."""
@@ -98,7 +108,8 @@ class FabricMixin(StrategyMixin):
             return module
         model = super().setup_module(module)
         state = register_gqsgd(model, self.gqsgd_config, timeout=self._timeout)
-        self._hooks.append(state)
+        self._hooks = [(ref, own) for ref, own in self._hooks if ref() is not None]  # lets go of their memories
+        self._hooks.append((weakref.ref(model), state))
         self._restore([state])
         state.announce(self._rank_zero_info)
         return model
@@ -150,10 +161,11 @@ class FabricMixin(StrategyMixin):
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint, with the states of the hooks if it has an optimizer. A collective."""
-        if _is_to_resume(state) and self.gqsgd_states:
+        heads = self._heads_of(state) if _is_to_resume(state) else []
+        if heads:
             if CHECKPOINT_KEY in state:
                 raise ConfigError(f"the key {CHECKPOINT_KEY!r} of a checkpoint is the strategy's; take another name")
-            state = {**state, CHECKPOINT_KEY: [head.state_dict() for head in self._heads]}
+            state = {**state, CHECKPOINT_KEY: [head.state_dict() for head in heads]}
         super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -164,6 +176,7 @@ class FabricMixin(StrategyMixin):
         """
         remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         if _is_to_resume(state):
+            heads = self._heads_of(state)
             loaded = remainder.pop(CHECKPOINT_KEY, None)
             if self._local is not None and not _is_of_local_steps(loaded):
                 self._rank_zero_info(
@@ -172,14 +185,11 @@ class FabricMixin(StrategyMixin):
                 loaded = None
             elif loaded is None:
                 self._rank_zero_info("gqsgd: the checkpoint was written without gqsgd; its dither starts anew")
-            elif len(loaded) < len(self.gqsgd_states):
-                raise ConfigError(
-                    f"the checkpoint has the hook's state of {counted(len(loaded), 'model')}, this run has set up "
-                    f"{len(self.gqsgd_states)}; set up those of the run that wrote it, in the same order"
-                )
+            else:
+                _check_count(loaded, state, heads)
             self._loaded = loaded or []
             if loaded is not None:
-                self._restore(self._heads)
+                self._restore(heads)
                 return remainder
         if self._local is not None:
             self._local.start_anew(_modules_in(state))
@@ -204,6 +214,21 @@ class _NothingToBlock:
         return nullcontext()
 
 
+def _check_count(loaded: Sequence[Any], state: dict[str, Any], heads: Sequence[Any]) -> None:
+    """Raise ConfigError if a checkpoint has the states of fewer or more models than it is loaded into."""
+    most = max(len(heads), len(_modules_in(state))) or len(loaded)  # some may not be set up yet
+    if not len(heads) <= len(loaded) <= most:
+        raise ConfigError(
+            f"the checkpoint has the hook's state of {counted(len(loaded), 'model')}, and it is loaded into "
+            f"{len(heads) or most}; give fabric.load the models that were in the checkpoint when it was saved"
+        )
+
+
+def _optimizers_in(state: dict[str, Any]) -> list[optim.Optimizer]:
+    """Returns the optimizers that are in a checkpoint."""
+    return [value for value in state.values() if isinstance(value, optim.Optimizer)]
+
+
 def _is_of_local_steps(loaded: Any) -> bool:
     """Returns whether the strategy's states in a checkpoint are those of local steps."""
     return bool(loaded) and all("ranks" in state for state in loaded)
@@ -218,4 +243,4 @@ def _modules_in(state: Any) -> list[Module]:
 
 def _is_to_resume(state: Any) -> bool:
     """Returns whether a checkpoint is one that training resumes from: it holds an optimizer beside the weights."""
-    return isinstance(state, dict) and any(isinstance(value, optim.Optimizer) for value in state.values())
+    return isinstance(state, dict) and bool(_optimizers_in(state))

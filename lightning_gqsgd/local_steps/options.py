@@ -198,7 +198,8 @@ class LocalOptions:
         if self.delay >= steps:
             raise ConfigError(
                 f"delay={self.delay} must be less than every={steps} (local_steps of a strategy): an average is used "
-                f"before the next one of the same parameters starts; take delay={steps - 1} or less"
+                f"before the next one of the same parameters starts; take "
+                + (f"delay={steps - 1} or less" if steps > 1 else "delay=0")
             )
         return steps
 

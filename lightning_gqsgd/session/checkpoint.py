@@ -54,6 +54,11 @@ def check_state(state: Any, now: GQSGDConfig, entries: Mapping[str, type] | None
             f"gqsgd state of schema {state.get('schema')!r:.200}; this version reads {STATE_SCHEMA}: "
             "resume with the version that wrote it, or drop the entry to start the dither anew"
         )
+    if entries is None and ("anchors" in state or "merged" in state):
+        raise ConfigError(
+            "this is the state of local steps, whose steps are counted in another way; give it to the LocalSteps, or "
+            "to the strategy with local_steps, that continues, and leave it out for a hook of gradients"
+        )
     optional = {name: kind for name, kind in _OPTIONAL_ENTRIES.items() if name in state}
     for name, kind in {**_ENTRIES, **optional, **(entries or {})}.items():
         value = state.get(name)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_gqsgd.config import ConfigError
-from tests.distributed.models import batch, mlp
+from tests.distributed.models import batch, fingerprint, mlp
 from tests.distributed.ranks import run
 from tests.errors import error_text
 from tests.processes import ended_well
@@ -143,14 +143,19 @@ def test_checkpoints_resume_to_the_same_bits(strategy: dict[str, Any], tmp_path:
 
 def refuses(rank: int, folder: Path) -> list[str]:
     fabric = fabric_of({"strategy": "gqsgd"})
-    first = fabric.setup(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))
+    model = mlp()
+    first = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     state = {"model": first[0], "optimizer": first[1]}
     messages = []
     messages.append(error_text(ConfigError, fabric.save, folder / "x.ckpt", {**state, "gqsgd": 1}))
     fabric.save(folder / "weights.ckpt", {"model": first[0]})
     fabric.save(folder / "one.ckpt", state)
-    fabric.setup(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))
-    messages.append(error_text(ConfigError, fabric.load, folder / "one.ckpt", state))
+    model = mlp()
+    second = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    both = {**state, "second": second[0], "its optimizer": second[1]}
+    messages.append(error_text(ConfigError, fabric.load, folder / "one.ckpt", both, strict=False))
+    fabric.save(folder / "two.ckpt", both)
+    messages.append(error_text(ConfigError, fabric.load, folder / "two.ckpt", state))
     for one in fabric.strategy.gqsgd_states:
         one.close()
     return messages
@@ -159,8 +164,42 @@ def refuses(rank: int, folder: Path) -> list[str]:
 def test_what_cannot_be_saved_or_restored_is_said(tmp_path: Path) -> None:
     for messages in run(refuses, 2, tmp_path, tmp_path, initialise=False):
         assert "the key 'gqsgd' of a checkpoint is the strategy's" in messages[0]
-        assert "has the hook's state of 1 model, this run has set up 2" in messages[1]
+        assert "has the hook's state of 1 model, and it is loaded into 2" in messages[1]
+        assert "has the hook's state of 2 models, and it is loaded into 1" in messages[2]
     assert "gqsgd" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
+
+
+def folds(rank: int, folder: Path, strategy: dict[str, Any]) -> list[tuple[bool, list[int]]]:
+    """Two folds under one Fabric. Returns whether each checkpoint restores its weights, and the steps in it."""
+    fabric = fabric_of({"strategy": strategy})
+    states = []
+    weights = []
+    for fold in range(2):
+        module = mlp()
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for step in range(2 * fold + 2):
+            optimizer.zero_grad()
+            fabric.backward(model(torch.full((2, 32), float(rank + step + fold))).square().mean())
+            optimizer.step()
+        states.append({"model": model, "optimizer": optimizer})
+        weights.append(fingerprint(module))
+        fabric.save(folder / f"{fold}.ckpt", states[fold])
+    found = []
+    for fold, state in enumerate(states):
+        with torch.no_grad():
+            for parameter in state["model"].parameters():
+                parameter.zero_()
+        fabric.load(folder / f"{fold}.ckpt", state)
+        saved = torch.load(folder / f"{fold}.ckpt", weights_only=True)["gqsgd"]
+        found.append((fingerprint(state["model"]) == weights[fold], [one["step"] for one in saved]))
+    return found
+
+
+@pytest.mark.parametrize("strategy", [{"preset": "signsgd_ef"}, {"preset": "gqsgd_diloco", "local_steps": 2}], ids=str)
+def test_a_checkpoint_has_the_states_of_its_own_models(strategy: dict[str, Any], tmp_path: Path) -> None:
+    first, second = run(folds, 2, tmp_path, tmp_path, strategy, initialise=False)
+    assert [one[0] for one in first] == [one[0] for one in second] == [True, True]
+    assert [one[1] for one in first] == [[2], [4]]
 
 
 def train(fabric: Any) -> None:
