@@ -80,7 +80,6 @@ class Trials:
 
     Args:
         allow: the candidates, by their bits.
-        rules: the numbers.
         predictor: predicts the durations of steps; None means no predictions.
 
     Attributes:
@@ -91,10 +90,10 @@ class Trials:
         state: the current state, see `states`.
     """
 
-    def __init__(self, allow: Sequence[int], rules: Rules | None = None, predictor: Predictor | None = None) -> None:
+    def __init__(self, allow: Sequence[int], predictor: Predictor | None = None) -> None:
         self.allow = tuple(sorted(allow, reverse=True))
         self.permitted = self.allow
-        self.rules = rules or Rules()
+        self.rules = Rules()
         self._predictor = predictor
         self.bits = self.allow[0]
         self.decisions: list[Decision] = []

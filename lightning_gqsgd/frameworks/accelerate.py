@@ -105,6 +105,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         self.config = make_config(preset, **own)
         _say_that_nothing_is_reduced_by_one_process()
         self._hooks: list[tuple[weakref.ref[DistributedDataParallel], GQSGDState]] = []
+        self._freed_by: weakref.ref[Accelerator] | None = None
         self._loaded: list[dict[str, Any]] = []
         _WITHOUT_MODEL.add(self)
         _watch_optimizers()
@@ -117,8 +118,14 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
 
     @property
     def states(self) -> list[GQSGDState]:
-        """The state of the hook on each model that still exists, in the order in which the models were prepared."""
-        return [state for model, state in self._hooks if model() is not None]
+        """The state of the hook on each model that still exists, in the order in which the models were prepared. After
+        ``Accelerator.free_memory``, only those of models that were prepared since."""
+        alive = [(model, state) for ref, state in self._hooks if (model := ref()) is not None]
+        accelerator = None if self._freed_by is None else self._freed_by()
+        if accelerator is None:
+            return [state for _, state in alive]
+        now = {id(getattr(model, "module", model)) for model in accelerator._models}
+        return [state for model, state in alive if id(model.module) in now]
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _HOOK_FIELDS) -> dict[str, Any]:
         """Returns only the arguments of DistributedDataParallel: the base class would deep-copy all attributes."""
@@ -133,6 +140,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         self._refuse_hooks()
         destroy_at_exit()
         _watch_local_sgd()
+        _watch_free_memory()
         _WITHOUT_MODEL.discard(self)
         state = register_gqsgd(model, self.config)
         if self._loaded:
@@ -287,6 +295,25 @@ def _watch_local_sgd() -> None:
 
     __enter__.warns_of_hook = True  # type: ignore[attr-defined]
     LocalSGD.__enter__ = __enter__
+
+
+def _watch_free_memory() -> None:
+    """Let ``Accelerator.free_memory`` tell the handler that it forgets its models.
+
+    A user may keep the models, for example for an ensemble of folds. A later checkpoint must not have their states.
+    """
+    free = Accelerator.free_memory
+    if getattr(free, "tells_handler", False):
+        return
+
+    @functools.wraps(free)
+    def free_memory(self: Accelerator, *objects: Any) -> Any:
+        if isinstance(self.ddp_handler, GQSGDKwargs):
+            self.ddp_handler._freed_by = weakref.ref(self)
+        return free(self, *objects)
+
+    free_memory.tells_handler = True  # type: ignore[attr-defined]
+    Accelerator.free_memory = free_memory
 
 
 def say_that_there_is_one_process() -> None:

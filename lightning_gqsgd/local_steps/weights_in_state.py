@@ -43,7 +43,6 @@ class WeightsInState:
         self._others: set[tuple[int, str]] = set()
 
     @torch.no_grad()
-    @torch.no_grad()
     def check(self, delay: int) -> None:
         """Check the current state. New state tensors are judged, and those that may be weights are watched.
 

@@ -163,7 +163,7 @@ def check_others(lighthouse: str, name: str, timeout_s: float) -> list[str]:
     for member in alive:
         other = member.partition(":")[0]
         if other != name:
-            raise ConfigError(f"the lighthouse {lighthouse} has members that do not fit: {_difference(other, name)}")
+            raise ConfigError(f"the lighthouse {lighthouse} has members that do not fit: {_difference(other)}")
     return [address for _, address in sorted(_merged_on(page, alive), key=lambda entry: -entry[0])]
 
 
@@ -252,7 +252,7 @@ def _merged_on(page: str, alive: list[str]) -> list[tuple[int, str]]:
     return [(int(merges), address) for member, merges, address in _MERGED.findall(page) if member in alive]
 
 
-def _difference(other: str, own: str) -> str:
+def _difference(other: str) -> str:
     if not other.startswith("gqsgd-"):
         return f"{other[:80]!r} is no training of this package; start a lighthouse for each training"
     version = other.removeprefix("gqsgd-").rpartition("-")[0]

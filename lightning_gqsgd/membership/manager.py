@@ -225,7 +225,7 @@ class TorchftMembers(Members):
         """
         try:
             if isinstance(request, Meet):
-                return self._meet(request)
+                return self._meet()
             if isinstance(request, Gather):
                 return self._group.rows_of_all(request.row)
             if isinstance(request, Sum):
@@ -271,7 +271,7 @@ class TorchftMembers(Members):
             if self._manager is not None:
                 self._manager.shutdown(wait=False)
 
-    def _meet(self, request: Meet) -> Quorum:
+    def _meet(self) -> Quorum:
         self._received = None
         manager = self._connected()
         look = threading.Timer(_LOOK_AFTER.total_seconds(), _say_why_it_waits, [self._lighthouse])

@@ -224,9 +224,10 @@ def several_models(rank: int, folder: Path) -> None:
     assert [state.step for state in resumed.states] == [1, 2]
     step(third, fourth)
     assert [state.step for state in resumed.states] == [2, 3]
-    del fourth
-    accelerator.free_memory()
-    assert len(resumed.state_dict()["states"]) == 1
+    accelerator.free_memory()  # forgets the models, which the user keeps
+    fifth = accelerator.prepare(mlp(32))
+    step(fifth, third)
+    assert [state["step"] for state in resumed.state_dict()["states"]] == [1]
 
     with pytest.raises(ConfigError, match="of 1 hook, and 2 models prepared"):
         handler.load_state_dict({"states": saved["states"][:1]})
@@ -235,7 +236,7 @@ def several_models(rank: int, folder: Path) -> None:
             handler.load_state_dict(foreign)
     with pytest.warns(UserWarning, match="written without gqsgd's hook, which starts anew"):
         handler.load_state_dict({"states": []})
-    del first, second, third
+    del first, second, third, fourth, fifth
 
 
 @pytest.mark.slow

@@ -261,7 +261,7 @@ def mistakes(rank: int, folder: Path) -> None:
     trainer.model = trainer.model_wrapped = Classifier()
     trainer.accelerator.free_memory()
     trainer.evaluate()
-    assert len(handler.states) == 1
+    assert not handler.states  # free_memory has forgotten it
     with pytest.raises(ConfigError, match="not wrapped its model .* call them after `train`, or set"):
         trainer.train()
     del before
