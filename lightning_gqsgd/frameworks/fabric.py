@@ -94,8 +94,9 @@ class FabricMixin(StrategyMixin):
     def _heads_of(self, state: dict[str, Any]) -> Sequence[GQSGDState | Trained]:
         """Returns the objects whose states belong to a checkpoint: those of the models whose parameters are in it,
         or in its optimizers. Models of earlier set-ups may still exist, for example those of other folds."""
-        modules = [(weakref.ref(own.module), own) for own in self._local.trained] if self._local else self._hooks
-        heads = [(model(), head) for model, head in modules]
+        heads: list[tuple[Module | None, Any]] = [(ref(), head) for ref, head in self._hooks]
+        if self._local is not None:
+            heads = [(trained.module, trained) for trained in self._local.trained]
         own = {id(parameter) for module in _modules_in(state) for parameter in module.parameters()}
         for optimizer in _optimizers_in(state):
             own |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

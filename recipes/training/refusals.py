@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_gqsgd.errors import ConfigError
 from recipes.errors import RecipeError
 
 #: What these classes raise for values that they do not take.
 _REFUSALS = (TypeError, ValueError, AssertionError, MisconfigurationException)
-
 
 #: Characters of such an error that a message has at most.
 _LONGEST = 400
@@ -36,7 +36,7 @@ def refused_values(where: str, *, applies: Callable[[], bool] = lambda: True) ->
     """
     try:
         yield
-    except RecipeError:  # has one line already, and may be a ValueError, too
+    except (RecipeError, ConfigError):  # these have one line already
         raise
     except _REFUSALS as error:
         if not applies():

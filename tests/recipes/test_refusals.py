@@ -9,6 +9,7 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
+from lightning_gqsgd.errors import ConfigError
 from recipes.comparison.plan import PlanError, make_plan
 from recipes.errors import ModelError, OverrideError
 from recipes.launch.command_line import examine
@@ -26,7 +27,9 @@ def test_a_refused_value_is_one_line(kind: type[Exception]) -> None:
         raise kind("bad\n   value")
 
 
-@pytest.mark.parametrize("error", [ModelError("of recipes"), RuntimeError("no refusal"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [ModelError("of recipes"), ConfigError("of ours"), RuntimeError("no refusal"), KeyboardInterrupt()]
+)
 def test_other_errors_stay_as_they_are(error: BaseException) -> None:
     with pytest.raises(type(error)) as raised, refused_values("model"):
         raise error
