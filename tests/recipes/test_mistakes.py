@@ -120,7 +120,7 @@ MISTAKES = [
     (["data.shift=-1"], "LimitError: data.shift=-1 is out of range: an integer of at least 0, in pixels"),
     (["task.label_smoothing=1.5"], "LimitError: task.label_smoothing=1.5 is out of range: a number from 0 to 1"),
     (["trainer.gradient_clip_val=0"], "LimitError: trainer.gradient_clip_val=0 .* or null for no clipping"),
-    (["threads=0"], "LimitError: threads=0 is out of range: an integer of at least 1, or null"),
+    (["threads=0"], "LimitError: threads=0 is out of range: an integer from 1 to 1024, or null"),
     (["seed=-1"], "LimitError: seed=-1 is out of range: an integer from 0 to 4294967295"),
     (["seed=4294967296"], "LimitError: seed=4294967296"),
     (["model.width=0"], "LimitError: model.width=0"),
