@@ -236,8 +236,8 @@ class GQSGDState:
         is_first = not self._steps.is_under_way or (bucket.index() == 0 and not is_static)
         self._steps.is_under_way = True
         self._handed_over = len(ids) + (0 if is_first else self._handed_over)
-        is_last = bucket.is_last() or (is_static and self._handed_over == len(attachment.trained.reduced))
-        is_last = is_last and not attachment.skips_buckets
+        is_at_end = bucket.is_last() or (is_static and self._handed_over == len(attachment.trained.reduced))
+        is_last = is_at_end and not attachment.skips_buckets
         if is_last:
             attachment.trained.check()
         if self._post_local_sgd is not None:

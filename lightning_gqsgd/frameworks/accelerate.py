@@ -26,7 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, counted, did_you_mean
-from lightning_gqsgd.frameworks.distributed import destroy_at_exit
+from lightning_gqsgd.frameworks.distributed import HookStates, destroy_at_exit
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.watching import WITH_ACCELERATE
 from lightning_gqsgd.presets import LOCAL_PRESETS, make_config
@@ -104,7 +104,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         self._refuse_hooks()
         self.config = make_config(preset, **own)
         _say_that_nothing_is_reduced_by_one_process()
-        self._hooks: list[tuple[weakref.ref[DistributedDataParallel], GQSGDState]] = []
+        self._hooks = HookStates()
         self._freed_by: weakref.ref[Accelerator] | None = None
         self._loaded: list[dict[str, Any]] = []
         _WITHOUT_MODEL.add(self)
@@ -120,12 +120,11 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
     def states(self) -> list[GQSGDState]:
         """The state of the hook on each model that still exists, in the order in which the models were prepared. After
         ``Accelerator.free_memory``, only those of models that were prepared since."""
-        alive = [(model, state) for ref, state in self._hooks if (model := ref()) is not None]
         accelerator = None if self._freed_by is None else self._freed_by()
         if accelerator is None:
-            return [state for _, state in alive]
+            return list(self._hooks.values())
         now = {id(getattr(model, "module", model)) for model in accelerator._models}
-        return [state for model, state in alive if id(model.module) in now]
+        return [state for model, state in self._hooks.items() if id(model.module) in now]
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _HOOK_FIELDS) -> dict[str, Any]:
         """Returns only the arguments of DistributedDataParallel: the base class would deep-copy all attributes."""
@@ -145,8 +144,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         state = register_gqsgd(model, self.config)
         if self._loaded:
             state.load_state_dict(self._loaded.pop(0))
-        self._hooks = [(ref, own) for ref, own in self._hooks if ref() is not None]  # lets go of their memories
-        self._hooks.append((weakref.ref(model), state))
+        self._hooks[model] = state
         # Accelerate's loggers show warnings only, and that compression is on should be seen.
         state.announce(print_to_stderr)
         return state
@@ -158,8 +156,11 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         Returns:
             The state of the hook on ``model``; None if this handler has no hook on it.
         """
-        self._hooks = [(ref, state) for ref, state in self._hooks if ref() is model]
-        return self._hooks[0][1] if self._hooks else None
+        state = self._hooks.get(model)
+        self._hooks.clear()
+        if state is not None:
+            self._hooks[model] = state
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state that a resumed run needs for the same bits; see `GQSGDState.state_dict`.

@@ -6,12 +6,14 @@ import atexit
 import inspect
 from collections.abc import Callable
 from typing import Any, get_type_hints
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.ddp.hook import GQSGDState
 from lightning_gqsgd.errors import ConfigError, did_you_mean
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.presets import Preset, make_config
@@ -35,6 +37,16 @@ class StrategyArguments(FieldArguments, total=False):
     elastic: bool
     min_replicas: int
     outlier: float
+
+
+class HookStates(WeakKeyDictionary[DistributedDataParallel, GQSGDState]):
+    """The states of the hooks on models, in the order in which they were installed. Each is kept as long as its model.
+
+    The models stay in their process, so a pickle is empty.
+    """
+
+    def __reduce__(self) -> Any:
+        return HookStates, ()
 
 
 def takes(arguments: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, overload
@@ -18,6 +17,7 @@ from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.frameworks.distributed import (
     CHECKPOINT_KEY,
+    HookStates,
     StrategyArguments,
     after_setup,
     split_arguments,
@@ -80,7 +80,7 @@ class FabricMixin(StrategyMixin):
         super().__init__(**rest)
         if self._local is not None:
             self._backward_sync_control = _NothingToBlock()
-        self._hooks: list[tuple[weakref.ref[Module], GQSGDState]] = []  # of each model, by DDP's wrapper
+        self._hooks = HookStates()
         self._loaded: list[dict[str, Any]] = []
 
     @property
@@ -89,18 +89,18 @@ class FabricMixin(StrategyMixin):
         order of set-up."""
         if self._local is not None:
             return [trained.averages for trained in self._local.trained]
-        return [state for model, state in self._hooks if model() is not None]
+        return list(self._hooks.values())
 
     def _heads_of(self, state: dict[str, Any]) -> Sequence[GQSGDState | Trained]:
         """Returns the objects whose states belong to a checkpoint: those of the models whose parameters are in it,
         or in its optimizers. Models of earlier set-ups may still exist, for example those of other folds."""
-        heads: list[tuple[Module | None, Any]] = [(ref(), head) for ref, head in self._hooks]
+        heads: list[tuple[Module, Any]] = list(self._hooks.items())
         if self._local is not None:
             heads = [(trained.module, trained) for trained in self._local.trained]
         own = {id(parameter) for module in _modules_in(state) for parameter in module.parameters()}
         for optimizer in _optimizers_in(state):
             own |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [head for model, head in heads if model is not None and not own.isdisjoint(map(id, model.parameters()))]
+        return [head for model, head in heads if not own.isdisjoint(map(id, model.parameters()))]
 
     def setup_module(self, module: Module) -> Any:
         """Wrap a model and install the hook; with local steps, leave the model as it is."""
@@ -109,8 +109,7 @@ class FabricMixin(StrategyMixin):
             return module
         model = super().setup_module(module)
         state = register_gqsgd(model, self.gqsgd_config, timeout=self._timeout)
-        self._hooks = [(ref, own) for ref, own in self._hooks if ref() is not None]  # lets go of their memories
-        self._hooks.append((weakref.ref(model), state))
+        self._hooks[model] = state
         self._restore([state])
         state.announce(self._rank_zero_info)
         return model

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -103,7 +102,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         process_group: ProcessGroup,
         config: GQSGDConfig,
         device: torch.device,
-        facts: Mapping[str, Any] = MappingProxyType({}),
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         check_process_group(process_group)
         check_config(config)
@@ -112,7 +111,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         self.config = config
         self.telemetry = Telemetry()
         self._device = device
-        self._facts = facts
+        self._facts = {"device": device.type, **(facts or {})}
         self._engines: list[Engine] = []  # the engine of the current ranks, if there is one
         self._closing: list[threading.Thread] = []  # threads that close the engines of earlier ranks
         self._peers: Peers  # the current ranks, once there are some
@@ -303,7 +302,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         """Returns the current ranks and the compression for them. Raises ConfigError if no compression works for
         them."""
         config = resolve(self.config, self._peers.size())
-        return Side(self._peers, facts_of(config, {"device": self._device.type, **self._facts}), [config])
+        return Side(self._peers, facts_of(config, self._facts), [config])
 
     def _greet(self, side: Side | None) -> _Greeting:
         """Exchange the state of all ranks: their facts, numbers of calls and compiled kernels. A collective.

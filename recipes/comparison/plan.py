@@ -27,7 +27,6 @@ from recipes.loggers.chosen import chosen_loggers
 from recipes.measuring.metrics import METRICS, Metric
 from recipes.overrides import combinations, composed, parse
 from recipes.strategies.choices import ALL, CONF, check_elastic, check_light, check_strategies
-from recipes.strategies.timeouts import timeout_for
 
 CELL_FILE = "cell.json"
 
@@ -269,7 +268,6 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     check_arguments(resolved)
     check_profile(resolved)
     check_light(resolved["strategy"], resolved["trainer"]["accelerator"])
-    timeout_for(resolved["strategy"])
     check_elastic(resolved, os.environ)
     check_named(resolved["data"])
     check_stand_in(resolved["data"], resolved["trainer"]["accelerator"])

@@ -50,7 +50,6 @@ from recipes.strategies.choices import (
     check_strategies,
     register_presets,
 )
-from recipes.strategies.timeouts import timeout_for
 from recipes.training.checkpoints import find_checkpoint, finished_message
 from recipes.training.continuing import check_continued, uncompared
 from recipes.unread import check_read
@@ -171,7 +170,6 @@ def check(cfg: DictConfig, hydra_config: Any) -> None:
     check_arguments(cfg)
     check_profile(cfg)
     check_light(cfg.strategy, cfg.trainer.accelerator)
-    timeout_for(cfg.strategy)
     check_elastic(cfg, os.environ)
     check_stand_in(cfg.data, cfg.trainer.accelerator)
     name, (nodes, devices) = cfg.hardware.name, places(cfg)

@@ -19,6 +19,7 @@ from lightning_gqsgd.errors import counted
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, did_you_mean_preset
 from lightning_gqsgd.spec.decisions import WIDTHS
 from recipes.errors import RecipeError
+from recipes.strategies.timeouts import timeout_for
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUP = "strategy"
@@ -113,7 +114,8 @@ def check_strategies(arguments: Sequence[str]) -> None:
 
 
 def check_light(strategy: Mapping[str, Any], accelerator: str) -> None:
-    """Refuse what can be told of a strategy without torch: a device that it does not run on, a number of bits.
+    """Refuse what can be told of a strategy without torch: a device that it does not run on, a timeout, a number of
+    bits.
 
     Args:
         strategy: the node ``strategy`` of a configuration.
@@ -121,7 +123,9 @@ def check_light(strategy: Mapping[str, Any], accelerator: str) -> None:
 
     Raises:
         SettingError: the strategy cannot work as asked.
+        OverrideError: the timeout is no time.
     """
+    timeout_for(strategy)
     if strategy.get("hook") == "powersgd" and accelerator == "cpu":
         raise SettingError(
             "strategy=powersgd needs CUDA, and this run has accelerator=cpu; take strategy=ddp_bf16 or gqsgd_4bit, or "

@@ -125,8 +125,13 @@ def notice(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
     return {"exits": exits, "samples": samples, "steps": steps}
 
 
-def strangers(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
-    """Member 1 has another model, and is not let in; member 0 goes on as if nothing had been."""
+def strangers(
+    rank: int, lighthouse: str, folder: Path, fields: dict[str, Any], at_once: bool = False
+) -> dict[str, Any]:
+    """Member 1 has other options, and is not let in; member 0 goes on as if nothing had been.
+
+    If they come at once, member 1 does not see member 0 at the door.
+    """
     if rank == 0:
         model, optimizer = member(0, lighthouse)
         generator = torch.Generator().manual_seed(0)
@@ -138,24 +143,8 @@ def strangers(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
         optimizer.close()
         return {"failed": failed, "samples": optimizer.samples, "steps": optimizer.averages.step}
     wait_for(lambda: (folder / "inside").exists())
-    text = error_text(ConfigError, member, 1, lighthouse, bits=3)
-    (folder / "refused").touch()
-    return {"error": text}
-
-
-def strangers_at_once(rank: int, lighthouse: str, folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
-    """Member 1 has other options, and does not see member 0 at the door, as if both had come at the same time."""
-    if rank == 0:
-        model, optimizer = member(0, lighthouse)
-        generator = torch.Generator().manual_seed(0)
-        (folder / "inside").touch()
-        while not (folder / "refused").exists():
-            train_step(model, optimizer, generator, 0.01)
-        optimizer.finish()
-        optimizer.close()
-        return {"samples": optimizer.samples, "steps": optimizer.averages.step}
-    wait_for(lambda: (folder / "inside").exists())
-    pytest.MonkeyPatch().setattr("lightning_gqsgd.membership.manager.check_others", lambda *_: [])
+    if at_once:
+        pytest.MonkeyPatch().setattr("lightning_gqsgd.membership.manager.check_others", lambda *_: [])
     text = error_text(ConfigError, member, 1, lighthouse, **fields)
     (folder / "refused").touch()
     return {"error": text}

@@ -107,7 +107,7 @@ def test_a_machine_with_notice_merges_what_it_has_learnt_and_leaves(tmp_path: Pa
 
 
 def test_who_does_not_fit_is_refused_at_the_door_and_nobody_else_notices(tmp_path: Path, lighthouse: str) -> None:
-    inside, stranger = run_members(members.strangers, 2, tmp_path, lighthouse, tmp_path)
+    inside, stranger = run_members(members.strangers, 2, tmp_path, lighthouse, tmp_path, {"bits": 3})
     assert "another model, other options or another compression" in stranger["error"]
     assert inside["failed"] == 0
     assert inside["samples"] == inside["steps"]
@@ -123,7 +123,7 @@ def test_who_does_not_fit_is_refused_at_the_door_and_nobody_else_notices(tmp_pat
 def test_who_does_not_fit_is_refused_where_all_came_at_once(
     fields: dict[str, Any], words: str, tmp_path: Path, lighthouse: str
 ) -> None:
-    inside, stranger = run_members(members.strangers_at_once, 2, tmp_path, lighthouse, tmp_path, fields)
+    inside, stranger = run_members(members.strangers, 2, tmp_path, lighthouse, tmp_path, fields, True)
     assert words in stranger["error"]
     assert "\n" not in stranger["error"]
     assert inside["samples"] == inside["steps"]

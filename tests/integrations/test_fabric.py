@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,8 @@ def folds(rank: int, folder: Path, strategy: dict[str, Any]) -> list[tuple[bool,
         states.append({"model": model, "optimizer": optimizer})
         weights.append(fingerprint(module))
         fabric.save(folder / f"{fold}.ckpt", states[fold])
+    copied = pickle.loads(pickle.dumps(fabric.strategy._hooks))  # noqa: S301
+    assert not copied  # a process that is started gets none
     found = []
     for fold, state in enumerate(states):
         with torch.no_grad():

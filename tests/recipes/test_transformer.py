@@ -10,11 +10,12 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from recipes.errors import ModelError, RecipeError
+from recipes.errors import ModelError
 from recipes.models.gpt2 import GPT2
 from recipes.models.transformer import Transformer
 from recipes.tasks.language_model import Perplexity
 from recipes.training.building import build, build_network
+from recipes.training.refusals import ValueRefusedError
 
 
 def _transformer(**settings: Any) -> Transformer:
@@ -86,18 +87,29 @@ def test_models_have_the_size_that_their_files_say(
     assert sum(p.numel() for p in network.parameters()) / 1e6 == pytest.approx(millions, rel=0.005)
 
 
+TEXT = "+exp=transformer_wikitext"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("kind", "overrides", "message"),
     [
-        (["+exp=transformer_wikitext", "model.heads=5"], r"model\.width=192 is not divisible by model\.heads=5"),
-        (["+exp=transformer_wikitext", "model.dropout=1.5"], r"model\.dropout=1\.5 is out of range"),
-        (["model=convnet", "data=cifar10", "model.widths=[]"], r"model\.widths=\[\]: needs at least one group"),
+        (
+            ModelError,
+            [TEXT, "model.heads=5"],
+            r"^model\.width=192 is not divisible by model\.heads=5",
+        ),
+        (ModelError, [TEXT, "model.dropout=1.5"], r"^model\.dropout=1\.5 is out of range"),
+        (
+            ValueRefusedError,  # of a network that knows no errors of recipes
+            ["model=convnet", "data=cifar10", "model.widths=[]"],
+            r"ConvNet: model\.widths=\[\]: needs at least one group",
+        ),
     ],
 )
 def test_a_refused_setting_is_an_error_of_recipes(
-    composed: Callable[..., DictConfig], overrides: list[str], message: str
+    composed: Callable[..., DictConfig], kind: type[Exception], overrides: list[str], message: str
 ) -> None:
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(kind, match=message):
         build_network(composed(*overrides).model)
 
 
