@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, overload
 
@@ -60,7 +60,6 @@ class FabricMixin(StrategyMixin):
         ConfigError: for an unknown argument, or a value that cannot work.
     """
 
-    _rank_zero_info: Callable[[str], None]  # each flavour's log of the first process
     _backward_sync_control: Any  # Fabric's
 
     @overload
@@ -177,15 +176,8 @@ class FabricMixin(StrategyMixin):
         remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         if _is_to_resume(state):
             heads = self._heads_of(state)
-            loaded = remainder.pop(CHECKPOINT_KEY, None)
-            if self._local is not None and not _is_of_local_steps(loaded):
-                self._rank_zero_info(
-                    "gqsgd: the checkpoint was written without local steps; its weights are the anchor"
-                )
-                loaded = None
-            elif loaded is None:
-                self._rank_zero_info("gqsgd: the checkpoint was written without gqsgd; its dither starts anew")
-            else:
+            loaded = self._usable(remainder.pop(CHECKPOINT_KEY, None))
+            if loaded is not None:
                 _check_count(loaded, state, heads)
             self._loaded = loaded or []
             if loaded is not None:
@@ -227,11 +219,6 @@ def _check_count(loaded: Sequence[Any], state: dict[str, Any], heads: Sequence[A
 def _optimizers_in(state: dict[str, Any]) -> list[optim.Optimizer]:
     """Returns the optimizers that are in a checkpoint."""
     return [value for value in state.values() if isinstance(value, optim.Optimizer)]
-
-
-def _is_of_local_steps(loaded: Any) -> bool:
-    """Returns whether the strategy's states in a checkpoint are those of local steps."""
-    return bool(loaded) and all("ranks" in state for state in loaded)
 
 
 def _modules_in(state: Any) -> list[Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +21,7 @@ from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_o
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.options import MOST_STEPS, LocalOptions
 from lightning_gqsgd.presets import Preset
+from lightning_gqsgd.session.checkpoint import is_of_local_steps
 
 _Base: Any = object  # each flavour's DDPStrategy
 
@@ -213,6 +214,7 @@ class StrategyMixin(_Base):
     """The methods that are the same for the Trainer's strategy and for Fabric's."""
 
     _local: LocalTraining | None  # None: gradients are averaged
+    _rank_zero_info: Callable[[str], None]  # each flavour's log of the first process
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -226,3 +228,22 @@ class StrategyMixin(_Base):
         if self._local is not None:
             self._local.count(optimizer)
         return output
+
+    def _usable(self, states: Sequence[Any] | None) -> Sequence[Any] | None:
+        """Returns the states of a checkpoint, or None if it has none for the way in which this run averages.
+
+        Users change between the two ways. The weights go on then, and a line says what starts anew.
+        """
+        are_local = bool(states) and all(map(is_of_local_steps, states or ()))
+        if self._local is not None and not are_local:
+            self._rank_zero_info("gqsgd: the checkpoint was written without local steps; its weights are the anchor")
+            return None
+        if self._local is None and states is None:
+            self._rank_zero_info("gqsgd: the checkpoint was written without gqsgd; its dither starts anew")
+        if self._local is None and are_local:
+            self._rank_zero_info(
+                "gqsgd: the checkpoint was written with local steps; from its weights on, gradients "
+                "are averaged in every step, and the count of steps and the dither start anew"
+            )
+            return None
+        return states

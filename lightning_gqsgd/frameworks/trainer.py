@@ -75,7 +75,6 @@ class TrainerMixin(StrategyMixin):
     """
 
     _telemetry: Callable[[], Any]  # each flavour's callback
-    _rank_zero_info: Callable[[str], None]  # and its log of the first process
     _ddp_kwargs: dict[str, Any]  # Lightning's: what it gives to DistributedDataParallel
     _pl_static_graph_delay_done: bool  # Lightning's
 
@@ -225,10 +224,8 @@ class TrainerMixin(StrategyMixin):
         super().load_optimizer_state_dict(checkpoint)
         if self._local is None:
             self._restore_hook()
-        elif self._loaded is not None and "ranks" in self._loaded:
+        elif self._loaded is not None:
             self._local.trained[0].load_state_dict(self._loaded)
-        else:
-            self._rank_zero_info("gqsgd: the checkpoint was written without local steps; its weights are the anchor")
         self._loaded = None
 
     def _restore_hook(self) -> None:
@@ -274,9 +271,9 @@ class TrainerMixin(StrategyMixin):
         checkpoint = super().load_checkpoint(*args, **kwargs)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == "fit":
-            self._loaded = checkpoint.get(CHECKPOINT_KEY)
-            if self._loaded is None and self._local is None:
-                self._rank_zero_info("gqsgd: the checkpoint was written without gqsgd; its dither starts anew")
+            loaded = checkpoint.get(CHECKPOINT_KEY)
+            states = self._usable(None if loaded is None else [loaded])
+            self._loaded = None if states is None else states[0]
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:

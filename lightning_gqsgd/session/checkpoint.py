@@ -54,7 +54,7 @@ def check_state(state: Any, now: GQSGDConfig, entries: Mapping[str, type] | None
             f"gqsgd state of schema {state.get('schema')!r:.200}; this version reads {STATE_SCHEMA}: "
             "resume with the version that wrote it, or drop the entry to start the dither anew"
         )
-    if entries is None and ("anchors" in state or "merged" in state):
+    if entries is None and is_of_local_steps(state):
         raise ConfigError(
             "this is the state of local steps, whose steps are counted in another way; give it to the LocalSteps, or "
             "to the strategy with local_steps, that continues, and leave it out for a hook of gradients"
@@ -69,6 +69,11 @@ def check_state(state: Any, now: GQSGDConfig, entries: Mapping[str, type] | None
             )
     _check_plain(state["config"])
     _log_difference(state["config"], now)
+
+
+def is_of_local_steps(state: object) -> bool:
+    """Returns True for a state that local steps have written, with or without members that come and go."""
+    return isinstance(state, Mapping) and ("anchors" in state or "merged" in state)
 
 
 def is_count(value: object) -> bool:

@@ -247,6 +247,41 @@ def test_fabric_makes_the_steps_of_a_loop_and_resumes(tmp_path: Path) -> None:
     assert len(set(first)) == 1
 
 
+def _fabric_changes(rank: int, folder: Path) -> list[Any]:
+    """From averages in every step to local steps, and back: the bits, the step, and what is said."""
+    path = folder / "fabric.ckpt"
+    results: list[Any] = []
+    for options in ({"bits": 4}, {"local_steps": 4}, {"bits": 4}):
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=GQSGDFabricStrategy(**options))
+        fabric.launch()
+        module = mlp()
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+        state = {"model": model, "optimizer": optimizer}
+        said: list[str] = []
+        fabric.strategy._rank_zero_info = said.append
+        if results:
+            fabric.load(path, state)
+        before = bits_of(module)
+        for step in range(4):
+            fabric.backward(loss_of(model, rank, step))
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.save(path, state)
+        results.append([said, before, bits_of(module), fabric.strategy.gqsgd_states[0].step])
+        fabric.strategy.gqsgd_states[0].close()
+    return results
+
+
+def test_fabric_changes_between_averages_in_every_step_and_local_steps(tmp_path: Path) -> None:
+    first, second = run(_fabric_changes, 2, tmp_path, tmp_path, initialise=False)
+    assert [results[1:] for results in first] == [results[1:] for results in second]
+    said, begins, ends, steps = zip(*first, strict=True)
+    assert begins[1:] == ends[:-1]
+    assert steps == (4, 4, 4)
+    assert "without local steps; its weights are the anchor" in "".join(said[1])
+    assert "with local steps; from its weights on, gradients are averaged in every step" in "".join(said[2])
+
+
 def _accelerate(rank: int) -> list[Any]:
     """Accelerate without DistributedDataParallel, with accumulation; the same steps by hand."""
     from accelerate import Accelerator
