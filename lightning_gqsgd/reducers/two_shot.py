@@ -66,16 +66,17 @@ class TwoShot(Reducer):
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
-        layout = self.layout.on(x.device)
-        sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
-        received = torch.empty(self.ranks, layout.shard_bytes, dtype=torch.uint8, device=x.device)
+        device = x.device
+        layout = self.layout.on(device)
+        sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=device)
+        received = torch.empty(self.ranks, layout.shard_bytes, dtype=torch.uint8, device=device)
         part = self.up.part_for_owners(layout, rank)
         remember = self.up.outgoing(x, part, keys.rotation, store).encode(sent, keys.up[rank])
         # A rank sends each owner only its shard, so it sends (n-1)/n of a message in each of the two exchanges, for any
         # number of ranks.
         yield (Exchange("all_to_all", received, sent),)
 
-        shard = torch.empty(layout.shard_bytes, dtype=torch.uint8, device=x.device)
+        shard = torch.empty(layout.shard_bytes, dtype=torch.uint8, device=device)
         remember_mean = self._average(received, layout, rank, shard, x, keys, store)
         yield (Exchange("all_gather", sent, shard),)
 

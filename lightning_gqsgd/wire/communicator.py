@@ -271,7 +271,8 @@ class Communicator:
         if kind == "all_to_all":
             work = group.alltoall_base(output, source, *(splits or ([], [])))
         elif kind == "all_gather":
-            work = group._allgather_base(output.view(-1), source)
+            flat = output if output.dim() == 1 else output.view(-1)
+            work = group._allgather_base(flat, source)
         else:
             work = group.allreduce([output], dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM)
         # A forked child must not run the destructor of a work either, see `_abandon_after_fork`.

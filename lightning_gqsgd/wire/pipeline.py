@@ -311,7 +311,7 @@ def _pieces_of(job: Job, communicator: Communicator) -> list[_Piece]:
     preface = [] if job.preface is None else [_Piece(job, job.preface, 0)]
     count = len(job.pieces)
     turns = communicator.turns(count, job.connections) if job.connections > 1 else [0] * count
-    return [*preface, *(_Piece(job, start, 1, turn) for start, turn in zip(job.pieces, turns, strict=True))]
+    return preface + [_Piece(job, start, 1, turn) for start, turn in zip(job.pieces, turns, strict=True)]
 
 
 class Runner(Protocol):

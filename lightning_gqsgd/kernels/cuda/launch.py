@@ -193,8 +193,10 @@ def _keep_for_this_stream(launches: Sequence[_Launch], kept: _Kept, stream: int)
 
 
 def raw_stream(device: torch.device) -> int:
-    """Returns the number of the current stream, or 0 on a CPU."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    """Returns the number of the current stream, or 0 on a CPU. ``device`` is that of a tensor, so that a GPU has an
+    index and a CPU has none."""
+    index = device.index
+    return 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
 
 
 def is_aligned(x: Tensor) -> bool:
