@@ -482,7 +482,8 @@ class Trials:
         trials.decisions = decisions
         if bits not in trials.allow:
             return trials
-        trials.bits, trials._credit = bits, min(credit, trials._credit)
+        trials.bits = bits
+        trials._credit = min(credit, trials._credit)
         fresh = [candidate for candidate in trials.allow if candidate not in tried]
         if not is_same_world:
             trials.state = Settle("another number of ranks", trials.rules.settling)

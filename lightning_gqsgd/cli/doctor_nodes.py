@@ -32,13 +32,17 @@ from lightning_gqsgd.wire.node import network
 #: Seconds that a rank waits for the others; the environment variable has another number.
 WAIT_S = 60
 WAIT_VARIABLE = "GQSGD_DOCTOR_WAIT_S"
-#: Seconds that all rounds of pairs may take together, and the most that one round takes.
-ROUNDS_S, ROUND_S = 30.0, 1.0
+#: Seconds that all rounds of pairs may take together.
+ROUNDS_S = 30.0
+#: Most seconds that one round takes.
+ROUND_S = 1.0
 #: Further seconds that rank 0 waits.
 LAST_S = 3
-#: Round trips of one byte; the shortest and the longest message of the rate, in bytes.
+#: Round trips of one byte.
 TRIPS = 20
-SHORTEST, LONGEST = 1 << 16, 1 << 26
+#: Bytes of the shortest and of the longest message of the rate.
+SHORTEST = 1 << 16
+LONGEST = 1 << 26
 #: Most pairs that are printed, the slowest first.
 MOST_PAIRS = 40
 
@@ -127,8 +131,8 @@ def opening(findings: Findings) -> str:
     """Returns a line on the launch."""
     names = len({(host.name, host.namespace) for host in findings.hosts})
     place = findings.place
-    ranks, hosts = counted(place.size, "rank"), counted(names, "host")
-    return f"{ranks} on {hosts}, started by {place.launcher}; they met at {place.address}:{place.port}"
+    launched = f"{counted(place.size, 'rank')} on {counted(names, 'host')}, started by {place.launcher}"
+    return f"{launched}; they met at {place.address}:{place.port}"
 
 
 def tables(findings: Findings) -> list[Table]:

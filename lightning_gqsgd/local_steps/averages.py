@@ -188,11 +188,13 @@ class LocalAverages(AveragingLoop[Average]):
                 take_from_first_rank(model, self.group)
         self._digest = digest_of_facts(facts)
         self._sizes = {entry.segment.parameter: entry.segment.numel for entry in parameters if not entry.segment.raw}
-        self._dtype, self.compressed_numbers = dtype, tuple(self._sizes)
+        self._dtype = dtype
+        self.compressed_numbers = tuple(self._sizes)
         self._inner = InnerState(optimizers)
         self._weights_in_state = WeightsInState(optimizers)
         self.watched = WatchedModel(model, optimizers, parameters, self.group)
-        self._buffers, self._integers = OwnBuffers(model), IntegerBuffers(model, self.group)
+        self._buffers = OwnBuffers(model)
+        self._integers = IntegerBuffers(model, self.group)
         self._has_started = False
         self._begin_at_anchors()
         # This also runs at exit, because Gloo groups that are still open then can abort the process.
@@ -308,7 +310,9 @@ class LocalAverages(AveragingLoop[Average]):
         take_from_first_rank(model, self.group)
         self.outer.state.clear()
         self._engine.plans.clear()  # they hold the old memory
-        self.step, self.rounds, self._has_started = 0, Rounds(self.options), False
+        self.step = 0
+        self.rounds = Rounds(self.options)
+        self._has_started = False
         self._begin_at_anchors()
 
     @contextmanager

@@ -21,8 +21,10 @@ from torchft.checkpointing.http_transport import HTTPTransport
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.membership.door import in_brackets
 
-#: Paths of torchft's own states, and of a member's current state.
-_CHECKPOINTS, _PRESENT = "/checkpoint/", "/present"
+#: Path of torchft's own states.
+_CHECKPOINTS = "/checkpoint/"
+#: Path of a member's current state.
+_PRESENT = "/present"
 
 
 class PlainTransport(HTTPTransport[Any]):

@@ -32,7 +32,8 @@ from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, Wh
 from lightning_gqsgd.reducers.memory import MemoryStore
 
 #: The first byte of a message: whether the stream is coded.
-_CODED, _AS_THEY_ARE = b"\1", b"\0"
+_CODED = b"\1"
+_AS_THEY_ARE = b"\0"
 #: Window of zlib. A negative number means that there is no header and no checksum.
 _WINDOW = -15
 #: The integer types, in torch and in NumPy, for the bits of numbers with this number of bytes.
