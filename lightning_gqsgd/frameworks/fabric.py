@@ -104,6 +104,9 @@ class FabricMixin(StrategyMixin):
     def setup_module(self, module: Module) -> Any:
         """Wrap a model and install the hook; with local steps, leave the model as it is."""
         if self._local is not None:
+            # Those of an earlier fold or trial, which its user has finished and closed.
+            closed = {id(own) for own in self._local.forget_closed()}
+            self._modules = [own for own in self._modules if id(own) not in closed]
             self._modules.append(module)
             return module
         model = super().setup_module(module)

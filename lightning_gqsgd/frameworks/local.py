@@ -151,6 +151,12 @@ class LocalTraining:
         self.trained.append(Trained(averages, module, list(optimizers)))
         return self.trained[-1]
 
+    def forget_closed(self) -> list[nn.Module]:
+        """Forget the modules whose averages were closed, and return them."""
+        closed = [trained for trained in self.trained if trained.averages.is_closed]
+        self.trained = [trained for trained in self.trained if trained not in closed]
+        return [trained.module for trained in closed]
+
     def count(self, optimizer: Optimizer) -> None:
         """Count a step. Where several optimizers are counted together, the steps of the first one count.
 

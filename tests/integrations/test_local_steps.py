@@ -282,6 +282,29 @@ def test_fabric_changes_between_averages_in_every_step_and_local_steps(tmp_path:
     assert "with local steps; from its weights on, gradients are averaged in every step" in "".join(said[2])
 
 
+def _folds(rank: int) -> list[Any]:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=GQSGDFabricStrategy(local_steps=3))
+    fabric.launch()
+    results = []
+    for fold in range(3):
+        module = mlp()
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for step in range(4):
+            fabric.backward(loss_of(model, rank, 10 * fold + step))
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.strategy.finish()
+        results += [bits_of(module), len(fabric.strategy.gqsgd_states)]
+        fabric.strategy.gqsgd_states[-1].close()
+    return results
+
+
+def test_a_model_of_fabric_that_was_finished_and_closed_is_forgotten(tmp_path: Path) -> None:
+    first, second = run(_folds, 2, tmp_path, initialise=False)
+    assert first == second
+    assert first[1::2] == [1, 1, 1]
+
+
 def _accelerate(rank: int) -> list[Any]:
     """Accelerate without DistributedDataParallel, with accumulation; the same steps by hand."""
     from accelerate import Accelerator
