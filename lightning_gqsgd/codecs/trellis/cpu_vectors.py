@@ -1,7 +1,7 @@
-"""Vector intrinsics for the search in a trellis: the costs of a step, a step of all states, and tables of levels.
+"""Vector instructions for the search in a trellis: the costs of a step, a step of all states, and tables of levels.
 
-Levels, subsets and windows are constants of the machine code. Intrinsics that depend on them are built for each number
-of bits. Words, places and bits are vectors of 32-bit integers, with one number for each sequence.
+Levels, subsets and windows are constants of the machine code. Instructions that depend on them are built for each
+number of bits. Words, places and bits are vectors of 32-bit integers, with one number for each sequence.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from lightning_gqsgd.codecs.trellis.codec import (
     FAR_WINDOWS,
@@ -31,6 +30,7 @@ from lightning_gqsgd.codecs.trellis.codec import (
     subset_of,
     thresholds_of,
 )
+from lightning_gqsgd.kernels.cpu.jit import instruction
 from lightning_gqsgd.kernels.cpu.vectors import Vector, features_of, filled_with, permuted, shuffled
 
 #: Adding this number to a float below 2^22 rounds the float to an integer, which is then in the lowest bits.
@@ -49,94 +49,75 @@ def _variant(window: int) -> tuple[int, bool]:
 _VARIANTS = sorted({_variant(window) for window in range(WINDOWS)})
 
 
-@intrinsic
-def units(typing_context, vector, inverse):
+@instruction(lambda vector, inverse: Vector(types.float32, vector.lanes)(vector, inverse))
+def units(code, vector, inverse):
     """Returns rotated coordinates times ``inverse``, which is one over their root mean square, as fp32 numbers within
     ±`FARTHEST`. NaN stays NaN."""
-    result = Vector(types.float32, vector.lanes)
-
-    def generate(context, builder, signature, arguments):
-        vector, inverse = arguments
-        product = builder.fmul(vector, filled_with(builder, inverse, vector.type))
-        form = context.get_value_type(result)
-        product = builder.fptrunc(product, form) if product.type != form else product
-        highest = _all(form, FARTHEST)
-        lowest = _all(form, -FARTHEST)
-        product = builder.select(builder.fcmp_ordered("<", product, lowest), lowest, product)
-        return builder.select(builder.fcmp_ordered(">", product, highest), highest, product)
-
-    return result(vector, inverse), generate
+    product = code.fmul(vector, filled_with(code, inverse, vector.type))
+    product = code.fptrunc(product, code.form) if product.type != code.form else product
+    highest = _all(code.form, FARTHEST)
+    lowest = _all(code.form, -FARTHEST)
+    product = code.select(code.fcmp_ordered("<", product, lowest), lowest, product)
+    return code.select(code.fcmp_ordered(">", product, highest), highest, product)
 
 
-@intrinsic
-def swapped(typing_context, vector, number):
+@instruction(lambda vector, number: vector(vector, types.int64))
+def swapped(code, vector, number):
     """Returns a vector of floats with pairs swapped: place p gets the float from place p ^ ``number``."""
-
-    def generate(context, builder, signature, arguments):
-        vector, number = arguments
-        places = builder.trunc(number, ir.IntType(32))
-        if vector.type.element == ir.DoubleType():
-            # Doubles are moved as pairs of 32-bit halves. The halves of a pair stay in order.
-            halves = builder.bitcast(vector, ir.VectorType(ir.FloatType(), 2 * vector.type.count))
-            moved = _swapped(context, builder, halves, builder.shl(places, places.type(1)))
-            return builder.bitcast(moved, vector.type)
-        return _swapped(context, builder, vector, places)
-
-    return vector(vector, types.int64), generate
+    places = code.trunc(number, ir.IntType(32))
+    if vector.type.element == ir.DoubleType():
+        # Doubles are moved as pairs of 32-bit halves. The halves of a pair stay in order.
+        halves = code.bitcast(vector, ir.VectorType(ir.FloatType(), 2 * vector.type.count))
+        moved = _swapped(code, halves, code.shl(places, places.type(1)))
+        return code.bitcast(moved, vector.type)
+    return _swapped(code, vector, places)
 
 
-def _swapped(context, builder, vector, number):
+def _swapped(code, vector, number):
     """Generate code for `swapped` with sixteen numbers of 32 bits."""
-    features = features_of(context)
+    features = features_of(code)
     if "+avx512f" in features:
-        return permuted(builder, "llvm.x86.avx512.permvar.sf.512", vector, _places_swapped(builder, WINDOWS, number))
+        return permuted(code, "llvm.x86.avx512.permvar.sf.512", vector, _places_swapped(code, WINDOWS, number))
     if "+avx2" in features:
-        places = _places_swapped(builder, _EIGHT, builder.and_(number, number.type(_EIGHT - 1)))
-        halves = [shuffled(builder, vector, range(first, first + _EIGHT)) for first in (0, _EIGHT)]
-        halves = [permuted(builder, "llvm.x86.avx2.permps", half, places) for half in halves]
-        vector = _joined(builder, halves)
+        places = _places_swapped(code, _EIGHT, code.and_(number, number.type(_EIGHT - 1)))
+        halves = [shuffled(code, vector, range(first, first + _EIGHT)) for first in (0, _EIGHT)]
+        halves = [permuted(code, "llvm.x86.avx2.permps", half, places) for half in halves]
+        vector = _joined(code, halves)
         distances = [_EIGHT]
     else:
         distances = [1, 2, 4, _EIGHT]
     for distance in distances:
-        is_set = builder.icmp_unsigned("!=", builder.and_(number, number.type(distance)), number.type(0))
-        other = shuffled(builder, vector, [place ^ distance for place in range(vector.type.count)])
-        vector = builder.select(is_set, other, vector)
+        is_set = code.icmp_unsigned("!=", code.and_(number, number.type(distance)), number.type(0))
+        other = shuffled(code, vector, [place ^ distance for place in range(vector.type.count)])
+        vector = code.select(is_set, other, vector)
     return vector
 
 
-def _places_swapped(builder, count, number):
+def _places_swapped(code, count, number):
     """Generate code for the vector of ``count`` integers 0 ^ ``number``, 1 ^ ``number``, 2 ^ ``number``, ..."""
     form = ir.VectorType(ir.IntType(32), count)
-    return builder.xor(ir.Constant(form, list(range(count))), filled_with(builder, number, form))
+    return code.xor(ir.Constant(form, list(range(count))), filled_with(code, number, form))
 
 
 @lru_cache
 def costs(bits: int) -> Any:
-    """Returns the intrinsic ``costs(x)``. It returns the costs of a step for all `_VARIANTS`, shifted so that they can
-    be added to words."""
+    """Returns the instruction ``costs(x)``. It returns the costs of a step for all `_VARIANTS`, shifted so that they
+    can be added to words."""
     *inner, near, far = MAGNITUDES[bits]
 
-    @intrinsic
-    def costs_of_step(typing_context, x):
-        result = types.UniTuple(Vector(types.int32, x.lanes), len(_VARIANTS))
-
-        def generate(context, builder, signature, arguments):
-            (x,) = arguments
-            negative = builder.fcmp_ordered("<", x, _all(x.type, 0.0))
-            lines = _Lines(builder, builder.select(negative, builder.fneg(x), x))
-            found = {}
-            for subset, is_far in _VARIANTS:
-                levels = _near_positive([*inner, far if is_far else near], subset)
-                found[subset, is_far] = _rounded(builder, _smallest(builder, [lines.at(level) for level in levels]))
-            # Opposite numbers have the costs of opposite subsets.
-            listed = [
-                builder.select(negative, found[3 - subset, is_far], found[subset, is_far])
-                for subset, is_far in _VARIANTS
-            ]
-            return context.make_tuple(builder, result, listed)
-
-        return result(x), generate
+    @instruction(lambda x: types.UniTuple(Vector(types.int32, x.lanes), len(_VARIANTS))(x))
+    def costs_of_step(code, x):
+        negative = code.fcmp_ordered("<", x, _all(x.type, 0.0))
+        lines = _Lines(code, code.select(negative, code.fneg(x), x))
+        found = {}
+        for subset, is_far in _VARIANTS:
+            levels = _near_positive([*inner, far if is_far else near], subset)
+            found[subset, is_far] = _rounded(code, _smallest(code, [lines.at(level) for level in levels]))
+        # Opposite numbers have the costs of opposite subsets.
+        listed = [
+            code.select(negative, found[3 - subset, is_far], found[subset, is_far]) for subset, is_far in _VARIANTS
+        ]
+        return code.context.make_tuple(code, code.result, listed)
 
     return costs_of_step
 
@@ -145,8 +126,8 @@ class _Lines:
     """Generates the costs of non-negative numbers at levels. A cost is a linear function of the number. Each product is
     generated once."""
 
-    def __init__(self, builder, sizes):
-        self._builder = builder
+    def __init__(self, code, sizes):
+        self._code = code
         self._sizes = sizes
         self._products = {}
 
@@ -155,8 +136,8 @@ class _Lines:
         size = abs(level)
         constant, slope = (_all(self._sizes.type, float(number)) for number in costs_of(np.float64(size)))
         if size not in self._products:
-            self._products[size] = self._builder.fmul(self._sizes, slope)
-        combine = self._builder.fsub if level > 0 else self._builder.fadd
+            self._products[size] = self._code.fmul(self._sizes, slope)
+        combine = self._code.fsub if level > 0 else self._code.fadd
         return combine(constant, self._products[size])
 
 
@@ -169,225 +150,191 @@ def _near_positive(magnitudes: Sequence[float], subset: int) -> list[float]:
     return positive if positive and -negative > positive[0] else [negative, *positive]
 
 
-def _smallest(builder, vectors):
+def _smallest(code, vectors):
     """Generate code for the elementwise minimum of vectors of floats."""
     least, *others = vectors
     for other in others:
-        least = builder.select(builder.fcmp_ordered("<", other, least), other, least)
+        least = code.select(code.fcmp_ordered("<", other, least), other, least)
     return least
 
 
-def _rounded(builder, cost):
+def _rounded(code, cost):
     """Generate code for costs rounded to integers, times 2^`PATH`."""
     integer = ir.VectorType(ir.IntType(32), cost.type.count)
-    bits = builder.bitcast(builder.fadd(cost, _all(cost.type, _ROUNDER)), integer)
-    return builder.shl(bits, _all(integer, PATH))
+    bits = code.bitcast(code.fadd(cost, _all(cost.type, _ROUNDER)), integer)
+    return code.shl(bits, _all(integer, PATH))
 
 
-@intrinsic
-def first_words(typing_context, like):
+@instruction(lambda like: types.UniTuple(Vector(types.int32, like.lanes), STATES)(like))
+def first_words(code, like):
     """Returns the words of all states before the first step, as vectors with as many numbers as ``like``."""
-    result = types.UniTuple(Vector(types.int32, like.lanes), STATES)
-
-    def generate(context, builder, signature, arguments):
-        form = ir.VectorType(ir.IntType(32), like.lanes)
-        words = [_all(form, NEVER << PATH if state else 0) for state in range(STATES)]
-        return context.make_tuple(builder, result, words)
-
-    return result(like), generate
+    form = ir.VectorType(ir.IntType(32), like.type.count)
+    words = [_all(form, NEVER << PATH if state else 0) for state in range(STATES)]
+    return code.context.make_tuple(code, code.result, words)
 
 
-@intrinsic
-def renewed(typing_context, words):
+@instruction(lambda words: words(words))
+def renewed(code, words):
     """Returns the words at the start of a segment, from the words at the end of the segment before."""
-
-    def generate(context, builder, signature, arguments):
-        old = cgutils.unpack_tuple(builder, arguments[0])
-        mask = _all(old[0].type, -1 << PATH)
-        first = builder.and_(old[0], mask)
-        costs = [builder.sub(builder.and_(word, mask), first) for word in old]
-        new = [builder.or_(cost, _all(cost.type, state)) for state, cost in enumerate(costs)]
-        return context.make_tuple(builder, signature.return_type, new)
-
-    return words(words), generate
+    old = cgutils.unpack_tuple(code, words)
+    mask = _all(old[0].type, -1 << PATH)
+    first = code.and_(old[0], mask)
+    costs = [code.sub(code.and_(word, mask), first) for word in old]
+    new = [code.or_(cost, _all(cost.type, state)) for state, cost in enumerate(costs)]
+    return code.context.make_tuple(code, code.result, new)
 
 
-@intrinsic
-def advanced(typing_context, words, costs, step):
+@instruction(lambda words, costs, step: words(words, costs, types.int64))
+def advanced(code, words, costs, step):
     """Returns the words of all states after one more step. ``step`` is the number of the step in its segment."""
-
-    def generate(context, builder, signature, arguments):
-        old = cgutils.unpack_tuple(builder, arguments[0])
-        costs = dict(zip(_VARIANTS, cgutils.unpack_tuple(builder, arguments[1]), strict=True))
-        form = old[0].type
-        # A window's lower bits are the state before, its upper bits are the state after.
-        through = [builder.add(old[window & (STATES - 1)], costs[_variant(window)]) for window in range(WINDOWS)]
-        place = builder.add(builder.trunc(arguments[2], form.element), form.element(MEMORY))
-        bit = filled_with(builder, builder.shl(form.element(1), place), form)
-        new = []
-        for state, (left, right) in enumerate(zip(through[::2], through[1::2], strict=True)):
-            word = builder.select(builder.icmp_signed("<", right, left), right, left)
-            new.append(builder.or_(word, bit) if state >> (MEMORY - 1) else word)
-        return context.make_tuple(builder, signature.return_type, new)
-
-    return words(words, costs, types.int64), generate
+    old = cgutils.unpack_tuple(code, words)
+    costs = dict(zip(_VARIANTS, cgutils.unpack_tuple(code, costs), strict=True))
+    form = old[0].type
+    # A window's lower bits are the state before, its upper bits are the state after.
+    through = [code.add(old[window & (STATES - 1)], costs[_variant(window)]) for window in range(WINDOWS)]
+    place = code.add(code.trunc(step, form.element), form.element(MEMORY))
+    bit = filled_with(code, code.shl(form.element(1), place), form)
+    new = []
+    for state, (left, right) in enumerate(zip(through[::2], through[1::2], strict=True)):
+        word = code.select(code.icmp_signed("<", right, left), right, left)
+        new.append(code.or_(word, bit) if state >> (MEMORY - 1) else word)
+    return code.context.make_tuple(code, code.result, new)
 
 
-@intrinsic
-def smallest_bits(typing_context, words):
+@instruction(lambda words: words.dtype(words))
+def smallest_bits(code, words):
     """Returns the bits of the best sequence among all states."""
-    result = words.dtype
-
-    def generate(context, builder, signature, arguments):
-        least, *others = cgutils.unpack_tuple(builder, arguments[0])
-        for other in others:
-            least = builder.select(builder.icmp_signed("<", other, least), other, least)
-        return builder.and_(least, _all(least.type, (1 << PATH) - 1))
-
-    return result(words), generate
+    least, *others = cgutils.unpack_tuple(code, words)
+    for other in others:
+        least = code.select(code.icmp_signed("<", other, least), other, least)
+    return code.and_(least, _all(least.type, (1 << PATH) - 1))
 
 
-@intrinsic
-def bits_of_state(typing_context, words, bits):
+@instruction(lambda words, bits: words.dtype(words, bits))
+def bits_of_state(code, words, bits):
     """Returns, for each sequence, the bits of the word of one state. The lowest bits of ``bits``, which are the bits of
     the segment that follows, select the state."""
-    result = words.dtype
-
-    def generate(context, builder, signature, arguments):
-        listed = cgutils.unpack_tuple(builder, arguments[0])
-        for place in range(MEMORY):
-            has_bit = _has_bit(builder, arguments[1], place)
-            listed = [builder.select(has_bit, *pair) for pair in zip(listed[1::2], listed[::2], strict=True)]
-        return builder.and_(listed[0], _all(listed[0].type, (1 << PATH) - 1))
-
-    return result(words, bits), generate
+    listed = cgutils.unpack_tuple(code, words)
+    for place in range(MEMORY):
+        has_bit = _has_bit(code, bits, place)
+        listed = [code.select(has_bit, *pair) for pair in zip(listed[1::2], listed[::2], strict=True)]
+    return code.and_(listed[0], _all(listed[0].type, (1 << PATH) - 1))
 
 
 @lru_cache
 def numbers_of_levels(bits: int) -> Any:
-    """Returns the intrinsic ``numbers(x, windows)``. It returns the number of the level nearest to each x in the
+    """Returns the instruction ``numbers(x, windows)``. It returns the number of the level nearest to each x in the
     alphabet of its window."""
     thresholds = thresholds_of(alphabets(MAGNITUDES[bits]))
 
-    @intrinsic
-    def numbers(typing_context, x, windows):
-        def generate(context, builder, signature, arguments):
-            x, windows = arguments
-            look_up = _finder(context, builder, windows, single=True)
-            form = windows.type
-            number = ir.Constant(form, [0] * form.count)
-            for place in reversed(range(bits - 1)):
-                # The middle thresholds of the remaining ranges: one for each value of the bits that are already found.
-                middle = thresholds[:, (1 << place) - 1 :: 2 << place]
-                tables = [look_up(column, x.type) for column in middle.T]
-                threshold = _by_bits(builder, tables, number, place + 1)
-                bit = builder.select(builder.fcmp_ordered(">=", x, threshold), _all(form, 1 << place), _all(form, 0))
-                number = builder.or_(number, bit)
-            return number
-
-        return windows(x, windows), generate
+    @instruction(lambda x, windows: windows(x, windows))
+    def numbers(code, x, windows):
+        look_up = _finder(code, windows, single=True)
+        form = windows.type
+        number = ir.Constant(form, [0] * form.count)
+        for place in reversed(range(bits - 1)):
+            # The middle thresholds of the remaining ranges: one for each value of the bits that are already found.
+            middle = thresholds[:, (1 << place) - 1 :: 2 << place]
+            tables = [look_up(column, x.type) for column in middle.T]
+            threshold = _by_bits(code, tables, number, place + 1)
+            bit = code.select(code.fcmp_ordered(">=", x, threshold), _all(form, 1 << place), _all(form, 0))
+            number = code.or_(number, bit)
+        return number
 
     return numbers
 
 
 @lru_cache
 def levels(bits: int) -> Any:
-    """Returns the intrinsic ``levels(codes, windows, like)``. It returns the levels of codes, as a vector like
+    """Returns the instruction ``levels(codes, windows, like)``. It returns the levels of codes, as a vector like
     ``like``."""
     alphabet = alphabets(MAGNITUDES[bits])
 
-    @intrinsic
-    def levels_of_codes(typing_context, codes, windows, like):
-        def generate(context, builder, signature, arguments):
-            codes, windows, like = arguments
-            look_up = _finder(context, builder, windows, single=isinstance(like.type.element, ir.FloatType))
-            tables = [look_up(column, like.type) for column in alphabet.T]
-            return _by_bits(builder, tables, codes, 0)
-
-        return like(codes, windows, like), generate
+    @instruction(lambda codes, windows, like: like(codes, windows, like))
+    def levels_of_codes(code, codes, windows, like):
+        look_up = _finder(code, windows, single=isinstance(like.type.element, ir.FloatType))
+        tables = [look_up(column, like.type) for column in alphabet.T]
+        return _by_bits(code, tables, codes, 0)
 
     return levels_of_codes
 
 
-def _by_bits(builder, vectors, numbers, first):
+def _by_bits(code, vectors, numbers, first):
     """Generate code that selects each number from one of 2^k vectors. The k bits from bit ``first`` on of the integer
     in ``numbers`` select the vector."""
     place = first
     while len(vectors) > 1:
-        has_bit = _has_bit(builder, numbers, place)
-        vectors = [builder.select(has_bit, *pair) for pair in zip(vectors[1::2], vectors[::2], strict=True)]
+        has_bit = _has_bit(code, numbers, place)
+        vectors = [code.select(has_bit, *pair) for pair in zip(vectors[1::2], vectors[::2], strict=True)]
         place += 1
     return vectors[0]
 
 
-def _has_bit(builder, numbers, place):
+def _has_bit(code, numbers, place):
     """Generate code that tests whether bit ``place`` is set in each integer."""
     form = numbers.type
-    return builder.icmp_unsigned("!=", builder.and_(numbers, _all(form, 1 << place)), _all(form, 0))
+    return code.icmp_unsigned("!=", code.and_(numbers, _all(form, 1 << place)), _all(form, 0))
 
 
-def _finder(context, builder, windows, *, single: bool):
+def _finder(code, windows, *, single: bool):
     """Returns a function that generates code to look up the numbers of windows, from a table with one for each window.
 
     One instruction looks up fp32 numbers in a table of sixteen, another in a table of eight. Windows with the same
     alphabet have the same numbers, so eight are enough.
 
     Args:
-        context: Numba's context.
-        builder: LLVM's builder.
+        code: see `instruction`.
         windows: the windows.
         single: whether the numbers are fp32.
     """
-    features = features_of(context)
+    features = features_of(code)
     if single and "+avx512f" in features and windows.type.count == WINDOWS:
         return lambda table, form: permuted(
-            builder, "llvm.x86.avx512.permvar.sf.512", ir.Constant(form, [float(number) for number in table]), windows
+            code, "llvm.x86.avx512.permvar.sf.512", ir.Constant(form, [float(number) for number in table]), windows
         )
     variants = [_VARIANTS.index(_variant(window)) for window in range(WINDOWS)]
     firsts = [variants.index(place) for place in range(len(_VARIANTS))]
-    places = _sixteen(builder, variants, windows, has_permutes="+avx2" in features)
+    places = _sixteen(code, variants, windows, has_permutes="+avx2" in features)
 
     def look_up(table, form):
         numbers = [float(table[first]) for first in firsts]
         numbers += [0.0] * (_EIGHT - len(numbers))
         if not single and "+avx512f" in features:
-            wide = builder.zext(places, ir.VectorType(ir.IntType(64), form.count))
-            return permuted(builder, "llvm.x86.avx512.permvar.df.512", ir.Constant(form, numbers), wide)
+            wide = code.zext(places, ir.VectorType(ir.IntType(64), form.count))
+            return permuted(code, "llvm.x86.avx512.permvar.df.512", ir.Constant(form, numbers), wide)
         if single and "+avx2" in features:
             eight = ir.Constant(ir.VectorType(form.element, _EIGHT), numbers)
-            return _in_parts(builder, places, lambda part: permuted(builder, "llvm.x86.avx2.permps", eight, part))
-        return _by_bits(builder, [_all(form, number) for number in numbers], places, 0)
+            return _in_parts(code, places, lambda part: permuted(code, "llvm.x86.avx2.permps", eight, part))
+        return _by_bits(code, [_all(form, number) for number in numbers], places, 0)
 
     return look_up
 
 
-def _sixteen(builder, table, windows, *, has_permutes: bool):
+def _sixteen(code, table, windows, *, has_permutes: bool):
     """Generate code that looks up an integer for each window, in a table of sixteen."""
     if not has_permutes:
-        return _by_bits(builder, [_all(windows.type, number) for number in table], windows, 0)
+        return _by_bits(code, [_all(windows.type, number) for number in table], windows, 0)
     eight = ir.VectorType(windows.type.element, _EIGHT)
     low, high = (ir.Constant(eight, half) for half in (table[:_EIGHT], table[_EIGHT:]))
 
     def of_part(part):
-        halves = [permuted(builder, "llvm.x86.avx2.permd", half, part) for half in (low, high)]
-        return builder.select(_has_bit(builder, part, MEMORY), halves[1], halves[0])
+        halves = [permuted(code, "llvm.x86.avx2.permd", half, part) for half in (low, high)]
+        return code.select(_has_bit(code, part, MEMORY), halves[1], halves[0])
 
-    return _in_parts(builder, windows, of_part)
+    return _in_parts(code, windows, of_part)
 
 
-def _in_parts(builder, places, generate_part):
+def _in_parts(code, places, generate_part):
     """Generate code for a vector from parts of eight places."""
     count = places.type.count
-    parts = [
-        generate_part(shuffled(builder, places, range(first, first + _EIGHT))) for first in range(0, count, _EIGHT)
-    ]
-    return parts[0] if len(parts) == 1 else _joined(builder, parts)
+    parts = [generate_part(shuffled(code, places, range(first, first + _EIGHT))) for first in range(0, count, _EIGHT)]
+    return parts[0] if len(parts) == 1 else _joined(code, parts)
 
 
-def _joined(builder, parts):
+def _joined(code, parts):
     """Generate code that concatenates two vectors."""
     count = 2 * parts[0].type.count
-    return builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(count))))
+    return code.shuffle_vector(*parts, ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(count))))
 
 
 def _all(form, number):

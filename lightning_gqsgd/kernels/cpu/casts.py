@@ -11,174 +11,131 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 from numba.core.errors import TypingError
-from numba.extending import intrinsic
 from numba.np import arrayobj
 
+from lightning_gqsgd.kernels.cpu.jit import instruction
 
-@intrinsic
-def float_of(typing_context, bits, like):
+
+@instruction(lambda bits, like: like(types.int64, like))
+def float_of(code, bits, like):
     """Returns the float with the type of ``like`` and with these bits, which are an int64."""
-
-    def generate(context, builder, signature, arguments):
-        integer = context.get_value_type(types.int32 if like == types.float32 else types.int64)
-        narrow = builder.trunc(arguments[0], integer) if like == types.float32 else arguments[0]
-        return builder.bitcast(narrow, context.get_value_type(signature.return_type))
-
-    return like(types.int64, like), generate
+    narrow = code.trunc(bits, ir.IntType(32)) if code.result == types.float32 else bits
+    return code.bitcast(narrow, code.form)
 
 
-@intrinsic
-def bits_of(typing_context, value):
+@instruction(lambda value: (types.int32 if value == types.float32 else types.int64)(value))
+def bits_of(code, value):
     """Returns the bits of a float, as a signed integer of the same width."""
-    integer = types.int32 if value == types.float32 else types.int64
-
-    def generate(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
-
-    return integer(value), generate
+    return code.bitcast(value, code.form)
 
 
-@intrinsic
-def narrowed(typing_context, value, like):
+@instruction(lambda value, like: like(types.int64, like))
+def narrowed(code, value, like):
     """Returns an int64 as an integer of the type of ``like``, without its highest bits."""
-
-    def generate(context, builder, signature, arguments):
-        target = context.get_value_type(signature.return_type)
-        return builder.trunc(arguments[0], target) if target.width < 64 else arguments[0]
-
-    return like(types.int64, like), generate
+    return code.trunc(value, code.form) if code.form.width < 64 else value
 
 
-@intrinsic
-def integer_of(typing_context, value, like):
+@instruction(lambda value, like: like(value, like))
+def integer_of(code, value, like):
     """Returns a float, rounded towards zero, as an integer of the type of ``like``."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.fptosi(arguments[0], context.get_value_type(signature.return_type))
-
-    return like(value, like), generate
+    return code.fptosi(value, code.form)
 
 
-@intrinsic
-def shifted_down(typing_context, value, count):
+@instruction(lambda value, count: value(value, value))
+def shifted_down(code, value, count):
     """Returns an integer shifted to the right by ``count`` bits. ``count`` has the type of the integer."""
-
-    def generate(context, builder, signature, arguments):
-        return (builder.ashr if value.signed else builder.lshr)(*arguments)
-
-    return value(value, value), generate
+    return (code.ashr if code.result.signed else code.lshr)(value, count)
 
 
-@intrinsic
-def shifted_up(typing_context, value, count):
+@instruction(lambda value, count: value(value, value))
+def shifted_up(code, value, count):
     """Returns an integer shifted to the left by ``count`` bits. ``count`` has the type of the integer."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.shl(arguments[0], arguments[1])
-
-    return value(value, value), generate
+    return code.shl(value, count)
 
 
-@intrinsic
-def clamped(typing_context, value, limit):
+@instruction(lambda value, limit: value(value, value))
+def clamped(code, value, limit):
     """Returns a float clamped to the range from -limit to limit. NaN stays NaN."""
-
-    def generate(context, builder, signature, arguments):
-        value, limit = arguments
-        negative = builder.fneg(limit)
-        value = builder.select(builder.fcmp_ordered("<", value, negative), negative, value)
-        return builder.select(builder.fcmp_ordered(">", value, limit), limit, value)
-
-    return value(value, value), generate
+    negative = code.fneg(limit)
+    value = code.select(code.fcmp_ordered("<", value, negative), negative, value)
+    return code.select(code.fcmp_ordered(">", value, limit), limit, value)
 
 
-@intrinsic
-def with_sign_of(typing_context, value, sign):
+@instruction(lambda value, sign: value(value, value))
+def with_sign_of(code, value, sign):
     """Returns a float with the sign of another float of the same type."""
-
-    def generate(context, builder, signature, arguments):
-        kind = context.get_value_type(signature.return_type)
-        function = ir.FunctionType(kind, [kind, kind])
-        return builder.call(builder.module.declare_intrinsic("llvm.copysign", [kind], function), arguments)
-
-    return value(value, value), generate
+    kind = code.form
+    function = ir.FunctionType(kind, [kind, kind])
+    return code.call(code.module.declare_intrinsic("llvm.copysign", [kind], function), [value, sign])
 
 
-@intrinsic
-def larger(typing_context, left, right):
+@instruction(lambda left, right: left(left, left))
+def larger(code, left, right):
     """Returns the larger of two signed integers of one type."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.select(builder.icmp_signed(">", *arguments), *arguments)
-
-    return left(left, left), generate
+    return code.select(code.icmp_signed(">", left, right), left, right)
 
 
-@intrinsic
-def smaller(typing_context, left, right):
+@instruction(lambda left, right: left(left, left))
+def smaller(code, left, right):
     """Returns the smaller of two signed integers of one type."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.select(builder.icmp_signed("<", *arguments), *arguments)
-
-    return left(left, left), generate
+    return code.select(code.icmp_signed("<", left, right), left, right)
 
 
-@intrinsic
-def fetch(typing_context, array, index):
+@instruction(lambda array, index: types.void(array, types.intp))
+def fetch(code, array, index):
     """Prefetch the memory around a number of an array, without waiting for it.
 
     The memory is loaded into the second-level cache. The index may be outside of the array.
     """
-
-    def generate(context, builder, signature, arguments):
-        source = context.make_array(signature.args[0])(context, builder, arguments[0])
-        number = builder.gep(source.data, [arguments[1]])
-        pointer = ir.IntType(8).as_pointer()
-        integer = ir.IntType(32)
-        function = ir.FunctionType(ir.VoidType(), [pointer, integer, integer, integer])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], function)
-        read = integer(0)
-        second_level = integer(2)
-        data = integer(1)
-        builder.call(prefetch, [builder.bitcast(number, pointer), read, second_level, data])
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), generate
+    source = code.context.make_array(code.types[0])(code.context, code, array)
+    number = code.gep(source.data, [index])
+    pointer = ir.IntType(8).as_pointer()
+    integer = ir.IntType(32)
+    function = ir.FunctionType(ir.VoidType(), [pointer, integer, integer, integer])
+    prefetch = code.module.declare_intrinsic("llvm.prefetch", [pointer], function)
+    read = integer(0)
+    second_level = integer(2)
+    data = integer(1)
+    code.call(prefetch, [code.bitcast(number, pointer), read, second_level, data])
 
 
-@intrinsic
-def part(typing_context, array, first, count):
+@instruction(lambda array, first, count: _contiguous(array)(array, types.intp, types.intp))
+def part(code, array, first, count):
     """Returns the ``count`` numbers of a contiguous array from number ``first`` on, as an array. Nothing is checked."""
-    _check_contiguous(array)
-    return array(array, types.intp, types.intp), _view
+    return _view(code, array, first, count)
 
 
-@intrinsic
-def numbers(typing_context, memory, first, count, like):
+@instruction(
+    lambda memory, first, count, like: types.Array(like, 1, "C")(_contiguous(memory), types.intp, types.intp, like)
+)
+def numbers(code, memory, first, count, like):
     """Returns ``count`` numbers of the type of ``like`` in a contiguous array, from its number ``first`` on, as an
     array. Nothing is checked."""
-    _check_contiguous(memory)
-    return types.Array(like, 1, "C")(memory, types.intp, types.intp, like), _view
+    return _view(code, memory, first, count)
 
 
-def _check_contiguous(array):
-    """Raise TypingError if an array is not contiguous or has more than one dimension."""
+def _contiguous(array):
+    """Returns the type of an array.
+
+    Raises:
+        TypingError: if the array is not contiguous or has more than one dimension.
+    """
     if array.layout != "C" or array.ndim != 1:
         raise TypingError(f"kernels take contiguous arrays of one dimension, not {array}")
+    return array
 
 
-def _view(context, builder, signature, arguments):
+def _view(code, array, first, count):
     """Generate code for an array that is a view of another array."""
-    source = context.make_array(signature.args[0])(context, builder, arguments[0])
-    view = context.make_array(signature.return_type)(context, builder)
-    number = context.get_data_type(signature.return_type.dtype)
+    context = code.context
+    source = context.make_array(code.types[0])(context, code, array)
+    view = context.make_array(code.result)(context, code)
+    number = context.get_data_type(code.result.dtype)
     itemsize = context.get_constant(types.intp, context.get_abi_sizeof(number))
-    first = builder.gep(source.data, [arguments[1]])
     arrayobj.populate_array(
         view,
-        data=builder.bitcast(first, view.data.type),
-        shape=[arguments[2]],
+        data=code.bitcast(code.gep(source.data, [first]), view.data.type),
+        shape=[count],
         strides=[itemsize],
         itemsize=itemsize,
         meminfo=None,

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 from numba import float32, int32, types, uint32
-from numba.extending import intrinsic
 
 from lightning_gqsgd.kernels.cpu.casts import part
-from lightning_gqsgd.kernels.cpu.jit import inlined, loop
+from lightning_gqsgd.kernels.cpu.jit import inlined, instruction, loop
 from lightning_gqsgd.kernels.layout import INDEX, PARAMETER
 from lightning_gqsgd.kernels.wire import DITHER_FIRST, DITHER_UNIT, GOLDEN, MULTIPLY_1, MULTIPLY_2
 
@@ -20,40 +19,31 @@ FIRST = np.float32(DITHER_FIRST)
 _UNIT = np.float32(DITHER_UNIT)
 
 
-@intrinsic
-def _mix(typing_context, h):
+@instruction(lambda h: types.uint32(types.uint32))
+def _mix(code, h):
     """Returns the result of the function ``mix`` of `kernels.wire` for a 32-bit integer."""
-
-    def generate(context, builder, signature, arguments):
-        return _finish(builder, _start(builder, arguments[0]))
-
-    return types.uint32(types.uint32), generate
+    return _finish(code, _start(code, h))
 
 
-@intrinsic
-def word(typing_context, place, a, b):
+@instruction(lambda place, a, b: types.uint32(types.uint32, types.uint32, types.uint32))
+def word(code, place, a, b):
     """Returns the hash h of `kernels.wire` for the place p and the numbers a and b of the block."""
-
-    def generate(context, builder, signature, arguments):
-        place, a, b = arguments
-        return _finish(builder, builder.xor(_start(builder, builder.add(place, a)), b))
-
-    return types.uint32(types.uint32, types.uint32, types.uint32), generate
+    return _finish(code, code.xor(_start(code, code.add(place, a)), b))
 
 
-def _start(builder, h):
+def _start(code, h):
     """Generate code for the function ``start`` of `kernels.wire`."""
-    return builder.mul(_folded(builder, h, 16), h.type(MULTIPLY_1))
+    return code.mul(_folded(code, h, 16), h.type(MULTIPLY_1))
 
 
-def _finish(builder, h):
+def _finish(code, h):
     """Generate code for the function ``finish`` of `kernels.wire`."""
-    return _folded(builder, builder.mul(_folded(builder, h, 15), h.type(MULTIPLY_2)), 16)
+    return _folded(code, code.mul(_folded(code, h, 15), h.type(MULTIPLY_2)), 16)
 
 
-def _folded(builder, h, shift):
+def _folded(code, h, shift):
     """Generate code for the exclusive or of an integer and its highest bits, shifted down by ``shift``."""
-    return builder.xor(h, builder.lshr(h, h.type(shift)))
+    return code.xor(h, code.lshr(h, h.type(shift)))
 
 
 @inlined

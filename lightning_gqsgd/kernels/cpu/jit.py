@@ -1,12 +1,13 @@
 """Decorators that compile functions, with the options of Numba that all kernels share.
 
-Python calls kernels. All other compiled functions are parts of kernels. There are three kinds of parts:
+Python calls kernels. All other compiled functions are parts of kernels. There are four kinds of parts:
 
 * `inlined`: Numba copies the source of the part into its caller. The types of the part are inferred again in every
   caller. This kind is for parts that decide what happens to a block.
 * `loop`: Numba compiles the part once, and LLVM copies the result into the caller. This kind is for loops over
   coordinates: their types are inferred once for all callers.
 * `called`: the part stays a separate function. This kind is for long parts that are used in several places.
+* `instruction`: a Python function generates the part's code in LLVM's language. This kind is for what Numba cannot say.
 
 All of them use vectors of 512 bits if the processor gains by them. By default, LLVM uses 256 bits on all processors of
 Intel, because the first ones with longer vectors lower their clock for them. Ice Lake and its successors do not.
@@ -17,16 +18,21 @@ factor of 6 on blocks of 64 coordinates.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import binding
+from llvmlite import binding, ir
 from numba import njit
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.funcdesc import FunctionDescriptor
 from numba.core.lowering import Lower
 from numba.core.typed_passes import NativeLowering
+from numba.core.types import Type, void
+from numba.core.typing import Signature
+from numba.extending import intrinsic
 
 from lightning_gqsgd.kernels.cpu.cache import KernelCache
 
@@ -111,3 +117,52 @@ def inlined(function: Callable[..., Any]) -> Any:
 def called(function: Callable[..., Any]) -> Any:
     """Decorator for a part that stays a separate function."""
     return njit(**_PART)(function)
+
+
+class Code:
+    """The code of a caller, to which an `instruction` adds its own. It has the methods of llvmlite's ``IRBuilder``.
+
+    Attributes:
+        context: Numba's context, which knows LLVM's types.
+        types: Numba's types of the arguments.
+        result: Numba's type of the result.
+    """
+
+    def __init__(self, context: Any, builder: ir.IRBuilder, signature: Signature) -> None:
+        self.context = context
+        self.types = signature.args
+        self.result = signature.return_type
+        self._builder = builder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._builder, name)
+
+    @property
+    def form(self) -> Any:
+        """LLVM's type of the result."""
+        return self.context.get_value_type(self.result)
+
+
+def instruction(typed: Callable[..., Signature]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator for a function that generates code in LLVM's language. It takes a `Code` and LLVM's values of the
+    arguments, and returns LLVM's value of the result, or None.
+
+    Args:
+        typed: a function that takes Numba's types of the arguments, and returns the signature: ``lambda left, right:
+            left(left, right)`` for a result of the first argument's type. Numba casts the arguments to the types in it.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def definition(typing_context: Any, *arguments: Type) -> tuple[Signature, Callable[..., Any]]:
+            def generate(context: Any, builder: ir.IRBuilder, signature: Signature, values: Any) -> Any:
+                result = function(Code(context, builder, signature), *values)
+                return context.get_dummy_value() if signature.return_type == void else result
+
+            return typed(*arguments), generate
+
+        # Numba looks at the names of the arguments, and at how many there are. The first one is its own.
+        definition.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+        return intrinsic(definition)
+
+    return decorate

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from llvmlite import ir
 from numba import float32, types, uint32
-from numba.extending import intrinsic
 
 from lightning_gqsgd.kernels.cpu.casts import part
 from lightning_gqsgd.kernels.cpu.dither import block_keys, word
-from lightning_gqsgd.kernels.cpu.jit import kernel, loop
+from lightning_gqsgd.kernels.cpu.jit import instruction, kernel, loop
 from lightning_gqsgd.kernels.cpu.loops import fetch_ahead
 from lightning_gqsgd.kernels.layout import LENGTH, START
 
@@ -18,31 +17,25 @@ _SIGN = 0x8000
 _QUIET = 0x40
 
 
-@intrinsic
-def _rounded(typing_context, value, random, limit):
+@instruction(lambda value, random, limit: types.uint16(types.float32, types.uint32, types.uint32))
+def _rounded(code, value, random, limit):
     """Returns the bits of an fp32 number that is rounded stochastically to bf16, uint16.
 
     Args:
-        typing_context: Numba's context.
         value: the number.
         random: a uniform integer from 0 to 2^16 - 1, uint32.
         limit: bits of the largest magnitude, uint32.
     """
-
-    def generate(context, builder, signature, arguments):
-        value, random, limit = arguments
-        wide = ir.IntType(32)
-        bits = builder.bitcast(value, wide)
-        magnitude = builder.and_(bits, wide(_MAGNITUDE))
-        clipped = builder.select(builder.icmp_unsigned(">", magnitude, limit), limit, magnitude)
-        upper = builder.lshr(builder.add(clipped, random), wide(16))
-        quiet = builder.select(builder.icmp_unsigned(">", magnitude, wide(_INFINITY)), wide(_QUIET), wide(0))
-        special = builder.or_(builder.lshr(magnitude, wide(16)), quiet)
-        upper = builder.select(builder.icmp_unsigned(">=", magnitude, wide(_INFINITY)), special, upper)
-        sign = builder.and_(builder.lshr(bits, wide(16)), wide(_SIGN))
-        return builder.trunc(builder.or_(upper, sign), ir.IntType(16))
-
-    return types.uint16(types.float32, types.uint32, types.uint32), generate
+    wide = ir.IntType(32)
+    bits = code.bitcast(value, wide)
+    magnitude = code.and_(bits, wide(_MAGNITUDE))
+    clipped = code.select(code.icmp_unsigned(">", magnitude, limit), limit, magnitude)
+    upper = code.lshr(code.add(clipped, random), wide(16))
+    quiet = code.select(code.icmp_unsigned(">", magnitude, wide(_INFINITY)), wide(_QUIET), wide(0))
+    special = code.or_(code.lshr(magnitude, wide(16)), quiet)
+    upper = code.select(code.icmp_unsigned(">=", magnitude, wide(_INFINITY)), special, upper)
+    sign = code.and_(code.lshr(bits, wide(16)), wide(_SIGN))
+    return code.trunc(code.or_(upper, sign), ir.IntType(16))
 
 
 @loop
