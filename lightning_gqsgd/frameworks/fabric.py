@@ -182,7 +182,7 @@ class FabricMixin(StrategyMixin):
             loaded = self._usable(remainder.pop(CHECKPOINT_KEY, None))
             if loaded is not None:
                 _check_count(loaded, state, heads)
-            self._loaded = loaded or []
+            self._loaded = list(loaded or [])
             if loaded is not None:
                 self._restore(heads)
                 return remainder
