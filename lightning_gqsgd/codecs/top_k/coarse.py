@@ -94,8 +94,7 @@ class CoarseTopKQuantiser:
         """Returns the records of blocks of one length, uint8 [B, bytes]. ``values`` are their coordinates, [B,
         length]."""
         count = self.kept_of(values.shape[1])
-        # Magnitudes are compared as integers. NaN is the largest one then, so a block with NaN decodes to NaN.
-        places = magnitudes(values).topk(count, dim=1).indices.sort(dim=1).values
+        places = largest(values, count)
         kept = values.gather(1, places)
         size = kept.double().abs()
         low = size.amin(dim=1, keepdim=True)
@@ -108,6 +107,25 @@ class CoarseTopKQuantiser:
         code = cell | (torch.signbit(kept).long() << (self.bits - 1))
         parts = [_rows_of_bytes(means), _rows_of_bytes(places.to(torch.int16)), _packed(code, self.bits)]
         return torch.cat(parts, dim=1)
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Returns the places of the ``count`` largest coordinates of each row, ascending, int64 [B, count].
+
+    If magnitudes are equal, the first ones are kept. The places that ``torch.topk`` returns would not do: of equal
+    magnitudes, it keeps other ones on other devices and in other versions, so that messages would differ.
+
+    Args:
+        values: coordinates of blocks of one length, [B, length].
+        count: number of coordinates to keep, 1 to length.
+    """
+    # Magnitudes are compared as integers. NaN is the largest one then, so a block with NaN decodes to NaN.
+    sizes = magnitudes(values)
+    least = sizes.topk(count, dim=1).values[:, -1:]
+    above = sizes > least
+    ties = sizes == least
+    wanted = count - above.sum(dim=1, keepdim=True)
+    return (above | (ties & (ties.cumsum(dim=1) <= wanted))).nonzero()[:, 1].view(-1, count)
 
 
 def _by_length(blocks: Tensor) -> list[tuple[int, Tensor]]:
