@@ -351,14 +351,9 @@ class _Accumulators:
 def average(gradients: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Replace gradients by their mean over ranks, uncompressed. A collective."""
     for gradient in gradients:
-        dist.all_reduce(gradient.div_(group.size()), group=group)
-
-
-def start_alike(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Give parameters the values that they have on the group's first rank. A collective."""
-    first = dist.get_global_rank(group, 0)
-    for parameter in parameters:
-        dist.broadcast(parameter.detach(), first, group=group)
+        mean = gradient.div(group.size()).contiguous()  # a gradient may have other strides on other ranks
+        dist.all_reduce(mean, group=group)
+        gradient.copy_(mean)
 
 
 class BackwardWatch:
