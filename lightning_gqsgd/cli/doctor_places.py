@@ -54,13 +54,21 @@ def place_of(environment: Mapping[str, str]) -> Place:
             "--nodes, or srun gqsgd doctor --nodes in an allocation"
         )
     rank, size = LAUNCHERS[launcher]
-    numbers = {name: environment[name] for name in (rank, size)}
-    for name, value in numbers.items():
-        if not value.isdecimal():
-            raise ConfigError(f"{name}={value!r} is no number; start the ranks with torchrun, srun or mpirun")
-    if int(numbers[size]) < 2:
+    numbers = {name: number_in(environment, name) for name in (rank, size)}
+    if numbers[size] < 2:
         raise ConfigError(f"{size}={numbers[size]}: one rank has no other to send to; start at least two")
-    return Place(launcher, int(numbers[rank]), int(numbers[size]), _address(environment, launcher), _port(environment))
+    return Place(launcher, numbers[rank], numbers[size], _address(environment, launcher), _port(environment))
+
+
+def number_in(environment: Mapping[str, str], name: str) -> int:
+    """Returns the number that a launcher has given to a variable.
+
+    Raises:
+        ConfigError: the variable has no number.
+    """
+    if not environment[name].isdecimal():
+        raise ConfigError(f"{name}={environment[name]!r} is no number; start the ranks with torchrun, srun or mpirun")
+    return int(environment[name])
 
 
 def _address(environment: Mapping[str, str], launcher: str) -> str:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
+from lightning_gqsgd.cli.doctor_places import number_in
 from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.predict import models
@@ -27,6 +28,7 @@ from lightning_gqsgd.predict.files import check_writable
 from lightning_gqsgd.predict.probe import Probe, measure, to_rows
 from lightning_gqsgd.predict.recording import Recorder
 from lightning_gqsgd.predict.timeline import Timeline
+from lightning_gqsgd.wire.node import local_ranks
 
 #: Seconds that ranks wait for each other.
 _TIMEOUT_S = 120
@@ -137,10 +139,10 @@ def run_rank(bits: Sequence[int], model: str | None, batch: int | None) -> Probe
     """Measure as one of a launcher's ranks. Returns the probe on rank 0, and None on the others.
 
     Raises:
-        ConfigError: one rank, or a model that cannot be built.
+        ConfigError: one rank, a model that cannot be built, or a variable of the launcher that has no number.
     """
+    per_node = local_ranks() or 1
     with joined_ranks() as device:
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         probe = measure(device, "gqsgd probe", bits, per_node)
         if model is not None:
             probe = replace(probe, timelines=(timeline_of(model, batch, device),))
@@ -149,8 +151,14 @@ def run_rank(bits: Sequence[int], model: str | None, batch: int | None) -> Probe
 
 @contextmanager
 def joined_ranks() -> Iterator[torch.device]:
-    """Join the process group of a launcher's ranks, and leave it at the end of the context. Yields the device."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    """Join the process group of a launcher's ranks, and leave it at the end of the context. Yields the device.
+
+    Raises:
+        ConfigError: a variable of the launcher has no number.
+    """
+    for name in ("RANK", "WORLD_SIZE"):
+        number_in(os.environ, name)  # torch reads them, and would say neither the name nor the remedy
+    local = number_in({"LOCAL_RANK": "0", **os.environ}, "LOCAL_RANK")
     on_gpu = torch.cuda.is_available() and torch.cuda.device_count() > local
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:

@@ -38,7 +38,7 @@ from lightning_gqsgd.ddp.checks import (
     own_facts,
 )
 from lightning_gqsgd.ddp.model import Attachment, NumberedParameters
-from lightning_gqsgd.ddp.unaveraged import average, start_alike
+from lightning_gqsgd.ddp.unaveraged import average
 from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.presets import make_config
@@ -46,6 +46,7 @@ from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.session import checkpoint
 from lightning_gqsgd.session.copies import DetachedState, say_if_detached
+from lightning_gqsgd.session.first_rank import take_from_first_rank
 from lightning_gqsgd.session.nodes import layouts
 from lightning_gqsgd.session.opening import Side, compile_together, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import digest, number_parameters
@@ -434,7 +435,7 @@ class GQSGDState:
             meeting.agree([facts])
             compile_together(meeting, {self._engine: self._candidates}, dtypes)
         average(left.values(), self._group)
-        start_alike(new.values(), self._group)
+        take_from_first_rank(new.values(), self._group)
         del old
         if self._parameters.renumber(numbered, named.values(), dtypes[0]):
             if self._steering is not None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -351,14 +351,9 @@ class _Accumulators:
 def average(gradients: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Replace gradients by their mean over ranks, uncompressed. A collective."""
     for gradient in gradients:
-        dist.all_reduce(gradient.div_(group.size()), group=group)
-
-
-def start_alike(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Give parameters the values that they have on the group's first rank. A collective."""
-    first = dist.get_global_rank(group, 0)
-    for parameter in parameters:
-        dist.broadcast(parameter.detach(), first, group=group)
+        mean = gradient.div(group.size()).contiguous()  # a gradient may have other strides on other ranks
+        dist.all_reduce(mean, group=group)
+        gradient.copy_(mean)
 
 
 class BackwardWatch:
@@ -394,7 +389,7 @@ class BackwardWatch:
         # latest mean was computed, while no optimizer has used it.
         self._stray_version: int | None = None
         self._mean_version: int | None = None
-        self._handles = on_gradients(watched, model, partial(_count_gradient, weakref.ref(self)))
+        self._handles = on_gradients(watched, model, self)
         _WATCHES.add(self)
         _watch_optimizers()
 
@@ -594,13 +589,6 @@ class BackwardWatch:
             self._has_said = True
             logger.warning("gqsgd: %s", text)
         self._stray_version = None
-
-
-def _count_gradient(watch: weakref.ref[BackwardWatch], parameter: Tensor) -> None:
-    """Hook on a watched parameter, for as long as the watch is there."""
-    here = watch()
-    if here is not None:
-        here.count_gradient(parameter)
 
 
 #: The watches of this process, which the steps of all optimizers are shown to.

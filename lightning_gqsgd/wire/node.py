@@ -18,6 +18,20 @@ LOCAL_RANKS = "LOCAL_WORLD_SIZE"
 NODE_NUMBERS = ("GROUP_RANK", "NODE_RANK")
 
 
+def local_ranks() -> int | None:
+    """Returns how many processes a launcher has started on this node; None if the environment does not say so.
+
+    Raises:
+        ConfigError: if ``LOCAL_WORLD_SIZE`` is no number of processes.
+    """
+    said = os.environ.get(LOCAL_RANKS)
+    if said is None:
+        return None
+    if not said.isdecimal() or int(said) < 1:
+        raise ConfigError(f"{LOCAL_RANKS}={said!r} is no number of processes of this node; correct or unset it")
+    return int(said)
+
+
 def this_node(rank: int | None = None) -> str:
     """Returns a name of the node that this process runs on. Processes on other nodes get other names.
 
@@ -28,15 +42,13 @@ def this_node(rank: int | None = None) -> str:
         rank: this process's number among all processes; None uses the rank in torch.distributed.
 
     Raises:
-        ConfigError: if ``LOCAL_WORLD_SIZE`` is no number of processes.
+        ConfigError: see `local_ranks`.
     """
     number = next((os.environ[name] for name in NODE_NUMBERS if name in os.environ), None)
-    local = os.environ.get(LOCAL_RANKS)
-    if local is not None and (not local.isdecimal() or int(local) < 1):
-        raise ConfigError(f"{LOCAL_RANKS}={local!r} is no number of processes of this node; correct or unset it")
+    local = local_ranks()
     if number is None and local is not None:
         # Processes are numbered node by node.
-        number = str((dist.get_rank() if rank is None else rank) // int(local))
+        number = str((dist.get_rank() if rank is None else rank) // local)
     return f"{socket.gethostname()}/{network()}/{number or ''}"
 
 

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,23 +44,6 @@ def moment(device: torch.device) -> Moment:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-class _Computed(NamedTuple):
-    """A tensor, and the stream that computes it (None on the CPU)."""
-
-    tensor: Tensor
-    stream: torch.cuda.Stream | None
-
-    @classmethod
-    def here(cls, tensor: Tensor) -> _Computed:
-        """Returns a tensor that the current stream computes."""
-        return cls(tensor, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None)
-
-    def get(self) -> Tensor:
-        """Returns the tensor, after the current stream has been made to wait for the stream that computes it."""
-        wait_for_stream(self.stream, [self.tensor])
-        return self.tensor
 
 
 def wait_for_stream(stream: torch.cuda.Stream | None, tensors: Sequence[Tensor]) -> None:
@@ -183,7 +165,7 @@ class Telemetry:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)  # readers collect, too
     # Sums of squares, [2]: of (estimate - mean) and of the mean.
     _of_step: Tally = field(default_factory=Tally, repr=False)
-    _of_last: _Computed | None = field(default=None, repr=False)
+    _of_last: Tally = field(default_factory=Tally, repr=False)  # one term: the latest sampled step
     _of_all: Tally = field(default_factory=Tally, repr=False)
 
     def bucket(self, index: int) -> BucketCounters:
@@ -238,8 +220,9 @@ class Telemetry:
         sums = self._of_step.total()
         self._of_step = Tally()
         if isinstance(sums, Tensor):  # it was sampled
-            before = torch.zeros_like(sums) if self._of_last is None else self._of_last.get()
-            self._of_last = _Computed.here(torch.where(sums[1] > 0, sums, before))
+            last = Tally()
+            last.add(torch.where(sums[1] > 0, sums, self._of_last.total()))
+            self._of_last = last
             self._of_all.add(torch.where(sums[1] > 0, sums, 0.0))
 
     def add_plain_step(self, numel: int, message_bytes: int, bytes_sent: int) -> None:
@@ -260,22 +243,18 @@ class Telemetry:
     @property
     def error(self) -> float:
         """Sum of squares of (estimate - mean) over all sampled coordinates."""
-        return self._sums()[0]
+        return _sums(self._of_all)[0]
 
     @property
     def reference(self) -> float:
         """Sum of squares of the mean over all sampled coordinates."""
-        return self._sums()[1]
+        return _sums(self._of_all)[1]
 
     @property
     def last_rel_l2(self) -> float:
         """Relative L2 error of the latest sampled step; NaN before the first."""
-        error, reference = (0.0, 0.0) if self._of_last is None else self._of_last.get().tolist()
+        error, reference = _sums(self._of_last)
         return math.sqrt(error / reference) if reference > 0 else math.nan
-
-    def _sums(self) -> list[float]:
-        total = self._of_all.total()
-        return total.tolist() if isinstance(total, Tensor) else [0.0, 0.0]
 
     def totals(self) -> dict[str, float]:
         """Returns all counters as plain numbers: totals over buckets, bits per coordinate, relative L2 error."""
@@ -296,6 +275,12 @@ class Telemetry:
             "steps": self.steps,
             "plain_steps": self.plain_steps,
         }
+
+
+def _sums(tally: Tally) -> list[float]:
+    """Returns the two sums of squares in a tally; zeros if it is empty."""
+    total = tally.total()
+    return total.tolist() if isinstance(total, Tensor) else [0.0, 0.0]
 
 
 class Meter:

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.wire.node import local_ranks
 
 #: Environment variable that sets how many threads of a rank encode and decode, instead of `spare_threads`.
 VARIABLE = "GQSGD_THREADS"
@@ -22,9 +23,6 @@ VARIABLE = "GQSGD_THREADS"
 MOST = 16
 #: Threads at most if the variable is unset: enough for 25 Gbit/s at 4 bits.
 MOST_BY_ITSELF = 4
-
-#: Environment variable in which torchrun and other launchers say how many processes this machine runs.
-_LOCAL_RANKS = "LOCAL_WORLD_SIZE"
 
 
 def codec_threads(ranks: int) -> int:
@@ -34,15 +32,13 @@ def codec_threads(ranks: int) -> int:
         ranks: number of ranks. All are assumed to be on this machine, unless ``LOCAL_WORLD_SIZE`` says how many are.
 
     Raises:
-        ConfigError: if the variable ``GQSGD_THREADS`` is not such a number.
+        ConfigError: if the variable ``GQSGD_THREADS`` is not such a number; see also `node.local_ranks`.
     """
     said = os.environ.get(VARIABLE, "").strip()
     if not said:
-        local = os.environ.get(_LOCAL_RANKS, "")
-        # Without the variable, all ranks may share this machine. Too few threads cost little; too many slow all ranks
-        # down.
-        here = int(local) if local.isdecimal() and int(local) else ranks
-        return spare_threads(_processors(), here, torch.get_num_threads())
+        # Without a launcher's number, all ranks may share this machine. Too few threads cost little; too many slow all
+        # ranks down.
+        return spare_threads(_processors(), local_ranks() or ranks, torch.get_num_threads())
     if not said.isdecimal() or not 1 <= int(said) <= MOST:
         raise ConfigError(f"{VARIABLE}={said!r} is no number of threads; give 1 to {MOST}, or unset it")
     return int(said)

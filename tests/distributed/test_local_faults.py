@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import pickle
 from collections.abc import Callable
@@ -27,17 +26,14 @@ from tests.distributed.local_models import (
     train,
 )
 from tests.distributed.models import fingerprint, loss_of, mlp
-from tests.distributed.ranks import run
+from tests.distributed.ranks import logged, run
 from tests.errors import error_text
 
 
 def _not_finite(rank: int) -> list[Any]:
     results = []
     for way in ({"every": 3}, {"every": 4, "fragments": 2, "delay": 1}):
-        texts: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record, texts=texts: texts.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("lightning_gqsgd").addHandler(handler)
+        texts = logged()
         model = WithBuffers(rank)
         optimizer = local_steps(model, way)
         for step in range(15):
@@ -46,9 +42,9 @@ def _not_finite(rank: int) -> list[Any]:
                     model.layers[3].weight[3, 4] = torch.nan
             train(model, optimizer, rank, range(step, step + 1))
         optimizer.finish()
-        logging.getLogger("lightning_gqsgd").removeHandler(handler)
         finite = all(bool(tensor.isfinite().all()) for tensor in (*model.parameters(), *model.buffers()))
-        results.append([bits_of_model(model), finite, optimizer.averages.skipped, optimizer.averages.averages, texts])
+        averages = optimizer.averages
+        results.append([bits_of_model(model), finite, averages.skipped, averages.averages, list(texts)])
         optimizer.close()
     return results
 
@@ -341,12 +337,8 @@ def _outers(rank: int) -> list[str]:
         if outer is torch.optim.Adam:
             texts.append(error_text(ConfigError, optimizer.load_state_dict, saved))
         else:
-            said: list[str] = []
-            handler = logging.Handler()
-            handler.emit = lambda record, said=said: said.append(record.getMessage())  # type: ignore[method-assign]
-            logging.getLogger("lightning_gqsgd").addHandler(handler)
+            said = logged()
             optimizer.load_state_dict(saved)
-            logging.getLogger("lightning_gqsgd").removeHandler(handler)
             texts += [" ".join(said), optimizer.report()]
         optimizer.close()
     return texts
@@ -457,13 +449,10 @@ def _never_counted(rank: int) -> list[Any]:
     optimizer.finish()
     averages = optimizer.averages.averages
     unchanged = bits_of_model(model) == start
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_gqsgd").addHandler(handler)
+    said = logged()
     train(model, inner, rank, range(5))
     optimizer.finish()
-    logging.getLogger("lightning_gqsgd").removeHandler(handler)
+    texts = list(said)
     moved = bits_of_model(model) != start
     optimizer.close()
     return [bits_of_model(model), moved, unchanged, averages, texts]

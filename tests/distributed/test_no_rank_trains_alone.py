@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,9 +221,7 @@ def test_memories_stay_with_their_parameters_and_new_layers_start_alike(tmp_path
 
 
 def _warned(rank: int, misuse: str) -> list[str]:
-    said = io.StringIO()
-    handler = logging.StreamHandler(said)
-    logging.getLogger("lightning_gqsgd").addHandler(handler)
+    said = logged()
     model, state = wrapped({}, {})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -275,8 +271,7 @@ def _warned(rank: int, misuse: str) -> list[str]:
             for hook in hooks:
                 hook.remove()
     state.close()
-    logging.getLogger("lightning_gqsgd").removeHandler(handler)
-    return said.getvalue().splitlines()
+    return list(said)
 
 
 MISUSES = {
@@ -460,19 +455,17 @@ RIGHT: dict[str, Callable[[_Loop, int], None]] = {
 }
 
 
-def _train_right(rank: int, hook: dict[str, Any]) -> dict[str, list[str]]:
-    said = io.StringIO()
-    logging.getLogger("lightning_gqsgd").addHandler(logging.StreamHandler(said))
+def _train_right(rank: int, hook: dict[str, Any]) -> dict[str, tuple[str, list[str]]]:
+    said = logged()
     results = {}
     cases = [({}, name) for name in RIGHT] + [({"static_graph": True}, "validation")]
     for options, name in cases:
         loop = _Loop(rank, options, hook)
         for step in range(4):
             RIGHT[name](loop, step)
-        results[f"{name} {options}"] = [fingerprint(loop.model), said.getvalue()]
+        results[f"{name} {options}"] = (fingerprint(loop.model), list(said))
         loop.state.close()
-        said.truncate(0)
-        said.seek(0)
+        said.clear()
     return results
 
 
@@ -551,8 +544,7 @@ def test_what_is_right_is_silent(tmp_path: Path, hook: dict[str, Any]) -> None:
 
 def _adversaries(rank: int) -> list[str]:
     """A generator and a discriminator, each frozen while the other one is trained; and uneven inputs."""
-    said = io.StringIO()
-    logging.getLogger("lightning_gqsgd").addHandler(logging.StreamHandler(said))
+    said = logged()
     torch.manual_seed(0)
     generator, first = wrapped({}, {"min_numel": 16}, nn.Linear(8, 32))
     judge, second = wrapped({}, {"min_numel": 16}, nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)))
@@ -583,7 +575,7 @@ def _adversaries(rank: int) -> list[str]:
             optimizer.zero_grad()
     dist.barrier()
     state.close()
-    return [*bits, said.getvalue()]
+    return [*bits, "\n".join(said)]
 
 
 def test_adversaries_and_uneven_inputs_are_silent(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 
 from lightning_gqsgd.wire.agreement import WEIGHTS_COMPARED, Weights, difference_of_weights
 from tests.distributed.models import loss_of, mlp, train, wrapped
-from tests.distributed.ranks import run
+from tests.distributed.ranks import logged, run
 
 
 def _times_two(model: nn.Module) -> None:
@@ -46,16 +44,10 @@ ON_ONE_RANK: dict[str, tuple[Callable[[nn.Module], None], bool]] = {
 }
 
 
-def _said_after(rank: int, make: Callable[[], None]) -> str:
-    said = io.StringIO()
-    handler = logging.StreamHandler(said)
-    logger = logging.getLogger("lightning_gqsgd")
-    logger.addHandler(handler)
-    try:
-        make()
-    finally:
-        logger.removeHandler(handler)
-    return said.getvalue()
+def _said_after(make: Callable[[], None]) -> str:
+    said = logged()
+    make()
+    return "\n".join(said)
 
 
 def _after_changes(rank: int) -> dict[str, str]:
@@ -69,7 +61,7 @@ def _after_changes(rank: int) -> dict[str, str]:
                 change(model.module)
             train(model, rank, range(2, 10))  # more steps than parameters
 
-        seen[name] = _said_after(rank, steps)
+        seen[name] = _said_after(steps)
         state.close()
     return seen
 
@@ -93,7 +85,7 @@ def _joined(rank: int) -> str:
                 loss_of(model, rank, step).backward()
                 optimizer.step()
 
-    said = _said_after(rank, steps)
+    said = _said_after(steps)
     state.close()
     return said
 

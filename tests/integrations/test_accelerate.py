@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import io
-import logging
 import math
 import os
 import pickle
@@ -28,7 +27,7 @@ import lightning_gqsgd
 from lightning_gqsgd import GQSGDKwargs, enable
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from tests.distributed.models import fingerprint, loss_of, mlp
-from tests.distributed.ranks import run
+from tests.distributed.ranks import logged, run
 from tests.processes import ended_well
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
@@ -63,9 +62,8 @@ def fit(
     save: Path | None = None,
 ) -> dict[str, Any]:
     """Train; what a test compares."""
-    said, logged = io.StringIO(), io.StringIO()
-    logging.getLogger("lightning_gqsgd").addHandler(logging.StreamHandler(logged))
-    with contextlib.redirect_stderr(said):
+    records = logged()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
         accelerator, gqsgd = accelerator_of(route, handler or {}, **(options or {}))
         if overflow is not None:
             accelerator.scaler = torch.amp.GradScaler("cpu")
@@ -96,7 +94,7 @@ def fit(
         "loss": losses[-1],
         "steps": [state.step for state in gqsgd.states] if gqsgd else [],
         "said": said.getvalue(),
-        "logged": logged.getvalue(),
+        "logged": "\n".join(records),
         "skipped": skipped,
         "scaler": accelerator.scaler is not None,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
 from tests.distributed.models import batch, loss_of, mlp, train
-from tests.distributed.ranks import run
+from tests.distributed.ranks import logged, run
 from tests.integrations.fsdp_models import (
     bits,
     gradients,
@@ -420,8 +419,7 @@ class Partly(nn.Sequential):
 
 def _unused(rank: int) -> tuple[str, bool]:
     on = mesh(2)
-    records = io.StringIO()
-    logging.getLogger("lightning_gqsgd").addHandler(logging.StreamHandler(records))
+    records = logged()
     model, _ = quantised(on, QUANTISED, Partly())
     theirs = sharded(on, Partly())
     for one in (model, theirs):
@@ -437,7 +435,7 @@ def _unused(rank: int) -> tuple[str, bool]:
     register_gqsgd_fsdp(alone[0], replicate=on["replicate"])
     outside = nn.Sequential(sharded(on["shard"]), nn.Linear(10, 10))
     register_gqsgd_fsdp(outside, replicate=on["replicate"])
-    return records.getvalue(), exact
+    return "\n".join(records), exact
 
 
 @pytest.mark.slow

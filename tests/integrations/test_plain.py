@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from lightning_gqsgd.adaptive.steering import Steering
 from lightning_gqsgd.adaptive.trials import Trials
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.spec.decisions import Decision
-from tests.distributed.ranks import run
+from tests.distributed.ranks import logged, run
 from tests.integrations import fit, test_accelerate, test_fabric, test_transformers
 
 AUTO = {"preset": "gqsgd_auto", "sample_every": 0}
@@ -51,10 +49,9 @@ def _transformers(rank: int, *runs: dict[str, Any]) -> Any:
 
 
 def _said_by_lightning(rank: int, *args: Any) -> str:
-    said = io.StringIO()
-    logging.getLogger("lightning.pytorch").addHandler(logging.StreamHandler(said))
+    said = logged("lightning.pytorch")
     fit.fits(rank, *args)
-    return said.getvalue()
+    return "\n".join(said)
 
 
 def test_lightning_prints_decisions_where_it_prints_what_is_compressed(tmp_path: Path) -> None:

@@ -269,6 +269,28 @@ def test_an_interrupt_is_one_line(
     assert capsys.readouterr().err == "gqsgd: interrupted\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "name", "said", "words"),
+    [
+        *[(command, "RANK", "two", "no number; start the ranks with torchrun, srun") for command in ("bench", "probe")],
+        ("bench", "WORLD_SIZE", "2.0", "no number; start the ranks with torchrun, srun"),
+        ("probe", "LOCAL_RANK", "-1", "no number; start the ranks with torchrun, srun"),
+        ("probe", "LOCAL_WORLD_SIZE", "two", "no number of processes of this node; correct or unset it"),
+        ("probe", "LOCAL_WORLD_SIZE", "0", "no number of processes of this node; correct or unset it"),
+    ],
+)
+def test_what_is_no_number_of_a_launcher_is_one_line(
+    command: str, name: str, said: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "2", name: said}.items():
+        monkeypatch.setenv(variable, value)
+    result = CliRunner().invoke(app, [command])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"gqsgd: {name}={said!r} is {words}")
+    assert len(result.stderr.splitlines()) == 1
+
+
 @pytest.mark.slow
 def test_the_module_is_the_command() -> None:
     done = ended_well("-m", "lightning_gqsgd.cli", "presets", "gqsgd_sum", "--json")

@@ -40,6 +40,17 @@ def test_the_largest_are_kept_at_means_of_cells(bits: int, density: float, dtype
         assert float(lost) == pytest.approx(float(sent.square().sum()), rel=2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.parametrize("bits", [*BITS, 32])
+@pytest.mark.parametrize("length", [256, 4096])
+def test_the_first_of_equal_magnitudes_are_kept_as_on_every_device(bits: int, length: int) -> None:
+    x = torch.ones(length)
+    x[1::2] = -1
+    x[-3:] = torch.tensor([2.0, 0.5, -3.0])
+    kept = decoded(x, bits, 0.1, length).nonzero().flatten().tolist()
+    count = math.ceil(length * int(0.1 * 65536) / 65536)
+    assert kept == [*range(count - 2), length - 3, length - 1]
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_more_bits_lose_less_and_none_loses_more_than_everything(bits: int) -> None:
     x = torch.randn(4096, generator=torch.Generator().manual_seed(1)) ** 3

@@ -324,3 +324,6 @@ def test_the_number_of_threads_can_be_said(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000")
     assert codec_threads(1) == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE='two' is no number of processes of this node"):
+        codec_threads(1)

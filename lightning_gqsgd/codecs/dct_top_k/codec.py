@@ -23,16 +23,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs.top_k.codec import TopKCodec, TopKQuantiser
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels.layout import CODES, LENGTH
 from lightning_gqsgd.kernels.protocol import Kind
-from lightning_gqsgd.kernels.wire import Key
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Number of coordinates that are transformed together.
 RUN = 64
@@ -101,34 +102,18 @@ class DctTopKQuantiser(TopKQuantiser):
 
     kind: ClassVar[Kind] = Kind("dct_top_k")
 
-    def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
-        """Write the records of blocks; see `kernels.protocol.WholeQuantiser.write`."""
+    def record(self, values: Tensor) -> Tensor:
+        """Returns the records of blocks of one length; see `Sparsifier.record`."""
         most = torch.finfo(values.dtype).max
-        spectra = torch.zeros_like(values)
-        for length in blocks[:, LENGTH].unique().tolist():
-            alike = blocks[:, LENGTH] == length
-            # A transform can exceed the largest number even if all coordinates are finite. It is clamped then.
-            small = transformed(values[alike, :length] / RUN).clamp(-most / RUN, most / RUN)
-            spectra[alike, :length] = (small * RUN).to(values.dtype)
-        super().write(spectra, blocks, wire, key)
+        # A transform can exceed the largest number even if all coordinates are finite. It is clamped then.
+        small = transformed(values / RUN).clamp(-most / RUN, most / RUN)
+        return super().record((small * RUN).to(values.dtype))
 
-    def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
-        """Returns the coordinates of blocks, read from a message; see `kernels.protocol.WholeQuantiser.read`.
-
-        A block is NaN everywhere if a kept coordinate is not finite, or if its place is not in the block.
-        """
-        most = torch.finfo(dtype).max * factor
-        result = torch.zeros(len(blocks), self.block_size, dtype=dtype, device=wire.device)
-        for length in blocks[:, LENGTH].unique().tolist():
-            alike = blocks[:, LENGTH] == length
-            records = [self.record(wire, at, length, dtype) for at in blocks[alike, CODES].tolist()]
-            kept = torch.stack([kept for kept, _ in records])
-            places = torch.stack([places for _, places in records])
-            good = (kept.isfinite() & (places < length)).all(dim=1)
-            x = inverse_transformed(kept.double() * (factor / RUN), places.where(good[:, None], 0), length)
-            x = (x.clamp(-most / RUN, most / RUN) * RUN).to(dtype)
-            result[alike, :length] = x.where(good[:, None], torch.nan)
-        return result
+    def placed(self, kept: Tensor, places: Tensor, length: int, factor: float) -> Tensor:
+        """Returns the coordinates of blocks of one length; see `Sparsifier.placed`."""
+        most = torch.finfo(kept.dtype).max * factor
+        x = inverse_transformed(kept.double() * (factor / RUN), places, length)
+        return (x.clamp(-most / RUN, most / RUN) * RUN).to(kept.dtype)
 
 
 @dataclass(frozen=True)
@@ -140,7 +125,7 @@ class DctTopKCodec(TopKCodec):
     default_block_size: ClassVar[int] = 4096
 
     @classmethod
-    def of(cls, bits: int, *, density: float = 0.01) -> DctTopKCodec:
+    def of(cls, bits: int, *, density: float = 0.01) -> Self:
         """Returns the codec that keeps a share of all coordinates.
 
         Args:
@@ -155,14 +140,7 @@ class DctTopKCodec(TopKCodec):
                 f"codec='dct_top_k' sends whole what it keeps, which is bits=32, not bits={bits}; leave bits out, or "
                 "take codec='top_k'"
             )
-        if not density:
-            raise ConfigError("density=0 keeps nothing; take e.g. density=0.01")
-        return cls(density, bits)
-
-    @property
-    def biased_by(self) -> str:
-        """The setting that makes the codec biased, if any; see `Codec.biased_by`."""
-        return "codec='dct_top_k'"
+        return super().of(bits, density=density)
 
     def describe(self) -> tuple[str, list[str]]:
         """Returns the bits per coordinate as text, and a list of words that describe the codec."""
@@ -171,4 +149,4 @@ class DctTopKCodec(TopKCodec):
 
     def quantiser(self, block_size: int, summed: int | None = None) -> DctTopKQuantiser:
         """Returns the quantiser: the codec at one block size, as kernels see it."""
-        return DctTopKQuantiser(block_size, max(1, int(self.density * 65536)))
+        return DctTopKQuantiser(block_size, super().quantiser(block_size).kept)

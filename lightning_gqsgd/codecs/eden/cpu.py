@@ -15,7 +15,7 @@ from lightning_gqsgd.kernels.cpu.blocks import group_kernel
 from lightning_gqsgd.kernels.cpu.casts import bits_of, float_of, larger, numbers, part, smaller
 from lightning_gqsgd.kernels.cpu.dither import block_keys, hashes, word
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
-from lightning_gqsgd.kernels.cpu.loops import fill, maximum
+from lightning_gqsgd.kernels.cpu.loops import add_scaled, fill, maximum
 from lightning_gqsgd.kernels.cpu.rotation import load_in_a_row, load_quarters, roots_of, store_quarters, transform
 from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of, received, rounded_up, sent
 from lightning_gqsgd.kernels.cpu.vectors import clamped, filled, flipped, folded, lanes, load, load_like, store
@@ -300,18 +300,7 @@ def _rotate_back(length, exponent, number, c, s, add, out):
     else:
         _rotate_second_back(z, z, size, c.roots[exponent], (z, words, scales, limit, False))
         for i in range(number):
-            _add(part(z, i * size, length), add, part(out, i * length, length))
-
-
-@loop
-def _add(values, add, out):
-    """Write the values into ``out``, or add them if ``add`` is true."""
-    if add:
-        for j in range(out.size):
-            out[j] += values[j]
-    else:
-        for j in range(out.size):
-            out[j] = values[j]
+            add_scaled(part(z, i * size, length), out.dtype.type(1), add, part(out, i * length, length))
 
 
 @loop

@@ -16,22 +16,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.kernels.layout import CODES, LENGTH
-from lightning_gqsgd.kernels.packing import bytes_of
+from lightning_gqsgd.codecs.top_k.sparsifier import Sparsifier, numbers_of, rows_of_bytes
 from lightning_gqsgd.kernels.protocol import Kind, Lengths
-from lightning_gqsgd.kernels.wire import Key, magnitudes
-
-#: Bytes of a place in a block.
-PLACE_BYTES = 2
 
 
 @dataclass(frozen=True)
-class CoarseTopKQuantiser:
-    """A top-k codec of few bits at one block size, as kernels see it; see `kernels.protocol.Quantiser`.
+class CoarseTopKQuantiser(Sparsifier):
+    """A top-k codec of few bits at one block size, as kernels see it.
 
     Attributes:
         block_size: the largest number of coordinates in a block.
@@ -39,91 +33,39 @@ class CoarseTopKQuantiser:
         bits: bits of a kept coordinate, 2 to 4.
     """
 
-    block_size: int
-    kept: int
     bits: int
 
     kind: ClassVar[Kind] = Kind("coarse_top_k")
-    is_whole: ClassVar[bool] = True
-    has_scale: ClassVar[bool] = False
-    summable: ClassVar[bool] = False
 
     @property
     def cells(self) -> int:
         """Number of cells, which is the number of different magnitudes."""
         return 1 << (self.bits - 1)
 
-    def kept_of(self, length: Lengths) -> Lengths:
-        """Returns the number of coordinates that a block of this length keeps, rounded up."""
-        return (length * self.kept + 65535) >> 16
+    def sizes(self, count: Lengths, raw_bytes: int) -> tuple[int, Lengths]:
+        """Returns the numbers of bytes of the means, and of the codes; see `Sparsifier.sizes`."""
+        return self.cells * raw_bytes, (count * self.bits + 7) // 8
 
-    def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
-        """Returns the number of bytes of each block's record; see `kernels.protocol.Quantiser.record_bytes`."""
-        count = self.kept_of(length)
-        return self.cells * raw_bytes + PLACE_BYTES * count + (count * self.bits + 7) // 8
-
-    def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
-        """Write the records of blocks; see `kernels.protocol.WholeQuantiser.write`."""
-        for length, rows in _by_length(blocks):
-            record = self._record(values[rows, :length])
-            wire[blocks[rows, CODES, None] + torch.arange(record.shape[1], device=wire.device)] = record
-
-    def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
-        """Returns the coordinates of blocks, read from a message; see `kernels.protocol.WholeQuantiser.read`.
-
-        A block is NaN everywhere if a cell's mean is not finite, or if a place is not in the block.
-        """
-        values = torch.zeros(len(blocks), self.block_size, dtype=dtype, device=wire.device)
-        for length, rows in _by_length(blocks):
-            count = self.kept_of(length)
-            sizes = [self.cells * dtype.itemsize, PLACE_BYTES * count, (count * self.bits + 7) // 8]
-            columns = torch.arange(sum(sizes), device=wire.device)
-            means, places, codes = wire[blocks[rows, CODES, None] + columns].split(sizes, dim=1)
-            levels = _numbers(means, dtype)
-            where = _numbers(places, torch.int16).long() & 0xFFFF
-            code = _unpacked(codes, count, self.bits)
-            kept = levels.gather(1, code & (self.cells - 1)) * factor
-            signed = torch.where(code >= self.cells, -kept, kept)
-            good = levels.isfinite().all(dim=1) & (where < length).all(dim=1)
-            part = torch.zeros(len(rows), self.block_size, dtype=dtype, device=wire.device)
-            part.scatter_(1, where.clamp(max=self.block_size - 1), signed)
-            values[rows] = torch.where(good[:, None], part, torch.nan)
-        return values
-
-    def _record(self, values: Tensor) -> Tensor:
-        """Returns the records of blocks of one length, uint8 [B, bytes]. ``values`` are their coordinates, [B,
-        length]."""
-        count = self.kept_of(values.shape[1])
-        # Magnitudes are compared as integers. NaN is the largest one then, so a block with NaN decodes to NaN.
-        places = magnitudes(values).topk(count, dim=1).indices.sort(dim=1).values
-        kept = values.gather(1, places)
+    def encode(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the bytes of the means, and of the codes; see `Sparsifier.encode`."""
         size = kept.double().abs()
         low = size.amin(dim=1, keepdim=True)
         high = size.amax(dim=1, keepdim=True)
         share = torch.where(high > low, (size - low) / (high - low), 0.0)
         cell = (share.nan_to_num() * self.cells).long().clamp(max=self.cells - 1)
-        total = torch.zeros(len(values), self.cells, dtype=torch.float64, device=values.device)
+        total = torch.zeros(len(kept), self.cells, dtype=torch.float64, device=kept.device)
         members = torch.zeros_like(total).scatter_add_(1, cell, torch.ones_like(size))
-        means = (total.scatter_add_(1, cell, size) / members.clamp(min=1)).to(values.dtype)
+        means = (total.scatter_add_(1, cell, size) / members.clamp(min=1)).to(kept.dtype)
         code = cell | (torch.signbit(kept).long() << (self.bits - 1))
-        parts = [_rows_of_bytes(means), _rows_of_bytes(places.to(torch.int16)), _packed(code, self.bits)]
-        return torch.cat(parts, dim=1)
+        return rows_of_bytes(means), _packed(code, self.bits)
 
-
-def _by_length(blocks: Tensor) -> list[tuple[int, Tensor]]:
-    """Returns each length of blocks, with the row numbers of the blocks of this length."""
-    lengths = blocks[:, LENGTH]
-    return [(int(length), (lengths == length).nonzero().flatten()) for length in lengths.unique()]
-
-
-def _rows_of_bytes(values: Tensor) -> Tensor:
-    """Returns the bytes of each row, uint8 [B, bytes]."""
-    return bytes_of(values).reshape(len(values), -1)
-
-
-def _numbers(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the numbers whose bytes are in ``rows``, [B, numbers]: the inverse of `_rows_of_bytes`."""
-    return rows.flatten().clone().view(dtype).view(len(rows), -1)
+    def decode(self, before: Tensor, behind: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """Returns the kept coordinates; see `Sparsifier.decode`. They are NaN if a cell's mean is not finite."""
+        means = numbers_of(before, dtype)
+        code = _unpacked(behind, count, self.bits)
+        kept = means.gather(1, code & (self.cells - 1))
+        signed = torch.where(code >= self.cells, -kept, kept)
+        return signed.where(means.isfinite().all(dim=1, keepdim=True), torch.nan)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:

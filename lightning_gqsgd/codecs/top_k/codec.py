@@ -11,93 +11,43 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs.base import Codec
-from lightning_gqsgd.codecs.top_k.coarse import PLACE_BYTES, CoarseTopKQuantiser
+from lightning_gqsgd.codecs.top_k.coarse import CoarseTopKQuantiser
+from lightning_gqsgd.codecs.top_k.sparsifier import PLACE_BYTES, Sparsifier, numbers_of, rows_of_bytes
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels.layout import CODES, LENGTH
-from lightning_gqsgd.kernels.packing import bytes_of, positions
 from lightning_gqsgd.kernels.protocol import Kind, Lengths
-from lightning_gqsgd.kernels.wire import Key, magnitudes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: The numbers of bits of kept coordinates that are rounded; see `codecs.top_k.coarse`.
 FEW_BITS = (2, 3, 4)
 
 
 @dataclass(frozen=True)
-class TopKQuantiser:
-    """A top-k codec at one block size, as kernels see it; see `kernels.protocol.Quantiser`.
-
-    Attributes:
-        block_size: the largest number of coordinates in a block.
-        kept: number of coordinates that are kept out of 65536; 1 or more.
-    """
-
-    block_size: int
-    kept: int
+class TopKQuantiser(Sparsifier):
+    """A top-k codec that does not round, at one block size, as kernels see it."""
 
     kind: ClassVar[Kind] = Kind("top_k", __package__)
-    is_whole: ClassVar[bool] = True
-    has_scale: ClassVar[bool] = False
-    summable: ClassVar[bool] = False
     bits: ClassVar[int] = 32
 
-    def kept_of(self, length: Lengths) -> Lengths:
-        """Returns the number of coordinates that a block of this length keeps, rounded up."""
-        return (length * self.kept + 65535) >> 16
+    def sizes(self, count: Lengths, raw_bytes: int) -> tuple[Lengths, int]:
+        """Returns the number of bytes of the kept coordinates, and 0; see `Sparsifier.sizes`."""
+        return count * raw_bytes, 0
 
-    def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
-        """Returns the number of bytes of each block's record; see `kernels.protocol.Quantiser.record_bytes`."""
-        return self.kept_of(length) * (raw_bytes + PLACE_BYTES)
+    def encode(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the bytes of the kept coordinates, and none; see `Sparsifier.encode`."""
+        before = rows_of_bytes(kept)
+        return before, before[:, :0]
 
-    def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
-        """Write the records of blocks; see `kernels.protocol.WholeQuantiser.write`. If magnitudes are equal, the first
-        ones are kept."""
-        inside = positions(blocks, values.shape[1])[1]
-        # Padding sorts last. NaN sorts first, so that it is kept, and the receiver sees that the block is not finite.
-        order = torch.where(inside, magnitudes(values).long(), -1).argsort(dim=1, descending=True, stable=True)
-        for k, count in enumerate(self.kept_of(blocks[:, LENGTH]).tolist()):
-            # Places are in ascending order, as in the records of the fast kernels.
-            places = order[k, :count].sort().values
-            at = int(blocks[k, CODES])
-            kept = bytes_of(values[k, places]).flatten()
-            wire[at : at + len(kept)] = kept
-            wire[at + len(kept) : at + len(kept) + PLACE_BYTES * count] = bytes_of(places.to(torch.int16)).flatten()
-
-    def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
-        """Returns the coordinates of blocks, read from a message; see `kernels.protocol.WholeQuantiser.read`.
-
-        A block is NaN everywhere if a kept coordinate is not finite, or if its place is not in the block.
-        """
-        values = torch.zeros(len(blocks), self.block_size, dtype=dtype, device=wire.device)
-        for k, length in enumerate(blocks[:, LENGTH].tolist()):
-            kept, places = self.record(wire, int(blocks[k, CODES]), length, dtype)
-            # The places come from the network. Nothing must be written to a place beyond the block.
-            if kept.isfinite().all() and (places < length).all():
-                values[k, places] = kept * factor
-            else:
-                values[k] = torch.nan
-        return values
-
-    def record(self, wire: Tensor, at: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns the kept coordinates of a block, [count], and their places, int64 [count], from the block's record. A
-        place can be beyond the block.
-
-        Args:
-            wire: the message, uint8 [bytes].
-            at: byte position of the record.
-            length: number of coordinates of the block.
-            dtype: the compute dtype.
-        """
-        count = self.kept_of(length)
-        middle = at + count * dtype.itemsize
-        places = wire[middle : middle + PLACE_BYTES * count].clone().view(torch.int16).long() & 0xFFFF
-        return wire[at:middle].clone().view(dtype), places
+    def decode(self, before: Tensor, behind: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """Returns the kept coordinates; see `Sparsifier.decode`."""
+        return numbers_of(before, dtype)
 
 
 @dataclass(frozen=True)
@@ -115,7 +65,7 @@ class TopKCodec(Codec):
     takes_norm: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, bits: int, *, density: float = 0.01) -> TopKCodec:
+    def of(cls, bits: int, *, density: float = 0.01) -> Self:
         """Returns the codec that keeps a share of all coordinates.
 
         Args:
@@ -145,7 +95,7 @@ class TopKCodec(Codec):
     @property
     def biased_by(self) -> str:
         """The setting that makes the codec biased, if any; see `Codec.biased_by`."""
-        return "codec='top_k'"
+        return f"codec={self.name!r}"
 
     def describe(self) -> tuple[str, list[str]]:
         """Returns the bits per coordinate as text, and a list of words that describe the codec."""
