@@ -52,13 +52,13 @@ from lightning_gqsgd.local_steps.starting import (
     OwnBuffers,
     fitted_to_ranks,
     own_facts,
-    take_from_first_rank,
     trained_by,
 )
 from lightning_gqsgd.local_steps.watching import WatchedModel
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.memory import Keeps
+from lightning_gqsgd.session.first_rank import take_from_first_rank
 from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.wire.agreement import Card, Stamp, digest_of
@@ -185,7 +185,7 @@ class LocalAverages(AveragingLoop[Average]):
             ):
                 # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
                 # broadcast.
-                take_from_first_rank(model, self.group)
+                take_from_first_rank((*model.parameters(), *model.buffers()), self.group)
         self._digest = digest_of_facts(facts)
         self._sizes = {entry.segment.parameter: entry.segment.numel for entry in parameters if not entry.segment.raw}
         self._dtype = dtype
@@ -307,7 +307,7 @@ class LocalAverages(AveragingLoop[Average]):
         self.waited_for()
         self.under_way.clear()
         self._buffers.take_back()
-        take_from_first_rank(model, self.group)
+        take_from_first_rank((*model.parameters(), *model.buffers()), self.group)
         self.outer.state.clear()
         self._engine.plans.clear()  # they hold the old memory
         self.step = 0

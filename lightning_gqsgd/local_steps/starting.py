@@ -217,23 +217,6 @@ def _every(options: LocalOptions) -> int | str | list[int]:
     return options.every if isinstance(options.every, int) else options.every_in_words()
 
 
-@torch.no_grad()
-def take_from_first_rank(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give every rank the parameters and buffers of the group's first rank, as DistributedDataParallel does.
-
-    A collective on the group. Tensors are sent as bytes, so that every dtype can be sent.
-    """
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
-        here = [tensor for tensor in tensors if tensor.device == device]
-        parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in here]
-        together = torch.cat(parts)
-        dist.broadcast(together, dist.get_global_rank(group, 0), group=group)
-        for tensor, part in zip(here, together.split([part.numel() for part in parts]), strict=True):
-            # A copy, because the part may not be aligned for this dtype.
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-
 def place_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     """Returns the shape, dtype and device of a tensor."""
     return tensor.shape, tensor.dtype, tensor.device

@@ -54,13 +54,13 @@ from lightning_gqsgd.local_steps.starting import (
     Trained,
     fitted_to_ranks,
     own_facts,
-    take_from_first_rank,
     trained_by,
 )
 from lightning_gqsgd.local_steps.watching import WatchedModel
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
 from lightning_gqsgd.membership.requirement import torchft_for
 from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state
+from lightning_gqsgd.session.first_rank import take_from_first_rank
 from lightning_gqsgd.session.opening import Side, facts_of, open_engines
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.wire.communicator import parent_group
@@ -195,7 +195,7 @@ class MergedAverages:
             ):
                 # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
                 # broadcast.
-                take_from_first_rank(model, group)
+                take_from_first_rank((*model.parameters(), *model.buffers()), group)
                 self._shared.start_anew()
                 self._shared.integers = self._integers.read()
         return FixedMembers(engine, config), trained
