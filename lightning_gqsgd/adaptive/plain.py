@@ -19,8 +19,10 @@ before one step and read before the next, so no rank waits for it.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,7 +182,7 @@ class PlainPath:
         self._goes_back = False
         # If DDP allows unused parameters, a backward pass may not use the last parameter, so all are watched.
         watched = self._parameters if model.find_unused_parameters else self._parameters[-1:]
-        self._handles = on_gradients(watched, model, self)
+        self._handles = on_gradients(watched, model, partial(_count_gradient, weakref.ref(self)))
 
     def forget_comparison(self) -> None:
         """Ignore a comparison that is under way, because the step was set, perhaps by a loaded state.
@@ -246,7 +248,7 @@ class PlainPath:
         if self._goes_back:
             self._return_to_hook(model, stamp.step, hook)
 
-    def count_gradient(self, _: Tensor) -> None:
+    def count_gradient(self) -> None:
         """Count a backward pass that a forward pass has announced, at its first watched gradient."""
         if not self._expects:
             return
@@ -307,3 +309,10 @@ class PlainPath:
         self._steps.compares_first = True  # before the hook sends any message again
         self._steering.end_plain()
         self._steering.say(f"the hook carries the gradients again from step {step} on")
+
+
+def _count_gradient(path: weakref.ref[PlainPath], _: Tensor) -> None:
+    """Hook on a watched parameter, which does nothing once the path is deleted."""
+    here = path()
+    if here is not None:
+        here.count_gradient()

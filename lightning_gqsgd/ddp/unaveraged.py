@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -389,7 +389,7 @@ class BackwardWatch:
         # latest mean was computed, while no optimizer has used it.
         self._stray_version: int | None = None
         self._mean_version: int | None = None
-        self._handles = on_gradients(watched, model, self)
+        self._handles = on_gradients(watched, model, partial(_count_gradient, weakref.ref(self)))
         _WATCHES.add(self)
         _watch_optimizers()
 
@@ -589,6 +589,13 @@ class BackwardWatch:
             self._has_said = True
             logger.warning("gqsgd: %s", text)
         self._stray_version = None
+
+
+def _count_gradient(watch: weakref.ref[BackwardWatch], parameter: Tensor) -> None:
+    """Hook on a watched parameter, for as long as the watch is there."""
+    here = watch()
+    if here is not None:
+        here.count_gradient(parameter)
 
 
 #: The watches of this process, which the steps of all optimizers are shown to.

@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 logger = logging.getLogger(__name__)
@@ -70,28 +69,15 @@ class OwnHook:
         return _no_hook, ()
 
 
-class GradientWatch(Protocol):
-    """An object that `on_gradients` calls."""
+def on_gradients(parameters: Iterable[nn.Parameter], model: nn.Module, call: Callable[[nn.Parameter], None]) -> Handles:
+    """Call a function for each gradient that parameters accumulate, until the model is gone.
 
-    def count_gradient(self, parameter: Tensor) -> None:
-        """Note that a parameter has accumulated a gradient."""
-
-
-def on_gradients(parameters: Iterable[nn.Parameter], model: nn.Module, watch: GradientWatch) -> Handles:
-    """Call ``watch.count_gradient`` for each gradient that parameters accumulate, until the model or ``watch`` is gone.
-
-    The module may be trained without its DDP model afterwards, so the hooks keep neither of the two alive.
+    The module may be trained without its DDP model afterwards, so the function must keep neither the module nor the DDP
+    model alive.
     """
-    call = partial(_count_gradient, weakref.ref(watch))
     handles = [parameter.register_post_accumulate_grad_hook(call) for parameter in parameters]
     weakref.finalize(model, remove_all, handles)
     return handles
-
-
-def _count_gradient(watch: weakref.ref[GradientWatch], parameter: Tensor) -> None:
-    here = watch()
-    if here is not None:
-        here.count_gradient(parameter)
 
 
 def remove_all(handles: Handles) -> None:
