@@ -241,15 +241,16 @@ class StrategyMixin(_Base):
         Users change between the two ways. The weights go on then, and a line says what starts anew.
         """
         are_local = bool(states) and all(map(is_of_local_steps, states or ()))
-        if self._local is not None and not are_local:
-            self._rank_zero_info("gqsgd: the checkpoint was written without local steps; its weights are the anchor")
-            return None
-        if self._local is None and states is None:
-            self._rank_zero_info("gqsgd: the checkpoint was written without gqsgd; its dither starts anew")
-        if self._local is None and are_local:
-            self._rank_zero_info(
-                "gqsgd: the checkpoint was written with local steps; from its weights on, gradients "
-                "are averaged in every step, and the count of steps and the dither start anew"
+        if are_local == (self._local is not None) and states is not None:
+            return states
+        if self._local is not None:
+            text = "written without local steps; its weights are the anchor"
+        elif are_local:
+            text = (
+                "written with local steps; from its weights on, gradients are averaged in every step, and the count of "
+                "steps and the dither start anew"
             )
-            return None
-        return states
+        else:
+            text = "written without gqsgd; its dither starts anew"
+        self._rank_zero_info(f"gqsgd: the checkpoint was {text}")
+        return None
