@@ -158,7 +158,7 @@ def joined_ranks() -> Iterator[torch.device]:
     """
     for name in ("RANK", "WORLD_SIZE"):
         number_in(os.environ, name)  # torch reads them, and would say neither the name nor the remedy
-    local = number_in({"LOCAL_RANK": "0", **os.environ}, "LOCAL_RANK")
+    local = number_in(os.environ, "LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0
     on_gpu = torch.cuda.is_available() and torch.cuda.device_count() > local
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:

@@ -28,6 +28,7 @@ from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.choosing import pop_options
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.watching import digest_of_tensors
+from lightning_gqsgd.session.checkpoint import is_of_local_steps
 from lightning_gqsgd.wire.agreement import digest_of
 
 if TYPE_CHECKING:
@@ -179,10 +180,11 @@ class FabricMixin(StrategyMixin):
         remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         if _is_to_resume(state):
             heads = self._heads_of(state)
-            loaded = self._usable(remainder.pop(CHECKPOINT_KEY, None))
+            saved = remainder.pop(CHECKPOINT_KEY, None)
+            loaded = self._usable(saved, is_local=bool(saved) and all(map(is_of_local_steps, saved)))
             if loaded is not None:
-                _check_count(loaded, state, heads)
-            self._loaded = list(loaded or [])
+                _check_count(loaded, state, heads)  # before anything is kept
+            self._loaded = loaded or []
             if loaded is not None:
                 self._restore(heads)
                 return remainder

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,9 +21,9 @@ from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_o
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.options import MOST_STEPS, LocalOptions
 from lightning_gqsgd.presets import Preset
-from lightning_gqsgd.session.checkpoint import is_of_local_steps
 
 _Base: Any = object  # each flavour's DDPStrategy
+_Loaded = TypeVar("_Loaded")
 
 
 @dataclass(eq=False)
@@ -166,8 +166,9 @@ class LocalTraining:
         owners = [trained for trained in self.trained if any(optimizer is own for own in trained.optimizers)]
         if not owners:
             raise ConfigError(
-                f"this {type(optimizer).__name__} was made after local steps began, which would not count its steps; "
-                "keep the optimizers of configure_optimizers, and change their param_groups, or begin another fit"
+                f"this {type(optimizer).__name__} was made after local steps began, which would not count its steps, "
+                "or its averages were closed; keep the optimizers of configure_optimizers, and change their "
+                "param_groups, or begin another fit"
             )
         for trained in owners:
             trained.count(optimizer)
@@ -235,17 +236,21 @@ class StrategyMixin(_Base):
             self._local.count(optimizer)
         return output
 
-    def _usable(self, states: Sequence[Any] | None) -> Sequence[Any] | None:
-        """Returns the states of a checkpoint, or None if it has none for the way in which this run averages.
+    def _usable(self, loaded: _Loaded | None, *, is_local: bool) -> _Loaded | None:
+        """Returns what a checkpoint has of this strategy, or None if that is not for the way in which this run
+        averages.
 
         Users change between the two ways. The weights go on then, and a line says what starts anew.
+
+        Args:
+            loaded: the state or the states in the checkpoint; None: there are none.
+            is_local: whether local steps have written them.
         """
-        are_local = bool(states) and all(map(is_of_local_steps, states or ()))
-        if are_local == (self._local is not None) and states is not None:
-            return states
+        if loaded is not None and is_local == (self._local is not None):
+            return loaded
         if self._local is not None:
             text = "written without local steps; its weights are the anchor"
-        elif are_local:
+        elif is_local:
             text = (
                 "written with local steps; from its weights on, gradients are averaged in every step, and the count of "
                 "steps and the dither start anew"

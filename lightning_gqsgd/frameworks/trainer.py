@@ -27,6 +27,7 @@ from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.choosing import pop_options
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.session.checkpoint import is_of_local_steps
 from lightning_gqsgd.wire.telemetry import Meter
 
 if TYPE_CHECKING:
@@ -272,8 +273,7 @@ class TrainerMixin(StrategyMixin):
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == "fit":
             loaded = checkpoint.get(CHECKPOINT_KEY)
-            states = self._usable(None if loaded is None else [loaded])
-            self._loaded = None if states is None else states[0]
+            self._loaded = self._usable(loaded, is_local=is_of_local_steps(loaded))
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:

@@ -149,4 +149,4 @@ class DctTopKCodec(TopKCodec):
 
     def quantiser(self, block_size: int, summed: int | None = None) -> DctTopKQuantiser:
         """Returns the quantiser: the codec at one block size, as kernels see it."""
-        return DctTopKQuantiser(block_size, super().quantiser(block_size).kept)
+        return DctTopKQuantiser(block_size, self.kept)

@@ -106,10 +106,14 @@ class TopKCodec(Codec):
 
     def quantiser(self, block_size: int, summed: int | None = None) -> TopKQuantiser | CoarseTopKQuantiser:
         """Returns the quantiser: the codec at one block size, as kernels see it."""
-        kept = max(1, int(self.density * 65536))
         if self.bits == 32:
-            return TopKQuantiser(block_size, kept)
-        return CoarseTopKQuantiser(block_size, kept, self.bits)
+            return TopKQuantiser(block_size, self.kept)
+        return CoarseTopKQuantiser(block_size, self.kept, self.bits)
+
+    @property
+    def kept(self) -> int:
+        """Number of coordinates that are kept out of 65536; 1 or more."""
+        return max(1, int(self.density * 65536))
 
     def error_variance(self, summed: int = 1) -> float:
         """Returns NaN: the error depends on the gradient alone, so it is not predicted."""
