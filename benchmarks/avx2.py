@@ -3,8 +3,8 @@
     python -m benchmarks.avx2 --save
 
 Kernels are compiled for a processor without AVX-512, and torch takes its kernels for AVX2: Numba and torch are told so
-by variables of the environment. The benchmarks run by their own commands under both, in turns. Clock rate, caches and
-memory stay those of this processor. The benchmark needs Linux, root and iproute2, see `netlab`.
+by variables of the environment. Each benchmark runs by its own command under both. Clock rate, caches and memory stay
+those of this processor. The benchmark needs Linux, root and iproute2, see `netlab`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _NEWER = re.compile(r"avx512|avx10|avxvnni|avxifma|avxne|amx|gfni|vaes|vpclmulqd
 #: Runs a benchmark whose results go to another folder.
 _RUN = (
     "import runpy, sys; from pathlib import Path; from benchmarks import report; "
-    "report.RESULTS = Path(sys.argv[1]); sys.argv = sys.argv[2:]; runpy.run_module(sys.argv[0], run_name='__main__')"
+    "report.RESULTS = Path(sys.argv[1]); sys.argv = sys.argv[2:]; "
+    # Its workers start by the name of the main module.
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
 #: Compiles the kernels of companded codes anew, whatever is kept on disk.
 _COMPILE = (
@@ -131,14 +133,12 @@ def measure(options: argparse.Namespace) -> Report:
         ),
     )
     for part in PARTS:
-        found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
-        for number in range(options.runs):
-            for is_restricted in (False, True) if number % 2 == 0 else (True, False):
-                found[is_restricted].append(measured(part, restricted if is_restricted else {}))
-        for case in found[False][0]:
+        with_all = measured(part, {})
+        with_avx2 = measured(part, restricted)
+        for case, figure in with_all.items():
             if any(row[:2] == [part.what, case] for row in report.rows):  # the cast, beside kernels of several widths
                 continue
-            report.rows.append([part.what, case, *(_middle([run[case] for run in runs]) for runs in found.values())])
+            report.rows.append([part.what, case, figure, with_avx2[case]])
     return report
 
 
@@ -146,12 +146,5 @@ def _settings(variables: dict[str, str]) -> str:
     return " and ".join(f"`{name}={variables[name]}`" for name in ("NUMBA_CPU_NAME", "ATEN_CPU_CAPABILITY"))
 
 
-def _middle(values: list[float]) -> float:
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-
-
 if __name__ == "__main__":
-    parser = command_line(__doc__)
-    parser.add_argument("--runs", type=int, default=1, help="of each benchmark under each of the two (default 1)")
-    present(parser, measure)
+    present(command_line(__doc__), measure)

@@ -13,7 +13,6 @@ with the next one; after ``--minutes``, none begins.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -26,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.language_model import WARMUP
+from benchmarks.kept import kept
 from benchmarks.report import Report, command_line, present
 from benchmarks.schedule import share_of_rate
 from benchmarks.virtual_members import Clock, Training, VirtualMembers
@@ -39,6 +38,8 @@ VALIDATION = 512
 #: Samples of a training, unless the command says otherwise. Each other number has a table of its own.
 SAMPLES = 48_000
 RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
+#: Steps in which learning rates warm up.
+WARMUP = 32
 
 #: One result: loss, samples, merges and kills.
 Result = dict[str, float]
@@ -133,16 +134,14 @@ class Trainings:
         """Returns what a training has ended with; None: it is not there, and time is over."""
         name = f"{load_texts().name} {way} {rate:g} {seed} {self._samples}"
         file = self._folder / f"{''.join(c if c.isalnum() or c in '.-' else '_' for c in name)}.json"
-        if file.exists():
-            found: Result = json.loads(file.read_text())
-            return found
-        if time.monotonic() > self._end:
-            return None
-        began = time.process_time()
-        found = WAYS[way](rate, seed, self._samples)
-        file.write_text(json.dumps(found))
-        print(f"{name}: {found} in {time.process_time() - began:.0f} s", flush=True)
-        return found
+
+        def make() -> Result:
+            began = time.process_time()
+            made = WAYS[way](rate, seed, self._samples)
+            print(f"{name}: {made} in {time.process_time() - began:.0f} s", flush=True)
+            return made
+
+        return kept(file, time.monotonic() > self._end, make)
 
     def best(self, way: str, seeds: int) -> tuple[float, list[Result]] | None:
         """Returns the best learning rate of a way, and the results of all seeds; None: some are not there yet."""

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.batched_characters import BatchedCharacters
+from benchmarks.kept import kept
 from benchmarks.report import Report, command_line, gpu_machine, present
 from benchmarks.schedule import share_of_rate
 from benchmarks.virtual_characters import LENGTH, VirtualCharacters
@@ -291,7 +292,9 @@ class Trainings:
         self._folder = Path(options.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / "settings.json"
+        problem = problem_of(options, 0)
         settings = {name: getattr(options, name) for name in ("steps", "layers", "width", "batch", "validate_every")}
+        settings["text"] = problem.text
         if options.at_once or options.device != "cpu":
             settings["at_once"] = True
         if file.exists() and json.loads(file.read_text()) != settings:
@@ -300,8 +303,7 @@ class Trainings:
                 "give another --folder, or those settings"
             )
         file.write_text(json.dumps(settings))
-        numel = problem_of(options, 0).start().numel()
-        self._pace = Pace(options.device, numel, options.batch)
+        self._pace = Pace(options.device, problem.start().numel(), options.batch)
         self._left = self._all_steps()
         self._say()
 
@@ -312,17 +314,15 @@ class Trainings:
 
     def curve(self, run: Run) -> list[tuple[int, float, float]] | None:
         """Returns the curve of a training, which is made if it is not there; None: time is over before."""
-        result = self._file(run)
-        if result.exists():
-            return [(step, sent, loss) for step, sent, loss in json.loads(result.read_text())]
-        if self.is_late:
-            return None
+        curve = kept(self._file(run), self.is_late, lambda: self._made(run))
+        return None if curve is None else [(step, sent, loss) for step, sent, loss in curve]
+
+    def _made(self, run: Run) -> list[tuple[int, float, float]]:
         begun = time.monotonic()
         training = Training(run, self._options)
         while not training.is_over:
             training.train(training.step + SAY_EVERY, self._options.validate_every)
             print(f"{run.name}: {training.step} steps, loss {training.curve[-1][2]:.3f}", file=sys.stderr, flush=True)
-        result.write_text(json.dumps(training.curve))
         self._pace.took(training.step, time.monotonic() - begun)
         self._left -= training.step
         self._say()
@@ -340,14 +340,16 @@ class Trainings:
     def _all_steps(self) -> int:
         """Returns the steps of all trainings that are not over, at most."""
         options = self._options
-        swept = sum(
-            options.sweep_steps or options.steps
-            for way in options.way
-            for rate in self._rates(way)
-            if not self._file(Run(way, rate, 0, options.sweep_steps)).exists()
-        )
-        seeds = options.seeds if options.sweep_steps else options.seeds - 1
-        return swept + len(options.way) * seeds * options.steps
+        steps = 0
+        for way in options.way:
+            rates = self._rates(way)
+            swept = [self._file(Run(way, rate, 0, options.sweep_steps)).exists() for rate in rates]
+            steps += swept.count(False) * (options.sweep_steps or options.steps)
+            # Without a length of its own, the sweep has trained the first seed.
+            for seed in range(0 if options.sweep_steps else 1, options.seeds):
+                if not any(self._file(Run(way, rate, seed)).exists() for rate in rates):
+                    steps += options.steps
+        return steps
 
     def _say(self) -> None:
         minutes = self._pace.minutes(self._left)
@@ -449,7 +451,9 @@ def _draw(report: Report, file: Path) -> None:
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, 1 + len(LINKS), figsize=(4 * (1 + len(LINKS)), 3.6), sharey=True)
         for name, found in report.raw.items():
-            curves = np.array(found["curves"])[:, 1:]  # a start has sent nothing
+            # A start has sent nothing, and a seed that has diverged has fewer points.
+            shortest = min(map(len, found["curves"]))
+            curves = np.array([curve[1:shortest] for curve in found["curves"]])
             steps, sent, loss = curves.mean(axis=0).T
             axes[0].plot(sent, loss, label=name)
             for axis, seconds in zip(axes[1:], found["step_s"].values(), strict=True):

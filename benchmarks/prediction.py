@@ -174,6 +174,6 @@ if __name__ == "__main__":
     parser = command_line(__doc__)
     add_labs(parser)
     parser.set_defaults(hosts=[2, 4], rate=["50mbit", "200mbit", "1gbit", "none"])
-    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--model", nargs="+", choices=list(BATCH_SIZE), default=list(BATCH_SIZE))
     parser.add_argument("--seconds", type=float, default=25.0, help="of timed rounds per lab, about (default 25)")
     work_or_present(parser, work, measure)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -276,7 +275,7 @@ def measure(options: argparse.Namespace) -> Report:
             facts = [fact for fact in kept if fact["case"].split()[0] not in options.only] + facts
         raw = {
             "facts": facts,
-            "images": "CIFAR-10" if os.environ.get("GQSGD_DATA") else "digits",
+            "images": images(32)[0],
             "steps": options.steps,
         }
     order = [kind for kind in KINDS if any(fact["kind"] == kind for fact in raw["facts"])]

@@ -82,11 +82,11 @@ class Report:
         for note in self.notes:
             lines += ["", note]
         RESULTS.mkdir(exist_ok=True)
-        if self.draw is not None:
-            self.draw(RESULTS / f"{self.name}.png")
         (RESULTS / f"{self.name}.md").write_text("\n".join(lines) + "\n")
         facts = {"command": command, "machine": where, "columns": list(self.columns), "rows": self.rows}
         (RESULTS / f"{self.name}.json").write_text(json.dumps({**facts, **self.raw}, indent=1) + "\n")
+        if self.draw is not None:  # last, because the figures stay where a picture cannot be drawn
+            self.draw(RESULTS / f"{self.name}.png")
         print(f"written: {RESULTS / self.name}.md and {'.json' if self.draw is None else '.json and .png'}")
 
     def _texts(self) -> list[list[str]]:

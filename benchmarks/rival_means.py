@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from benchmarks.hosts import RESULT, begin, finish, in_lab, slowest, work_or_present
+from benchmarks.hosts import WorkerError, begin, finish, in_lab, slowest, work_or_present
 from benchmarks.reducers import Bench
 from benchmarks.report import Report, command_line, program
 from lightning_gqsgd.config import GQSGDConfig
@@ -208,12 +208,12 @@ def hivemind(lab: NetLab, python: str, rounds: int) -> dict[str, dict[str, Any]]
                 rank,
                 [python, str(script), str(rank), folder, lab.address(rank), str(rounds)],
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
             )
             for rank in range(2)
         ]
-        for peer in peers:
-            peer.wait(timeout=240)
+        codes = [peer.wait(timeout=240) for peer in peers]
+        if any(codes):
+            raise WorkerError(f"hivemind's peers ended with codes {codes}; their errors stand above")
         results = [json.loads((place / f"result{rank}.json").read_text()) for rank in range(2)]
         found = {}
         for name, first in results[0].items():
@@ -251,7 +251,6 @@ def measure(options: argparse.Namespace) -> Report:
         with NetLab(2, rate) as lab:
             result = in_lab(lab, program(), f"at {rate}")
             if options.hivemind:
-                os.environ.pop(RESULT, None)
                 result |= hivemind(lab, options.hivemind, options.rounds)
         report.raw[rate] = result
         report.rows += [row_of(name, rate, case, result[FP32]) for name, case in result.items()]

@@ -232,9 +232,9 @@ def work(options: argparse.Namespace) -> None:
     """Do one rank's part."""
     begin()
     batches = Batches()
-    found: dict[str, dict[str, Any]] = {name: {"losses": [], "seconds": [], "processor": []} for name in options.way}
+    found: dict[str, dict[str, Any]] = {name: {"losses": [], "seconds": [], "processor": []} for name in WAYS}
     for seed in range(options.seeds):
-        runs, early = train(options.way, seed, options.steps, batches)
+        runs, early = train(list(WAYS), seed, options.steps, batches)
         for name, run in runs.items():
             case = found[name]
             case["losses"].append(batches.loss(run.model.module))
@@ -243,7 +243,7 @@ def work(options: argparse.Namespace) -> None:
             case["sent"] = fmean(run.sent[UNTIMED:])
             run.close()
         if seed == 0:
-            for name in options.way:
+            for name in WAYS:
                 if name not in (COMPUTE, BASELINE):
                     found[name]["error"], found[name]["kept"] = probe(name, early, batches.of(seed, options.steps))
     finish({**found, "numel": sum(parameter.numel() for parameter in network().parameters())})
@@ -375,7 +375,6 @@ if __name__ == "__main__":
     parser = command_line(__doc__)
     add_labs(parser)
     parser.set_defaults(rate=["100mbit"])
-    parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     work_or_present(parser, work, measure)

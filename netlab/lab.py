@@ -111,8 +111,10 @@ class NetLab:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.stop()
-        self._remove()
+        try:
+            self.stop()
+        finally:  # a second interrupt ends the wait for the processes
+            self._remove()
 
     def address(self, host: int) -> str:
         """IPv4 address of a host, by its number from 0."""
@@ -398,11 +400,6 @@ def remove_leftovers() -> None:
 
 
 def _remove_lab(lab: str) -> None:
-    _remove_namespaces(lab)
-    processors.remove(f"{lab}-")
-
-
-def _remove_namespaces(lab: str) -> None:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)  # noqa: S607
     for name in re.findall(rf"^({lab}-\S+)", listed.stdout, re.MULTILINE):
         for pid in subprocess.run(
@@ -414,6 +411,7 @@ def _remove_namespaces(lab: str) -> None:
             with suppress(ProcessLookupError):  # the process may have ended since it was listed
                 os.kill(int(pid), signal.SIGKILL)
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)  # noqa: S607
+    processors.remove(f"{lab}-")
 
 
 def _check_machine() -> None:

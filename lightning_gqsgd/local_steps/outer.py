@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -44,7 +45,8 @@ def make_outer(outer: OuterOptimizer, anchors: list[Tensor]) -> Optimizer:
     """Create the outer optimizer of some tensors.
 
     Raises:
-        ConfigError: if ``outer`` creates no optimizer, an optimizer of other tensors, or one whose steps need the loss.
+        ConfigError: if ``outer`` creates no optimizer, an optimizer of other tensors, one whose steps need the loss, or
+            one with a hyperparameter that is not finite.
     """
     try:
         optimizer = (OUTERS[outer] if isinstance(outer, str) else outer)(anchors)
@@ -67,6 +69,10 @@ def make_outer(outer: OuterOptimizer, anchors: list[Tensor]) -> Optimizer:
             f"outer={outer!r} makes a {type(optimizer).__name__}, whose steps evaluate the loss again; a mean change "
             "has no loss, so take an optimizer of gradients alone, such as torch.optim.SGD or torch.optim.Adam"
         )
+    # Anchors would become NaN, and the average would fail as if a rank had sent a NaN.
+    for name, value in _numbers(optimizer).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"outer={outer!r} makes a {type(optimizer).__name__} with {name}={value}; give a finite one")
     return optimizer
 
 

@@ -399,7 +399,7 @@ def test_a_process_that_ends_before_it_is_killed_does_no_harm(monkeypatch: pytes
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(os, "kill", kill)
-    netlab.lab._remove_namespaces("gqsgd-1")
+    netlab.lab._remove_lab("gqsgd-1")
     assert commands[-1] == ["ip", "netns", "delete", "gqsgd-1-h0"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ def test_figures_are_those_that_a_benchmark_saves(monkeypatch: pytest.MonkeyPatc
     part = avx2.Part("a bucket", "benchmarks.reducers", "--rounds 1", "fp32 / time")
     assert avx2.measured(part, avx2.without_avx512("+avx2")) == {"fp32": 1.0, "two_shot, 4 bit": 4.0}
     assert commands[0][4:] == ["benchmarks.reducers", "--rounds", "1", "--save"]
+
+
+def test_workers_of_a_benchmark_start_by_its_name(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", avx2._RUN, str(tmp_path), "benchmarks.reducers", "--help"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.stdout.startswith("usage: python -m benchmarks.reducers ")
 
 
 def test_kernels_with_registers_of_avx512_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

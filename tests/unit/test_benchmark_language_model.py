@@ -48,13 +48,28 @@ def test_a_folder_has_trainings_with_one_set_of_settings(options: argparse.Names
         model.Trainings(options)
 
 
-def test_a_folder_from_before_trainings_at_once_goes_on(options: argparse.Namespace, tmp_path: Path) -> None:
-    names = ("steps", "layers", "width", "batch", "validate_every")
-    (tmp_path / "settings.json").write_text(json.dumps({name: getattr(options, name) for name in names}))
+def test_a_folder_of_another_text_or_of_trainings_at_once_is_refused(
+    options: argparse.Namespace, tmp_path: Path
+) -> None:
     model.Trainings(options)
-    options.at_once = True
-    with pytest.raises(SystemExit, match=r"give another --folder"):
-        model.Trainings(options)
+    file = tmp_path / "settings.json"
+    settings = json.loads(file.read_text())
+    for other in ({"at_once": True}, {"text": "WikiText-2"}):
+        file.write_text(json.dumps({**settings, **other}))
+        with pytest.raises(SystemExit, match=r"give another --folder"):
+            model.Trainings(options)
+
+
+def test_steps_that_are_left_are_those_of_trainings_without_a_file(
+    options: argparse.Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options.way, options.seeds, options.most_rates = ["ddp", "4 bit"], 2, 1
+    model.Trainings(options)
+    assert "up to 24 steps" in capsys.readouterr().err
+    for seed in range(2):
+        (tmp_path / f"{model.Run('ddp', model.ADAMW[0], seed).name}.json").write_text("[]")
+    model.Trainings(options)
+    assert "up to 12 steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("apart", [False, True])
