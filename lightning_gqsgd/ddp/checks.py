@@ -51,7 +51,10 @@ _WRAPPED = {
 
 
 def own_facts(
-    requested: GQSGDConfig, model: DistributedDataParallel, parameters: Sequence[Parameter]
+    requested: GQSGDConfig,
+    model: DistributedDataParallel,
+    parameters: Sequence[Parameter],
+    post_local_sgd: PostLocalSGDState | None,
 ) -> dict[str, Any]:
     """Returns what ranks that register the hook must have in common beside the configuration: plain values by name.
 
@@ -59,6 +62,7 @@ def own_facts(
         requested: the configuration as it was given.
         model: the DDP model.
         parameters: those of its module.
+        post_local_sgd: see `register_gqsgd`.
     """
     trained = trained_by(model)
     facts = {
@@ -67,10 +71,19 @@ def own_facts(
         "dtypes": ", ".join(sorted({str(p.dtype) for p in trained.values()})),
         "bucket_cap_mb": model.bucket_bytes_cap / 2**20,
         "find_unused_parameters": model.find_unused_parameters,
+        "post_local_sgd": _in_words(post_local_sgd),
     }
     if requested.auto:
         facts["what keeps the hook in its place"] = obstacle(model)
     return facts
+
+
+def _in_words(local: PostLocalSGDState | None) -> str:
+    """Returns the numbers of post-local SGD that decide who averages a gradient."""
+    if local is None:
+        return "None"
+    names = ("iter", "start_localSGD_iter", "post_local_gradient_allreduce")
+    return ", ".join(f"{name}={getattr(local, name)}" for name in names)
 
 
 def check_is_ddp(model: object) -> None:

@@ -129,12 +129,13 @@ class GQSGDState:
             setting = setting_of(self.config, ranks, dtypes[0])
             self._parameters = NumberedParameters(numbered, named.values(), choices, setting, self._device)
             one_or_all = config if len(self._candidates) > 1 else self.config
-            self._facts = facts_of(one_or_all, own_facts(config, model, numbered))
+            self._facts = facts_of(one_or_all, own_facts(config, model, numbered, post_local_sgd))
             self._digest = digest_of_facts(self._facts)
             tables = tables_of(model, frozen=True)
             sends_rows = bool(tables) and config.sparse != "refuse"
-            # The calling thread starts all collectives of a step, or none.
-            direct = not sends_rows and (steering is not None or not self._compresses)
+            # The calling thread starts all collectives of a step, or none. For post-local SGD, steps have a stamp.
+            is_native = not self._compresses and post_local_sgd is None
+            direct = not sends_rows and (steering is not None or is_native)
             sides = [Side(self._group, self._facts, self._candidates, direct=direct)]
             prepare = partial(self._prepare, list(tables.values()), dtypes[0])
             with open_engines(
@@ -242,7 +243,7 @@ class GQSGDState:
         if is_last:
             attachment.trained.check()
         if self._post_local_sgd is not None:
-            left = self._left_to_torch(self._post_local_sgd, bucket, is_last)
+            left = self._left_to_torch(self._post_local_sgd, bucket, is_first, is_last)
             if left is not None:
                 return left
         stamp = self._begin_step() if is_first else None
@@ -280,25 +281,31 @@ class GQSGDState:
         return future
 
     def _left_to_torch(
-        self, local: PostLocalSGDState, bucket: dist.GradBucket, is_last: bool
+        self, local: PostLocalSGDState, bucket: dist.GradBucket, is_first: bool, is_last: bool
     ) -> torch.futures.Future[Tensor] | None:
         """Count a bucket for post-local SGD. Returns the result of torch's hook, if the bucket is left to that."""
         if local.iter < local.start_localSGD_iter:
             local.maybe_increase_iter(bucket)
             return None
+        if is_first and self._steps.compares_first:
+            # Torch's hook compares nothing. A rank that has loaded a state alone would train alone.
+            self._engine.compare_first(Stamp(self.config.seed, self._steps.number, self._digest))
+            self._steps.compares_first = self._engine.failed
+        if self._engine.failed:
+            return None  # the engine raises the reason
         if is_last:
             self._end_backward()
         return post_localSGD_hook(local, bucket)
 
     def _begin_step(self) -> Stamp | None:
         """Begin a step. Returns the stamp that ranks compare in it; None if they have compared it, or need not, because
-        the reducer "native" has neither seed nor dither."""
+        the reducer "native" has neither seed nor dither, and no step of post-local SGD is counted."""
         # DDP has rebuilt its buckets after the first step, and the plan of the whole model is of no more use.
         step = self._steps.number
         self._engine.plans.drop_unused(step - (2 if self._steering is None else PLANS_KEPT))
         if self._steering is not None:
             stamp = self._choose_bits(self._steering)
-        elif self._compresses:
+        elif self._compresses or self._post_local_sgd is not None:
             stamp = Stamp(self._configs[0].seed, step, self._digest)
         else:
             return None
@@ -441,7 +448,8 @@ class GQSGDState:
             if self._steering is not None:
                 self._steering.sampler.drop()
             self._facts = {**self._facts, "parameters": digest(numbered)}
-            self._digest = digest_of_facts(self._facts)
+            # The digest so far stands for what ranks have loaded and not compared yet.
+            self._digest = digest_of(f"{digest_of_facts(self._facts)} {self._digest}")
         self._engine.plans.clear()
         self._ends_with.detach()
         before.detach()
@@ -531,6 +539,7 @@ class GQSGDState:
                 parameters.
         """
         checkpoint.check_state(state, self.requested)
+        loaded: list[str | int] = []
         if self._steering is not None:
             self._steering.resume(state.get("auto"))
         if self.config.remembers:
@@ -538,8 +547,7 @@ class GQSGDState:
             if numbers is not None:
                 checkpoint.say_what_is_missing(self._attachment.trained.parameters, numbers)
                 self._parameters.remembered |= numbers
-            # Seed and step of states may be equal where memories are not.
-            self._digest = digest_of(f"{digest_of_facts(self._facts)} {checkpoint.memory_digest(state)}")
+            loaded.append(checkpoint.memory_digest(state))
         self._configs = tuple(replace(config, seed=state["seed"]) for config in self._configs)
         self._requested = replace(self._requested, seed=state["seed"])
         self.step = state["step"]
@@ -549,6 +557,9 @@ class GQSGDState:
             self._configs = (self._steering.config,)
         if self._post_local_sgd is not None:
             self._post_local_sgd.iter = state.get("post_local_iter", self._post_local_sgd.iter)
+            loaded.append(self._post_local_sgd.iter)
+        if loaded:  # seed and step of states may be equal where these are not
+            self._digest = digest_of(f"{digest_of_facts(self._facts)} {loaded}")
         self._engine.plans.clear()
 
     def _all_memory(self) -> dict[str, dict[int, Tensor]] | None:

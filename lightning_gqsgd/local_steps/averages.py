@@ -61,7 +61,7 @@ from lightning_gqsgd.reducers.memory import Keeps
 from lightning_gqsgd.session.first_rank import take_from_first_rank
 from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.report import report
-from lightning_gqsgd.wire.agreement import Card, Stamp, digest_of
+from lightning_gqsgd.wire.agreement import Card, Stamp, Weights, digest_of
 from lightning_gqsgd.wire.communicator import parent_group, patience_of
 from lightning_gqsgd.wire.engine import Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
@@ -73,8 +73,8 @@ logger = logging.getLogger(__name__)
 _MESSAGES = Messages(
     "LocalSteps",
     "make a new LocalSteps",
-    "Ranks have made different numbers of optimizer steps, or a state was loaded on some ranks only: give every rank "
-    "the same number of steps, and load the same state on every rank",
+    "Ranks have made different numbers of optimizer steps, or a state was loaded, or the outer optimizer changed, on "
+    "some ranks only: give every rank the same number of steps, the same state and the same outer optimizer",
 )
 
 
@@ -526,6 +526,10 @@ class LocalAverages(AveragingLoop[Average]):
         return self._engine.reduce(asked.x, self._request(asked.segments, fragment, count))
 
     def _request(self, segments: tuple[Segment, ...], fragment: int, count: int = 0) -> Request:
+        # Each rank moves its anchors itself, so anchors stay equal only under equal outer optimizers.
+        digest = digest_of(f"{self._digest} {describe_outer(self.outer)}")
+        entry, anchor = next(self.fragments[fragment].entries())
+        weights = Weights.of(entry.name, anchor, self.averages)
         return Request(
             name=f"average {self.averages} (fragment {fragment}, after step {self.step})",
             configs=(self.config,),
@@ -533,7 +537,7 @@ class LocalAverages(AveragingLoop[Average]):
             step=self.averages * self.options.averaging.most_requests + count,
             store=self.store,
             # The step, not the number of the average, so that different numbers of steps are detected.
-            agreement=Stamp(self.config.seed, self.step, self._digest),
+            agreement=Stamp(self.config.seed, self.step, digest, weights=weights),
             bucket=fragment,
             compressed=self.averages >= self.config.warmup_steps,
         )

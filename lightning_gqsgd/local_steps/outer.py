@@ -72,7 +72,9 @@ def make_outer(outer: OuterOptimizer, anchors: list[Tensor]) -> Optimizer:
     # Anchors would become NaN, and the average would fail as if a rank had sent a NaN.
     for name, value in _numbers(optimizer).items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"outer={outer!r} makes a {type(optimizer).__name__} with {name}={value}; give a finite one")
+            raise ConfigError(
+                f"outer={outer!r} makes a {type(optimizer).__name__} with {name}={value}; give a finite one"
+            )
     return optimizer
 
 

@@ -339,6 +339,26 @@ def test_ranks_that_load_different_anchors_find_out_in_the_next_average(tmp_path
         assert "ranks 0 and 1 do not agree: digest" in text
 
 
+def _different_outers(rank: int) -> tuple[str, list[str]]:
+    model = WithBuffers(rank)
+    optimizer = local_steps(model, WAYS[1])
+    train(model, optimizer, rank, range(8))
+    lines = logged()
+    optimizer.averages.fragments[0].bundles[0].anchors[0].add_(rank)
+    train(model, optimizer, rank, range(8, 12))
+    optimizer.averages.outer.param_groups[0]["lr"] = 0.5 + rank / 10
+    text = error_text(ConfigError, train, model, optimizer, rank, range(12, 24))
+    optimizer.close()
+    return text, [line for line in lines if "different weights" in line]
+
+
+def test_ranks_whose_outer_optimizers_or_anchors_differ_hear_of_it_in_the_next_average(tmp_path: Path) -> None:
+    for rank, (text, lines) in enumerate(run(_different_outers, 2, tmp_path)):
+        assert "ranks 0 and 1 do not agree: digest" in text
+        assert "or the outer optimizer changed, on some ranks only" in text
+        assert len(lines) == (rank == 0)
+
+
 def _at_anchor(rank: int) -> list[Any]:
     model = WithBuffers(rank)
     optimizer = local_steps(model, WAYS[3])

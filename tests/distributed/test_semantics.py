@@ -6,6 +6,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -409,6 +410,25 @@ def test_an_error_in_a_later_step_reaches_backward_and_stays(stage: int, tmp_pat
         assert finite  # no optimizer step was made with what came of it
 
 
+def _memories_that_differ_behind_a_rewrap(rank: int) -> None:
+    model = DistributedDataParallel(mlp())
+    state = register_gqsgd(model, "diana", timeout=timedelta(seconds=20))
+    train(model, rank, range(2))
+    saved: list[Any] = [state.state_dict()]
+    dist.broadcast_object_list(saved)
+    for rows in saved[0]["memory"]["up_reference"].values():
+        rows += rank
+    state.load_state_dict(saved[0])
+    model.module.register_parameter("new", nn.Parameter(torch.zeros(300)))
+    model = state.rewrap(partial(DistributedDataParallel, find_unused_parameters=True))
+    with pytest.raises((ConfigError, RuntimeError), match="do not agree"):
+        train(model, rank, range(2, 3))
+
+
+def test_ranks_that_have_loaded_different_memories_raise_an_error_after_a_rewrap_as_well(tmp_path: Path) -> None:
+    run(_memories_that_differ_behind_a_rewrap, 2, tmp_path)
+
+
 # --- post-local SGD --------------------------------------------------------------------------------------------------
 
 
@@ -452,6 +472,33 @@ def test_post_local_sgd_quantises_first_and_then_takes_torchs_way(tmp_path: Path
         by_step = [{one[number][0][step] for one in by_rank} for step in range(6)]
         alone = 4 if number < 4 else 2
         assert [len(bits) for bits in by_step] == [1, 1, 1, 1, alone, 1]
+
+
+def _post_local_that_differs(rank: int) -> list[list[float]]:
+    with pytest.raises(ConfigError, match=r"do not agree: post_local_sgd: .*start_localSGD_iter=3"):
+        register_gqsgd(DistributedDataParallel(mlp()), post_local_sgd=PostLocalSGDState(None, None, 3 + rank))
+    weights = []
+    for reducer in ("native", "two_shot"):
+        local = PostLocalSGDState(None, None, start_localSGD_iter=3, post_local_gradient_allreduce=False)
+        model = DistributedDataParallel(mlp())
+        state = register_gqsgd(model, post_local_sgd=local, reducer=reducer, timeout=timedelta(seconds=20))
+        train(model, rank, range(2))
+        loaded = {**state.state_dict(), "step": 3, "post_local_iter": 3}
+        # All ranks: each of them trains on its own from there.
+        state.load_state_dict(loaded)
+        train(model, rank, range(2, 3))
+        weights.append([float(parameter.sum()) for parameter in model.parameters()])
+        # One rank, while the others are in steps that are averaged.
+        state.load_state_dict({**loaded, "step": 2, "post_local_iter": 2 + (rank == 0)})
+        with pytest.raises((ConfigError, RuntimeError), match="do not agree"):
+            train(model, rank, range(2, 3))
+        state.close()
+    return weights
+
+
+def test_ranks_whose_post_local_sgd_differs_raise_an_error_before_one_trains_alone(tmp_path: Path) -> None:
+    one, other = run(_post_local_that_differs, 2, tmp_path)
+    assert all(mine != theirs for mine, theirs in zip(one, other, strict=True))
 
 
 def _other_group(rank: int) -> None:
