@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -236,19 +237,19 @@ def without_a_lighthouse_for_a_while(rank: int, address: str, folder: Path) -> d
     return result
 
 
-def notice_without_a_lighthouse(rank: int, address: str, folder: Path) -> dict[str, Any]:
-    """Gets SIGTERM when the lighthouse has gone, and leaves without a merge."""
+def notice_without_a_lighthouse(rank: int, address: str, folder: Path, delay: int, steps: int) -> dict[str, Any]:
+    """Gets SIGTERM when the lighthouse has gone, in a step or when it waits for a merge, and leaves without one."""
     said = logged()
-    model, optimizer = member(rank, address, timeout=SECOND, delay=1)
+    model, optimizer = member(rank, address, timeout=SECOND, delay=delay)
     generator = torch.Generator().manual_seed(rank)
     (folder / "merges").touch()
     wait_for((folder / "gone").exists)
     exits = None
+    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
     try:
-        for number in range(1000):
-            if number == 10:
-                os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(steps):
             train_step(model, optimizer, generator, 0.1)
+        optimizer.finish()
     except SystemExit as exit:
         exits = exit.code
     return {"exits": exits, "said": said}

@@ -232,7 +232,10 @@ def test_members_go_on_with_a_lighthouse_that_was_killed_and_started_again(tmp_p
 
 
 @pytest.mark.slow
-def test_a_machine_with_notice_does_not_wait_for_a_lighthouse_that_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("delay", "steps"), [(1, 1000), (0, 1000), (1, 2)], ids=["steps", "waits", "finishes"])
+def test_a_machine_with_notice_does_not_wait_for_a_lighthouse_that_is_gone(
+    delay: int, steps: int, tmp_path: Path
+) -> None:
     address, command = _own_lighthouse()
     lighthouse = subprocess.Popen(command)
     host, _, port = address.partition(":")
@@ -247,7 +250,7 @@ def test_a_machine_with_notice_does_not_wait_for_a_lighthouse_that_is_gone(tmp_p
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        (leaver,) = run_members(members.notice_without_a_lighthouse, 1, tmp_path, address, tmp_path)
+        (leaver,) = run_members(members.notice_without_a_lighthouse, 1, tmp_path, address, tmp_path, delay, steps)
     finally:
         killer.join()
         lighthouse.kill()

@@ -270,9 +270,14 @@ def _other_state(rank: int) -> list[str]:
     by_steps.close()
     optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every="1s", bits=4)
     mine = optimizer.state_dict()
-    for bad in (state, {**mine, "local_steps": {**mine["local_steps"], "merged": {"merges": 3}}}):
-        problems.append(error_text(ConfigError, optimizer.load_state_dict, bad))
+    merged = mine["local_steps"]["merged"]
     bits = bits_of(model)
+    anchors = {name: anchor + 1 for name, anchor in merged["anchors"].items()}
+    damaged = {**merged, "anchors": anchors, "merges": 7}
+    for bad in ({"merges": 3}, {**damaged, "counted": {"1": 5}}, {**damaged, "mean_steps": math.inf}, {"merges": -1}):
+        whole = {**mine, "local_steps": {**mine["local_steps"], "merged": bad}}
+        problems.append(error_text(ConfigError, optimizer.load_state_dict, whole))
+    problems.append(error_text(ConfigError, optimizer.load_state_dict, state))
     with pytest.raises(ConfigError, match="not that of this run's optimizers"):
         optimizer.load_state_dict({**mine, "param_groups": []})
     assert bits_of(model) == bits
@@ -289,8 +294,27 @@ def _other_state(rank: int) -> list[str]:
 
 def test_a_state_of_another_kind_is_refused(tmp_path: Path) -> None:
     (problems,) = run(_other_state, 1, tmp_path)
-    assert "merges by the clock" in problems[0]
-    assert "samples=None" in problems[1]
+    words = ("samples=None", "counted={'1': 5}", "mean_steps=inf", "merges=-1", "merges by the clock")
+    assert all(word in problem for word, problem in zip(words, problems, strict=True))
+
+
+def _loaded_in_a_round(rank: int) -> list[str]:
+    model = network(rank)
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every="5s", bits=4)
+    generator = torch.Generator().manual_seed(rank)
+    saved = optimizer.state_dict()
+    train_step(model, optimizer, generator, 0.0)
+    refused = error_text(ConfigError, optimizer.load_state_dict, saved)
+    optimizer.finish()
+    optimizer.load_state_dict(saved)
+    optimizer.close()
+    return [refused, bits_of(model)]
+
+
+def test_a_state_cannot_be_loaded_over_steps_that_are_not_merged(tmp_path: Path) -> None:
+    one, other = run(_loaded_in_a_round, 2, tmp_path)
+    assert one == other
+    assert "load it before the first step, or call finish() first" in one[0]
 
 
 def _one_dies(rank: int) -> str:

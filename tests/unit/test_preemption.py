@@ -12,6 +12,10 @@ import pytest
 from lightning_gqsgd.local_steps.merges.preemption import PreemptionNotice
 
 
+def _never() -> bool:
+    return False
+
+
 @pytest.fixture(autouse=True)
 def _handler() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
@@ -21,7 +25,7 @@ def _handler() -> Iterator[None]:
 
 
 def test_a_notice_is_noted_and_the_process_lives() -> None:
-    notice = PreemptionNotice()
+    notice = PreemptionNotice(_never)
     assert not notice.was_given
     signal.raise_signal(signal.SIGTERM)
     assert notice.was_given
@@ -36,7 +40,7 @@ def test_a_handler_that_is_there_is_called_as_well_and_comes_back() -> None:
         called.append(1)
 
     signal.signal(signal.SIGTERM, handler)
-    notice = PreemptionNotice()
+    notice = PreemptionNotice(_never)
     signal.raise_signal(signal.SIGTERM)
     assert (notice.was_given, called) == (True, [1])
     notice.close()
@@ -45,16 +49,19 @@ def test_a_handler_that_is_there_is_called_as_well_and_comes_back() -> None:
 
 
 def test_who_has_taken_the_signal_since_keeps_it() -> None:
-    notice = PreemptionNotice()
+    notice = PreemptionNotice(_never)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     notice.close()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
-def test_a_forked_process_dies_of_it() -> None:
-    notice = PreemptionNotice()
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_forked_process_and_one_whose_merges_are_over_die_of_it(is_over: bool) -> None:
+    notice = PreemptionNotice(lambda: is_over)
     child = os.fork()
     if child == 0:
+        if is_over:
+            notice._process = os.getpid()
         signal.raise_signal(signal.SIGTERM)
         os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -65,7 +72,7 @@ def test_a_forked_process_dies_of_it() -> None:
 
 def test_in_another_thread_nobody_listens() -> None:
     found = []
-    thread = threading.Thread(target=lambda: found.append(PreemptionNotice()))
+    thread = threading.Thread(target=lambda: found.append(PreemptionNotice(_never)))
     thread.start()
     thread.join()
     found[0].close()

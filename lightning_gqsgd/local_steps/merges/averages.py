@@ -75,6 +75,9 @@ logger = logging.getLogger(__name__)
 
 _MESSAGES = Messages("LocalSteps", "make a new LocalSteps")
 
+#: Seconds between two looks whether this process was sent SIGTERM while it waits for a merge.
+_LOOK_S = 0.5
+
 #: Entries of every state of merges, in addition to those of all hooks' states.
 _ENTRIES: dict[str, type] = {"merged": Mapping}
 
@@ -126,14 +129,13 @@ class MergedAverages:
         self._rounds = rounds_of(options)
         member = Member(secrets.randbits(62), f"{socket.gethostname()}:{os.getpid()}")
         self._note = ""
-        self._leaves_after_s: float | None = None
+        self._timeout_s = 0.0
         members: FixedMembers | TorchftMembers
         parent = None if options.elastic else parent_group(group)
         if parent is None:
             trained = self._train(model)
             members = self._meet_elastic(trained, timeout)
-            if self._rounds.round_s is not None:
-                self._leaves_after_s = self._rounds.round_s + members.timeout.total_seconds()
+            self._timeout_s = members.timeout.total_seconds()
         else:
             members, trained = self._meet_fixed(model, parent, timeout, meeting)
         self._facts = trained.facts
@@ -160,7 +162,10 @@ class MergedAverages:
             members.close()
             raise
         self._start_from_anchors()
-        self._notice = PreemptionNotice() if options.elastic else None
+        # The process keeps its handlers of signals, and they must not keep the model.
+        thread = weakref.ref(self._thread)
+        is_over = lambda: (found := thread()) is None or found.is_over  # noqa: E731
+        self._notice = PreemptionNotice(is_over) if options.elastic else None
         # This also runs at exit, because Gloo groups that are still open then can abort the process.
         weakref.finalize(model, self._thread.close)
 
@@ -314,13 +319,10 @@ class MergedAverages:
         if self._pending is None and self._rounds.is_due(self._steps_since):
             self._hand_over()
             if not self.options.delay:
-                self._thread.wait_settled()
-                self._catch_up()
+                self._settle()
                 self._rounds.begin_step()
-        if self._notice is not None and self._notice.was_given:
-            self.leave()
-            logger.warning("gqsgd: SIGTERM: what was learnt is merged, and this process leaves")
-            raise SystemExit(0)
+        if self._must_leave:
+            self._leave_and_exit()
 
     @untraced
     @torch.no_grad()
@@ -330,17 +332,23 @@ class MergedAverages:
 
         Until then, this member takes part in the merges of the others, which continue to train. A second call in a row
         does nothing.
+
+        Raises:
+            SystemExit: with ``elastic``, if this process was sent SIGTERM; see `advance`.
         """
         refuse_kept([self._fragment])
         self.check_open()
         if self.step == self._finished_after:
             return
         if self._pending is not None:
-            self._thread.wait_settled()
-            self._catch_up()
-        self._hand_over(has_finished=True)
-        self._thread.finish()
-        self._thread.wait_finished()
+            self._settle()
+        if not self._must_leave:
+            self._hand_over(has_finished=True)
+            self._thread.finish()
+        while not (self._must_leave or self._thread.wait_finished(_LOOK_S)):
+            pass
+        if self._must_leave:
+            self._leave_and_exit()
         self._catch_up()
         self._finished_after = self.step
 
@@ -361,17 +369,28 @@ class MergedAverages:
                 "leave() is for elastic=True: ranks of a process group merge together, and those that stay would fail "
                 "without this one; call finish() on all ranks"
             )
-        is_merged = self._pending is None or self._has_merged_within(self._leaves_after_s)
+        leaves_after_s = self._rounds.round_s + self._timeout_s
+        is_merged = self._pending is None or self._has_merged_within(leaves_after_s)
         if is_merged and self._steps_since:
             self._hand_over()
-            is_merged = self._has_merged_within(self._leaves_after_s)
+            is_merged = self._has_merged_within(leaves_after_s)
         if not is_merged:
             logger.warning(
                 "gqsgd: no merge has succeeded for %.0f s: this member leaves, and what it has learnt since the last "
                 "one is lost",
-                self._leaves_after_s,
+                leaves_after_s,
             )
         self.close()
+
+    @property
+    def _must_leave(self) -> bool:
+        """Whether this process was sent SIGTERM."""
+        return self._notice is not None and self._notice.was_given
+
+    def _leave_and_exit(self) -> None:
+        self.leave()
+        logger.warning("gqsgd: SIGTERM: this process has left, and exits")
+        raise SystemExit(0)
 
     def check_start(self) -> None:
         """Check before the very first step that parameters are equal to the anchors.
@@ -462,14 +481,16 @@ class MergedAverages:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], load_beside: Callable[[], object]) -> None:
-        """Load a `state_dict`. All members have to load the same state, before their first step. Not a collective.
+        """Load a `state_dict`. Not a collective. All members have to load the same state, before their first step or
+        after `finish`.
 
         Args:
             state: the result of `state_dict`.
             load_beside: a function that loads the rest of the checkpoint into the optimizers.
 
         Raises:
-            ConfigError: if this is not such a state, or is the state of another model. Nothing is changed then.
+            ConfigError: if this is not such a state, if it is the state of another model, or if this member has a
+                change that is not merged. Nothing is changed then.
         """
         if isinstance(state, Mapping) and "merged" not in state:
             raise ConfigError(
@@ -477,6 +498,12 @@ class MergedAverages:
                 "clock or with members that come and go; resume with the options that wrote it"
             )
         check_state(state, self.requested, _ENTRIES)
+        if self._pending is not None or self._steps_since:
+            # Members may be merging it, and this one would go on as if the state had been its start.
+            raise ConfigError(
+                "a state of merges was loaded when steps had been made since the last merge; load it before the first "
+                "step, or call finish() first"
+            )
         with self._thread.between_merges():
             with all_or_nothing(self._optimizers):
                 load_beside()
@@ -524,7 +551,13 @@ class MergedAverages:
         self._steps_since = 0
         self._thread.hand_over(self._pending)
 
-    def _has_merged_within(self, seconds: float | None) -> bool:
+    def _settle(self) -> None:
+        """Wait until the handed-over change is merged, and use the merge. After SIGTERM, `leave` waits instead, because
+        its wait has an end."""
+        while not (self._must_leave or self._has_merged_within(_LOOK_S)):
+            pass
+
+    def _has_merged_within(self, seconds: float) -> bool:
         """Wait until the handed-over change is merged, and use the merge. Returns whether it succeeded in time."""
         if self._thread.wait_settled(seconds) is None:
             return False

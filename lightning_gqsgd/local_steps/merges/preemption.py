@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -15,12 +16,17 @@ class PreemptionNotice:
     An existing handler, such as Lightning's, is called as well. Python allows handlers only in the main thread; in
     other threads, no notice is ever given.
 
+    Args:
+        is_over: function that returns whether nobody looks at the notice any more. The signal then does what it would
+            do without this.
+
     Attributes:
         was_given: whether SIGTERM was received.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_over: Callable[[], bool]) -> None:
         self.was_given = False
+        self._is_over = is_over
         self._process = os.getpid()
         self._before: Any = None
         self._listens = threading.current_thread() is threading.main_thread()
@@ -35,7 +41,8 @@ class PreemptionNotice:
             self._listens = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a forked process does not train, and ends as it would have without this
+        # A forked process does not train either.
+        if os.getpid() != self._process or self._is_over():
             signal.signal(number, signal.SIG_DFL if self._before is None else self._before)
             signal.raise_signal(number)
             return

@@ -30,11 +30,9 @@ class MergeRounds(ABC):
     Attributes:
         step_s: seconds of the longest of the latest steps; 0 before the first one.
         patience_s: seconds without a successful merge after which members give up.
-        round_s: seconds of a round; None if unknown.
     """
 
     patience_s: float
-    round_s: float | None
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=_STEPS)
@@ -45,6 +43,11 @@ class MergeRounds(ABC):
     def step_s(self) -> float:
         """Seconds of the longest of the latest steps; see the class."""
         return max(self._times, default=0.0)
+
+    @property
+    @abstractmethod
+    def round_s(self) -> float:
+        """Seconds of a round, as far as this member knows."""
 
     def end_step(self) -> None:
         """Note that a step has ended."""
@@ -96,9 +99,14 @@ class ByClock(MergeRounds):
     def __init__(self, every_s: float) -> None:
         super().__init__()
         self.patience_s = max(_PATIENCE_S, 3 * every_s)
-        self.round_s: float = every_s
+        self._every_s = every_s
         self._ends = time.monotonic() + every_s
         self._grace_s = 0.0
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of a round."""
+        return self._every_s
 
     def _is_over(self, steps: int) -> bool:
         """Returns whether the end of the next step would be too late."""
@@ -123,12 +131,16 @@ class BySteps(MergeRounds):
     """
 
     patience_s = 3600.0
-    round_s = None  # the time that others need for their steps is unknown
 
     def __init__(self, steps_of_round: Callable[[int], int]) -> None:
         super().__init__()
         self._steps_of_round = steps_of_round
         self._number = 0
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of this member's steps of a round. Those of the others may take longer."""
+        return self.step_s * self._steps_of_round(self._number)
 
     def _is_over(self, steps: int) -> bool:
         """Returns whether the round's steps have been made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_gqsgd.local_steps.fragments import Fragment
 from lightning_gqsgd.local_steps.merges.rows import Flag, Row, Shares
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import load_outer
+from lightning_gqsgd.session.checkpoint import is_count
 
 #: Merges after which a member that has sent no change since is forgotten. Its entry is only needed until its next
 #: merge.
@@ -152,10 +154,10 @@ class SharedState:
         """
         _check_entries(state)
         with self.lock:
-            known = {int(who): int(entry[0]) for who, entry in state["counted"].items()}
+            known = _settled_in(state)
             remembered = state["merges"] - _REMEMBERED_MERGES
             return sum(
-                known.get(who, 0) < contribution
+                known.get(who, (0, 0))[0] < contribution
                 for who, (contribution, merge) in self._settled.items()
                 if merge >= remembered
             )
@@ -191,6 +193,7 @@ class SharedState:
         anchors = {entry.name: anchor for entry, anchor in self.fragment.entries()}
         check_tensors(anchors, state["anchors"], "anchors")
         check_tensors({"integers": self.integers}, {"integers": state["integers"]}, "buffers")
+        settled = _settled_in(state)
         with self.lock:
             load_outer(self.outer, state["outer"])
             for name, anchor in anchors.items():
@@ -201,14 +204,30 @@ class SharedState:
             self.mean_steps = state["mean_steps"]
             self.left_out = state["left_out"]
             self.integers = state["integers"].clone()
-            self._settled = {int(who): (entry[0], entry[1]) for who, entry in state["counted"].items()}
+            self._settled = settled
 
 
 def _check_entries(state: Mapping[str, Any]) -> None:
     """Raise ConfigError if a mapping is no state of merges."""
     for name, kind in _ENTRIES.items():
-        if not isinstance(state.get(name), kind):
+        value = state.get(name)
+        is_good = is_count(value) if kind is int else isinstance(value, kind)
+        if not is_good or (isinstance(value, float) and not math.isfinite(value)):
             raise ConfigError(
-                f"the state of merges has {name}={state.get(name)!r:.50}, not {kind.__name__}; load what "
-                "state_dict() has given"
+                f"the state of merges has {name}={value!r:.50}, not {kind.__name__}; load what state_dict() has given"
             )
+
+
+def _settled_in(state: Mapping[str, Any]) -> dict[int, tuple[int, int]]:
+    """Returns the latest settled contribution of each member in a state, and the merge that settled it.
+
+    Raises:
+        ConfigError: if the entry cannot be read.
+    """
+    try:
+        return {int(who): (int(entry[0]), int(entry[1])) for who, entry in state["counted"].items()}
+    except (TypeError, ValueError, LookupError) as error:
+        raise ConfigError(
+            f"the state of merges has counted={state['counted']!r:.50}, not two numbers for each member; load what "
+            "state_dict() has given"
+        ) from error

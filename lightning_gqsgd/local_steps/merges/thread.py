@@ -69,6 +69,11 @@ class MergeThread:
         """Returns whether `close` was called, an error has ended the merges, or this process was forked."""
         return self._is_closing or self._error is not None or self._process != os.getpid()
 
+    @property
+    def is_over(self) -> bool:
+        """Returns whether nothing is merged any more, or not before the next step because all members have finished."""
+        return self.is_closed or self._rests
+
     def join(self) -> None:
         """Load the others' state, and begin the rounds.
 
@@ -139,11 +144,11 @@ class MergeThread:
             self.check()
             return self._settled_by
 
-    def wait_settled(self, within_s: float | None = None) -> Merge | None:
+    def wait_settled(self, within_s: float) -> Merge | None:
         """Wait until the latest contribution is settled; see `settled`.
 
         Args:
-            within_s: how long to wait at most, in seconds; None means no limit.
+            within_s: how long to wait at most, in seconds.
         """
         with self._changed:
             self._changed.wait_for(
@@ -152,11 +157,19 @@ class MergeThread:
             self.check()
             return self._settled_by
 
-    def wait_finished(self) -> None:
-        """Wait for the merge in which all members have finished; see `settled`."""
+    def wait_finished(self, within_s: float) -> bool:
+        """Wait for the merge in which all members have finished; see `settled`.
+
+        Args:
+            within_s: how long to wait at most, in seconds.
+
+        Returns:
+            Whether all members have finished.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._rests or self._error is not None or self._is_closing)
+            self._changed.wait_for(lambda: self._rests or self._error is not None or self._is_closing, within_s)
             self.check()
+            return self._rests
 
     @contextmanager
     def between_merges(self) -> Iterator[None]:
