@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
@@ -340,10 +340,11 @@ class Engine:
         if runner is None or self._process != os.getpid():
             return
         # Jobs are ended before the groups that they use.
-        runner.close(self.communicator)
-        if self._borrowed is not None:
-            release(self._borrowed)
-        self.communicator.close()
+        with ExitStack() as parts:
+            parts.callback(self.communicator.close)
+            if self._borrowed is not None:
+                parts.callback(release, self._borrowed)
+            runner.close(self.communicator)
 
     def plan(self, x: Tensor, request: Request) -> Plan:
         """Returns the plan that cuts a flat tensor into pieces for a request.

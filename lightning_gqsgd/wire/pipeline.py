@@ -40,6 +40,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.reducers.base import Exchange, Steps
 from lightning_gqsgd.wire.communicator import Communicator
+from lightning_gqsgd.wire.shared_memory import holds_a_lock
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry, moment
 from lightning_gqsgd.wire.workers import Workers
 
@@ -425,17 +426,25 @@ class Sequencer:
             closed.set()
 
         self._events.put(forget)
-        if threading.current_thread() is self._thread or self._workers.has_this_thread():
-            return  # called by garbage collection of a model; a thread cannot wait for itself
+        if not self._may_be_waited_for():
+            return
         if not closed.wait(CLOSE_TIMEOUT_S):
             raise RuntimeError(f"gqsgd: the sequencing thread did not answer within {CLOSE_TIMEOUT_S:.0f} s")
 
     def stop(self) -> None:
         """End the thread."""
         self._events.put(None)
-        if threading.current_thread() is not self._thread and not self._workers.has_this_thread():
+        if self._may_be_waited_for():
             self._thread.join(CLOSE_TIMEOUT_S)
         self._workers.stop()
+
+    def _may_be_waited_for(self) -> bool:
+        """Returns whether the calling thread may wait for the sequencing thread.
+
+        Garbage collection of a model may close it on any thread: on this one, or on one that this one waits for.
+        """
+        is_own = threading.current_thread() is self._thread or self._workers.has_this_thread()
+        return not (is_own or holds_a_lock())
 
     def _run(self) -> None:
         while True:

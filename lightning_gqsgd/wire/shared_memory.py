@@ -369,7 +369,6 @@ class SharedGroup:
         self._error: BaseException | None = None
         self._is_closing = False
         self._lock = threading.Lock()
-        self._holder = 0  # thread that has the lock
         self._bell = _Bell()
         sockets = [line.socket for line in self._lines.values()]
         # The thread holds no reference to the group while it waits. So the thread ends when nothing refers to the group
@@ -438,7 +437,7 @@ class SharedGroup:
         self._bell.ring()
         # Garbage collection may call this on any thread. A thread cannot wait for itself, nor for a thread that waits
         # for it.
-        if threading.get_ident() not in (self._thread.ident, self._holder):
+        if threading.current_thread() is not self._thread and not holds_a_lock():
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def abandon(self) -> None:
@@ -451,11 +450,11 @@ class SharedGroup:
     @contextmanager
     def _held(self) -> Iterator[None]:
         with self._lock:
-            self._holder = threading.get_ident()
+            _holders.add(threading.get_ident())
             try:
                 yield
             finally:
-                self._holder = 0
+                _holders.discard(threading.get_ident())
 
     def _made(self, exchange: Exchange) -> _Collective:
         """Create a collective, and copy what this rank sends to itself."""
@@ -715,6 +714,15 @@ def _parts(data: np.ndarray, sizes: Sequence[int], tensor: Tensor, ranks: int) -
         return list(data.reshape(ranks, -1))
     ends = accumulate((size * tensor.element_size() for size in sizes), initial=0)
     return [data[start:end] for start, end in pairwise(ends)]
+
+
+#: The threads that have the lock of a group, by identifier.
+_holders: set[int] = set()
+
+
+def holds_a_lock() -> bool:
+    """Returns whether this thread has the lock of a group, so that it must not wait for a thread that needs it."""
+    return threading.get_ident() in _holders
 
 
 #: The groups of this process. A forked child must not keep their connections.

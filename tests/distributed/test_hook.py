@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import register_gqsgd
+from lightning_gqsgd.reducers.base import ALL
 from tests.distributed.models import Branches, batch, fingerprint, finish, loss_of, mlp, resume, save, train, wrapped
 from tests.distributed.ranks import run
 from tests.errors import error_text
@@ -278,6 +279,29 @@ def _collected_by_the_sequencer(rank: int) -> bool:
 
 def test_a_model_may_be_collected_by_the_thread_that_reduces(tmp_path: Path) -> None:
     assert run(_collected_by_the_sequencer, 2, tmp_path, timeout=30) == [True, True]
+
+
+def _closed_with_a_lock(rank: int) -> None:
+    """Garbage collection closes a model on the thread that serves another model's connections, while it has its lock,
+    and the sequencing thread waits for that lock."""
+    model, state = wrapped({}, {})
+    other, its_state = wrapped({}, {})
+    train(other, rank, range(1))
+    group = state._engine.communicator._shared[0, ALL, 0]
+
+    def need_the_lock() -> None:
+        with group._held():
+            pass
+
+    with group._held():
+        state._engine._runner._events.put(need_the_lock)
+        its_state.close()  # raises an error if that thread does not answer
+    train(model, rank, range(2))
+    state.close()
+
+
+def test_a_model_may_be_collected_by_a_thread_that_the_sequencing_thread_waits_for(tmp_path: Path) -> None:
+    run(_closed_with_a_lock, 2, tmp_path)
 
 
 def _subgroup(rank: int) -> str:
