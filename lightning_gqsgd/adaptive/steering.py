@@ -14,6 +14,7 @@ import math
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -308,8 +309,16 @@ class Steering:
         """Load a `state`. Start again if it is None.
 
         Raises:
-            ConfigError: if ``state`` is no such state.
+            ConfigError: if ``state`` is no such state. Nothing is changed then.
         """
+        before = {**vars(self), "gauge": copy(self.gauge)}
+        try:
+            self._resume(state)
+        except ConfigError:
+            vars(self).update(before)
+            raise
+
+    def _resume(self, state: object) -> None:
         self.clock.interrupt()
         self._plain = self._plain._replace(is_countable=False)
         self.sampler.drop()

@@ -428,7 +428,6 @@ class GQSGDState:
                 )
             check_parameters({name: p for name, p in named.items() if p.requires_grad})
             new = before.trained.new_in(module)
-            left = before.trained.left_behind(old.reducer)
             dtypes = list(dict.fromkeys(p.dtype for p in named.values() if p.requires_grad))
             facts = {
                 "parameters": digest(numbered),
@@ -436,10 +435,12 @@ class GQSGDState:
                     entry for entry in numbered if named[entry.name].requires_grad
                 ),
                 "new parameters": digest(new),
-                "frozen with a gradient": digest(left),
                 "dtypes": ", ".join(map(str, dtypes)),
             }
             meeting.agree([facts])
+            # A collective of DDP's, in which a rank that refuses would leave the others waiting.
+            left = before.trained.left_behind(old.reducer)
+            meeting.agree([{"frozen with a gradient": digest(left)}])
             compile_together(meeting, {self._engine: self._candidates}, dtypes)
         average(left.values(), self._group)
         take_from_first_rank(new.values(), self._group)

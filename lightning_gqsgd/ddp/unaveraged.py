@@ -140,6 +140,8 @@ class TrainedParameters:
             # all ranks come to because wrapping anew is one.
             reducer._rebuild_buckets()
         except RuntimeError as error:
+            if _UNFINISHED not in str(error):
+                raise  # of the network
             raise ConfigError(_still_waits(frozen)) from error
         gradients = {name: self.reduced[name].grad for name in frozen}
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
@@ -193,6 +195,10 @@ class TrainedParameters:
         new = [name for name, p in self._new.items() if p.requires_grad]
         moved = [name for name in self._accumulators.lost() if name not in self._removed]
         return unfrozen, new, moved
+
+
+#: Torch's words where a backward pass has not reached all parameters.
+_UNFINISHED = "Expected to have finished reduction"
 
 
 def _still_waits(frozen: list[str]) -> str:

@@ -410,6 +410,23 @@ def test_an_error_in_a_later_step_reaches_backward_and_stays(stage: int, tmp_pat
         assert finite  # no optimizer step was made with what came of it
 
 
+def _refused_by_one(rank: int) -> str:
+    model = DistributedDataParallel(mlp())
+    state = register_gqsgd(model, exclude=["2.weight"])
+    train(model, rank, range(2))
+    if rank:
+        model.module[2] = nn.Identity()  # the pattern matches nothing
+    text = error_text(ConfigError, state.rewrap, DistributedDataParallel)
+    state.close()
+    return text
+
+
+def test_a_rank_that_cannot_wrap_anew_tells_the_others_before_they_wait_in_ddps_exchange(tmp_path: Path) -> None:
+    for text in run(_refused_by_one, 2, tmp_path):
+        assert "2.weight" in text
+        assert "still waits" not in text
+
+
 def _memories_that_differ_behind_a_rewrap(rank: int) -> None:
     model = DistributedDataParallel(mlp())
     state = register_gqsgd(model, "diana", timeout=timedelta(seconds=20))

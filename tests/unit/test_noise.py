@@ -313,6 +313,20 @@ def test_a_damaged_state_of_the_noise_is_refused_in_one_line(state: dict) -> Non
     check_refused_in_one_line(ConfigError, "'noise' that cannot be read", steering.resume, state)
 
 
+@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize("damaged", [{"total_bits": "x"}, {"inbox": 3}, {"noise": {"bits": 3}}])
+def test_a_state_that_is_refused_changes_nothing(auto: bool, damaged: dict) -> None:
+    config = GQSGDConfig(bits="auto", auto=auto, max_slowdown=0.05)
+    steering = Steering(config, RANKS)
+    drive(steering, range(120), 2.0)
+    before = steering.state()
+    beginning = Steering(config, RANKS)
+    drive(beginning, range(8), 2.0)
+    with pytest.raises(ConfigError):
+        steering.resume({**beginning.state(), **damaged})
+    assert steering.state() == before
+
+
 def test_a_state_of_another_number_of_ranks_keeps_the_bits_and_measures_anew() -> None:
     state = gauge()
     state.observe(measured(3.0, 0))
