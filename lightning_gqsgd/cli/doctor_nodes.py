@@ -28,6 +28,7 @@ from lightning_gqsgd.cli.doctor_places import Place, place_of
 from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.wire.node import network
+from lightning_gqsgd.wire.store import EndingStore
 
 #: Seconds that a rank waits for the others; the environment variable has another number.
 WAIT_S = 60
@@ -120,10 +121,11 @@ def examine() -> Findings | None:
         pairs = _measure_all(place, _measuring(hosts))
     used = doctor_interfaces.busiest(before, doctor_interfaces.interfaces())
     measured = _exchange(store, "used", host._replace(interface=used), place, wait)
-    store.set(f"pairs/{place.rank}", json.dumps(pairs))
-    if place.rank:
-        return None
-    found = [Pair(*values) for rank in range(place.size) for values in json.loads(store.get(f"pairs/{rank}"))]
+    with _rank_0_may_have_ended(place):
+        store.set(f"pairs/{place.rank}", json.dumps(pairs))
+        if place.rank:
+            return None
+        found = [Pair(*values) for rank in range(place.size) for values in json.loads(store.get(f"pairs/{rank}"))]
     return Findings(place, measured, found)
 
 
@@ -195,7 +197,8 @@ def _meet(place: Place, wait: timedelta) -> Any:
             "an address that all hosts reach"
         ) from None
     prefix = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"gqsgd-doctor/{prefix}", store)
+    # A request to a host that hangs would not end.
+    return EndingStore(dist.PrefixStore(f"gqsgd-doctor/{prefix}", store), wait)
 
 
 def _exchange(store: Any, key: str, host: Host, place: Place, wait: timedelta) -> list[Host]:
@@ -206,12 +209,19 @@ def _exchange(store: Any, key: str, host: Host, place: Place, wait: timedelta) -
     """
     # Rank 0 may have the store: it waits a little longer, so that the others can still ask who is missing.
     end = time.monotonic() + wait.total_seconds() + (LAST_S if place.rank == 0 else 0)
-    try:
+    with _rank_0_may_have_ended(place):
         return _asked(store, key, host, place, end)
+
+
+@contextmanager
+def _rank_0_may_have_ended(place: Place) -> Iterator[None]:
+    """Returns a context in which an error of the store becomes a ConfigError."""
+    try:
+        yield
     except (RuntimeError, OSError) as error:
         raise ConfigError(
             f"{_who(place)} was waiting for the others, and rank 0 at {place.address}:{place.port}, where they meet, "
-            f"has ended ({_first_line(error)}); look at its output"
+            f"has ended or hangs, or another rank has ended ({_first_line(error)}); look at their output"
         ) from None
 
 

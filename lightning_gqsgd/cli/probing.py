@@ -21,7 +21,7 @@ from rich.table import Table
 
 from lightning_gqsgd.cli.doctor_places import number_in
 from lightning_gqsgd.cli.tables import plain_table
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.predict import models
 from lightning_gqsgd.predict.advice import check_batch
 from lightning_gqsgd.predict.files import check_writable
@@ -108,18 +108,32 @@ def run_ranks(procs: int, arguments: Sequence[str]) -> int:
     }
     command = [sys.executable, "-m", "lightning_gqsgd.cli", *arguments]
     ranks: list[subprocess.Popen[bytes]] = []
+    with _exit_at_sigterm():
+        try:
+            for rank in range(procs):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                with _interrupts_ignored():  # as in the new process, which this one ends
+                    ranks.append(subprocess.Popen(command, env={**os.environ, **place, **own}))
+            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+                time.sleep(0.05)
+            return next((code for code in codes if code), 0)
+        finally:
+            for started in ranks:
+                started.kill()
+                started.wait()
+
+
+@contextmanager
+def _exit_at_sigterm() -> Iterator[None]:
+    """Raise SystemExit at SIGTERM in this context, which by itself would end this process and leave its ranks."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        for rank in range(procs):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with _interrupts_ignored():  # as in the new process, which this one ends
-                ranks.append(subprocess.Popen(command, env={**os.environ, **place, **own}))
-        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-            time.sleep(0.05)
-        return next((code for code in codes if code), 0)
+        yield
     finally:
-        for started in ranks:
-            started.kill()
-            started.wait()
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -154,12 +168,18 @@ def joined_ranks() -> Iterator[torch.device]:
     """Join the process group of a launcher's ranks, and leave it at the end of the context. Yields the device.
 
     Raises:
-        ConfigError: a variable of the launcher has no number.
+        ConfigError: a variable of the launcher has no number, or there are fewer GPUs than ranks.
     """
     for name in ("RANK", "WORLD_SIZE"):
         number_in(os.environ, name)  # torch reads them, and would say neither the name nor the remedy
     local = number_in(os.environ, "LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0
-    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() > local
+    on_gpu = torch.cuda.is_available()
+    ranks = local_ranks() or local + 1
+    if on_gpu and torch.cuda.device_count() < ranks:
+        raise ConfigError(
+            f"this machine has {counted(torch.cuda.device_count(), 'GPU')} for {counted(ranks, 'rank')}; start as many "
+            "ranks as GPUs, or set CUDA_VISIBLE_DEVICES= (empty) to measure its processors"
+        )
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)

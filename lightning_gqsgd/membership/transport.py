@@ -6,6 +6,7 @@ the current state of another member.
 
 from __future__ import annotations
 
+import threading
 import time
 import urllib.request
 import warnings
@@ -56,6 +57,22 @@ class PlainTransport(HTTPTransport[Any]):
     def address(self) -> str:
         """Returns the URL from which others fetch the state, without the step at the end."""
         return f"http://{self._host}:{self._server.socket.getsockname()[1]}{_CHECKPOINTS}"
+
+    def shutdown(self, wait: bool = True) -> None:
+        """End the server, and close its socket. torchft's own method sets another flag than the one that the server
+        reads.
+
+        Args:
+            wait: whether to wait until the server has ended, for half a second at most.
+        """
+        ending = threading.Thread(target=self._end, name="gqsgd-ending", daemon=True)
+        ending.start()
+        if wait:
+            ending.join()
+
+    def _end(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """Fetch a member's state within a merge; see torchft's method.

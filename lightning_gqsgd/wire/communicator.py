@@ -43,6 +43,7 @@ from lightning_gqsgd.wire import neighbours
 from lightning_gqsgd.wire.peers import Peers, backends_of, peers_of
 from lightning_gqsgd.wire.shared_memory import SharedGroup
 from lightning_gqsgd.wire.staging import Staging
+from lightning_gqsgd.wire.store import EndingStore
 
 #: The longest time that ranks may wait for each other, because clocks cannot add much more to the current time.
 LONGEST_TIMEOUT = timedelta(days=3650)
@@ -89,7 +90,8 @@ class Communicator:
         self._key = key
         self.timeout = timeout or timeout_of(group, device)
         self._ranks = peers.numbers
-        self._store = peers.store
+        # Gloo waits in this store when groups are created, while its process may be stopped.
+        self._store = peers.store if self.backend == "nccl" else EndingStore(peers.store, self.timeout)
         # Backends by stage, scope and turn; torch's type stubs lack their collectives.
         self._groups: dict[tuple[int, Scope, int], Any] = {}
         self._shared: dict[tuple[int, Scope, int], SharedGroup] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,9 @@ from lightning_gqsgd.reducers.base import Exchange
 #: How many seconds `close` waits for the thread, which may itself wait for a GPU.
 CLOSE_TIMEOUT_S = 60.0
 
+#: Seconds between two looks whether a GPU has copied an input.
+LOOK_S = 1e-4
+
 Start = Callable[[Exchange, int, int], Any]
 
 
@@ -29,7 +33,7 @@ class StagedWork:
 
     Args:
         exchange: the collective. The constructor starts to copy its input.
-        patience: how long `wait` waits for the collective to start; after that, the collective has its own timeout.
+        patience: how long to wait for the GPU to compute the input; after that, the collective has its own timeout.
     """
 
     def __init__(self, exchange: Exchange, patience: timedelta) -> None:
@@ -39,7 +43,7 @@ class StagedWork:
         # An all-reduce works in place, so the copy of its input is also its output.
         target = source if exchange.output is exchange.input else _host_like(exchange.output)
         self._host = exchange._replace(output=target, input=source)
-        self._copied = torch.cuda.Event(blocking=True) if exchange.input.is_cuda else None
+        self._copied = torch.cuda.Event() if exchange.input.is_cuda else None
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(exchange.input.device))
         self._begun = threading.Event()
@@ -50,8 +54,7 @@ class StagedWork:
     def begin(self, start: Start, stage: int, turn: int) -> None:
         """Wait for the input and start the collective. Called on the staging thread."""
         try:
-            if self._copied is not None:
-                self._copied.synchronize()  # lets other threads run
+            self._wait_for_input()
             self._work = start(self._host, stage, turn)
             done = self._work.get_future()
         except Exception as error:  # raised by `wait`
@@ -59,6 +62,24 @@ class StagedWork:
             return
         self._begun.set()
         done.add_done_callback(self._arrived)
+
+    def _wait_for_input(self) -> None:
+        """Wait until the GPU has copied the input.
+
+        Raises:
+            RuntimeError: if it has not done so within the patience.
+        """
+        ends = time.monotonic() + self._patience.total_seconds()
+        while self._copied is not None and not self._copied.query():
+            if time.monotonic() > ends:
+                raise self._late()
+            time.sleep(LOOK_S)  # `synchronize` would wait without an end
+
+    def _late(self) -> RuntimeError:
+        return RuntimeError(
+            f"a {self._host.kind} did not start within {self._patience.total_seconds():.0f} s, because the GPU has not "
+            "computed its input; look for what the GPU waits for, or give a longer timeout"
+        )
 
     def fail(self, error: BaseException) -> None:
         """Complete with an error instead of starting."""
@@ -77,10 +98,7 @@ class StagedWork:
             RuntimeError: if the collective failed, or if the GPU did not compute its input in time.
         """
         if not self._begun.wait(self._patience.total_seconds()):
-            raise RuntimeError(
-                f"a {self._host.kind} did not start within {self._patience.total_seconds():.0f} s, because the GPU has "
-                "not computed its input; look for what the GPU waits for, or give a longer timeout"
-            )
+            raise self._late()  # the thread still waits for an earlier input
         if self._error is not None:
             raise self._error
         # The collective has ended here. This raises its error, if there is one.

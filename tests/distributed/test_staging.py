@@ -18,7 +18,7 @@ from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire import communicator
 from lightning_gqsgd.wire.agreement import Card, compared
 from lightning_gqsgd.wire.communicator import Communicator
-from lightning_gqsgd.wire.staging import Staging
+from lightning_gqsgd.wire.staging import StagedWork, Staging
 from tests.distributed.models import finish, train, wrapped
 from tests.distributed.ranks import run
 from tests.errors import error_text
@@ -135,6 +135,22 @@ def test_a_collective_that_cannot_start_completes_with_its_error() -> None:
     with pytest.raises(ValueError, match="no sum in stage 3"):
         work.wait()
     staging.close()
+
+
+class _NotComputed:
+    """An event that a GPU never reaches."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_a_collective_whose_input_the_gpu_never_computes_completes_with_an_error() -> None:
+    work = StagedWork(Exchange.in_place("sum", torch.zeros(1)), timedelta(seconds=0.1))
+    work._copied = _NotComputed()  # type: ignore[assignment]
+    work.begin(lambda *_: _Never(), 1, 0)
+    work.get_future().wait()
+    with pytest.raises(RuntimeError, match="because the GPU has not computed its input"):
+        work.wait()
 
 
 def test_closing_fails_what_has_not_started_and_all_that_comes_after() -> None:

@@ -14,12 +14,15 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd import quantised
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.errors import CollectiveError
+from lightning_gqsgd.wire.communicator import Communicator
+from lightning_gqsgd.wire.peers import Peers
 from lightning_gqsgd.wire.store import Store
 from tests.distributed.models import mlp, train
 from tests.distributed.ranks import run
@@ -133,6 +136,14 @@ def test_ranks_whose_store_stands_still_while_they_connect_find_out(
     port = store._store.port  # type: ignore[attr-defined]
     with pytest.raises(dist.DistStoreError, match="has not answered for 3 s"):
         group.configure(f"127.0.0.1:{port}/quorum", "0", 0, 2, 1, 0, 1, [0, 1])
+
+
+def test_ranks_whose_store_stands_still_while_groups_are_created_find_out(server: tuple[Any, Store]) -> None:
+    process, store = server
+    peers = Peers(0, (0, 1), store._store, {"cpu": "gloo"}, timedelta(seconds=1))
+    stop(process)
+    with pytest.raises(CollectiveError, match="it has not answered for 3 s"):
+        Communicator(torch.device("cpu"), peers, "key")
 
 
 def _save_while_rank_0_stands_still(rank: int, port: int) -> tuple[str, float]:
