@@ -255,7 +255,7 @@ def table(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | Non
         f"{cluster.timeline.name}, {cluster.timeline.numel / 1e6:.1f} M parameters, "
         f"{cluster.nodes} × {cluster.per_node} ranks{', ' * bool(cluster.codec)}{cluster.codec}: predicted"
     )
-    levels = cluster.per_node > 1
+    levels = min(cluster.nodes, cluster.per_node) > 1
     headings = (
         "gradients",
         "step (ms)",
@@ -351,8 +351,8 @@ def _figures(cluster: Cluster, candidate: Candidate) -> dict[str, float | None]:
         "codec_s": step.codec_s,
         "wire_s": step.wire_s,
         "sent_bytes": step.sent_bytes,
-        "network_bytes": step.network_bytes,
-        "node_bytes": step.node_bytes,
+        "network_bytes": 0 if cluster.nodes == 1 else step.network_bytes,
+        "node_bytes": step.sent_bytes if cluster.nodes == 1 else step.node_bytes,
         "samples_per_s": _samples_per_s(cluster, candidate),
         "efficiency": step.efficiency,
     }

@@ -102,7 +102,7 @@ def _run_as_ranks(procs: int | None, arguments: list[str]) -> None:
 @app.command()
 def presets(
     name: Annotated[str | None, typer.Argument(help="A preset to show in full. Default: a table of all.")] = None,
-    ranks: Annotated[int, typer.Option(help="Number of ranks n.")] = 8,
+    ranks: Annotated[int | None, typer.Option(help="Number of ranks n. Default: 8.", show_default=False)] = None,
     block_size: Annotated[
         int | None,
         typer.Option("--block-size", "--block-numel", help="Number of coordinates of a block."),
@@ -118,7 +118,8 @@ def presets(
     from lightning_gqsgd.presets import PRESETS
 
     with _refusals_in_one_line():
-        check_integer("--ranks", ranks, 2, asking.MOST_RANKS)
+        if ranks is not None:
+            check_integer("--ranks", ranks, 2, asking.MOST_RANKS)
         if name is not None:
             asking.check_name(name)
     # Here, not above: they import torch, which takes seconds.
@@ -129,6 +130,8 @@ def presets(
     listings = (LOCAL_STEPS, OTHER_SYSTEMS)
     for listing in listings:
         if name is not None and name in listing.names:
+            with _refusals_in_one_line():
+                asking.refuse_without_effect(name, {"--ranks": ranks, "--block-size": block_size})
             if as_json:
                 _print_json(listing.to_dict(name))
             else:
@@ -137,7 +140,7 @@ def presets(
     with _refusals_in_one_line():
         if block_size is not None:
             GQSGDConfig(block_size=block_size)
-        rows = [facts.facts_of(preset, ranks, block_size) for preset in ([name] if name else PRESETS)]
+        rows = [facts.facts_of(preset, ranks or 8, block_size) for preset in ([name] if name else PRESETS)]
     if as_json:
         values = [row.to_dict() for row in rows]
         if not name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_gqsgd.errors import ConfigError
@@ -21,6 +22,21 @@ def check_name(name: str) -> None:
     """
     if name not in (*PRESETS, *LOCAL_PRESETS, *SYSTEMS):
         raise unknown(name)
+
+
+def refuse_without_effect(name: str, given: Mapping[str, object]) -> None:
+    """Check that no option was given that the figures of a system do not depend on.
+
+    Args:
+        name: the system.
+        given: the options by name; None for those that were not given.
+
+    Raises:
+        ConfigError: one was given.
+    """
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(f"{option} {value} has no effect on {name}; leave it out")
 
 
 def check_system(name: str) -> None:

@@ -49,8 +49,11 @@ class Outcome:
     relative_error: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values, with None for infinite numbers, which JSON does not have."""
-        return {name: None if value in (math.inf, -math.inf) else value for name, value in asdict(self).items()}
+        """Returns plain values, with None for numbers that are not finite, which JSON does not have."""
+        return {
+            name: value if isinstance(value, str) or math.isfinite(value) else None
+            for name, value in asdict(self).items()
+        }
 
 
 def outcomes(
@@ -85,13 +88,12 @@ def _outcome(name: str, problem: Problem, workers: int, steps: int, lr: float, s
     with warnings.catch_warnings():  # a memory that may be unstable shows in the loss
         warnings.simplefilter("ignore", StabilityWarning)
         record = simulate(name, problem, workers=workers, steps=steps, lr=lr, progress=False)
-    return Outcome(
-        name,
-        record.last(),
-        float(record.wire_bits[-1]),
-        float(record.bytes_sent[-1]) / 1e6,
-        float(record.relative_error[-1]),
+    # The rows of a run that has diverged end some steps before.
+    bits, nbytes, error = (
+        math.nan if record.diverged_at is not None else float(column[-1])
+        for column in (record.wire_bits, record.bytes_sent, record.relative_error)
     )
+    return Outcome(name, record.last(), bits, nbytes / 1e6, error)
 
 
 def table(made: Sequence[Outcome], problem: str, workers: int, steps: int) -> Table:
@@ -99,6 +101,9 @@ def table(made: Sequence[Outcome], problem: str, workers: int, steps: int) -> Ta
     title = f"{problem}, {workers} virtual workers, {steps} steps of SGD"
     shown = plain_table(title, ["preset", "loss at the end", "bits", "sent (MB)", "relative error"])
     for row in made:
-        loss = "diverged" if math.isinf(row.loss) else f"{row.loss:.4g}"
-        shown.add_row(row.preset, loss, f"{row.bits:.2f}", f"{row.megabytes_sent:.3g}", f"{row.relative_error:.2%}")
+        if math.isinf(row.loss):
+            shown.add_row(row.preset, "diverged", "–", "–", "–")
+            continue
+        numbers = (f"{row.loss:.4g}", f"{row.bits:.2f}", f"{row.megabytes_sent:.3g}", f"{row.relative_error:.2%}")
+        shown.add_row(row.preset, *numbers)
     return shown

@@ -52,6 +52,13 @@ def number(value: object, what: str) -> float:
     return value
 
 
+def above_0(value: object, what: str) -> float:
+    """Returns a finite number above 0."""
+    if number(value, what) == 0:
+        raise _error(value, what, "a number above 0")
+    return float(value)  # type: ignore[arg-type]  # see `number`
+
+
 def integer(value: object, what: str, least: int = 0) -> int:
     """Returns an integer of 63 bits that is at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:

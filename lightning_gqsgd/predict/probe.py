@@ -152,7 +152,7 @@ class Probe:
         given = files.entries(values, "the probe", tuple(field.name for field in fields(cls)))
         return cls(
             costs=_costs_of(given["costs"], source),
-            ranks=files.integer(given["ranks"], "ranks", 1),
+            ranks=files.integer(given["ranks"], "ranks", 2),
             per_node=files.integer(given["per_node"], "per_node", 1),
             backend=files.text(given["backend"], "backend"),
             device=files.text(given["device"], "device"),
@@ -194,8 +194,8 @@ def _costs_of(values: object, source: str) -> Costs:
         touch_s=files.number(given["touch_s"], "costs.touch_s"),
         launch_s=files.number(given["launch_s"], "costs.launch_s"),
         stage_s=files.number(given["stage_s"], "costs.stage_s"),
-        cores=files.number(given["cores"], "costs.cores"),
-        thread=files.number(given["thread"], "costs.thread"),
+        cores=files.above_0(given["cores"], "costs.cores"),
+        thread=files.above_0(given["thread"], "costs.thread"),
         on_streams=files.flag(given["on_streams"], "costs.on_streams"),
         source=source,
     )

@@ -385,4 +385,7 @@ def test_a_state_that_takes_longer_than_members_wait_is_an_error_of_who_fetches_
     assert transport.recv_checkpoint(0, "http://127.0.0.1:1/checkpoint/", 3, 20 * SECOND) == {"merges": 3}
     with pytest.raises(ConfigError, match=r"members wait for each other for timeout=0.01 s; give all of them"):
         transport.recv_checkpoint(0, "http://127.0.0.1:1/checkpoint/", 3, SECOND / 100)
+    address = transport.address()
     transport.shutdown()
+    with pytest.raises(OSError, match="refused"):
+        PlainTransport.fetch_present(address, SECOND)
