@@ -39,7 +39,7 @@ from benchmarks.goodput_rank import EVERY, EVERY_VARIABLE, ROUND_S
 from benchmarks.report import Report, present
 from netlab.lab import NetLab, NetLabError
 from netlab.ranks import exit_on_signals
-from pictures.style import DPI, STYLE
+from pictures.style import drawn
 
 PROGRAM = "python -m benchmarks.goodput"
 RATES = ["1gbit", "1gbit", "100mbit", "1gbit"]
@@ -374,10 +374,8 @@ def draw(curves: Mapping[str, Mapping[str, Curve]], file: Path) -> None:
         curves: of each way, by the seed of its schedule.
         file: of the picture.
     """
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context(STYLE):
-        figure, axis = plt.subplots(figsize=(6, 3.6))
+    with drawn(file, figsize=(6, 3.6), layout="tight") as figure:
+        axis = figure.subplots()
         for number, (name, of_seeds) in enumerate(curves.items()):
             label = name.replace("_", " ")
             label += f", {len(of_seeds)} schedules" if len(of_seeds) > 1 else ""
@@ -387,9 +385,6 @@ def draw(curves: Mapping[str, Mapping[str, Curve]], file: Path) -> None:
         axis.set_xlabel("time (s)")
         axis.set_ylabel("validation loss (nats per byte)")
         axis.legend()
-        figure.tight_layout()
-        figure.savefig(file, dpi=DPI)
-        plt.close(figure)
 
 
 def _notes(seconds: float) -> list[str]:

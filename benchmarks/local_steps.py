@@ -32,7 +32,7 @@ from lightning_gqsgd import LocalSteps, register_gqsgd
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.wire.telemetry import Telemetry
-from pictures.style import DPI, STYLE
+from pictures.style import drawn
 from workloads.characters import CharacterTransformer, load_texts, windows
 
 #: What each case is: gradients averaged by DDP, by a hook, or arguments of `LocalSteps`.
@@ -270,11 +270,10 @@ def _with_spread(values: Any, form: str) -> str:
 
 def _draw(report: Report, file: Path) -> None:
     """Loss against seconds as means over seeds, one picture for each rate."""
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, len(report.raw), figsize=(5 * len(report.raw), 3.6), squeeze=False)
+    with drawn(file, crop="tight", figsize=(5 * len(report.raw), 3.6)) as figure:
+        axes = figure.subplots(1, len(report.raw), squeeze=False)
         for axis, (where, result) in zip(axes[0], report.raw.items(), strict=True):
             for name, seeds in result.items():
                 seconds, losses = _mean_of(seeds, "seconds")[1:], _mean_of(seeds, "losses")[1:]
@@ -292,8 +291,6 @@ def _draw(report: Report, file: Path) -> None:
         handles, labels = axes[0][-1].get_legend_handles_labels()
         figure.tight_layout()
         figure.legend(handles, labels, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        figure.savefig(file, dpi=DPI, bbox_inches="tight")
-        plt.close(figure)
 
 
 if __name__ == "__main__":

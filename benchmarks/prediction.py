@@ -32,6 +32,7 @@ from lightning_gqsgd.predict.probe import measure as probe_here
 from lightning_gqsgd.predict.recording import Recorder
 from lightning_gqsgd.predict.timeline import Timeline
 from lightning_gqsgd.predict.timing import in_turns
+from pictures.style import COLOURS, drawn
 
 #: Cases by name, with what the model calls them.
 METHODS: dict[str, GQSGDConfig | str] = {
@@ -140,12 +141,8 @@ def _add_rows(options: argparse.Namespace, report: Report, hosts: int, rate: str
 
 
 def _draw(report: Report, file: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    from pictures.style import COLOURS, DPI, STYLE
-
-    with plt.style.context(STYLE):
-        figure, axes = plt.subplots(figsize=(5.4, 4.6), layout="constrained")
+    with drawn(file, figsize=(5.4, 4.6), layout="constrained") as figure:
+        axes = figure.subplots()
         measured = np.array([row[4] for row in report.rows], float)
         predicted = np.array([row[6] for row in report.rows], float)
         ends = np.array([min(measured.min(), predicted.min()) / 1.3, max(measured.max(), predicted.max()) * 1.3])
@@ -166,8 +163,6 @@ def _draw(report: Report, file: Path) -> None:
             title="Step time (circles: 2 hosts, triangles: 4)",
         )
         axes.legend()
-        figure.savefig(file, dpi=DPI)
-        plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from torch import Tensor
 
@@ -41,7 +39,7 @@ from benchmarks import presets
 from benchmarks.report import Report, command_line, present
 from benchmarks.rival_hooks import RowCodes, rows_of
 from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
-from pictures.style import COLOURS, DPI, STYLE
+from pictures.style import COLOURS, drawn
 
 #: What one gradient becomes on its way: values and random numbers to values.
 Rounding = Callable[[Tensor, torch.Generator], Tensor]
@@ -324,8 +322,7 @@ def save_figure(rows: Sequence[Sequence[Any]], ranks: int, file: Path) -> None:
         file: where to write the picture.
     """
     chosen = [row for row in rows if row[1] == ranks]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 8), layout="constrained")
+    with drawn(file, figsize=(11, 8), layout="constrained") as figure:
         grid = figure.subplots(2, 2, sharex=True, sharey=True)
         for number, (axes, kind) in enumerate(zip(grid.flat, KINDS, strict=True)):
             _draw(axes, [(row[0], row[2], row[4 + number] / 100) for row in chosen])
@@ -335,7 +332,6 @@ def save_figure(rows: Sequence[Sequence[Any]], ranks: int, file: Path) -> None:
         handles, labels = grid[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
         figure.supylabel(f"relative L2 error of one averaged gradient, n = {ranks}", fontsize=9, color="#333333")
-        figure.savefig(file, dpi=DPI)
 
 
 #: Label, colour and marker of the points whose names begin so.
