@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from benchmarks.report import Report
-from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, outcome, run, tuned
+from benchmarks.virtual_characters import BATCH, LENGTH, WORKERS, Scheduled, VirtualCharacters, outcome, run, tuned
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.research.systems import SYSTEMS
 
@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace) -> Report:
     """Tune the learning rate of every way with the first seed, and train with all seeds."""
     report = Report(
         "demo",
-        f"DeMo: {options.steps} steps of a character transformer, {options.workers} virtual workers",
+        f"DeMo: {options.steps} steps of a character transformer, {WORKERS} virtual workers",
         {
             "way": "",
             "learning rate": "g",

@@ -1,6 +1,6 @@
 """Goodput: samples that enter the model while ranks are killed, are slow, and have slow links.
 
-    python -m benchmarks.goodput --short --save
+    python -m benchmarks.goodput --seconds 60 --save
 
 Four hosts (see `netlab`; root on Linux with iproute2): the last one has a quarter of the others' processor time, the
 last but one a link that is ten times slower. A random host's rank is killed about every 20 s, and may start again 5 s
@@ -461,14 +461,15 @@ def _measure(options: argparse.Namespace) -> Report:
     Raises:
         NetLabError: there is no lab here, or ranks do not start.
     """
-    seconds = 60.0 if options.short else options.seconds
     numbers = {"goodput": ".2f", "bound": ".2f", "samples/s": ".0f", "alone": ".0f", "loss": ".2f", "back (s)": ".1f"}
     columns = {"way": "", "seed": ".0f", **numbers, "equal": ""}
     curves: dict[str, dict[str, Curve]] = {}
     # Some ways alone have a table of their own, so that they do not replace that of all.
     all_ways = options.ways == list(WAYS)
     name_of_table = "goodput" if all_ways else "_".join(["goodput", *options.ways])
-    report = Report(name_of_table, "Goodput while ranks die, are slow, and have slow links", columns, _notes(seconds))
+    report = Report(
+        name_of_table, "Goodput while ranks die, are slow, and have slow links", columns, _notes(options.seconds)
+    )
     report.raw["curves"] = curves
     report.draw = lambda file: draw(curves, file)
     measurement = Measurement(report)
@@ -478,7 +479,7 @@ def _measure(options: argparse.Namespace) -> Report:
             way = measurement.tuned(name, way, options.seed[0])
             report.notes = [*report.notes, f"{name}: {way.every} steps between two averages."]
         for seed in options.seed if name == "elastic" else options.seed[:1]:
-            measured = measurement.add(name, name, way, seed, seconds)
+            measured = measurement.add(name, name, way, seed, options.seconds)
             curves.setdefault(name, {})[str(seed)] = curve(measured.begun, measured.journals)
     return report
 
@@ -499,7 +500,6 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of the schedules of kills")
-    parser.add_argument("--short", action="store_true", help="60 s for each way")
     parser.add_argument("--seconds", type=_long_enough, default=600.0, help="of each way (600)")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     exit_on_signals()

@@ -62,6 +62,8 @@ LIMIT = "GQSGD_BENCHMARK_LIMIT_S"
 #: Seconds after which all cases on a link are given up.
 TIMEOUT_S = 3 * 3600.0
 WARMUP = 16
+#: Of AdamW, at its highest.
+RATE_OF_LEARNING = 1e-3
 
 #: Nats above ddp's last loss that count as that loss; the spread of seeds is larger.
 TOLERANCE = 0.01
@@ -75,7 +77,7 @@ class Case:
         self.network = CharacterTransformer(LENGTH)
         self.model: nn.Module = self.network
         self.numel = sum(parameter.numel() for parameter in self.network.parameters())
-        optimizer = torch.optim.AdamW(self.network.parameters(), lr=options.learning_rate, weight_decay=0.1)
+        optimizer = torch.optim.AdamW(self.network.parameters(), lr=RATE_OF_LEARNING, weight_decay=0.1)
         self.optimizer: Any = optimizer
         self.telemetry: Telemetry | None = None
         self.close: Callable[[], None] = lambda: None
@@ -300,7 +302,6 @@ if __name__ == "__main__":
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--steps", type=int, default=1024, help="of each case (default 1,024)")
     parser.add_argument("--validate-every", type=int, default=32, help="steps between two validations (default 32)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of AdamW at its highest (default 1e-3)")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--most-seconds", type=float, default=60.0, help="per case, but on the first link (default 60)")
     options, _ = parser.parse_known_args()

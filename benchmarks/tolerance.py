@@ -155,8 +155,8 @@ def _passed(found: Sequence[Outcome], of: Callable[[Outcome], float] = lambda ea
 # --- Adam on a table of embeddings -----------------------------------------------------------------------------------
 
 WORDS, TOUCHED, CLASSES, TOKENS = 1024, 819, 10, 8
-#: Width of the rows that the table of results shows.
-WIDTH = 32
+#: Width of the rows that the table of results shows, and those of the last figures.
+WIDTH, WIDTHS = 32, (8, 32, 128)
 BATCH, WORKERS, SAMPLES = 16, 4, 2048
 RATE_OF_LEARNING = 0.01
 EXACT = "exact mean"
@@ -375,7 +375,7 @@ def measure(options: argparse.Namespace) -> Report:
             )
     moved = {
         width: fmean(each.moved for each in adam(width, {"bits": options.bits[0]}, options.seeds, options.steps))
-        for width in options.widths
+        for width in WIDTHS
     }
     report.raw = {"passed by inputs": by_inputs, "rows moved by width": moved}
     report.notes = how_to_read(options, by_inputs, moved)
@@ -384,7 +384,6 @@ def measure(options: argparse.Namespace) -> Report:
 
 if __name__ == "__main__":
     parser = command_line(__doc__)
-    parser.add_argument("--widths", type=int, nargs="+", default=[8, 32, 128], help="of rows, for the last figures")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)

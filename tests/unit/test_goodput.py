@@ -117,7 +117,7 @@ def test_every_schedule_is_kept_and_drawn(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr(goodput, "measure", measured)
     monkeypatch.setattr(axes.Axes, "plot", noted)
-    options = argparse.Namespace(short=True, seconds=0.0, ways=["elastic", "ddp"], seed=[0, 3])
+    options = argparse.Namespace(seconds=60.0, ways=["elastic", "ddp"], seed=[0, 3])
     report = goodput._measure(options)
     assert report.draw is not None
     report.draw(tmp_path / "picture.png")
