@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
 from benchmarks.report import Report, command_line
-from benchmarks.training import CLASSES, MODELS, Case
+from benchmarks.training import MODELS, Case, batch_of
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.predict.model import BF16, NATIVE, predict
 from lightning_gqsgd.predict.probe import Probe
@@ -61,15 +61,14 @@ def work(options: argparse.Namespace) -> None:
     cases: dict[str, Case] = {}
     recorders: dict[str, Recorder] = {}
     for model in options.model:
-        network, shape = MODELS[model]()
-        batch = torch.randn(BATCH_SIZE[model], *shape, generator=generator)
-        labels = torch.randint(CLASSES, (BATCH_SIZE[model],), generator=generator)
+        network = MODELS[model]()
+        batch, labels = batch_of(model, BATCH_SIZE[model], generator)
         update = torch.optim.SGD(network.parameters(), lr=1e-3).step
         forward = partial(_loss, batch=batch, labels=labels)
         recorders[model] = Recorder(network, forward, update, name=model)
         cases |= {f"{model} {name}": Case(name, model, batch, labels) for name in METHODS}
     steps: dict[str, Callable[[], object]] = {name: recorder.step for name, recorder in recorders.items()}
-    steps |= {name: partial(case.step) for name, case in cases.items()}
+    steps |= {name: case.step for name, case in cases.items()}
     first = in_turns(steps, FIRST_ROUNDS, warmup=0, before=dist.barrier)
     round_s = float(sum(slowest(values)[-1] for values in first.values()))
     if round_s < SHORT_S:
