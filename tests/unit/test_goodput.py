@@ -91,7 +91,7 @@ def test_the_number_of_steps_with_the_best_goodput_is_taken(monkeypatch: pytest.
 
     monkeypatch.setattr(goodput, "measure", measured)
     report = goodput.Report("goodput", "", {})
-    way = goodput.Measurement(report).tuned("torchft_diloco", WAYS["torchft_diloco"], 0)
+    way = goodput.tuned(report, "torchft_diloco", WAYS["torchft_diloco"], 0)
     assert way.every == 64
     assert [row[0] for row in report.rows] == [f"torchft_diloco, trial of {every}" for every in goodput.TRIALS]
 
