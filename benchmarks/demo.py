@@ -38,10 +38,6 @@ def _signs(parameters: list[Tensor], lr: float) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.1, betas=(0.0, 0.0), eps=1e-12)
 
 
-def _signs_of_momentum(parameters: list[Tensor], lr: float) -> Optimizer:
-    return SignOfMomentum(parameters, lr)
-
-
 class SignOfMomentum(torch.optim.SGD):
     """SGD whose steps are the signs of a momentum of 0.95: what the uncompressed momentum of DeMo would be used for."""
 
@@ -63,7 +59,7 @@ class SignOfMomentum(torch.optim.SGD):
 Way = tuple[str, dict[str, Any], Callable[[list[Tensor], float], Optimizer], tuple[float, ...]]
 WAYS: dict[str, Way] = {
     "AdamW, 32 bits": ("ddp", {}, _adamw, ADAMW),
-    "signs of a momentum, 32 bits": ("ddp", {}, _signs_of_momentum, SIGNS),
+    "signs of a momentum, 32 bits": ("ddp", {}, SignOfMomentum, SIGNS),
     "DeMo, 1/128": ("gqsgd", _DEMO, _signs, SIGNS),
     "the same without the transform": ("gqsgd", {**_DEMO, "codec": "top_k", "block_size": 4096}, _signs, SIGNS),
 }

@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean
 from typing import Any
 from unittest.mock import patch
@@ -126,25 +127,19 @@ class Outcome:
 
 def outcomes(fields: dict[str, Any]) -> list[Outcome]:
     """All cases of the grid under a dither."""
-    with threshold(fields) as rest:
-        return _outcomes(rest)
-
-
-def _outcomes(fields: dict[str, Any]) -> list[Outcome]:
     found = []
-    for inputs, draw in INPUTS.items():
-        for name, dtype in DTYPES.items():
-            for numel in SIZES:
-                for ranks in RANKS:
-                    generator = torch.Generator().manual_seed(numel + ranks)
-                    xs = draw((ranks, numel), dtype, generator) * MULTIPLIER
-                    virtual = VirtualRanks(ranks, [Segment(0, numel, raw=False)], dtype, reducer="two_shot", **fields)
-                    mean = xs.double().mean(0)
-                    estimate = virtual.mean(list(xs), 0).double()
-                    off = (estimate - mean).abs() / mean.abs().clamp(min=SMALLEST)
-                    found.append(
-                        Outcome(inputs, name, bool((mean == 0).any()), float(off.mean()), float(off[mean != 0].mean()))
-                    )
+    with threshold(fields) as rest:
+        for inputs, name, numel, ranks in product(INPUTS, DTYPES, SIZES, RANKS):
+            generator = torch.Generator().manual_seed(numel + ranks)
+            dtype = DTYPES[name]
+            xs = INPUTS[inputs]((ranks, numel), dtype, generator) * MULTIPLIER
+            virtual = VirtualRanks(ranks, [Segment(0, numel, raw=False)], dtype, reducer="two_shot", **rest)
+            mean = xs.double().mean(0)
+            estimate = virtual.mean(list(xs), 0).double()
+            off = (estimate - mean).abs() / mean.abs().clamp(min=SMALLEST)
+            found.append(
+                Outcome(inputs, name, bool((mean == 0).any()), float(off.mean()), float(off[mean != 0].mean()))
+            )
     return found
 
 
@@ -229,19 +224,15 @@ class Ending:
 
 def adam(width: int, fields: dict[str, Any] | None, seeds: int, steps: int) -> list[Ending]:
     """Train on four fifths of the words, once for each seed; without fields, gradients are averaged exactly."""
-    with threshold(fields or {}) as rest:
-        return _adam(width, None if fields is None else rest, seeds, steps)
-
-
-def _adam(width: int, fields: dict[str, Any] | None, seeds: int, steps: int) -> list[Ending]:
     endings = []
     for seed in range(seeds):
         problem = Embeddings(width, seed)
         start = problem.train(problem.first, steps, torch.ones(WORDS), None)
-        virtual = None
-        if fields is not None:
-            virtual = VirtualRanks(WORKERS, problem.segments, torch.float32, seed=seed, **fields)
-        end = problem.train(start, steps, problem.often, virtual)
+        with threshold(fields or {}) as rest:
+            virtual = None
+            if fields is not None:
+                virtual = VirtualRanks(WORKERS, problem.segments, torch.float32, seed=seed, **rest)
+            end = problem.train(start, steps, problem.often, virtual)
         before, after = (x[: WORDS * width].view(WORDS, width) for x in (start, end))
         moved = (after - before)[problem.untouched]
         endings.append(
