@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
 from benchmarks.report import Report, command_line
-from benchmarks.training import CLASSES, MODELS, Model
+from benchmarks.training import MODELS, Model, batch_of
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from netlab.lab import reshape_own_link
 from netlab.machine import cores
@@ -103,9 +103,7 @@ class Case(Model):
 def work(options: argparse.Namespace) -> None:
     """Do one rank's part."""
     rank, _ = begin()
-    generator = torch.Generator().manual_seed(rank)
-    batch = torch.randn(options.batch_size, *MODELS[options.model]()[1], generator=generator)
-    labels = torch.randint(CLASSES, (options.batch_size,), generator=generator)
+    batch, labels = batch_of(options.model, options.batch_size, torch.Generator().manual_seed(rank))
     changes = os.environ.get(CHANGES, "").split()
     names = (AUTO,) if changes else (PLAIN, *HOOKS, *fixed(options.model), AUTO)
     cases = {name: Case(name, options.model, batch, labels) for name in names}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
+import timeit
 from collections.abc import Callable
 
 import torch
@@ -30,13 +30,7 @@ REPEATS = 20
 
 def microseconds(function: Callable[[], object]) -> float:
     """The shortest time of a call, of several means."""
-    best = float("inf")
-    for _ in range(REPEATS):
-        begun = time.perf_counter()
-        for _ in range(CALLS):
-            function()
-        best = min(best, (time.perf_counter() - begun) / CALLS)
-    return 1e6 * best
+    return 1e6 * min(timeit.repeat(function, repeat=REPEATS, number=CALLS)) / CALLS
 
 
 def main() -> None:

@@ -38,6 +38,8 @@ COLUMNS = {
     "other loads": ".0f",
     "16-byte stores": ".0f",
 }
+#: What `benchmarks.compiling` calls them.
+KEYS = ("case", "kernel", "tiles", "registers", "spills", "instructions", "wide_loads", "narrow_loads", "wide_stores")
 
 
 def folder_of(version: str) -> Path:
@@ -85,20 +87,7 @@ def matrix(versions: Sequence[str], arguments: Sequence[str]) -> int:
 
 def table(found: Sequence[dict[str, Any]]) -> list[Sequence[Any]]:
     """Returns the rows of the table."""
-    return [
-        [
-            one["case"],
-            one["kernel"],
-            one["tiles"],
-            one["registers"],
-            one["spills"],
-            one["instructions"],
-            one["wide_loads"],
-            one["narrow_loads"],
-            one["wide_stores"],
-        ]
-        for one in found
-    ]
+    return [[one[key] for key in KEYS] for one in found]
 
 
 def save(found: Sequence[dict[str, Any]], version: str) -> None:
@@ -127,7 +116,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled", description=__doc__.split("\n")[0])
     parser.add_argument("--triton", nargs="+", metavar="VERSION", help=f"versions to compile with, or {INSTALLED!r}")
-    parser.add_argument("--kernels", choices=["default", "few", "refused", "all"], default="few")
+    parser.add_argument("--kernels", choices=["default", "few", "refused"], default="few")
     parser.add_argument("--arch", nargs="+", default=["80", "90", "100"], help="compute capabilities")
     parser.add_argument(
         "--front", action="store_true", help="stop at Triton's intermediate code, in a tenth of the time"

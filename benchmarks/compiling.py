@@ -40,6 +40,8 @@ from lightning_gqsgd.wire.plan import Plan
 
 #: Messages that a reduction is counted for.
 MESSAGES = 8
+#: Virtual ranks whose step is compiled.
+RANKS = 4
 
 
 class Case(NamedTuple):
@@ -71,17 +73,6 @@ def few() -> list[Case]:
     ]
 
 
-def every() -> list[Case]:
-    """Returns the presets that run on GPUs in fp32, the ones without a memory in all dtypes, and rounding to bf16."""
-    on_gpus = [(name, preset.config) for name, preset in FIXED.items() if preset.config.coder == "fixed"]
-    cases = [Case(name, config) for name, config in on_gpus]
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        cases += [Case(f"{name}, {_short(dtype)}", config, dtype) for name, config in on_gpus if not config.remembers]
-    cases.append(Case("8 bit, linear", GQSGDConfig(codec="linear", reducer="two_shot")))
-    cases.append(Case("3 bit sums", GQSGDConfig(codec="linear", bits=4, reducer="sum")))
-    return cases
-
-
 def refused() -> list[Case]:
     """Returns cases whose kernels a version of Triton would not compile, as they once were, after the front end."""
     sixteen = partial(GQSGDConfig, codec="linear", block_size=16)
@@ -108,7 +99,6 @@ KERNELS: dict[str, Callable[[], list[Case]]] = {
     "default": default,
     "few": few,
     "refused": refused,
-    "all": every,
     "table": table,
 }
 
@@ -282,25 +272,21 @@ def machine_code(cubin: bytes) -> MachineCode:
     )
 
 
-def compile_cases(compiler: Compiler, cases: Iterable[Case], ranks: int) -> None:
+def compile_cases(compiler: Compiler, cases: Iterable[Case]) -> None:
     """Compile what a step of virtual ranks launches, in each case."""
     for compiler.case, config, dtype in cases:
-        resolved = resolve(config, ranks)
-        segments = every_tile(resolved.block_size, ranks)
+        resolved = resolve(config, RANKS)
+        segments = every_tile(resolved.block_size, RANKS)
         numel = sum(segment.numel for segment in segments)
         sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
-        setting = setting_of(resolved, ranks, dtype)
-        stores = [new_store(setting, sizes, torch.device("cpu")) for _ in range(ranks)]
-        gradients = [torch.ones(numel, dtype=dtype) for _ in range(ranks)]
+        setting = setting_of(resolved, RANKS, dtype)
+        stores = [new_store(setting, sizes, torch.device("cpu")) for _ in range(RANKS)]
+        gradients = [torch.ones(numel, dtype=dtype) for _ in range(RANKS)]
         Plan(segments, setting).average(gradients, 0, stores)
 
 
 def _output(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def _short(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}[dtype]
 
 
 def _stop_early() -> None:
@@ -326,7 +312,6 @@ def main() -> None:
     parser.add_argument("--arch", type=int, nargs="+", default=[90], help="compute capabilities, e.g. 80 90 100")
     parser.add_argument("--front", action="store_true", help="stop at Triton's intermediate code")
     parser.add_argument("--counts", action="store_true", help="look at the machine code")
-    parser.add_argument("--ranks", type=int, default=4)
     options = parser.parse_args()
     if options.front:
         _stop_early()
@@ -335,7 +320,7 @@ def main() -> None:
     launch.start = compiler
     sys.modules[f"{kernels.__name__}.cpu"] = cuda  # so that plans of tensors on the CPU launch the kernels for GPUs
     for compiler.card.arch in options.arch:
-        compile_cases(compiler, KERNELS[options.kernels](), options.ranks)
+        compile_cases(compiler, KERNELS[options.kernels]())
     if not (compiler.compiled or compiler.failed):
         sys.exit("no kernel was launched: the plans have others")
     facts = {

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from benchmarks.report import Report
-from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, outcome, run, tuned
+from benchmarks.virtual_characters import BATCH, LENGTH, WORKERS, Scheduled, VirtualCharacters, outcome, run, tuned
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.research.systems import SYSTEMS
 
@@ -36,10 +36,6 @@ def _adamw(parameters: list[Tensor], lr: float) -> Optimizer:
 
 def _signs(parameters: list[Tensor], lr: float) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.1, betas=(0.0, 0.0), eps=1e-12)
-
-
-def _signs_of_momentum(parameters: list[Tensor], lr: float) -> Optimizer:
-    return SignOfMomentum(parameters, lr)
 
 
 class SignOfMomentum(torch.optim.SGD):
@@ -63,7 +59,7 @@ class SignOfMomentum(torch.optim.SGD):
 Way = tuple[str, dict[str, Any], Callable[[list[Tensor], float], Optimizer], tuple[float, ...]]
 WAYS: dict[str, Way] = {
     "AdamW, 32 bits": ("ddp", {}, _adamw, ADAMW),
-    "signs of a momentum, 32 bits": ("ddp", {}, _signs_of_momentum, SIGNS),
+    "signs of a momentum, 32 bits": ("ddp", {}, SignOfMomentum, SIGNS),
     "DeMo, 1/128": ("gqsgd", _DEMO, _signs, SIGNS),
     "the same without the transform": ("gqsgd", {**_DEMO, "codec": "top_k", "block_size": 4096}, _signs, SIGNS),
 }
@@ -83,7 +79,7 @@ def measure(options: argparse.Namespace) -> Report:
     """Tune the learning rate of every way with the first seed, and train with all seeds."""
     report = Report(
         "demo",
-        f"DeMo: {options.steps} steps of a character transformer, {options.workers} virtual workers",
+        f"DeMo: {options.steps} steps of a character transformer, {WORKERS} virtual workers",
         {
             "way": "",
             "learning rate": "g",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.report import Report
-from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, outcome, run, tuned
+from benchmarks.virtual_characters import BATCH, LENGTH, WORKERS, Scheduled, VirtualCharacters, outcome, run, tuned
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.research.optim import Dion, MuonAdamW
@@ -57,7 +57,7 @@ def trained(options: argparse.Namespace, way: str, rate: float, seed: int) -> tu
     loss, sent = outcome(options, problem, shaped)
     (scheduled,) = made[0].optimizers
     if isinstance(scheduled, Scheduled) and isinstance(scheduled.inner, Dion):
-        sent = options.steps * ring_bytes(4 * scheduled.inner.averaged_numel, options.workers) / 1e6
+        sent = options.steps * ring_bytes(4 * scheduled.inner.averaged_numel, WORKERS) / 1e6
     return loss, sent
 
 
@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace) -> Report:
     """Tune the learning rate of every way with the first seed, and train with all seeds."""
     report = Report(
         "dion",
-        f"Dion: {options.steps} steps of a character transformer, {options.workers} virtual workers",
+        f"Dion: {options.steps} steps of a character transformer, {WORKERS} virtual workers",
         {
             "way": "",
             "learning rate": "g",

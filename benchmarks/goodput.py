@@ -1,6 +1,6 @@
 """Goodput: samples that enter the model while ranks are killed, are slow, and have slow links.
 
-    python -m benchmarks.goodput --short --save
+    python -m benchmarks.goodput --seconds 60 --save
 
 Four hosts (see `netlab`; root on Linux with iproute2): the last one has a quarter of the others' processor time, the
 last but one a link that is ten times slower. A random host's rank is killed about every 20 s, and may start again 5 s
@@ -36,12 +36,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.goodput_rank import EVERY, EVERY_VARIABLE, ROUND_S
-from benchmarks.report import Report, present
+from benchmarks.report import Report, command_line, present
 from netlab.lab import NetLab, NetLabError
 from netlab.ranks import exit_on_signals
-from pictures.style import DPI, STYLE
+from pictures.style import drawn
 
-PROGRAM = "python -m benchmarks.goodput"
 RATES = ["1gbit", "1gbit", "100mbit", "1gbit"]
 #: Processors of each host, and its core. With the twins, a tenth of a core is left for all else.
 CPUS = ["0.3", "0.3", "0.3", "0.075"]
@@ -374,10 +373,8 @@ def draw(curves: Mapping[str, Mapping[str, Curve]], file: Path) -> None:
         curves: of each way, by the seed of its schedule.
         file: of the picture.
     """
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context(STYLE):
-        figure, axis = plt.subplots(figsize=(6, 3.6))
+    with drawn(file, figsize=(6, 3.6), layout="tight") as figure:
+        axis = figure.subplots()
         for number, (name, of_seeds) in enumerate(curves.items()):
             label = name.replace("_", " ")
             label += f", {len(of_seeds)} schedules" if len(of_seeds) > 1 else ""
@@ -387,9 +384,6 @@ def draw(curves: Mapping[str, Mapping[str, Curve]], file: Path) -> None:
         axis.set_xlabel("time (s)")
         axis.set_ylabel("validation loss (nats per byte)")
         axis.legend()
-        figure.tight_layout()
-        figure.savefig(file, dpi=DPI)
-        plt.close(figure)
 
 
 def _notes(seconds: float) -> list[str]:
@@ -413,51 +407,43 @@ def _notes(seconds: float) -> list[str]:
     ]
 
 
-class Measurement:
-    """Runs one way after the other.
+def add(report: Report, label: str, name: str, way: Way, seed: int, seconds: float) -> Measured:
+    """Run a way.
 
     Args:
-        report: gets a row for each run.
+        report: gets a row for the run.
+        label: what the row is called.
+        name: of the way.
+        way: how it is started.
+        seed: of the schedule of kills.
+        seconds: of the run.
     """
+    kills = schedule(seed, seconds, len(RATES))
+    measured = measure(name, way, kills, seconds)
+    begun, journals, alone = measured
+    most = sum(alone)
+    best = bound(kills, alone, seconds)
+    rate = samples_per_second(journals, begun, seconds)
+    loss = last_loss(journals)
+    back = longest_return(journals, begun, kills)
+    equal = "yes" if are_equal(journals) else "no"
+    returned = None if math.isnan(back) else back
+    report.rows.append([label, seed, rate / most, best, rate, most, loss, returned, equal])
+    print(
+        f"{label}, seed {seed}: goodput {rate / most:.2f}, bound {best:.2f}, "
+        f"{rate:.0f} of {most:.0f} samples/s, loss {loss:.3f}, back {back:.1f} s, equal: {equal}",
+        flush=True,
+    )
+    return measured
 
-    def __init__(self, report: Report) -> None:
-        self._report = report
 
-    def add(self, label: str, name: str, way: Way, seed: int, seconds: float) -> Measured:
-        """Run a way.
-
-        Args:
-            label: what the row is called.
-            name: of the way.
-            way: how it is started.
-            seed: of the schedule of kills.
-            seconds: of the run.
-        """
-        kills = schedule(seed, seconds, len(RATES))
-        measured = measure(name, way, kills, seconds)
-        begun, journals, alone = measured
-        most = sum(alone)
-        best = bound(kills, alone, seconds)
-        rate = samples_per_second(journals, begun, seconds)
-        loss = last_loss(journals)
-        back = longest_return(journals, begun, kills)
-        equal = "yes" if are_equal(journals) else "no"
-        returned = None if math.isnan(back) else back
-        self._report.rows.append([label, seed, rate / most, best, rate, most, loss, returned, equal])
-        print(
-            f"{label}, seed {seed}: goodput {rate / most:.2f}, bound {best:.2f}, "
-            f"{rate:.0f} of {most:.0f} samples/s, loss {loss:.3f}, back {back:.1f} s, equal: {equal}",
-            flush=True,
-        )
-        return measured
-
-    def tuned(self, name: str, way: Way, seed: int) -> Way:
-        """Returns a way with the best of some numbers of steps between two averages."""
-        found: dict[int, float] = {}
-        for every in TRIALS:
-            self.add(f"{name}, trial of {every}", name, way._replace(every=every), seed, TRIAL_S)
-            found[every] = float(self._report.rows[-1][2] or 0.0)
-        return way._replace(every=max(found, key=lambda every: found[every]))
+def tuned(report: Report, name: str, way: Way, seed: int) -> Way:
+    """Returns a way with the best of some numbers of steps between two averages."""
+    found: dict[int, float] = {}
+    for every in TRIALS:
+        add(report, f"{name}, trial of {every}", name, way._replace(every=every), seed, TRIAL_S)
+        found[every] = float(report.rows[-1][2] or 0.0)
+    return way._replace(every=max(found, key=lambda every: found[every]))
 
 
 def _measure(options: argparse.Namespace) -> Report:
@@ -466,24 +452,24 @@ def _measure(options: argparse.Namespace) -> Report:
     Raises:
         NetLabError: there is no lab here, or ranks do not start.
     """
-    seconds = 60.0 if options.short else options.seconds
     numbers = {"goodput": ".2f", "bound": ".2f", "samples/s": ".0f", "alone": ".0f", "loss": ".2f", "back (s)": ".1f"}
     columns = {"way": "", "seed": ".0f", **numbers, "equal": ""}
     curves: dict[str, dict[str, Curve]] = {}
     # Some ways alone have a table of their own, so that they do not replace that of all.
     all_ways = options.ways == list(WAYS)
     name_of_table = "goodput" if all_ways else "_".join(["goodput", *options.ways])
-    report = Report(name_of_table, "Goodput while ranks die, are slow, and have slow links", columns, _notes(seconds))
+    report = Report(
+        name_of_table, "Goodput while ranks die, are slow, and have slow links", columns, _notes(options.seconds)
+    )
     report.raw["curves"] = curves
     report.draw = lambda file: draw(curves, file)
-    measurement = Measurement(report)
     for name in options.ways:
         way = WAYS[name]
         if way.is_tuned:
-            way = measurement.tuned(name, way, options.seed[0])
+            way = tuned(report, name, way, options.seed[0])
             report.notes = [*report.notes, f"{name}: {way.every} steps between two averages."]
         for seed in options.seed if name == "elastic" else options.seed[:1]:
-            measured = measurement.add(name, name, way, seed, seconds)
+            measured = add(report, name, name, way, seed, options.seconds)
             curves.setdefault(name, {})[str(seed)] = curve(measured.begun, measured.journals)
     return report
 
@@ -502,16 +488,15 @@ def _long_enough(text: str) -> float:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of the schedules of kills")
-    parser.add_argument("--short", action="store_true", help="60 s for each way")
     parser.add_argument("--seconds", type=_long_enough, default=600.0, help="of each way (600)")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     exit_on_signals()
     try:
         present(parser, _measure)
     except NetLabError as error:
-        parser.exit(2, f"{PROGRAM}: {error}\n")
+        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 if __name__ == "__main__":

@@ -30,10 +30,14 @@ from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.research.simulation.graph import Graph
 from lightning_gqsgd.wire.plan import Plan
 
+#: Size of the model in MB of fp32.
+MB = 4.0
 RATE_OF_LEARNING = 0.1
 BASELINE = "all-reduce, fp32"
 #: Steps that are not timed: they make connections and compile kernels.
 UNTIMED = 2
+#: Steps that are timed.
+STEPS = 20
 
 #: Takes a model, its gradient and the step's number, and makes the step.
 Step = Callable[[Tensor, Tensor, int], Tensor]
@@ -99,11 +103,11 @@ def sent_bytes(name: str, ranks: int, numel: int) -> float:
 def work(options: argparse.Namespace) -> None:
     """Do one rank's part."""
     rank, ranks = begin()
-    numel = round(options.mb * 1e6 / 4)
+    numel = round(MB * 1e6 / 4)
     optima = torch.stack([torch.randn(numel, generator=torch.Generator().manual_seed(each)) for each in range(ranks)])
     models = {name: torch.zeros(numel) for name in CASES}
     seconds: dict[str, list[float]] = {name: [] for name in CASES}
-    for step in range(UNTIMED + options.steps):
+    for step in range(UNTIMED + STEPS):
         for name, make_step in CASES.items():
             gradient = models[name] - optima[rank]
             dist.barrier()
@@ -129,7 +133,7 @@ def measure(options: argparse.Namespace) -> Report:
     """Run the workers in every lab."""
     report = Report(
         "gossip",
-        f"Gossip over a ring against all-reduces, {options.mb:g} MB of parameters",
+        f"Gossip over a ring against all-reduces, {MB:g} MB of parameters",
         {
             "case": "",
             "hosts": "d",
@@ -142,7 +146,7 @@ def measure(options: argparse.Namespace) -> Report:
             "mean off the optimum (%)": ".2f",
         },
         notes=(
-            f"Median of {options.steps} steps, in which the cases take turns; of the slowest host in each step. The "
+            f"Median of {STEPS} steps, in which the cases take turns; of the slowest host in each step. The "
             "hosts share the cores of one machine, so compare ratios. Where other work shares the cores, too, a codec "
             "waits for them, and its steps are longer than on an idle machine.",
             "Host i minimises ½|x - b_i|² with a normal b_i, so the hosts' optima are as far apart as independent data "
@@ -156,7 +160,7 @@ def measure(options: argparse.Namespace) -> Report:
     )
 
     def add_rows(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> None:
-        numel = round(options.mb * 1e6 / 4)
+        numel = round(MB * 1e6 / 4)
         base = float(np.median(result[BASELINE]["seconds"]))
         for name, case in result.items():
             median, sent = float(np.median(case["seconds"])), sent_bytes(name, hosts, numel)
@@ -172,6 +176,4 @@ if __name__ == "__main__":
     parser = command_line(__doc__)
     add_labs(parser)
     parser.set_defaults(hosts=[4], rate=["100mbit", "1gbit"])
-    parser.add_argument("--mb", type=float, default=4.0, help="size of the model in MB of fp32 (default 4)")
-    parser.add_argument("--steps", type=int, default=20)
     work_or_present(parser, work, measure)

@@ -27,7 +27,7 @@ from lightning_gqsgd.predict.timing import Case, Spread, in_turns, ratio
 
 #: Options that belong to one device, with their defaults.
 OF_DEVICE = {
-    "cpu": {"numel": [6_553_600], "bits": [8, 4, 2], "block_size": [256], "codec": ["linear"], "dither": ["adaptive"]},
+    "cpu": {"numel": [6_553_600], "bits": [8, 4, 2], "block_size": [256], "codec": ["linear"]},
     "cuda": {"megabytes": gpu_kernels.MEGABYTES, "ranks": 8},
 }
 
@@ -101,13 +101,10 @@ def measure_on_cpu(options: argparse.Namespace) -> Report:
         for numel in options.numel:
             x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
             pairs = {
-                _name(codec, bits, block, dither): codec_cases(
-                    x, codec_of(GQSGDConfig(codec=codec, bits=bits, dither=dither)), block
-                )
+                _name(codec, bits, block): codec_cases(x, codec_of(GQSGDConfig(codec=codec, bits=bits)), block)
                 for bits in options.bits
                 for block in options.block_size
                 for codec in options.codec
-                for dither in options.dither
             }
             if dtype == torch.float32:
                 pairs = {"cast to bf16": cast_cases(x), **pairs}
@@ -115,9 +112,9 @@ def measure_on_cpu(options: argparse.Namespace) -> Report:
     return report
 
 
-def _name(codec: str, bits: int, block_size: int, dither: str) -> str:
+def _name(codec: str, bits: int, block_size: int) -> str:
     """How a row is called; linear codes go without saying."""
-    return f"{bits} bit, blocks of {block_size}, {'' if codec == 'linear' else codec + ', '}{dither}"
+    return f"{bits} bit, blocks of {block_size}, {'' if codec == 'linear' else codec + ', '}adaptive"
 
 
 def _measure_one(x: Tensor, pairs: dict[str, tuple[Case, Case]], rounds: int, report: Report) -> None:
@@ -153,7 +150,6 @@ def main() -> None:
     cpu.add_argument("--bits", type=int, nargs="+", help="default 8 4 2")
     cpu.add_argument("--block-size", type=int, nargs="+", help="default 256")
     cpu.add_argument("--codec", nargs="+", choices=["linear", "companded", "eden", "trellis"], help="default linear")
-    cpu.add_argument("--dither", nargs="+", choices=["adaptive", "subtractive", "stochastic"], help="default adaptive")
     cuda = parser.add_argument_group("with --device cuda")
     cuda.add_argument("--megabytes", type=float, nargs="+", help="of gradient (default 1 25 100 1000)")
     cuda.add_argument("--ranks", type=int, help="number of messages that are reduced (default 8)")

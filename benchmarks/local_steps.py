@@ -32,7 +32,7 @@ from lightning_gqsgd import LocalSteps, register_gqsgd
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.wire.telemetry import Telemetry
-from pictures.style import DPI, STYLE
+from pictures.style import drawn
 from workloads.characters import CharacterTransformer, load_texts, windows
 
 #: What each case is: gradients averaged by DDP, by a hook, or arguments of `LocalSteps`.
@@ -62,6 +62,8 @@ LIMIT = "GQSGD_BENCHMARK_LIMIT_S"
 #: Seconds after which all cases on a link are given up.
 TIMEOUT_S = 3 * 3600.0
 WARMUP = 16
+#: Of AdamW, at its highest.
+RATE_OF_LEARNING = 1e-3
 
 #: Nats above ddp's last loss that count as that loss; the spread of seeds is larger.
 TOLERANCE = 0.01
@@ -75,7 +77,7 @@ class Case:
         self.network = CharacterTransformer(LENGTH)
         self.model: nn.Module = self.network
         self.numel = sum(parameter.numel() for parameter in self.network.parameters())
-        optimizer = torch.optim.AdamW(self.network.parameters(), lr=options.learning_rate, weight_decay=0.1)
+        optimizer = torch.optim.AdamW(self.network.parameters(), lr=RATE_OF_LEARNING, weight_decay=0.1)
         self.optimizer: Any = optimizer
         self.telemetry: Telemetry | None = None
         self.close: Callable[[], None] = lambda: None
@@ -270,11 +272,10 @@ def _with_spread(values: Any, form: str) -> str:
 
 def _draw(report: Report, file: Path) -> None:
     """Loss against seconds as means over seeds, one picture for each rate."""
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, len(report.raw), figsize=(5 * len(report.raw), 3.6), squeeze=False)
+    with drawn(file, crop="tight", figsize=(5 * len(report.raw), 3.6)) as figure:
+        axes = figure.subplots(1, len(report.raw), squeeze=False)
         for axis, (where, result) in zip(axes[0], report.raw.items(), strict=True):
             for name, seeds in result.items():
                 seconds, losses = _mean_of(seeds, "seconds")[1:], _mean_of(seeds, "losses")[1:]
@@ -292,8 +293,6 @@ def _draw(report: Report, file: Path) -> None:
         handles, labels = axes[0][-1].get_legend_handles_labels()
         figure.tight_layout()
         figure.legend(handles, labels, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        figure.savefig(file, dpi=DPI, bbox_inches="tight")
-        plt.close(figure)
 
 
 if __name__ == "__main__":
@@ -303,7 +302,6 @@ if __name__ == "__main__":
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--steps", type=int, default=1024, help="of each case (default 1,024)")
     parser.add_argument("--validate-every", type=int, default=32, help="steps between two validations (default 32)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of AdamW at its highest (default 1e-3)")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--most-seconds", type=float, default=60.0, help="per case, but on the first link (default 60)")
     options, _ = parser.parse_known_args()

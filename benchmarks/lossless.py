@@ -8,7 +8,7 @@ Without a folder with WikiText-2, the text is that of Python's ``help``.
 from __future__ import annotations
 
 import argparse
-import time
+import timeit
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -69,12 +69,7 @@ def elias_bits(symbols: Tensor) -> float:
 
 def megabytes_per_second(call: Callable[[], object], nbytes: int) -> float:
     """Returns the rate of the fastest of five calls."""
-    seconds = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begun)
-    return nbytes / min(seconds) / 1e6
+    return nbytes / min(timeit.repeat(call, repeat=5, number=1)) / 1e6
 
 
 def measure(options: argparse.Namespace) -> Report:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.report import Report
-from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, outcome, run, tuned
+from benchmarks.virtual_characters import BATCH, LENGTH, WORKERS, Scheduled, VirtualCharacters, outcome, run, tuned
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.research.optim import MuonAdamW
 from lightning_gqsgd.research.simulation.shapes import Shaped
@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> Report:
     """Tune the learning rate of every way with the first seed, and train with all seeds."""
     report = Report(
         "muloco",
-        f"Muon inside local steps: {options.steps} steps of a character transformer, {options.workers} virtual workers",
+        f"Muon inside local steps: {options.steps} steps of a character transformer, {WORKERS} virtual workers",
         {
             "inner": "",
             "averages": "",

@@ -26,7 +26,7 @@ from rich.progress import Progress
 
 from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.errors import counted
-from pictures.style import DPI, OTHERS, STYLE
+from pictures.style import OTHERS, drawn
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -199,10 +199,8 @@ def _spread(values: Sequence[float], sign: str = "") -> str:
 
 def _draw(runs: dict[str, dict[str, list[dict[str, Any]]]], file: Path) -> None:
     """Bits and noise scale of the first seed against steps, one line for each task."""
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context(STYLE):
-        figure, (above, below) = plt.subplots(2, 1, figsize=(6.4, 5.0), sharex=True)
+    with drawn(file, crop="tight", figsize=(6.4, 5.0)) as figure:
+        above, below = figure.subplots(2, 1, sharex=True)
         for (name, ways), colour in zip(runs.items(), OTHERS, strict=False):
             steps, bits, scales = zip(*ways[NOISE][0]["curve"], strict=True)
             ended = [step + 1 for step in steps]  # an axis with a logarithmic scale has no 0
@@ -218,8 +216,6 @@ def _draw(runs: dict[str, dict[str, list[dict[str, Any]]]], file: Path) -> None:
         below.set_xlabel("steps")
         figure.tight_layout()
         figure.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        figure.savefig(file, dpi=DPI, bbox_inches="tight")
-        plt.close(figure)
 
 
 if __name__ == "__main__":

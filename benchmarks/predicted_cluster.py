@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import matplotlib
 import torch
-from matplotlib.figure import Figure
 
 from benchmarks.default_reducer import Cluster
 from benchmarks.report import Report, command_line, present
@@ -21,7 +19,7 @@ from lightning_gqsgd.predict.model import BF16, NATIVE
 from lightning_gqsgd.predict.models import USUAL_BATCH, build, operations
 from lightning_gqsgd.predict.timeline import estimated
 from lightning_gqsgd.presets import make_config
-from pictures.style import COLOURS, DPI, STYLE
+from pictures.style import COLOURS, drawn
 
 MODEL = "transformers:gpt2"
 BACKWARD_S = 0.12
@@ -59,8 +57,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def _draw(report: Report, file: Path) -> None:
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 2.9), layout="constrained")
+    with drawn(file, figsize=(7.2, 2.9), layout="constrained") as figure:
         several = figure.subplots(1, len(GBITS), sharex=True, sharey=True)
         for axes, gbit in zip(several, GBITS, strict=True):
             rows = [row for row in report.rows if row[1] == gbit]
@@ -74,7 +71,6 @@ def _draw(report: Report, file: Path) -> None:
             axes.set_xlim(0, 1.2 * max(float(row[2] or 0) for row in report.rows))
         several[0].invert_yaxis()  # the axes are shared, so that both panels have turned them
         figure.supxlabel("training step of GPT-2 on 2 nodes of 8 GPUs (ms): predicted, not measured", fontsize=9)
-        figure.savefig(file, dpi=DPI, metadata={"Software": None})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
 from benchmarks.report import Report, command_line
-from benchmarks.training import CLASSES, MODELS, Case
+from benchmarks.training import MODELS, Case, batch_of
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.predict.model import BF16, NATIVE, predict
 from lightning_gqsgd.predict.probe import Probe
@@ -32,6 +32,7 @@ from lightning_gqsgd.predict.probe import measure as probe_here
 from lightning_gqsgd.predict.recording import Recorder
 from lightning_gqsgd.predict.timeline import Timeline
 from lightning_gqsgd.predict.timing import in_turns
+from pictures.style import COLOURS, drawn
 
 #: Cases by name, with what the model calls them.
 METHODS: dict[str, GQSGDConfig | str] = {
@@ -60,15 +61,14 @@ def work(options: argparse.Namespace) -> None:
     cases: dict[str, Case] = {}
     recorders: dict[str, Recorder] = {}
     for model in options.model:
-        network, shape = MODELS[model]()
-        batch = torch.randn(BATCH_SIZE[model], *shape, generator=generator)
-        labels = torch.randint(CLASSES, (BATCH_SIZE[model],), generator=generator)
+        network = MODELS[model]()
+        batch, labels = batch_of(model, BATCH_SIZE[model], generator)
         update = torch.optim.SGD(network.parameters(), lr=1e-3).step
         forward = partial(_loss, batch=batch, labels=labels)
         recorders[model] = Recorder(network, forward, update, name=model)
         cases |= {f"{model} {name}": Case(name, model, batch, labels) for name in METHODS}
     steps: dict[str, Callable[[], object]] = {name: recorder.step for name, recorder in recorders.items()}
-    steps |= {name: partial(case.step) for name, case in cases.items()}
+    steps |= {name: case.step for name, case in cases.items()}
     first = in_turns(steps, FIRST_ROUNDS, warmup=0, before=dist.barrier)
     round_s = float(sum(slowest(values)[-1] for values in first.values()))
     if round_s < SHORT_S:
@@ -140,12 +140,8 @@ def _add_rows(options: argparse.Namespace, report: Report, hosts: int, rate: str
 
 
 def _draw(report: Report, file: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    from pictures.style import COLOURS, DPI, STYLE
-
-    with plt.style.context(STYLE):
-        figure, axes = plt.subplots(figsize=(5.4, 4.6), layout="constrained")
+    with drawn(file, figsize=(5.4, 4.6), layout="constrained") as figure:
+        axes = figure.subplots()
         measured = np.array([row[4] for row in report.rows], float)
         predicted = np.array([row[6] for row in report.rows], float)
         ends = np.array([min(measured.min(), predicted.min()) / 1.3, max(measured.max(), predicted.max()) * 1.3])
@@ -166,8 +162,6 @@ def _draw(report: Report, file: Path) -> None:
             title="Step time (circles: 2 hosts, triangles: 4)",
         )
         axes.legend()
-        figure.savefig(file, dpi=DPI)
-        plt.close(figure)
 
 
 if __name__ == "__main__":

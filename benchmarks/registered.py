@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks import registered_rank, registered_speed
 from benchmarks.hosts import WorkerError, in_lab
 from benchmarks.registered_picture import Point, draw
-from benchmarks.registered_settings import SETS, Hosts, Setting, settings_of
+from benchmarks.registered_settings import SETS, Setting, settings_of
 from benchmarks.report import RESULTS, Cell, Report, machine
 from benchmarks.shaped_links import on_link
 from lightning_gqsgd.errors import counted
@@ -134,7 +134,7 @@ def ends_of(
 ) -> list[float]:
     """Returns the seconds of a step and of its interval's ends on a machine that takes ``length`` times as long as the
     probed one."""
-    costs = _costs(probed, setting.lab.of, setting, length)
+    costs = _costs(probed, setting, length)
     step_s, shortest_s, longest_s = _step(setting, registered_speed.slower_timeline(line, length), costs)
     shortest, longest = ends
     return [step_s, shortest * shortest_s, longest * longest_s]
@@ -151,11 +151,12 @@ def describe(setting: Setting) -> dict[str, Any]:
     return {"number": setting.number, **where, "way": setting.way.name}
 
 
-def _costs(probed: dict[str, Any], hosts: Hosts, setting: Setting, length: float = 1.0) -> Costs:
+def _costs(probed: dict[str, Any], setting: Setting, length: float) -> Costs:
     """Returns the costs of a setting, on a machine that takes ``length`` times as long as the probed one.
 
     Codes of 8 and 4 bits take kernels equally long, so that each has the mean of both.
     """
+    hosts = setting.lab.of
     costs = Probe.from_dict(probed["hosts"][hosts.name]["probe"]).costs
     eight, four = (asdict(costs.gammas[codec_of_bits(bits)]) for bits in (8, 4))
     both = Gamma(**{name: (eight[name] + four[name]) / 2 for name in eight})
@@ -345,7 +346,7 @@ def _row(number: int, row: dict[str, Any], seconds: dict[str, list[float]]) -> l
     if values is None:
         return [*said, 1e3 * row["step_s"], ends, None, None, None, None]
     low, median, high = np.quantile(values, (0.1, 0.5, 0.9))
-    inside = "yes" if row["shortest_s"] <= median <= row["longest_s"] else "no"
+    inside = "yes" if _point(row, values).is_inside else "no"
     error = 100 * (row["step_s"] / median - 1)
     return [*said, 1e3 * row["step_s"], ends, 1e3 * median, f"{1e3 * low:.0f} to {1e3 * high:.0f}", error, inside]
 

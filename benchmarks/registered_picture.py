@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-
-from pictures.style import DPI, STYLE
+from pictures.style import drawn
 
 #: Colours of steps inside and outside of their intervals.
 INSIDE, OUTSIDE = "#2a6fbb", "#c0392b"
@@ -31,8 +28,7 @@ class Point:
 
 def draw(sets: Mapping[int, Sequence[Point]], file: Path) -> None:
     """Write the picture of the measured settings of some sets, in their order."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 1.3 * len(sets) + 0.6), layout="constrained")
+    with drawn(file, figsize=(7.2, 1.3 * len(sets) + 0.6), layout="constrained") as figure:
         several = figure.subplots(len(sets), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
         for axes, (number, points) in zip(several, sets.items(), strict=True):
             places = range(1, len(points) + 1)
@@ -45,4 +41,3 @@ def draw(sets: Mapping[int, Sequence[Point]], file: Path) -> None:
             axes.set_title(f"set {number}: {inside} of {len(points)} inside", fontsize=9)
         several[-1].set_xlabel("setting", fontsize=9)
         figure.supylabel("measured / predicted step", fontsize=9)
-        figure.savefig(file, dpi=DPI, metadata={"Software": None})

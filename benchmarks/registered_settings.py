@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.training import CLASSES, mlp, resnet18
+from benchmarks.training import MODELS, batch_of
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.predict.model import BF16, NATIVE
 from workloads.characters import VOCABULARY, CharacterTransformer
@@ -26,7 +26,7 @@ def transformer() -> nn.Module:
     return CharacterTransformer(LENGTH, layers=4, width=256)
 
 
-NETWORKS = {"mlp": lambda: mlp()[0], "resnet18": lambda: resnet18()[0], "transformer": transformer}
+NETWORKS = {**MODELS, "transformer": transformer}
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ class Task:
         if model == "transformer":
             ids = torch.randint(VOCABULARY, (batch, LENGTH + 1))
             return cls(network, ids[:, :-1], ids[:, 1:].flatten())
-        inputs = torch.randn(batch, *(mlp if model == "mlp" else resnet18)()[1])
-        return cls(network, inputs, torch.randint(CLASSES, (batch,)))
+        return cls(network, *batch_of(model, batch))
 
     def loss(self, model: nn.Module) -> Tensor:
         """Returns the loss of the network, or of what wraps it."""

@@ -132,10 +132,7 @@ class MaxMinCodes(Codes):
     by_parameter = False
 
     def encode(self, x: Tensor) -> Tensor:
-        rows = rows_of(x, self.block)
-        low, high = rows.aminmax(dim=1, keepdim=True)
-        step = (high - low) / 15
-        codes = torch.where(step > 0, torch.round((rows - low) / step), 0).to(torch.uint8)
+        codes, low, step = max_min_codes(x, self.block, 4)
         return _message(codes[:, ::2] | codes[:, 1::2] << 4, torch.cat([low, step], 1))
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
@@ -186,6 +183,15 @@ def dynamic_levels() -> Tensor:
         positive.append((edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade - 6))
     magnitudes = torch.cat(positive)
     return torch.cat([-magnitudes, torch.zeros(1), magnitudes, torch.ones(1)]).sort().values
+
+
+def max_min_codes(x: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of ``2^bits - 1`` equal steps between the least and the largest number of each block, uint8, and the least
+    number and the step of each block."""
+    rows = rows_of(x, block)
+    low, high = rows.aminmax(dim=1, keepdim=True)
+    step = (high - low) / (2**bits - 1)
+    return torch.where(step > 0, torch.round((rows - low) / step), 0).to(torch.uint8), low, step
 
 
 def rows_of(x: Tensor, length: int) -> Tensor:

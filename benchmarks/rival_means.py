@@ -70,10 +70,6 @@ class OneBucket:
         """Returns all gradients."""
         return self._buffer
 
-    def set_buffer(self, buffer: Tensor) -> None:
-        """Take the mean in the place of the gradients."""
-        self._buffer = buffer
-
     def gradients(self) -> list[Tensor]:
         """Returns the gradient of each parameter."""
         return [self._buffer.view(SIDE, SIDE)]

@@ -30,21 +30,19 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from torch import Tensor
 
 from benchmarks import presets
 from benchmarks.report import Report, command_line, present
-from benchmarks.rival_hooks import RowCodes, rows_of
+from benchmarks.rival_hooks import RowCodes, max_min_codes, rows_of
 from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
-from pictures.style import COLOURS, DPI, STYLE
+from pictures.style import COLOURS, drawn
 
-#: What one gradient becomes on its way: values and random numbers to values.
-Rounding = Callable[[Tensor, torch.Generator], Tensor]
+#: What one gradient becomes on its way.
+Rounding = Callable[[Tensor], Tensor]
 #: What the mean of all ranks' gradients becomes: flat gradients and random numbers to a flat mean.
 Mean = Callable[[list[Tensor], torch.Generator], Tensor]
 
@@ -78,15 +76,15 @@ def in_dtype(xs: list[Tensor], generator: torch.Generator, dtype: torch.dtype) -
 
 def gathered(xs: list[Tensor], generator: torch.Generator, rounding: Rounding) -> Tensor:
     """Each gradient is rounded once; every rank gets all of them."""
-    return torch.stack([rounding(x, generator) for x in xs]).mean(0)
+    return torch.stack([rounding(x) for x in xs]).mean(0)
 
 
 def both_ways(xs: list[Tensor], generator: torch.Generator, rounding: Rounding) -> Tensor:
     """Each gradient is rounded, and their mean again."""
-    return rounding(gathered(xs, generator, rounding), generator)
+    return rounding(gathered(xs, generator, rounding))
 
 
-def affine(x: Tensor, generator: torch.Generator, block: int | None, bits: int = 8) -> Tensor:
+def affine(x: Tensor, block: int | None, bits: int = 8) -> Tensor:
     """Codes from 0 to 2^bits - 1 between the smallest and the largest number of each block, and 0; torch's
     observers."""
     rows = rows_of(x, block or x.numel())
@@ -97,18 +95,15 @@ def affine(x: Tensor, generator: torch.Generator, block: int | None, bits: int =
     return ((codes - zero) * step).flatten()[: x.numel()]
 
 
-def max_min(x: Tensor, generator: torch.Generator, block: int, bits: int) -> Tensor:
+def max_min(x: Tensor, block: int, bits: int) -> Tensor:
     """2^bits - 1 equal steps between the smallest and the largest number of each block."""
-    rows = rows_of(x, block)
-    low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
-    step = (high - low) / (2**bits - 1)
-    codes = torch.where(step > 0, torch.round((rows - low) / step), 0)
+    codes, low, step = max_min_codes(x, block, bits)
     return (low + codes * step).flatten()[: x.numel()]
 
 
-def fp8(x: Tensor, generator: torch.Generator, block: int) -> Tensor:
-    """e4m3 numbers, with the largest magnitude of each block at e4m3's largest."""
-    codes = RowCodes(torch.float8_e4m3fn, block)
+def fp8(x: Tensor) -> Tensor:
+    """e4m3 numbers, with the largest magnitude of each block of 1024 at e4m3's largest."""
+    codes = RowCodes(torch.float8_e4m3fn)
     return codes.decode(codes.encode(x), x.numel())
 
 
@@ -176,7 +171,7 @@ RIVALS = [
         "FP8, blocks of 1024",
         8 + 32 / 1024,
         lambda n: (8 + 32 / 1024) / 32,
-        partial(both_ways, rounding=partial(fp8, block=1024)),
+        partial(both_ways, rounding=fp8),
     ),
     *(
         Rival(
@@ -324,8 +319,7 @@ def save_figure(rows: Sequence[Sequence[Any]], ranks: int, file: Path) -> None:
         file: where to write the picture.
     """
     chosen = [row for row in rows if row[1] == ranks]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 8), layout="constrained")
+    with drawn(file, figsize=(11, 8), layout="constrained") as figure:
         grid = figure.subplots(2, 2, sharex=True, sharey=True)
         for number, (axes, kind) in enumerate(zip(grid.flat, KINDS, strict=True)):
             _draw(axes, [(row[0], row[2], row[4 + number] / 100) for row in chosen])
@@ -335,7 +329,6 @@ def save_figure(rows: Sequence[Sequence[Any]], ranks: int, file: Path) -> None:
         handles, labels = grid[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
         figure.supylabel(f"relative L2 error of one averaged gradient, n = {ranks}", fontsize=9, color="#333333")
-        figure.savefig(file, dpi=DPI)
 
 
 #: Label, colour and marker of the points whose names begin so.

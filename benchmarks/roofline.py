@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from pictures.style import COLOURS, DPI, STYLE
+from pictures.style import COLOURS, drawn
 
 #: Size of the buckets that are drawn, in 10^6 bytes, if this size was measured.
 MEGABYTES = 100.0
@@ -78,8 +77,7 @@ def save_figure(facts: Sequence[Fact], device: str, file: Path) -> None:
     megabytes = max((size for size in sizes if size <= MEGABYTES), default=min(sizes))
     shown = [fact for fact in facts if fact.megabytes == megabytes]
     dtypes = list(dict.fromkeys(fact.dtype for fact in shown))
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.2 * len(dtypes), 6.2), layout="constrained", dpi=DPI)
+    with drawn(file, figsize=(6.2 * len(dtypes), 6.2), layout="constrained") as figure:
         panels = figure.subplots(1, len(dtypes), sharex=True, sharey=True, squeeze=False)[0]
         for axes, dtype in zip(panels, dtypes, strict=True):
             _draw_points(axes, [fact for fact in shown if fact.dtype == dtype and fact.stage != "copy_"])
@@ -96,7 +94,6 @@ def save_figure(facts: Sequence[Fact], device: str, file: Path) -> None:
         figure.set_layout_engine("none")
         for axes, dtype in zip(panels, dtypes, strict=True):
             _label(axes, [fact for fact in shown if fact.dtype == dtype and fact.stage != "copy_"], roofs[dtype])
-        figure.savefig(file)
 
 
 def common_sizes(facts: Sequence[Fact]) -> set[float]:

@@ -125,11 +125,9 @@ def measure(options: argparse.Namespace) -> Report:
     """Measure all sequences."""
     ranks: int = options.ranks
     sequences = [
-        Sequence(task, batch, 0, max(2, round(options.scale * steps)))
-        for task in options.task
-        for batch, steps in ((8, 160), (64, 80), (512, 32))
+        Sequence(task, batch, 0, steps) for task in options.task for batch, steps in ((8, 160), (64, 80), (512, 32))
     ]
-    sequences += [Sequence(task, 32, 8, max(2, round(options.scale * 24))) for task in options.task]
+    sequences += [Sequence(task, 32, 8, 24) for task in options.task]
     report = Report(
         "side_information",
         f"Relative L2 error (%) of one mean of {ranks} ranks, with and without a shared reference, two_shot",
@@ -172,5 +170,4 @@ if __name__ == "__main__":
     parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--bits", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of steps (default 1)")
     present(parser, measure, threads=1)

@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean
 from typing import Any
 from unittest.mock import patch
@@ -126,25 +127,19 @@ class Outcome:
 
 def outcomes(fields: dict[str, Any]) -> list[Outcome]:
     """All cases of the grid under a dither."""
-    with threshold(fields) as rest:
-        return _outcomes(rest)
-
-
-def _outcomes(fields: dict[str, Any]) -> list[Outcome]:
     found = []
-    for inputs, draw in INPUTS.items():
-        for name, dtype in DTYPES.items():
-            for numel in SIZES:
-                for ranks in RANKS:
-                    generator = torch.Generator().manual_seed(numel + ranks)
-                    xs = draw((ranks, numel), dtype, generator) * MULTIPLIER
-                    virtual = VirtualRanks(ranks, [Segment(0, numel, raw=False)], dtype, reducer="two_shot", **fields)
-                    mean = xs.double().mean(0)
-                    estimate = virtual.mean(list(xs), 0).double()
-                    off = (estimate - mean).abs() / mean.abs().clamp(min=SMALLEST)
-                    found.append(
-                        Outcome(inputs, name, bool((mean == 0).any()), float(off.mean()), float(off[mean != 0].mean()))
-                    )
+    with threshold(fields) as rest:
+        for inputs, name, numel, ranks in product(INPUTS, DTYPES, SIZES, RANKS):
+            generator = torch.Generator().manual_seed(numel + ranks)
+            dtype = DTYPES[name]
+            xs = INPUTS[inputs]((ranks, numel), dtype, generator) * MULTIPLIER
+            virtual = VirtualRanks(ranks, [Segment(0, numel, raw=False)], dtype, reducer="two_shot", **rest)
+            mean = xs.double().mean(0)
+            estimate = virtual.mean(list(xs), 0).double()
+            off = (estimate - mean).abs() / mean.abs().clamp(min=SMALLEST)
+            found.append(
+                Outcome(inputs, name, bool((mean == 0).any()), float(off.mean()), float(off[mean != 0].mean()))
+            )
     return found
 
 
@@ -155,8 +150,8 @@ def _passed(found: Sequence[Outcome], of: Callable[[Outcome], float] = lambda ea
 # --- Adam on a table of embeddings -----------------------------------------------------------------------------------
 
 WORDS, TOUCHED, CLASSES, TOKENS = 1024, 819, 10, 8
-#: Width of the rows that the table of results shows.
-WIDTH = 32
+#: Width of the rows that the table of results shows, and those of the last figures.
+WIDTH, WIDTHS = 32, (8, 32, 128)
 BATCH, WORKERS, SAMPLES = 16, 4, 2048
 RATE_OF_LEARNING = 0.01
 EXACT = "exact mean"
@@ -229,19 +224,15 @@ class Ending:
 
 def adam(width: int, fields: dict[str, Any] | None, seeds: int, steps: int) -> list[Ending]:
     """Train on four fifths of the words, once for each seed; without fields, gradients are averaged exactly."""
-    with threshold(fields or {}) as rest:
-        return _adam(width, None if fields is None else rest, seeds, steps)
-
-
-def _adam(width: int, fields: dict[str, Any] | None, seeds: int, steps: int) -> list[Ending]:
     endings = []
     for seed in range(seeds):
         problem = Embeddings(width, seed)
         start = problem.train(problem.first, steps, torch.ones(WORDS), None)
-        virtual = None
-        if fields is not None:
-            virtual = VirtualRanks(WORKERS, problem.segments, torch.float32, seed=seed, **fields)
-        end = problem.train(start, steps, problem.often, virtual)
+        with threshold(fields or {}) as rest:
+            virtual = None
+            if fields is not None:
+                virtual = VirtualRanks(WORKERS, problem.segments, torch.float32, seed=seed, **rest)
+            end = problem.train(start, steps, problem.often, virtual)
         before, after = (x[: WORDS * width].view(WORDS, width) for x in (start, end))
         moved = (after - before)[problem.untouched]
         endings.append(
@@ -375,7 +366,7 @@ def measure(options: argparse.Namespace) -> Report:
             )
     moved = {
         width: fmean(each.moved for each in adam(width, {"bits": options.bits[0]}, options.seeds, options.steps))
-        for width in options.widths
+        for width in WIDTHS
     }
     report.raw = {"passed by inputs": by_inputs, "rows moved by width": moved}
     report.notes = how_to_read(options, by_inputs, moved)
@@ -384,7 +375,6 @@ def measure(options: argparse.Namespace) -> Report:
 
 if __name__ == "__main__":
     parser = command_line(__doc__)
-    parser.add_argument("--widths", type=int, nargs="+", default=[8, 32, 128], help="of rows, for the last figures")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)

@@ -47,26 +47,29 @@ HOOKS: dict[str, dict[str, Any]] = {
 OVER_GLOO = " over Gloo"  # on one host, where ranks share memory otherwise
 
 
-def mlp() -> tuple[nn.Module, tuple[int, ...]]:
+def mlp() -> nn.Module:
     """A network of 14.7 M parameters in dense layers, whose computation is short."""
     widths = (1024, 2048, 2048, 2048, 2048)
     layers: list[nn.Module] = []
     for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(widths[-1], CLASSES)), (widths[0],)
+    return nn.Sequential(*layers, nn.Linear(widths[-1], CLASSES))
 
 
-def resnet18() -> tuple[nn.Module, tuple[int, ...]]:
-    """Torchvision's ResNet-18 on images of 64x64 pixels."""
-    return torchvision.models.resnet18(num_classes=CLASSES), (3, 64, 64)
+#: Networks, among them torchvision's ResNet-18 and ResNet-50, which has 23.5 M parameters.
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp,
+    "resnet18": partial(torchvision.models.resnet18, num_classes=CLASSES),
+    "resnet50": partial(torchvision.models.resnet50, num_classes=CLASSES),
+}
+#: Shape of a sample of each network: of ResNets, an image of 64x64 pixels.
+SHAPES = {"mlp": (1024,), "resnet18": (3, 64, 64), "resnet50": (3, 64, 64)}
 
 
-def resnet50() -> tuple[nn.Module, tuple[int, ...]]:
-    """Torchvision's ResNet-50, of 23.5 M parameters, on images of 64x64 pixels."""
-    return torchvision.models.resnet50(num_classes=CLASSES), (3, 64, 64)
-
-
-MODELS = {"mlp": mlp, "resnet18": resnet18, "resnet50": resnet50}
+def batch_of(model: str, size: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """Returns random samples of a network, and a label for each."""
+    samples = torch.randn(size, *SHAPES[model], generator=generator)
+    return samples, torch.randint(CLASSES, (size,), generator=generator)
 
 
 class Model:
@@ -74,7 +77,7 @@ class Model:
 
     def __init__(self, model: str, batch: Tensor, labels: Tensor) -> None:
         torch.manual_seed(0)
-        network = MODELS[model]()[0].to(batch.device)
+        network = MODELS[model]().to(batch.device)
         self.numel = sum(p.numel() for p in network.parameters())
         self.model = DistributedDataParallel(network, gradient_as_bucket_view=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
@@ -121,13 +124,10 @@ class Case(Model):
 def work(options: argparse.Namespace) -> None:
     """Do one rank's part."""
     rank, ranks = begin()
-    generator = torch.Generator().manual_seed(rank)
-    shape = MODELS[options.model]()[1]
-    batch = torch.randn(options.batch_size, *shape, generator=generator)
-    labels = torch.randint(CLASSES, (options.batch_size,), generator=generator)
+    batch, labels = batch_of(options.model, options.batch_size, torch.Generator().manual_seed(rank))
     device = torch.device(options.device)
     cases = {name: Case(name, options.model, batch.to(device), labels.to(device)) for name in options.case}
-    steps: dict[str, Callable[[], object]] = {name: partial(case.step) for name, case in cases.items()}
+    steps: dict[str, Callable[[], object]] = {name: case.step for name, case in cases.items()}
     seconds = in_turns(steps, options.rounds, warmup=3, before=dist.barrier)
     result: dict[str, Any] = {
         "seconds": {name: slowest(values).tolist() for name, values in seconds.items()},

@@ -39,6 +39,8 @@ CODECS = (
     ("trellis", 4096),
 )
 RANKS = (1, 4, 8)
+#: Iterations of Lloyd's algorithm.
+ITERATIONS = 8
 _NUMEL = 1 << 18
 
 
@@ -94,7 +96,7 @@ def levels(options: argparse.Namespace) -> Report:
         notes=("Magnitudes are in units of the root mean square. The last one is the outermost in two windows.",),
     )
     for bits in options.bits:
-        magnitudes = trained(bits, options.iterations)
+        magnitudes = trained(bits)
         # Of 64 steps and of 512: the two equations give D and a.
         short, long = (distortion(magnitudes, steps) for steps in (64, 512))
         start = (short - long) / (1 / 64 - 1 / 512)
@@ -103,11 +105,11 @@ def levels(options: argparse.Namespace) -> Report:
     return report
 
 
-def trained(bits: int, iterations: int) -> np.ndarray:
-    """Returns the magnitudes after so many iterations of Lloyd's algorithm that begins at those of the codec."""
+def trained(bits: int) -> np.ndarray:
+    """Returns the magnitudes after `ITERATIONS` of Lloyd's algorithm that begins at those of the codec."""
     magnitudes = np.array(MAGNITUDES[bits])
     generator = torch.Generator().manual_seed(bits)
-    for _ in range(iterations):
+    for _ in range(ITERATIONS):
         x, windows, numbers = _rounded(magnitudes, 64, generator)
         rows = alphabets(magnitudes)
         places = np.searchsorted(magnitudes, np.abs(rows)).flatten()
@@ -139,5 +141,4 @@ if __name__ == "__main__":
     parser = command_line(__doc__)
     parser.add_argument("--bits", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--levels", action="store_true", help="find the levels, and measure no gradients")
-    parser.add_argument("--iterations", type=int, default=8, help="of Lloyd's algorithm")
     present(parser, measure, threads=1)

@@ -23,6 +23,8 @@ from workloads.characters import CharacterTransformer, load_texts, windows
 
 #: Windows of a worker's batch, characters of a window, and windows of which the loss is taken.
 BATCH, LENGTH, VALIDATION = 4, 64, 128
+#: Virtual workers of a training.
+WORKERS = 4
 #: Steps in which learning rates warm up.
 WARMUP = 16
 
@@ -162,7 +164,7 @@ def outcome(
     record = simulate(
         preset,
         problem,
-        workers=options.workers,
+        workers=WORKERS,
         steps=options.steps,
         optimizer=make,
         record_every=options.steps,
@@ -174,7 +176,7 @@ def outcome(
 
 
 def run(description: str, measure: Callable[[argparse.Namespace], Report], *, steps: int, seeds: int) -> None:
-    """Run the command line of a benchmark on virtual workers, by default four.
+    """Run the command line of a benchmark on virtual workers.
 
     Args:
         description: docstring of the benchmark's module.
@@ -183,7 +185,6 @@ def run(description: str, measure: Callable[[argparse.Namespace], Report], *, st
         seeds: number of seeds, by default.
     """
     parser = command_line(description)
-    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--seeds", type=int, default=seeds)
     present(parser, measure, threads=1)

@@ -1,10 +1,15 @@
-"""Colours and text sizes of all pictures."""
+"""Colours, text sizes and the file of all pictures."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: Colour of each strategy in every picture. The first ones are Okabe and Ito's, distinguishable with colour blindness.
 COLOURS = {
@@ -86,3 +91,21 @@ def colours(variants: Sequence[str]) -> dict[str, str]:
     taken = {COLOURS.get(variant) for variant in variants}
     others = itertools.cycle([colour for colour in OTHERS if colour not in taken] or OTHERS)
     return {variant: COLOURS.get(variant) or next(others) for variant in variants}
+
+
+@contextmanager
+def drawn(file: Path, *, crop: str | None = None, **options: Any) -> Iterator[Figure]:
+    """Yields a figure in this style, which is written to a file once it is drawn.
+
+    Args:
+        file: of the picture.
+        crop: Matplotlib's ``bbox_inches``; "tight": the picture is as large as what is drawn.
+        options: of the figure, e.g. its ``figsize``.
+    """
+    import matplotlib as mpl  # takes a second, and only a picture needs it
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(dpi=DPI, **options)
+        yield figure
+        figure.savefig(file, bbox_inches=crop, metadata={"Software": None})

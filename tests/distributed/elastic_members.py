@@ -18,8 +18,9 @@ from torch import nn
 
 from lightning_gqsgd import CollectiveError, ConfigError, LocalSteps
 from lightning_gqsgd.membership.members import Gather, Request
+from tests.distributed.local_models import bits_of_model
 from tests.distributed.ranks import logged
-from tests.distributed.test_merges import bits_of, network, train_step
+from tests.distributed.test_merges import network, train_step
 from tests.errors import error_text
 
 SECOND = timedelta(seconds=1)
@@ -65,7 +66,7 @@ def death_and_newcomer(rank: int, lighthouse: str, folder: Path, delay: int) -> 
             (folder / "over").touch()
     optimizer.finish()
     result = {
-        "bits": bits_of(model),
+        "bits": bits_of_model(model),
         "samples": optimizer.samples,
         "joined with": joined_with,
         "steps": optimizer.averages.step,
@@ -94,7 +95,7 @@ def death_in_a_merge(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]
     while not (folder / "dead").exists() or optimizer.averages.world_size != 3:
         train_step(model, optimizer, generator, 0.02)
     optimizer.finish()
-    result = {"bits": bits_of(model), "samples": optimizer.samples, "failed": optimizer.averages.failed}
+    result = {"bits": bits_of_model(model), "samples": optimizer.samples, "failed": optimizer.averages.failed}
     optimizer.close()
     return result
 
@@ -175,7 +176,7 @@ def between_merges(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
     if rank:
         wait_for((folder / "round").exists)
     model, optimizer = member(rank, lighthouse, every="1h", delay=1)
-    start = bits_of(model)
+    start = bits_of_model(model)
     (folder / "round").touch()
     if rank == 0:
         wait_for((folder / "trained").exists)
@@ -214,7 +215,7 @@ def compiling(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
         if rank and optimizer.averages.step == 3:
             (folder / "trained").touch()
     optimizer.finish()
-    result = {"bits": bits_of(model), "samples": optimizer.samples, "steps": optimizer.averages.step}
+    result = {"bits": bits_of_model(model), "samples": optimizer.samples, "steps": optimizer.averages.step}
     optimizer.close()
     return result
 
@@ -232,7 +233,7 @@ def without_a_lighthouse_for_a_while(rank: int, address: str, folder: Path) -> d
         if before is None and (folder / "again").exists():
             before = optimizer.averages.averages + 1  # one may be under way
     optimizer.finish()
-    result = {"bits": bits_of(model), "samples": optimizer.samples, "steps": optimizer.averages.step}
+    result = {"bits": bits_of_model(model), "samples": optimizer.samples, "steps": optimizer.averages.step}
     optimizer.close()
     return result
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gqsgd import LocalSteps
+from tests.bits import bits_of
 from tests.distributed.models import loss_of
 
 #: No error at all, so that results can be compared with a calculation by hand.
@@ -55,11 +55,9 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
 
 def bits_of_anchors(optimizer: LocalSteps) -> str:
     """Hash of all anchors' bits."""
-    anchors = [anchor.flatten() for part in optimizer.averages.fragments for _, anchor in part.entries()]
-    return hashlib.sha256(torch.cat(anchors).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return bits_of(anchor for part in optimizer.averages.fragments for _, anchor in part.entries())
 
 
 def bits_of_model(model: nn.Module) -> str:
     """Hash of all parameters' and buffers' bits."""
-    tensors = [tensor.detach().double().flatten() for tensor in (*model.parameters(), *model.buffers())]
-    return hashlib.sha256(torch.cat(tensors).numpy().tobytes()).hexdigest()
+    return bits_of((*model.parameters(), *model.buffers()))

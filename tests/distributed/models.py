@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
+from tests.bits import bits_of
 
 
 def mlp(width: int = 128, depth: int = 3) -> nn.Sequential:
@@ -91,8 +91,7 @@ class Branches(nn.Module):
 
 def fingerprint(model: nn.Module) -> str:
     """Hash of all parameters' bits."""
-    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    return bits_of(model.parameters())
 
 
 def finish(state: GQSGDState, model: nn.Module) -> dict[str, Any]:

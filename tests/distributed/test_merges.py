@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gqsgd import CollectiveError, ConfigError, LocalSteps
+from tests.distributed.local_models import bits_of_model
 from tests.distributed.ranks import RankFailed, logged, run
 from tests.errors import error_text
 
@@ -27,12 +27,6 @@ class Adds(torch.optim.SGD):
             for group in self.param_groups:
                 for parameter in group["params"]:
                     parameter -= group["lr"]
-
-
-def bits_of(model: nn.Module) -> str:
-    """A digest of the bits of parameters and buffers."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
 def counting(each: float = 1.0, **fields: Any) -> tuple[nn.Module, LocalSteps]:
@@ -64,21 +58,21 @@ def _unequal(rank: int, delay: int) -> dict[str, Any]:
     model = network(rank)
     optimizer = LocalSteps(model, torch.optim.AdamW(model.parameters(), 1e-2), every="300ms", delay=delay, bits=4)
     generator = torch.Generator().manual_seed(rank)
-    start = bits_of(model)
+    start = bits_of_model(model)
     losses = []
     while optimizer.samples < 150:
         losses.append(train_step(model, optimizer, generator, 0.02 if rank else 0.002))
     optimizer.finish()
     result = {
         "start": start,
-        "end": bits_of(model),
+        "end": bits_of_model(model),
         "samples": optimizer.samples,
         "merges": optimizer.averages.averages,
         "steps": optimizer.averages.step,
         "learns": losses[-1] < losses[0],
     }
     optimizer.finish()  # does nothing
-    assert bits_of(model) == result["end"]
+    assert bits_of_model(model) == result["end"]
     optimizer.close()
     return result
 
@@ -187,7 +181,7 @@ def _poisoned(rank: int, bad: float) -> dict[str, Any]:
         train_step(model, optimizer, generator, 0.02)
     optimizer.finish()
     result = {
-        "end": bits_of(model),
+        "end": bits_of_model(model),
         "left out": optimizer.averages.left_out,
         "own": optimizer.averages.skipped,
         "is finite": all(bool(p.isfinite().all()) for p in model.parameters()),
@@ -219,7 +213,7 @@ def _late(rank: int) -> dict[str, Any]:
     merges = optimizer.averages.averages
     optimizer.finish()
     optimizer.close()
-    return {"longest": longest, "samples": optimizer.samples, "bits": bits_of(model), "merges": merges}
+    return {"longest": longest, "samples": optimizer.samples, "bits": bits_of_model(model), "merges": merges}
 
 
 def test_nobody_waits_for_a_rank_that_is_late_and_what_it_learns_is_not_lost(tmp_path: Path) -> None:
@@ -239,7 +233,7 @@ def _resumed(rank: int, folder: str) -> list[str]:
     path = Path(folder) / f"{rank}.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     samples = optimizer.samples
-    end = bits_of(model)
+    end = bits_of_model(model)
     optimizer.close()
     saved = torch.load(path, weights_only=True)
     again = network(rank + 5)
@@ -247,13 +241,13 @@ def _resumed(rank: int, folder: str) -> list[str]:
     other = LocalSteps(again, torch.optim.AdamW(again.parameters(), 1e-2), every="200ms", bits=4)
     other.load_state_dict(saved["optimizer"])
     assert other.samples == samples
-    assert bits_of(again) == end
+    assert bits_of_model(again) == end
     for _ in range(10):
         train_step(again, other, generator, 0.02)
     other.finish()
     assert other.samples == samples + 20
     other.close()
-    return [end, bits_of(again)]
+    return [end, bits_of_model(again)]
 
 
 def test_a_run_continues_from_its_state(tmp_path: Path) -> None:
@@ -271,7 +265,7 @@ def _other_state(rank: int) -> list[str]:
     optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every="1s", bits=4)
     mine = optimizer.state_dict()
     merged = mine["local_steps"]["merged"]
-    bits = bits_of(model)
+    bits = bits_of_model(model)
     anchors = {name: anchor + 1 for name, anchor in merged["anchors"].items()}
     damaged = {**merged, "anchors": anchors, "merges": 7}
     for bad in ({"merges": 3}, {**damaged, "counted": {"1": 5}}, {**damaged, "mean_steps": math.inf}, {"merges": -1}):
@@ -280,7 +274,7 @@ def _other_state(rank: int) -> list[str]:
     problems.append(error_text(ConfigError, optimizer.load_state_dict, state))
     with pytest.raises(ConfigError, match="not that of this run's optimizers"):
         optimizer.load_state_dict({**mine, "param_groups": []})
-    assert bits_of(model) == bits
+    assert bits_of_model(model) == bits
     assert optimizer.averages.averages == mine["local_steps"]["merged"]["merges"]
     with pytest.raises(ConfigError, match="call finish"):
         optimizer.leave()
@@ -308,7 +302,7 @@ def _loaded_in_a_round(rank: int) -> list[str]:
     optimizer.finish()
     optimizer.load_state_dict(saved)
     optimizer.close()
-    return [refused, bits_of(model)]
+    return [refused, bits_of_model(model)]
 
 
 def test_a_state_cannot_be_loaded_over_steps_that_are_not_merged(tmp_path: Path) -> None:
@@ -352,7 +346,7 @@ def _counts_once(rank: int) -> tuple[str, list[str]]:
         time.sleep(0.05)
     optimizer.finish()
     optimizer.close()
-    return bits_of(model), said
+    return bits_of_model(model), said
 
 
 def test_steps_whose_samples_are_not_counted_are_said_to_weigh_nothing(tmp_path: Path) -> None:

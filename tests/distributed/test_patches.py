@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import torch
 
 from lightning_gqsgd.research.patches import Receiver, Sender, broadcast
+from tests.bits import bits_of
 from tests.distributed.models import loss_of, mlp
 from tests.distributed.ranks import run
 
 STEPS = 6
-
-
-def _hash(model: torch.nn.Module) -> str:
-    flat = torch.cat([parameter.detach().bfloat16().flatten() for parameter in model.parameters()])
-    return hashlib.sha256(flat.view(torch.int16).numpy()).hexdigest()
 
 
 def _followed(rank: int, lr: float) -> tuple[list[str], list[int]]:
@@ -34,7 +29,7 @@ def _followed(rank: int, lr: float) -> tuple[list[str], list[int]]:
             loss_of(model, 0, step).backward()
             optimizer.step()
         sent.append(broadcast(end))
-        hashes.append(_hash(model))
+        hashes.append(bits_of(parameter.bfloat16() for parameter in model.parameters()))
     return hashes, sent
 
 

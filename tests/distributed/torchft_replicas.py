@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.bits import bits_of
 from tests.distributed.elastic_members import wait_for
 
 SECONDS = timedelta(seconds=1)
@@ -47,12 +47,6 @@ def reduce(group: Any, tensor: Tensor, operation: Any = dist.ReduceOp.SUM) -> Te
 def values(rank: int, numel: int = 20_000, dtype: torch.dtype = torch.float32) -> Tensor:
     """A rank's tensor, which every rank can compute."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
-
-
-def bits_of(*tensors: Tensor) -> str:
-    """A digest of the bits of tensors."""
-    content = b"".join(tensor.detach().float().numpy().tobytes() for tensor in tensors)
-    return hashlib.sha256(content).hexdigest()
 
 
 def model() -> nn.Module:
@@ -105,7 +99,7 @@ class Replica:
 
     def bits(self) -> str:
         """A digest of the parameters."""
-        return bits_of(*self.model.parameters())
+        return bits_of(self.model.parameters())
 
 
 def ddp_with_a_death(rank: int, lighthouse: str, folder: Path) -> dict[int, str]:
@@ -175,6 +169,6 @@ def sharded(rank: int, lighthouse: str, folder: Path) -> str:
             optimizer.step()
         assert replica.group.telemetry.buckets
         replica.manager.shutdown(wait=False)
-        return bits_of(*(parameter.to_local() for parameter in replica.model.parameters()))
+        return bits_of(parameter.to_local() for parameter in replica.model.parameters())
     finally:
         dist.destroy_process_group()

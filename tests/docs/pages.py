@@ -24,6 +24,8 @@ _CODE = re.compile(
     r"^(```+).*?^\1[^\S\n]*$|^\n(?:(?: {4}|\t)[^\n]*\n)+|(`+)(?!`).*?(?<!`)\2(?!`)|\]\([^()\s]*\)|^\[[^\]]+\]: .*?$",
     re.MULTILINE | re.DOTALL,
 )
+#: What introduces tables.
+_HEADING = re.compile(r"^#+ .*$|(?<=\n\n)\S.{0,40}:$(?=\n\n)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Table:
     """A table of a page.
 
     Attributes:
-        heading: the latest heading before it.
+        heading: the latest heading before it, or a later paragraph that is one short line with a colon at its end.
         columns: the cells of its first row.
         rows: the cells of all other rows.
         source: the table as it stands on the page.
@@ -59,9 +61,9 @@ def tables(page: str) -> tuple[Table, ...]:
     """All tables of a page, in order."""
     text, made = text_of(page), []
     for match in re.finditer(r"^\|.*\n\|[ :|-]+\|\n(?:\|.*\n)*", text, re.MULTILINE):
-        headings = re.findall(r"^#+ (.*)$", text[: match.start()], re.MULTILINE)
+        headings = ["", *_HEADING.findall(text[: match.start()])]
         first, _, *rest = match[0].splitlines()
-        made.append(Table(headings[-1] if headings else "", cells(first), tuple(map(cells, rest)), match[0]))
+        made.append(Table(headings[-1].strip("# :"), cells(first), tuple(map(cells, rest)), match[0]))
     return tuple(made)
 
 

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from functools import cache
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+from tests.docs.pages import ROOT, tables
 
-#: A row: its cells by their columns, and under "heading" the latest heading before the table.
+RESULTS = ROOT / "benchmarks" / "results"
+
+#: A row: its cells by their columns, and under "heading" that of its table.
 Row = dict[str, str]
 
 
-@cache
-def rows_of(page: Path) -> tuple[Row, ...]:
+def rows_of(page: Path) -> list[Row]:
     """All rows of all tables of a Markdown page, in order."""
-    rows: list[Row] = []
-    heading, columns = "", []
-    for line in page.read_text().splitlines():
-        if line.startswith("|"):
-            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-            if not columns:
-                columns = cells
-            elif not re.fullmatch(r"[\s:-]*", "".join(cells)):
-                rows.append({"heading": heading, **dict(zip(columns, cells, strict=True))})
-            continue
-        columns = []
-        if line.startswith("#") or re.fullmatch(r"\S.{0,40}:", line):  # some tables are introduced by a short line
-            heading = line.strip("# :")
-    return tuple(rows)
+    return [
+        {"heading": table.heading, **dict(zip(table.columns, row, strict=True))}
+        for table in tables(str(page))
+        for row in table.rows
+    ]
 
 
 def cell(page: str, column: str, **wanted: str) -> str:
@@ -39,7 +29,7 @@ def cell(page: str, column: str, **wanted: str) -> str:
         column: the column of the cell.
         **wanted: cells of the row, by column; ``heading`` is the table's.
     """
-    path = RESULTS / f"{page}.md" if not page.endswith(".md") else RESULTS.parents[1] / page
+    path = RESULTS / f"{page}.md" if not page.endswith(".md") else ROOT / page
     matching = [row for row in rows_of(path) if all(row.get(key) == value for key, value in wanted.items())]
     assert len(matching) == 1, f"{page}: {len(matching)} rows have {wanted}"
     return matching[0][column]

@@ -441,7 +441,7 @@ def gossip_row(row: tuple[str, ...]) -> list[str | None]:
 
 
 SYSTEMS = "docs/systems.md"
-QUALITY = Checked(PAPER, "Quality", ("task", "`ddp`"), quality_row)
+QUALITY = Checked(PAPER, "This package's figures on small tasks", ("task", "`ddp`"), quality_row)
 TABLES = [
     Checked(PAPER, "What is claimed, and on what it rests", ("claim",), claims_row),
     Checked(PAPER, "Time per step", ("method", "against fp32"), bucket_row),

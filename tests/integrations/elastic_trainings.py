@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.distributed.test_merges import bits_of
+from tests.distributed.local_models import bits_of_model
 
 STEPS = 60
 
@@ -51,7 +51,7 @@ def _losses(rank: int, loader: Any, model: nn.Module, optimizer: Any, backward: 
 def _facts(model: nn.Module, averages: Any, losses: list[float]) -> dict[str, Any]:
     """What a member knows after its training."""
     return {
-        "bits": bits_of(model),
+        "bits": bits_of_model(model),
         "steps": averages.step,
         "samples": averages.samples,
         "learns": losses[-1] < losses[0],

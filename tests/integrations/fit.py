@@ -6,7 +6,6 @@ saw as JSON into a folder. As a function, `fits`: in processes that exist alread
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from tests.bits import bits_of
 
 FLAVOUR = os.environ.get("FIT_FLAVOUR", "lightning.pytorch")
 pl = importlib.import_module(FLAVOUR)
@@ -81,7 +82,6 @@ def fits(_: int, folder: Path, *runs: dict[str, Any]) -> list[dict[str, Any]]:
     for run in runs:
         trainer, model = fit(run, folder)
         state = getattr(trainer.strategy, "gqsgd_state", None)
-        flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         results.append(
             {
                 "rank": trainer.global_rank,
@@ -89,7 +89,7 @@ def fits(_: int, folder: Path, *runs: dict[str, Any]) -> list[dict[str, Any]]:
                 "step": trainer.global_step,
                 "hooks": model.hooks,
                 "strategy": type(trainer.strategy).__module__,
-                "bits": hashlib.sha256(flat.numpy().tobytes()).hexdigest(),
+                "bits": bits_of(model.parameters()),
                 "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
                 "hook_step": None if state is None else state.step,
                 "config": None if state is None else state.config.to_dict(),

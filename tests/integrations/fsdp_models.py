@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
+from tests.bits import bits_of
 from tests.distributed.models import loss_of, mlp
 
 
@@ -56,14 +55,9 @@ def relative_errors(model: nn.Module, exact: dict[str, Tensor]) -> dict[str, flo
     return {name: float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
 
 
-def bits(tensors: Iterable[Tensor]) -> str:
-    """Hash of all bits."""
-    return hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in tensors)).hexdigest()
-
-
 def weight_bits(model: nn.Module) -> str:
     """Of all parameters."""
-    return bits(p.full_tensor() for p in model.parameters())
+    return bits_of(p.full_tensor() for p in model.parameters())
 
 
 def once(model: nn.Module, rank: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_gqsgd
+from tests.distributed.models import fingerprint
 
 #: One of each reducer, and one that remembers.
 STRATEGIES: list[dict[str, Any]] = [
@@ -130,12 +130,6 @@ class Seen(pl.Callback):
         self.losses.append(float((outputs or trainer.callback_metrics)["loss"]))
 
 
-def bits_of(module: nn.Module) -> str:
-    """Hash of all parameters' bits."""
-    flat = torch.cat([p.detach().flatten().float() for p in module.parameters()])
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
-
-
 #: Options of a Trainer on two CPU processes that writes nothing.
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -166,7 +160,7 @@ def fitted(
     trainer.fit(module, batches or data())
     state = getattr(trainer.strategy, "gqsgd_state", None)
     return {
-        "bits": bits_of(module),
+        "bits": fingerprint(module),
         "losses": seen.losses,
         "said": seen.said,
         "hook_steps": None if state is None else state.step,

@@ -13,8 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 import lightning_gqsgd
 from lightning_gqsgd.config import ConfigError
+from tests.distributed.models import fingerprint
 from tests.distributed.ranks import run
-from tests.integrations.loops import Classifier, bits_of, data, fitted, trainer_of
+from tests.integrations.loops import Classifier, data, fitted, trainer_of
 
 START, PERIOD = 4, 3
 
@@ -40,7 +41,7 @@ class _Bits(pl.Callback):
         self.bits: list[str] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        self.bits.append(bits_of(pl_module))
+        self.bits.append(fingerprint(pl_module))
 
 
 def _ours(**options: Any) -> Any:
@@ -103,12 +104,12 @@ class _Thawed(Classifier):
         self.bits: list[str] = []
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
-        self.bits.append(bits_of(self))
+        self.bits.append(fingerprint(self))
         if index == START + 2:
             self.head.requires_grad_(True)
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        self.bits.append(bits_of(self))
+        self.bits.append(fingerprint(self))
         return super().training_step(batch, index)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import os
 import pickle
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_gqsgd.config import ConfigError
+from tests.bits import bits_of
 from tests.distributed.models import batch, fingerprint, mlp
 from tests.distributed.ranks import run
 from tests.errors import error_text
@@ -67,10 +67,9 @@ def trains(rank: int, *cases: dict[str, Any]) -> list[dict[str, Any]]:
         if case.get("save"):
             fabric.save(case["save"], {**state, "step": case.get("steps", 6)})
         hooks = getattr(fabric.strategy, "gqsgd_states", [])
-        flat = torch.cat([p.detach().flatten().float() for model, _ in pairs for p in model.parameters()])
         results.append(
             {
-                "bits": hashlib.sha256(flat.numpy().tobytes()).hexdigest(),
+                "bits": bits_of(p for model, _ in pairs for p in model.parameters()),
                 "hooks": [hooked(model) for model, _ in pairs],
                 "steps": [one.step for one in hooks],
                 "reports": [one.report() for one in hooks],

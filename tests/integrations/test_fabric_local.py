@@ -11,10 +11,9 @@ from torch import nn
 
 from lightning_gqsgd import GQSGDFabricStrategy
 from lightning_gqsgd.errors import ConfigError
-from tests.distributed.models import batch, mlp
+from tests.distributed.models import batch, fingerprint, mlp
 from tests.distributed.ranks import run
 from tests.errors import error_text
-from tests.integrations.loops import bits_of
 
 
 def _of(strategy: Any) -> Fabric:
@@ -51,7 +50,7 @@ def _loaded(rank: int, folder: Path) -> list[bool]:
             _train(fabric, model, optimizer, 5)
             fabric.strategy.finish()
             fabric.strategy.gqsgd_states[0].close()
-            stay.append(bits_of(module) == bits_of(saved))
+            stay.append(fingerprint(module) == fingerprint(saved))
     return stay
 
 
@@ -67,7 +66,7 @@ def _not_counted(rank: int) -> list[Any]:
     _train(fabric, model, raw, 2)
     fabric.strategy.finish()
     fabric.strategy.gqsgd_states[0].close()
-    results: list[Any] = [bits_of(module)]
+    results: list[Any] = [fingerprint(module)]
 
     fabric = _of(GQSGDFabricStrategy(local_steps=3))
     module, teacher = mlp(), mlp()

@@ -22,10 +22,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
+from tests.bits import bits_of
 from tests.distributed.models import batch, loss_of, mlp, train
 from tests.distributed.ranks import logged, run
 from tests.integrations.fsdp_models import (
-    bits,
     gradients,
     mesh,
     once,
@@ -295,7 +295,7 @@ def _three(rank: int) -> dict[str, str]:
             assert (max(errors.values()) == 0) == silent
             assert (state.telemetry.totals()["bytes_sent"] == 0) == silent
             assert ("nothing to reduce" in state.report()) == silent
-            found[f"{name} {replicas}"] = bits(gradients(model).values())
+            found[f"{name} {replicas}"] = bits_of(gradients(model).values())
     return found
 
 
@@ -327,7 +327,7 @@ def _repeated(rank: int) -> tuple[str, str]:
     mean, part = equal.clone(), torch.empty_like(equal)
     state.average(group, mean)
     state.scatter(group, part, equal.repeat(2), dist.ReduceOp.AVG)
-    return bits([mean]), bits([part])
+    return bits_of([mean]), bits_of([part])
 
 
 def weights_of(named: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.frameworks.fsdp import register_gqsgd_fsdp
+from tests.bits import bits_of
 from tests.distributed.models import loss_of, mlp
 from tests.distributed.ranks import logged, run
 from tests.errors import error_text
-from tests.integrations.fsdp_models import bits, mesh, quantised, sharded
+from tests.integrations.fsdp_models import mesh, quantised, sharded
 
 Change = Callable[[nn.Module], Any]
 
@@ -151,7 +152,7 @@ def _together(rank: int) -> list[str]:
         _steps(model, rank, range(2))
         change(model)
         _steps(model, rank, range(2, 4))
-        ends.append(bits(p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()))
+        ends.append(bits_of(p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()))
         state.close()
     return ends
 

@@ -39,8 +39,8 @@ def start(folder: Path, *runs: dict[str, Any], **environment: str) -> list[list[
     """Run the script in a new interpreter, which takes seconds; what each rank saw in each run."""
     folder.mkdir(exist_ok=True)
     options = json.dumps({"folder": str(folder), "runs": list(runs)})
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = ended_well(str(SCRIPT), options, timeout=240, **quiet, **environment)
+    usual = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(SCRIPT.parents[2])}
+    done = ended_well(str(SCRIPT), options, timeout=240, **usual, **environment)
     (folder / "output.txt").write_text(done.stdout + done.stderr)
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
 

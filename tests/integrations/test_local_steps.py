@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_gqsgd import GQSGDFabricStrategy, GQSGDStrategy, LocalSteps
 from lightning_gqsgd.errors import ConfigError
-from tests.distributed.models import loss_of, mlp
+from tests.distributed.models import fingerprint, loss_of, mlp
 from tests.distributed.ranks import run
 from tests.errors import error_text
-from tests.integrations.loops import QUIET, Classifier, Gan, bits_of, data
+from tests.integrations.loops import QUIET, Classifier, Gan, data
 from tests.unit.test_weights_in_state import ScheduleFreeLike
 
 #: Without a memory and with one; with everything at once and under way.
@@ -46,7 +46,7 @@ def _by_name(rank: int) -> list[Any]:
         sent = (
             float(trainer.callback_metrics["gqsgd/bytes_sent"]) if "gqsgd/bytes_sent" in trainer.callback_metrics else 0
         )
-        results.append([bits_of(module), state.step, state.averages, state.report(), sent])
+        results.append([fingerprint(module), state.step, state.averages, state.report(), sent])
     return results
 
 
@@ -67,7 +67,7 @@ def _beside_a_loop(rank: int, way: dict[str, Any]) -> list[str]:
     batches = DataLoader(Subset(data(12).dataset, range(rank, 24 * 16, 2)), batch_size=16)
     trainer = trainer_of(way, accumulate_grad_batches=2, gradient_clip_val=0.5, use_distributed_sampler=False)
     trainer.fit(module, batches)
-    lightning = bits_of(module)
+    lightning = fingerprint(module)
     module = Classifier()
     options = {name: value for name, value in way.items() if name != "local_steps"}
     optimizer = LocalSteps(module, module.configure_optimizers(), every=way["local_steps"], **options)
@@ -80,7 +80,7 @@ def _beside_a_loop(rank: int, way: dict[str, Any]) -> list[str]:
         optimizer.zero_grad()
     optimizer.finish()
     optimizer.close()
-    return [lightning, bits_of(module)]
+    return [lightning, fingerprint(module)]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -97,13 +97,13 @@ def _resumed(rank: int, folder: Path) -> list[Any]:
         saving = ModelCheckpoint(folder / str(number), filename="{step}", save_top_k=-1, every_n_epochs=1)
         module = Classifier()
         trainer_of(way, [saving], max_epochs=4).fit(module, data(3))
-        whole = bits_of(module)
+        whole = fingerprint(module)
         for step in (3, 6, 9):
             module = Classifier(seed=3)
             path = folder / str(number) / f"step={step}.ckpt"
             safely = {"weights_only": True} if "weights_only" in inspect.signature(pl.Trainer.fit).parameters else {}
             trainer_of(way, max_epochs=4).fit(module, data(3), ckpt_path=path, **safely)
-            results.append(bits_of(module) == whole)
+            results.append(fingerprint(module) == whole)
     return results
 
 
@@ -119,7 +119,7 @@ def _with_more_ranks(rank: int, ranks: int, folder: Path) -> list[Any]:
     trainer = trainer_of(WAYS[1], devices=ranks, max_epochs=1 if ranks == 2 else 2)
     trainer.fit(module, data(6), ckpt_path=path if ranks == 3 else None)
     trainer.save_checkpoint(path)  # also after training, when everything is closed
-    return [bits_of(module), trainer.strategy.gqsgd_state.step]
+    return [fingerprint(module), trainer.strategy.gqsgd_state.step]
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def _gan(rank: int) -> list[Any]:
     trainer = trainer_of({"local_steps": 2, "fragments": 2, "min_numel": 0})
     trainer.fit(module, data(7))
     state = trainer.strategy.gqsgd_state
-    return [bits_of(module), state.step, state.averages]
+    return [fingerprint(module), state.step, state.averages]
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def _without_local_steps(_: int, folder: Path) -> list[Any]:
     trainer.save_checkpoint(path)
     back = Classifier(seed=5)
     trainer_of({"bits": 4}, max_epochs=3).fit(back, data(4), ckpt_path=path)
-    return [bits_of(module), trainer.global_step, bits_of(back)]
+    return [fingerprint(module), trainer.global_step, fingerprint(back)]
 
 
 @pytest.mark.slow
@@ -196,10 +196,10 @@ def test_arguments_replace_those_of_a_name() -> None:
 def _mixed(rank: int) -> list[Any]:
     module = Classifier(seed=rank)
     trainer_of(WAYS[1], precision="bf16-mixed").fit(module, data(5))
-    whole = bits_of(module)
+    whole = fingerprint(module)
     module = Classifier(seed=rank)
     trainer_of(WAYS[1], precision="bf16-true").fit(module, data(5))
-    return [whole, bits_of(module), str(next(module.parameters()).dtype)]
+    return [whole, fingerprint(module), str(next(module.parameters()).dtype)]
 
 
 @pytest.mark.slow
@@ -228,7 +228,7 @@ def _fabric(rank: int, folder: Path) -> list[Any]:
             if step == 5 and not resumes:
                 fabric.save(folder / "fabric.ckpt", {**state, "step": step + 1})
         fabric.strategy.finish()
-        results.append(bits_of(module))
+        results.append(fingerprint(module))
         fabric.strategy.gqsgd_states[0].close()
     module = mlp()
     local = LocalSteps(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), 4, fragments=2, delay=1)
@@ -238,7 +238,7 @@ def _fabric(rank: int, folder: Path) -> list[Any]:
         local.zero_grad()
     local.finish()
     local.close()
-    return [*results, bits_of(module)]
+    return [*results, fingerprint(module)]
 
 
 def test_fabric_makes_the_steps_of_a_loop_and_resumes(tmp_path: Path) -> None:
@@ -261,13 +261,13 @@ def _fabric_changes(rank: int, folder: Path) -> list[Any]:
         fabric.strategy._rank_zero_info = said.append
         if results:
             fabric.load(path, state)
-        before = bits_of(module)
+        before = fingerprint(module)
         for step in range(4):
             fabric.backward(loss_of(model, rank, step))
             optimizer.step()
             optimizer.zero_grad()
         fabric.save(path, state)
-        results.append([said, before, bits_of(module), fabric.strategy.gqsgd_states[0].step])
+        results.append([said, before, fingerprint(module), fabric.strategy.gqsgd_states[0].step])
         fabric.strategy.gqsgd_states[0].close()
     return results
 
@@ -294,7 +294,7 @@ def _folds(rank: int) -> list[Any]:
             optimizer.step()
             optimizer.zero_grad()
         fabric.strategy.finish()
-        results += [bits_of(module), len(fabric.strategy.gqsgd_states)]
+        results += [fingerprint(module), len(fabric.strategy.gqsgd_states)]
         fabric.strategy.gqsgd_states[-1].close()
     return results
 
@@ -319,7 +319,7 @@ def _accelerate(rank: int) -> list[Any]:
             optimizer.step()
             optimizer.zero_grad()
     optimizer.optimizer.finish()
-    results = [bits_of(module), optimizer.optimizer.averages.step]
+    results = [fingerprint(module), optimizer.optimizer.averages.step]
     optimizer.optimizer.close()
     module = mlp()
     local = LocalSteps(module, torch.optim.SGD(module.parameters(), lr=0.1), every=3)
@@ -330,7 +330,7 @@ def _accelerate(rank: int) -> list[Any]:
             local.zero_grad()
     local.finish()
     local.close()
-    return [*results, bits_of(module)]
+    return [*results, fingerprint(module)]
 
 
 @pytest.mark.slow
@@ -350,13 +350,13 @@ class _Seen(pl.Callback):
         self.after: list[str] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self.before.append(bits_of(pl_module))
+        self.before.append(fingerprint(pl_module))
 
     def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self.within.append(bits_of(pl_module))
+        self.within.append(fingerprint(pl_module))
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self.after.append(bits_of(pl_module))
+        self.after.append(fingerprint(pl_module))
 
 
 def _validated(rank: int, folder: Path) -> list[Any]:
@@ -367,7 +367,7 @@ def _validated(rank: int, folder: Path) -> list[Any]:
         module = Classifier()
         trainer_of({"local_steps": 4, "validate_at": where}, [seen, saving], **options).fit(module, data(6), data(2))
         # The third step is within a round, so the anchor is not what ranks hold.
-        results.append([seen.within[0], seen.before[2], seen.after[3], bits_of(module)])
+        results.append([seen.within[0], seen.before[2], seen.after[3], fingerprint(module)])
     return results
 
 
@@ -395,7 +395,7 @@ def _changed_at_the_end(_: int) -> list[str]:
     for batches in (8, 10):  # after the last average of a round, and in the middle of one
         module = Classifier()
         trainer_of({"local_steps": 4}, [_PutsOwnWeightsIn()], enable_checkpointing=False).fit(module, data(batches))
-        results.append(bits_of(module))
+        results.append(fingerprint(module))
     return results
 
 
@@ -426,7 +426,7 @@ def _not_counted(rank: int) -> list[Any]:
     results: list[Any] = []
     module = _OnlyTheSecond(seed=rank)
     trainer_of({"local_steps": 16}).fit(module, data(7))
-    results.append(bits_of(module))
+    results.append(fingerprint(module))
     for wrong in (_OnlyTheSecond(seed=rank), _NewOptimizers()):
         results.append(error_text(ConfigError, trainer_of({"local_steps": 2}).fit, wrong, data(7)))
     return results
@@ -483,7 +483,7 @@ def _schedule_free(rank: int) -> list[str]:
             continue
         optimizer = trainer.optimizers[0]
         kept = torch.cat([optimizer.state[p]["z"].flatten() for p in module.parameters()])
-        results.append(f"{bits_of(module)} {kept.double().sum().item()!r} {kept.norm().item()!r}")
+        results.append(f"{fingerprint(module)} {kept.double().sum().item()!r} {kept.norm().item()!r}")
     return results
 
 

@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_gqsgd
+from tests.distributed.models import fingerprint
 from tests.distributed.ranks import logged, run
-from tests.integrations.loops import NATIVE, STRATEGIES, Classifier, Gan, bits_of, data, fitted, trainer_of
+from tests.integrations.loops import NATIVE, STRATEGIES, Classifier, Gan, data, fitted, trainer_of
 
 #: Plain DDP first, then ours without compression, which has to give its bits.
 EVERY: list[Any] = ["ddp", NATIVE, {"reducer": "two_shot", "bits": 4}, {"preset": "signsgd_ef"}]
@@ -195,7 +196,7 @@ def _static_twice(_: int) -> list[list[Any]]:
             module = _ByHand()
             trainer.fit(module, data())
             trainer.fit_loop.epoch_progress.reset()
-            bits.append(bits_of(module))
+            bits.append(fingerprint(module))
         results.append(bits)
     return results
 
@@ -223,7 +224,7 @@ class _Average(EMA or Callback):  # type: ignore[misc]
     """Notes the average before it takes the place of the weights."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.bits = bits_of(self._average_model.module)
+        self.bits = fingerprint(self._average_model.module)
         super().on_train_end(trainer, pl_module)
 
 
@@ -243,7 +244,9 @@ def _callbacks(_: int) -> dict[str, list[list[Any]]]:
         trainer = trainer_of(strategy, [stop], max_epochs=9, limit_train_batches=2)
         module = Classifier()
         trainer.fit(module, data(), data(2, seed=5))
-        results["stop"].append([bits_of(module), trainer.current_epoch, float(trainer.callback_metrics["val_loss"])])
+        results["stop"].append(
+            [fingerprint(module), trainer.current_epoch, float(trainer.callback_metrics["val_loss"])]
+        )
     return results
 
 
@@ -273,7 +276,7 @@ def _other_functions(_: int) -> list[Any]:
     predicted = trainer.predict(module, batches)
     assert trainer.strategy.gqsgd_state is states[1]
     steps = [(one.step, one.telemetry.steps) for one in states]
-    return [before["val_loss"], after["val_loss"], len(predicted), states[0] is states[1], steps, bits_of(module)]
+    return [before["val_loss"], after["val_loss"], len(predicted), states[0] is states[1], steps, fingerprint(module)]
 
 
 def test_validate_test_and_predict_beside_two_fits(tmp_path: Path) -> None:
@@ -337,7 +340,7 @@ class _Normalised(Classifier):
 def _synchronised(_: int) -> str:
     module = _Normalised()
     fitted(module, {"bits": 8}, sync_batchnorm=True, accelerator="cuda", devices=torch.cuda.device_count())
-    return bits_of(module)
+    return fingerprint(module)
 
 
 def _synchronised_on_cpu(_: int) -> str:

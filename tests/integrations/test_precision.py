@@ -9,8 +9,9 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
+from tests.distributed.models import fingerprint
 from tests.distributed.ranks import run
-from tests.integrations.loops import NATIVE, STRATEGIES, Classifier, bits_of, fitted
+from tests.integrations.loops import NATIVE, STRATEGIES, Classifier, fitted
 
 BAD_STEP, BAD_RANK = 3, 1
 
@@ -37,7 +38,7 @@ class _Bad(Classifier):
     def on_train_batch_end(self, *args: Any) -> None:
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         self.scales.append(scaler.get_scale() if scaler else 1.0)
-        self.bits.append(bits_of(self))
+        self.bits.append(fingerprint(self))
         state = self.trainer.strategy.gqsgd_state
         store = state and state._store
         self.memory.append({key: value.clone() for key, value in store._tensors.items()} if store else {})

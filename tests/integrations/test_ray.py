@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
 import pytest
 
+from tests.bits import bits_of
 from tests.processes import ended_well
 
 pytest.importorskip("ray", reason="needs the extra ray")
@@ -57,7 +57,7 @@ def train(config: dict[str, str]) -> None:
         "world_size": trainer.world_size,
         "steps": state.step,
         "bits": state.config.bits,
-        "parameters": hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest(),
+        "parameters": bits_of(model.parameters()),
     }
     (Path(config["folder"]) / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
 

@@ -12,8 +12,9 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder, ModelCheckpoint
 
 from lightning_gqsgd.reducers.memory import MemoryStore
+from tests.distributed.models import fingerprint
 from tests.distributed.ranks import logged, run
-from tests.integrations.loops import Classifier, bits_of, data, fitted, trainer_of
+from tests.integrations.loops import Classifier, data, fitted, trainer_of
 
 MEMORYLESS: dict[str, Any] = {"preset": "gqsgd_4bit"}
 REMEMBERING: dict[str, Any] = {"preset": "dore"}
@@ -27,7 +28,7 @@ def _continued(_: int, ranks: int, strategy: dict[str, Any], epochs: int, folder
     path = folder / f"{epochs - 1}.ckpt"
     trainer.fit(module, data(12), ckpt_path=path if epochs > 1 else None)
     trainer.save_checkpoint(folder / f"{epochs}.ckpt")
-    return [bits_of(module), trainer.global_step, trainer.strategy.gqsgd_state.step, warned]
+    return [fingerprint(module), trainer.global_step, trainer.strategy.gqsgd_state.step, warned]
 
 
 @pytest.mark.slow
@@ -78,7 +79,7 @@ def _safely(_: int, folder: Path) -> list[list[Any]]:
         trainer = trainer_of(strategy, max_epochs=2)
         safely = {"weights_only": True} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
         trainer.fit(module, data(), ckpt_path=path, **safely)  # Lightning before 2.6 leaves it to torch
-        results.append([whole["bits"], bits_of(module)])
+        results.append([whole["bits"], fingerprint(module)])
     return results
 
 
@@ -107,7 +108,7 @@ def _finetuned(_: int, folder: Path) -> list[Any]:
     trainer.save_checkpoint(path)
     saved = sorted({number for _, number in rows})
     _, resumed = epochs(4, ckpt_path=path)
-    return [bits_of(whole), bits_of(resumed), saved]
+    return [fingerprint(whole), fingerprint(resumed), saved]
 
 
 @pytest.mark.slow
@@ -125,7 +126,7 @@ def _after_a_search(_: int) -> list[list[Any]]:
         search = LearningRateFinder(num_training_steps=6, max_lr=10, update_attr=False, early_stop_threshold=None)
         module = Classifier()
         trainer = fitted(module, REMEMBERING, [search] if searches else [])["trainer"]
-        results.append([bits_of(module), trainer.strategy.gqsgd_state.step])
+        results.append([fingerprint(module), trainer.strategy.gqsgd_state.step])
     return results
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import io
 import threading
 from contextlib import suppress
@@ -20,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
+from tests.bits import bits_of
 from tests.distributed.models import batch, fingerprint, mlp, train
 from tests.reliability.changes import change_state
 from tests.reliability.copied import check_forked, check_spawned, copied_and_saved, trained_copy
@@ -159,7 +159,7 @@ class OneRank:
         rows = [store.row(kind, number) for kind in store.kinds for number in numbers]
         if not any(row.any() for row in rows):
             return NOTHING_REMEMBERED
-        return hashlib.sha256(torch.cat(rows).numpy().tobytes()).hexdigest()
+        return bits_of(rows)
 
     # --- copies, and a second model -----------------------------------------------------------------------------------
 
@@ -220,9 +220,7 @@ class OneRank:
         for mean, tensor in zip(means, tensors, strict=True):
             if tensor.is_floating_point() and not mean.isfinite().all():
                 raise ArithmeticError("the mean is not finite")
-        return hashlib.sha256(
-            b"".join(mean.view(-1).view(torch.uint8).numpy().tobytes() for mean in means if mean.numel())
-        ).hexdigest()
+        return bits_of(means)
 
     def close_all_reduce(self) -> None:
         """Close what all_reduce has made."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import hashlib
 import random
 import threading
 import time
@@ -27,6 +26,7 @@ from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.engine import Engine
 from lightning_gqsgd.wire.pipeline import Job
 from lightning_gqsgd.wire.plan import Plan
+from tests.bits import bits_of
 from tests.distributed.models import batch, mlp
 
 #: What hooks are registered with, in turns.
@@ -215,17 +215,12 @@ class SoakRank:
         for reduction in [all_reduce(tensor, async_op=True, **fields) for tensor in tensors]:
             mean = reduction.wait()
             assert mean.isfinite().all()
-            self._compared.append((f"mean {REDUCTIONS.index(fields)}", _bits_of([mean])))
+            self._compared.append((f"mean {REDUCTIONS.index(fields)}", bits_of([mean])))
 
 
 def _bits(model: nn.Module) -> str:
     """Hash of all parameters' bits, of any dtype."""
-    return _bits_of(list(model.parameters()))
-
-
-def _bits_of(tensors: list[torch.Tensor]) -> str:
-    flat = [tensor.detach().flatten().view(torch.uint8) for tensor in tensors]
-    return hashlib.sha256(torch.cat(flat).numpy().tobytes()).hexdigest()
+    return bits_of(model.parameters())
 
 
 def _alive() -> dict[str, float]:

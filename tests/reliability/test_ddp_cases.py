@@ -8,7 +8,6 @@ itself on CPUs: ``delay_all_reduce_named_params``, for whose all-reduce nobody w
 
 from __future__ import annotations
 
-import hashlib
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gqsgd import register_gqsgd
+from tests.bits import bits_of
 from tests.distributed.models import mlp
 from tests.distributed.ranks import run
 
@@ -397,7 +397,7 @@ def _all(rank: int) -> dict[str, dict[str, Any]]:
             for one, other in zip(plain, steps["native"], strict=True)
         )
         found[name]["errors"] = [_error(one, other) for one, other in zip(plain, steps["8 bit"], strict=True)]
-        found[name]["bits"] = _fingerprint(steps["8 bit"])
+        found[name]["bits"] = bits_of(gradient for step in steps["8 bit"] for gradient in step.values())
         found[name]["same names"] = all(a.keys() == b.keys() for a, b in zip(plain, steps["8 bit"], strict=True))
     return found
 
@@ -407,11 +407,6 @@ def _error(exact: dict[str, Tensor], approximate: dict[str, Tensor]) -> float:
     size = sum(float(exact[name].double().square().sum()) for name in exact)
     wrong = sum(float((exact[name].double() - approximate[name].double()).square().sum()) for name in exact)
     return (wrong / size) ** 0.5 if size else 0.0
-
-
-def _fingerprint(steps: list[dict[str, Tensor]]) -> str:
-    flat = [step[name].double().flatten() for step in steps for name in step]
-    return hashlib.sha256(torch.cat(flat).numpy().tobytes()).hexdigest()
 
 
 @pytest.mark.reliability

@@ -91,7 +91,7 @@ def test_the_number_of_steps_with_the_best_goodput_is_taken(monkeypatch: pytest.
 
     monkeypatch.setattr(goodput, "measure", measured)
     report = goodput.Report("goodput", "", {})
-    way = goodput.Measurement(report).tuned("torchft_diloco", WAYS["torchft_diloco"], 0)
+    way = goodput.tuned(report, "torchft_diloco", WAYS["torchft_diloco"], 0)
     assert way.every == 64
     assert [row[0] for row in report.rows] == [f"torchft_diloco, trial of {every}" for every in goodput.TRIALS]
 
@@ -117,7 +117,7 @@ def test_every_schedule_is_kept_and_drawn(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr(goodput, "measure", measured)
     monkeypatch.setattr(axes.Axes, "plot", noted)
-    options = argparse.Namespace(short=True, seconds=0.0, ways=["elastic", "ddp"], seed=[0, 3])
+    options = argparse.Namespace(seconds=60.0, ways=["elastic", "ddp"], seed=[0, 3])
     report = goodput._measure(options)
     assert report.draw is not None
     report.draw(tmp_path / "picture.png")
