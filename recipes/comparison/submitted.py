@@ -77,11 +77,14 @@ def _job_of(cell: Cell, fresh: bool, cluster: str) -> tuple[Any, str]:
     """The job of a cell, and how it was come by."""
     executor = _executor(cell, cluster)
     known, same = cell.folder / JOB_FILE, read_json(cell.folder / CELL_FILE) == cell.config
-    if known.is_file() and same and not fresh:
-        there = json.loads(known.read_text())
+    there = read_json(known)
+    if there is not None:
         job = executor.job_class(executor.folder, there["id"], tasks=list(range(there["tasks"])))
         if not job.done(force_check=True):
-            return job, "is under way"
+            if same and not fresh:
+                return job, "is under way"
+            # The result of the earlier job would be taken for that of the next one, which has the same folder.
+            job.cancel(check=False)
     checkpoint = cell.folder / CHECKPOINTS / LAST
     goes_on = same and not fresh and checkpoint.is_file()
     if (cell.folder / CELL_FILE).exists() and not goes_on:
