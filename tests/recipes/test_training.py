@@ -144,7 +144,7 @@ def test_checkpoint_is_safe_to_load_and_small(tiny: Tiny, tmp_path: Path) -> Non
     train(tiny("trainer.max_epochs=1"), tmp_path)
     checkpoint = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == STEPS
-    assert checkpoint["callbacks"]["TrainingClock"]["steps"] == STEPS
+    assert checkpoint["callbacks"]["TrainingClock"]["samples"] == STEPS * 32
     assert not any("network" in str(key) for key in checkpoint.get("hyper_parameters", {}))
 
 
@@ -210,11 +210,14 @@ def test_without_test_the_last_validation_is_the_result(tiny: Tiny, tmp_path: Pa
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_accumulated_batches_are_one_exchange(tiny: Tiny, tmp_path: Path) -> None:
+def test_accumulated_batches_are_one_step_and_one_exchange(tiny: Tiny, tmp_path: Path, clock: SimpleNamespace) -> None:
     train(tiny("trainer.accumulate_grad_batches=3", "trainer.max_epochs=2"), tmp_path)
     facts = json.loads((tmp_path / "result.json").read_text())
     assert facts["steps"] == 2
     assert facts["samples"] == 2 * STEPS * 32
+    assert facts["train_time"] == 2 * STEPS
+    assert facts["step_s"]["median"] == 3  # each of the three batches takes a second
+    assert [float(row[names.STEP_S]) for row in _rows(tmp_path) if names.STEP_S in row] == [3, 3]
 
 
 # --- baselines -------------------------------------------------------------------------------------------------------
