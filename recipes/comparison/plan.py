@@ -18,7 +18,7 @@ from netlab.lab import NetLabError, parse_rate
 from recipes.arguments import check_arguments
 from recipes.data.named_files import check_named, check_stand_in
 from recipes.data.sizes import check_known_samples
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, typed
 from recipes.files import RESULT_FILE, metrics_bytes, read_json
 from recipes.launch.hardware import MULTI_NODE, NETLAB, check_devices, check_profile
 from recipes.launch.processes import local_processes
@@ -271,6 +271,10 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     check_elastic(resolved, os.environ)
     check_named(resolved["data"])
     check_stand_in(resolved["data"], resolved["trainer"]["accelerator"])
+    metric = resolved["task"].get("metric")
+    if metric not in METRICS:
+        known = ", ".join(METRICS)
+        raise PlanError(f"task.metric={typed(metric)} is not one of {known}; name the task's in its file: metric: KEY")
     if resolved["trainer"]["accelerator"] == "cpu":
         check_devices(resolved)  # GPUs are counted by the runs: that imports torch
         here = local_processes("cpu", resolved["trainer"]["devices"])
