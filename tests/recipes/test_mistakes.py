@@ -42,6 +42,11 @@ MISTAKES = [
     (["lr=0.1"], "OverrideError: lr=0.1: there is no lr; did you mean optimizer.lr?"),
     (["hardwear=cpu"], "did you mean hardware?"),
     (["model=resnet17"], "OverrideError: model=resnet17 is not one of .*resnet18.*did you mean 'resnet1"),
+    (["logger=null"], "OverrideError: logger=null is not one of csv, many_loggers, tensorboard, wandb$"),
+    (
+        ["~optimizer"],
+        "OverrideError: optimizer is not chosen, and a run needs it: take optimizer=NAME, one of default$",
+    ),
     (["exp=quickstart"], r"OverrideError: exp=quickstart: .* write \+exp=quickstart$"),
     (["data=wikitext"], r"data, model and task do not fit each other; \+exp=NAME chooses three that do$"),
     (["optimizer.lr=abc"], "OverrideError: optimizer.lr=abc: optimizer.lr is a number, e.g. optimizer.lr=0.1$"),
