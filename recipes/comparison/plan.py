@@ -33,6 +33,8 @@ CELL_FILE = "cell.json"
 #: Fewest steps of a probe. The first step compiles kernels, and DDP builds its buckets anew after it: the median has to
 #: be that of later steps.
 LEAST_PROBE = 8
+#: Settings that a probe leaves out, because it chooses another logger and no callback.
+_OF_TRAININGS = ("logger.", "callbacks.")
 DEFAULT_STRATEGIES = "strategy=ddp,gqsgd"
 #: Where single runs are written.
 _PLACES_OF_RUNS = ("paths.log_dir", "run_root", "hydra.run.dir")
@@ -207,12 +209,13 @@ def _probes(cells: Sequence[Cell], settings: Settings) -> tuple[Cell, ...]:
     first = {cell.variant: cell for cell in reversed(cells)}
     short = {
         **{"trainer.max_steps": settings.probe_steps, "trainer.limit_val_batches": 0},
-        **{"test": "false", "checkpoint": "false", "logger": "csv"},
+        # Callbacks watch what a probe does not have, as early stopping does the loss of a validation.
+        **{"test": "false", "checkpoint": "false", "logger": "csv", "callbacks": "[]"},
     }
     probes = []
     for link, cell in itertools.product(settings.links, reversed(first.values())):
         own = {**short, "hardware.rate": link}
-        kept = [text for text in cell.overrides if _key(text) not in own and not _key(text).startswith("logger.")]
+        kept = [text for text in cell.overrides if _key(text) not in own and not _key(text).startswith(_OF_TRAININGS)]
         choice = (*kept, *(f"{key}={value}" for key, value in own.items()))
         folder = cell.folder.parent / f"{slug(cell.variant)}-{link}"
         probes.append(Cell(cell.variant, cell.seed, choice, _composed(choice), folder, link))

@@ -136,6 +136,7 @@ def test_hardware_is_part_of_configuration_and_names() -> None:
 @pytest.mark.slow
 def test_links_are_probed_with_trainings_that_they_share() -> None:
     arguments = ["+exp=resnet_cifar", "strategy=ddp,gqsgd", "seed=0,1", "hardware=netlab", "logger=wandb"]
+    arguments += ["callbacks=early_stopping", "callbacks.early_stopping.patience=3"]
     plan = make_plan([*arguments, "links=100mbit,1gbit", "probe_steps=12"])
     assert [cell.config["hardware"]["rate"] for cell in plan.cells] == ["none"] * 4
     assert plan.cells == make_plan([*arguments, "hardware.rate=none"]).cells
@@ -147,6 +148,7 @@ def test_links_are_probed_with_trainings_that_they_share() -> None:
         config = probe.config
         assert (config["hardware"]["rate"], config["trainer"]["max_steps"]) == (probe.link, 12)
         assert (config["logger"]["name"], config["test"], config["checkpoint"]) == ("csv", False, False)
+        assert not config.get("callbacks")
     folders = {cell.folder for cell in (*plan.cells, *plan.probes)}
     assert len(folders) == 8
 
