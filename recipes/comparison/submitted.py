@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from recipes.comparison.plan import CELL_FILE, Cell
 from recipes.comparison.processes import arguments_of
@@ -109,7 +110,7 @@ def _waited_for(jobs: Sequence[tuple[Cell, Any]], console: Console) -> list[Fail
                 _say(cell, outcome_of(cell), console)
             elif job.done() and time.monotonic() >= ended.setdefault(job.job_id, time.monotonic()) + _late_s(job):
                 failures.append(failure_of(cell, f"job {job.job_id}: {job.state}"))
-                _say(cell, f"[red]{failures[-1].outcome}[/]", console)
+                _say(cell, Text(failures[-1].outcome, "red"), console)
             else:
                 left.append((cell, job))
         waiting = left
@@ -189,5 +190,5 @@ def hash_of(job: str) -> int:
     return sum(place * ord(letter) for place, letter in enumerate(job, start=1))
 
 
-def _say(cell: Cell, text: str, console: Console) -> None:
-    console.print(f"{name_of(cell)}  {text}")
+def _say(cell: Cell, text: str | Text, console: Console) -> None:
+    console.print(f"{name_of(cell)} ", text)

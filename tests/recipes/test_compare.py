@@ -14,11 +14,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from rich.console import Console
+from rich.text import Text
 
 from lightning_gqsgd.presets import PRESETS
 from netlab.lab import NetLabError
 from pictures.style import COLOURS
+from recipes import compare as compare_script
 from recipes.comparison import plan as planning
+from recipes.comparison import runner
 from recipes.comparison.embedding import dark, on_dark
 from recipes.comparison.page import Section, headlines, write_page
 from recipes.comparison.pairs import pair_table, pairs_of, write_pairs
@@ -429,6 +432,19 @@ def test_table_fits_the_console(variants: dict[str, list[Run]], width: int, left
     )
     text = console.export_text()
     assert all(row[one] in text for row in rows for one in shown)
+
+
+def test_square_brackets_are_the_users_words(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "ddp callbacks=[early_stopping], seed 0"
+    compare_script._console().print(name)
+    assert capsys.readouterr().out == f"{name}\n"
+    screen = io.StringIO()
+    with runner._live([name], Console(file=screen, width=160, force_terminal=True, markup=False)) as line:
+        line(0, "epoch 1 of [wikitext]", False, None)
+        line(0, Text("failed", "red"), True, None)
+    assert name in screen.getvalue()
+    assert "failed" in screen.getvalue()
+    assert "[red]" not in screen.getvalue()
 
 
 def test_table_says_what_is_not_known(tmp_path: Path) -> None:
