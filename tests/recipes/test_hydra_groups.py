@@ -269,6 +269,17 @@ def test_what_the_users_own_files_name_is_trained(own: Path, tmp_path: Path, cle
     assert "square_avg" in saved["optimizer_states"][0]["state"][0]  # of RMSprop
 
 
+def test_results_beside_choices_are_not_read_and_a_broken_choice_is_named(own: Path) -> None:
+    targets = named_targets([own])
+    result = own / "outputs" / "run" / "hparams.yaml"
+    result.parent.mkdir(parents=True)
+    result.write_text("_target_: os.system\nmachine: !!python/object:torch.version {}\n")
+    assert named_targets([own]) == targets
+    (own / "model" / "broken.yaml").write_text("_target_: [\n")
+    with pytest.raises(OverrideError, match=r"broken\.yaml cannot be read \(while parsing .*; correct the file"):
+        named_targets([own])
+
+
 def test_a_choice_of_ones_own_is_known_and_a_misspelt_one_is_not(own: Path) -> None:
     folder = ["--config-dir", str(own)]
     with pytest.raises(OverrideError, match="experiment=owm is not one of .*own.* did you mean 'own'"):
