@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from recipes.errors import RecipeError
-from recipes.files import RESULT_FILE, WANDB_ID_FILE
+from recipes.files import RESULT_FILE, WANDB_ID_FILE, read_json
 
 CHECKPOINTS = "checkpoints"
 LAST = "last.ckpt"
@@ -74,9 +73,9 @@ def finished_message(cfg: DictConfig, checkpoint: str) -> str | None:
         checkpoint: path of the checkpoint.
     """
     result = Path(checkpoint).parents[1] / RESULT_FILE
-    if not result.is_file():
-        return None
-    facts = json.loads(result.read_text())
+    facts = read_json(result)
+    if not isinstance(facts, dict):
+        return None  # the run has not ended, or its end has not been written whole
     max_epochs, max_steps = cfg.trainer.max_epochs, cfg.trainer.max_steps
     all_epochs = max_epochs not in (None, -1) and facts["epochs"] >= max_epochs
     all_steps = max_steps not in (None, -1) and facts["steps"] >= max_steps

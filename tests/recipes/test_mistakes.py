@@ -321,6 +321,8 @@ def test_a_finished_run_says_so(tmp_path: Path, overrides: list[str], finished: 
     checkpoint = tmp_path / "checkpoints" / "last.ckpt"
     cfg = composed(overrides)
     assert finished_message(cfg, str(checkpoint)) is None  # no result: the run was interrupted
+    (tmp_path / "result.json").write_text('{"epochs": 5, "st')
+    assert finished_message(cfg, str(checkpoint)) is None
     (tmp_path / "result.json").write_text(json.dumps({"epochs": 5, "steps": 40}))
     message = finished_message(cfg, str(checkpoint))
     assert (message is None) == (finished is None)
