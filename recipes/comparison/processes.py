@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -100,6 +101,7 @@ class Starter:
         if not can_fork(cell):
             return FreshRun(cell, log)
         if self._server is None or self._server.poll() is not None:
+            self.close()
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the server)
             self._server = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM],
@@ -116,6 +118,7 @@ class Starter:
             self._server.kill()
             self._server.communicate()
             self._server = None
+            self._errors.close()
 
 
 def can_fork(cell: Cell) -> bool:
@@ -185,7 +188,9 @@ class ForkedRun:
         if self.poll() is not None:
             return
         if self._session is not None:
-            os.killpg(self._session, signal.SIGKILL)
+            # Its processes may have ended since. An error here would hide the interrupt after which this is called.
+            with suppress(ProcessLookupError):
+                os.killpg(self._session, signal.SIGKILL)
         # What the server still says of this run must not be taken for the next run's.
         self._server.kill()
         self._server.wait()
