@@ -29,7 +29,7 @@ from recipes.comparison.plan import CELL_FILE, Cell, make_plan
 from recipes.comparison.plots import save_curves
 from recipes.comparison.processes import command
 from recipes.comparison.reporting import _fitting, _table, _title
-from recipes.comparison.results import Run, cells, common_target, compare, headings, write_tables
+from recipes.comparison.results import Run, cells, common_target, compare, contenders, headings, write_tables
 from recipes.comparison.runner import LOG
 from recipes.errors import RecipeError
 from recipes.files import METRICS_FILE, RESULT_FILE
@@ -368,6 +368,9 @@ def test_headlines_compare_with_the_reference_and_the_best_baseline(variants: di
     assert found[0][1] == "gqsgd_4bit than ddp, to accuracy 90.0 %"
     assert found[1][1] == "gqsgd_4bit than ddp_bf16, to accuracy 90.0 %"
     assert found[2][0] == "1.0× less"
+    reference, own, others = contenders(compare({**variants, "ddp lr=0.2": variants["gqsgd"]}, 0.9))
+    assert [reference.variant, *(line.variant for line in own)] == ["ddp", "ddp lr=0.2"]
+    assert [line.variant for line in others] == ["gqsgd", "gqsgd_4bit"]
     unreached = compare({**variants, **bf16}, 1.01)
     assert headlines(unreached, 1.01)[0] == ("4.2× shorter", "gqsgd_4bit than ddp, a step")  # not all get there
     slower = compare({"ddp": variants["gqsgd"], "gqsgd": variants["ddp"]}, 0.9)
