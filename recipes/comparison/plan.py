@@ -15,18 +15,16 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from netlab.lab import NetLabError, parse_rate
-from recipes.arguments import check_arguments
-from recipes.data.named_files import check_named, check_stand_in
+from recipes.configuration import check_configuration
 from recipes.data.sizes import check_known_samples
 from recipes.errors import RecipeError, typed
 from recipes.files import RESULT_FILE, metrics_bytes, read_json
-from recipes.launch.hardware import MULTI_NODE, NETLAB, check_devices, check_profile
+from recipes.launch.hardware import MULTI_NODE, NETLAB, check_devices
 from recipes.launch.processes import local_processes
-from recipes.limits import check_limits
 from recipes.loggers.chosen import chosen_loggers
 from recipes.measuring.metrics import METRICS, Metric
 from recipes.overrides import combinations, composed, parse
-from recipes.strategies.choices import ALL, CONF, check_elastic, check_light, check_strategies
+from recipes.strategies.choices import ALL, CONF, check_strategies
 
 CELL_FILE = "cell.json"
 
@@ -267,13 +265,7 @@ def _swept(overrides: Sequence[Override]) -> list[str]:
 def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     resolved: Any = OmegaConf.to_container(composed(overrides), resolve=True)
     assert isinstance(resolved, dict)
-    check_limits(resolved)
-    check_arguments(resolved)
-    check_profile(resolved)
-    check_light(resolved["strategy"], resolved["trainer"]["accelerator"])
-    check_elastic(resolved, os.environ)
-    check_named(resolved["data"])
-    check_stand_in(resolved["data"], resolved["trainer"]["accelerator"])
+    check_configuration(resolved, os.environ)
     metric = resolved["task"].get("metric")
     if metric not in METRICS:
         known = ", ".join(METRICS)

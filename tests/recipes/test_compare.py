@@ -123,6 +123,12 @@ def test_mistakes_come_up_before_anything_runs(arguments: list[str], message: st
         make_plan(arguments)
 
 
+def test_a_wrong_number_of_threads_comes_up_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    with pytest.raises(RecipeError, match="OMP_NUM_THREADS=many is no number of threads"):
+        make_plan(["+exp=quickstart"])
+
+
 def test_hardware_is_part_of_configuration_and_names() -> None:
     arguments = ["+exp=resnet_cifar", "strategy=ddp", "hardware=netlab", "hardware.nodes=3"]
     plan = make_plan([*arguments, "hardware.rate=100mbit"])
