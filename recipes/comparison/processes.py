@@ -16,9 +16,8 @@ from typing import Any, Protocol
 
 from recipes.comparison.plan import Cell
 from recipes.launch.forking import PROGRAM, end_with_parent
-from recipes.launch.processes import folder_argument, local_processes
+from recipes.launch.processes import folder_argument, local_processes, run_command
 
-ROOT = Path(__file__).resolve().parents[2]
 #: Seconds that a run has to end after it was asked to; netlab gives its hosts 5 s, and takes the lab down then.
 END_S = 20
 
@@ -44,7 +43,7 @@ def arguments_of(cell: Cell) -> list[str]:
 
 def command(cell: Cell) -> list[str]:
     """Command line of one cell in fresh processes."""
-    return [sys.executable, str(ROOT / "recipes" / "run.py"), *arguments_of(cell)]
+    return run_command(arguments_of(cell))
 
 
 class FreshRun:

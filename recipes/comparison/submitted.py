@@ -11,10 +11,8 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -25,7 +23,8 @@ from recipes.comparison.processes import arguments_of
 from recipes.comparison.runner import LOG, Failure, failure_of, name_of, outcome_of
 from recipes.files import read_json
 from recipes.launch.hardware import SLURM
-from recipes.launch.slurm import ROOT, prepare_submission
+from recipes.launch.processes import run_command
+from recipes.launch.slurm import prepare_submission
 from recipes.training.checkpoints import CHECKPOINTS, LAST
 
 JOB_FILE = "job.json"
@@ -179,8 +178,7 @@ def run_rank(arguments: list[str], log: str) -> None:
         environment |= {"LOCAL_RANK": str(place.local_rank), "LOCAL_WORLD_SIZE": str(place.num_tasks)}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     output = open(log, "ab") if place.global_rank == 0 else None  # noqa: SIM115  (closed with this process)
-    command = [sys.executable, str(Path(ROOT) / "recipes" / "run.py"), *arguments]
-    code = subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode
+    code = subprocess.run(run_command(arguments), env=environment, stdout=output, stderr=output, check=False).returncode
     if code:
         raise RuntimeError(f"exit code {code}; the output is in {log}")
 

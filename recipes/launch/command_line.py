@@ -25,7 +25,6 @@ from recipes.folders import check_writable
 from recipes.for_hydra import for_hydra
 from recipes.launch.environment import profile_environment
 from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, HardwareError, check_devices
-from recipes.launch.hosts import run_on_hosts
 from recipes.launch.interrupts import goes_on_with
 from recipes.launch.processes import (
     LaunchError,
@@ -36,7 +35,7 @@ from recipes.launch.processes import (
     torchrun_needed,
 )
 from recipes.launch.slurm import prepare_submission
-from recipes.launch.sweeps import check_sweeper, is_search, run_job
+from recipes.launch.sweeps import check_sweeper, is_search, run_job, run_on_hosts
 from recipes.opening import INTERRUPTED, leads, say
 from recipes.overrides import composed, first_combination, parse
 from recipes.own_folders import with_search_path
