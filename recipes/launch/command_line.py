@@ -25,7 +25,6 @@ from recipes.folders import check_writable
 from recipes.for_hydra import for_hydra
 from recipes.launch.environment import profile_environment
 from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, HardwareError, check_devices
-from recipes.launch.interrupts import goes_on_with
 from recipes.launch.processes import (
     LaunchError,
     check_launch,
@@ -45,7 +44,7 @@ from recipes.strategies.choices import (
     check_strategies,
     register_presets,
 )
-from recipes.training.checkpoints import find_checkpoint, finished_message
+from recipes.training.checkpoints import find_checkpoint, finished_message, goes_on_with
 from recipes.training.continuing import check_continued, uncompared
 from recipes.unread import check_read
 

@@ -1,4 +1,4 @@
-"""Training seconds, samples and step times."""
+"""Training seconds, samples and step times, and the steps after which they are logged."""
 
 from __future__ import annotations
 
@@ -100,3 +100,13 @@ def is_logging_step(trainer: Trainer) -> bool:
     """Whether Lightning writes a row after the optimizer step that has just ended."""
     every: int = getattr(trainer, "log_every_n_steps", 0)  # Lightning does not declare the attribute
     return bool(every) and trainer.global_step % every == 0
+
+
+class RowOfShortRun(Callback):
+    """Lets a run with fewer steps than ``trainer.log_every_n_steps`` write a row after its last step."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Shorten the interval to the length of the run."""
+        steps = trainer.estimated_stepping_batches
+        if steps < trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            trainer.log_every_n_steps = max(1, int(steps))  # type: ignore[attr-defined]

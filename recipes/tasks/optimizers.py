@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recipes.errors import RecipeError
+from recipes.limits import OPTIMIZERS
 from recipes.models.sparse_gradients import sparse_tables
 from recipes.tasks.adam_of_tables import AdamOfTables
-from recipes.tasks.names import OPTIMIZERS
 from recipes.tasks.schedules import make_schedule
 
 

@@ -20,11 +20,10 @@ from recipes.data.sizes import TRAINING_SAMPLES
 from recipes.errors import DataError, OtherDataError
 from recipes.launch import hardware
 from recipes.launch.command_line import examine, refusals_in_one_line
-from recipes.launch.interrupts import goes_on_with
 from recipes.opening import announce, speaks
 from recipes.overrides import composed
 from recipes.strategies.choices import check_settings
-from recipes.training.checkpoints import finished_message
+from recipes.training.checkpoints import finished_message, goes_on_with
 from tests.recipes.conftest import ROOT, clean_environment
 from workloads.digits import load_digits
 
