@@ -143,7 +143,6 @@ def examine(arguments: Sequence[str]) -> str | None:
     if not finished:
         kind = "sweep" if multirun else "run"
         check_writable(f"hydra.{kind}.dir", cfg.hydra[kind].dir)
-    if not finished:
         _say_what_comes(cfg, checkpoint)
     return finished
 

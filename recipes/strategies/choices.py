@@ -89,11 +89,6 @@ def _node(name: str) -> dict[str, Any]:
     return {**node, "bits": preset.fields.get("bits", DEFAULT_BITS)} if set(preset.fields) <= {"bits"} else node
 
 
-def searches_elsewhere(arguments: Sequence[str]) -> bool:
-    """Whether a command line adds folders to Hydra's search path, which may hold further choices."""
-    return any(re.match(r"(--config-dir|-cd|\+*hydra\.searchpath=)", argument) for argument in arguments)
-
-
 def check_strategies(arguments: Sequence[str]) -> None:
     """Refuse a misspelt name in one line; Hydra's own error has two dozen.
 
@@ -104,7 +99,7 @@ def check_strategies(arguments: Sequence[str]) -> None:
     Raises:
         UnknownStrategyError: a name is no choice of ``strategy=``.
     """
-    if searches_elsewhere(arguments):
+    if any(re.match(r"(--config-dir|-cd|\+*hydra\.searchpath=)", argument) for argument in arguments):
         return
     for argument in arguments:
         key, _, value = argument.partition("=")
