@@ -18,6 +18,8 @@ from recipes.errors import RecipeError
 from recipes.opening import announce
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from recipes.comparison.plan import Plan
 
 USAGE = """\
@@ -109,17 +111,15 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 
 def _run(overrides: Sequence[str], fresh: bool, command: str) -> int:
     # Here, not above: the first word comes before everything that takes time, and mistakes before what takes longer.
-    from rich.console import Console
-
     from recipes.comparison.plan import make_plan
     from recipes.comparison.runner import run_all
     from recipes.comparison.submitted import is_submitted, submit_all
     from recipes.folders import check_writable
 
-    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    console = _console()
     plan = make_plan(overrides)
     check_writable("output", plan.settings.output)
-    console.print(_intention(plan), markup=False, highlight=False)
+    console.print(_intention(plan), highlight=False)
     submitted = tuple(cell for cell in plan.cells if is_submitted(cell))
     failures = submit_all(submitted, console, fresh) if submitted else []
     here = tuple(cell for cell in plan.cells if cell not in submitted)
@@ -135,8 +135,6 @@ def _run(overrides: Sequence[str], fresh: bool, command: str) -> int:
 def _compare_finished(options: argparse.Namespace) -> int:
     """Compare the runs of ``--from``, and run nothing."""
     announce("compare.py", "finished runs", ["--from", *options.runs])
-    from rich.console import Console
-
     from recipes.comparison.finished import find
     from recipes.comparison.plan import PlanError, check_target, settings_of
     from recipes.comparison.reporting import report_finished
@@ -153,9 +151,15 @@ def _compare_finished(options: argparse.Namespace) -> int:
     check_writable("output", settings.output)
     finished = find(folders)
     check_target(settings.target, finished.chosen[0].run.metric)
-    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
-    report_finished(finished, settings, command, console)
+    report_finished(finished, settings, command, _console())
     return 0
+
+
+def _console() -> Console:
+    """Where a comparison prints. Square brackets are the user's own words, and no markup."""
+    from rich.console import Console
+
+    return Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160, markup=False)
 
 
 def _intention(plan: Plan) -> str:

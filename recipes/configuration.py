@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+from recipes.arguments import check_arguments
+from recipes.data.named_files import check_named, check_stand_in
 from recipes.for_hydra import for_hydra
-from recipes.strategies.choices import CONF, register_presets
+from recipes.launch.environment import check_threads
+from recipes.launch.hardware import check_profile
+from recipes.limits import check_limits
+from recipes.strategies.choices import CONF, check_elastic, check_light, register_presets
 
 
 def without_hydra(cfg: DictConfig) -> DictConfig:
@@ -26,3 +32,23 @@ def compose_configuration(overrides: Sequence[str], *, with_hydra: bool = False)
     register_presets()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("config", overrides=for_hydra(overrides), return_hydra_config=with_hydra)
+
+
+def check_configuration(config: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    """Check what does not depend on the machine: settings, arguments, names of files, the profile and the strategy.
+
+    Args:
+        config: the whole configuration.
+        environment: the environment variables of the run.
+
+    Raises:
+        RecipeError, NetLabError: the run cannot be made as asked.
+    """
+    check_limits(config)
+    check_threads(environment)
+    check_arguments(config)
+    check_profile(config)
+    check_light(config["strategy"], config["trainer"]["accelerator"])
+    check_elastic(config, environment)
+    check_named(config["data"])
+    check_stand_in(config["data"], config["trainer"]["accelerator"])

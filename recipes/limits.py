@@ -1,4 +1,6 @@
-"""Limits of the numbers of a configuration. Nothing heavy is imported: numbers are checked before torch is."""
+"""Limits of the numbers of a configuration, and names that it takes. Nothing heavy is imported: both are checked before
+torch is.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,10 @@ from typing import Any
 
 from lightning_gqsgd.errors import did_you_mean
 from recipes.errors import RecipeError
-from recipes.tasks.names import OPTIMIZERS, SCHEDULES
 
+#: Names that settings of the optimizer take.
+OPTIMIZERS = ("sgd", "adam", "adamw")
+SCHEDULES = ("onecycle", "cosine", "step")
 #: What Lightning's Trainer takes for ``precision``; a test compares the list with Lightning's.
 PRECISIONS = (
     *("transformer-engine", "transformer-engine-float16", "16-true", "16-mixed", "bf16-true", "bf16-mixed"),

@@ -53,9 +53,11 @@ def composed(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfi
     """
     parsed = parse(overrides)
     check_strategies(overrides)
-    _check_choices(parsed, folders_of(overrides))
+    folders = folders_of(overrides)
+    _check_choices(parsed, folders)
     try:
         cfg = compose_configuration(overrides, with_hydra=with_hydra)
+        _check_nodes(cfg, folders)
         # Interpolations are resolved here, so that a value that none of them can use is found now.
         OmegaConf.to_container(without_hydra(cfg), resolve=True)
     except Exception as error:  # Hydra and OmegaConf raise several families of errors
@@ -127,6 +129,8 @@ def _unreadable(text: str) -> str:
 
 #: Groups that are not in the list of defaults.
 ADDED = ("exp", "debug")
+#: Groups of which every run needs a choice; presets of `strategy` are no files.
+NEEDED = ("data", "model", "task", "optimizer", "hardware", "trainer", "logger", "paths")
 
 
 def _check_choices(overrides: Sequence[Override], folders: Sequence[Path]) -> None:
@@ -150,8 +154,19 @@ def _check_choices(overrides: Sequence[Override], folders: Sequence[Path]) -> No
             raise OverrideError(f"{override.input_line}: an experiment is added, write +{override.input_line}")
         values = override.sweep_string_iterator() if override.is_sweep_override() else _listed(override.value())
         for value in values:
-            if isinstance(value, str) and value not in names:
-                raise OverrideError(f"{group}={value} is not one of {', '.join(names)}{did_you_mean(value, names)}")
+            if value not in names:
+                near = did_you_mean(value, names) if isinstance(value, str) else ""
+                raise OverrideError(f"{group}={typed(value)} is not one of {', '.join(names)}{near}")
+
+
+def _check_nodes(cfg: DictConfig, folders: Sequence[Path]) -> None:
+    """Refuse a configuration in which a group that a run needs has no choice, as with ``~model`` or ``model=[]``."""
+    for group in NEEDED:
+        if cfg.get(group) is None:
+            names = sorted({*choices_in([CONF, *folders], group)})
+            raise OverrideError(
+                f"{group} is not chosen, and a run needs it: take {group}=NAME, one of {', '.join(names)}"
+            )
 
 
 def _listed(value: Any) -> list[Any]:

@@ -16,6 +16,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from recipes.errors import OverrideError
+from recipes.strategies.choices import CONF
 
 OPTIONS = ("--config-dir", "-cd")
 SEARCH_PATH = "hydra.searchpath"
@@ -75,9 +76,24 @@ def make_importable(folders: Sequence[Path]) -> None:
 
 
 def named_targets(folders: Iterable[Path]) -> frozenset[str]:
-    """Everything that the files of these folders name as a ``_target_``."""
-    files = (file for folder in folders for file in sorted(folder.rglob("*.yaml")))
-    return frozenset(target for file in files for target in _targets(yaml.safe_load(file.read_text())))
+    """Everything that the choices in these folders name as a ``_target_``.
+
+    Other files below the folders are not read: a folder of configurations may hold results of runs as well.
+
+    Raises:
+        OverrideError: a file is no YAML.
+    """
+    groups = sorted(group.name for group in CONF.iterdir() if group.is_dir())
+    files = (file for folder in folders for group in groups for file in sorted((folder / group).glob("*.yaml")))
+    return frozenset(target for file in files for target in _targets(_read(file)))
+
+
+def _read(file: Path) -> Any:
+    try:
+        return yaml.safe_load(file.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise OverrideError(f"{file} cannot be read ({reason}); correct the file, or move it elsewhere") from error
 
 
 def _targets(node: Any) -> Iterator[str]:

@@ -90,10 +90,10 @@ def publish_runs(shown: Shown, metric: Metric, title: str, files: Sequence[Path]
         try:
             lines = step()
         except Exception as error:  # W&B and its transports raise several families of errors
-            console.print(f"W&B: {_sentence(error)}", style="yellow", markup=False, highlight=False)
+            console.print(f"W&B: {_sentence(error)}", style="yellow", highlight=False)
             continue
         for line in lines:
-            console.print(f"W&B: {line}", markup=False, highlight=False)
+            console.print(f"W&B: {line}", highlight=False)
 
 
 def publish_finished(finished: Finished, folder: Path, files: Sequence[Path], console: Console) -> None:
@@ -109,9 +109,7 @@ def publish_finished(finished: Finished, folder: Path, files: Sequence[Path], co
     projects = dict.fromkeys((each["entity"], each["project"]) for each in map(_settings, logged))
     if len(projects) > 1:
         named = ", ".join("/".join(filter(None, project)) for project in projects)
-        console.print(
-            f"W&B: the runs are in {len(projects)} projects ({named}), and a workspace shows one", markup=False
-        )
+        console.print(f"W&B: the runs are in {len(projects)} projects ({named}), and a workspace shows one")
         return
     config = logged[0].config
     groups = [*dict.fromkeys(_settings(each)["group"] or each.config["title"] for each in logged)]

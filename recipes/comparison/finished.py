@@ -14,13 +14,16 @@ from recipes.comparison.plan import PlanError
 from recipes.comparison.results import Run
 from recipes.files import METRICS_FILE, RESULT_FILE, metrics_bytes
 from recipes.training.checkpoints import CHECKPOINTS
-from recipes.training.continuing import CONFIGURATION_FILE, read_configuration
+from recipes.training.continuing import CONFIGURATION_FILE, PLACES_OF_DATA, read_configuration
 
 #: Settings that tell no trainings apart: where a run is made and what it writes, and the names that follow from others.
 _NO_VARIANT = {
-    "": ("machine", "hardware", "logger", "run_root", "ckpt_path", "resume", "threads", "checkpoint", "test", "title"),
+    "": (
+        *("machine", "hardware", "logger", "paths", "run_root", "ckpt_path", "resume", "threads", "checkpoint", "test"),
+        "title",
+    ),
     "trainer": ("accelerator", "devices", "num_nodes", "log_every_n_steps"),
-    "data": ("name", "root", "cache_dir", "download", "download_timeout", "fallback", "workers"),
+    "data": PLACES_OF_DATA,
 }
 #: Folders that an error names, at most.
 MOST_NAMED = 5

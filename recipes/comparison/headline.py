@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from pictures.style import STYLE, colours
 from recipes.comparison.embedding import dark, svg
 from recipes.comparison.plots import on_common_points, save
-from recipes.comparison.results import REFERENCE, Line, Run, seeds_in_words, target_text
+from recipes.comparison.results import Line, Run, contenders, seeds_in_words, target_text
 
 #: The least factor that is worth a picture.
 WORTH = 1.05
@@ -189,13 +189,11 @@ def _head(axes: Axes, headline: Headline, layout: Layout) -> None:
 
 def _chosen(lines: Sequence[Line]) -> list[Line]:
     """Plain DDP, the fastest other baseline if there is one, and the fastest of the others; empty if one is missing."""
-    by_name = {line.variant: line for line in lines}
-    baselines = [line for line in lines if line.variant.startswith(("ddp_", "powersgd"))]
-    others = [line for line in lines if line not in baselines and line.variant != REFERENCE]
-    if REFERENCE not in by_name or not others:
+    groups = contenders(lines)
+    if groups is None:
         return []
-    fastest = [min(group, key=lambda line: line.time_to_target) for group in (baselines, others) if group]
-    return [by_name[REFERENCE], *fastest]
+    reference, *rest = groups
+    return [reference, *(min(group, key=lambda line: line.time_to_target) for group in rest if group)]
 
 
 def _draw(axes: Axes, line: Line, runs: Sequence[Run], length: float, colour: str) -> None:

@@ -27,6 +27,7 @@ from recipes.comparison.results import (
     Line,
     Run,
     cells,
+    contenders,
     headings,
     knows_bound,
     seeds_in_words,
@@ -138,29 +139,26 @@ def headlines(
     reaches the target first, torch's own variants left out, is compared with the reference and with the best of torch's
     variants. If some variant does not reach the target, durations of steps are compared instead.
     """
-    by_name = {line.variant: line for line in lines}
-    baselines = [line for line in lines if line.variant.startswith(("ddp", "powersgd"))]
-    others = [line for line in lines if line not in baselines]
-    if REFERENCE not in by_name or not others:
+    groups = contenders(lines)
+    if groups is None:
         return []
+    reference, baselines, others = groups
     timed = all(math.isfinite(line.time_to_target) for line in lines)
     seconds = {line.variant: line.time_to_target if timed else line.step_s for line in lines}
     best = min(others, key=lambda line: seconds[line.variant])
-    strongest = min(baselines, key=lambda line: seconds[line.variant])
+    strongest = min((reference, *baselines), key=lambda line: seconds[line.variant])
     metric = best.metric
     goal = f"to {metric.label} {target_text(metric, target)}" if timed else "a step"
     shown = [
         (_faster(seconds[other.variant] / seconds[best.variant], timed), f"{best.variant} than {other.variant}, {goal}")
-        for other in dict.fromkeys((by_name[REFERENCE], strongest))
+        for other in dict.fromkeys((reference, strongest))
     ]
     if best.mb_sent:
-        shown.append(
-            (f"{by_name[REFERENCE].mb_sent / best.mb_sent:.1f}× less", f"sent by {best.variant} than {REFERENCE}")
-        )
+        shown.append((f"{reference.mb_sent / best.mb_sent:.1f}× less", f"sent by {best.variant} than {REFERENCE}"))
     pairs = [pair for pair in pairs_of(variants or {}) if pair.variant == best.variant]
     # A difference from one seed says nothing: trainings that differ by their seed alone differ as much.
     if pairs and math.isfinite(pairs[0].spread):
-        change = f"{signed(metric, best.final - by_name[REFERENCE].final)} ± {metric.text(pairs[0].spread)}"
+        change = f"{signed(metric, best.final - reference.final)} ± {metric.text(pairs[0].spread)}"
         points = " points" if metric.percent else ""
         shown.append((change, f"{metric.label}{points} at the end, {best.variant} against {REFERENCE}"))
     return shown

@@ -15,24 +15,24 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from netlab.lab import NetLabError, parse_rate
-from recipes.arguments import check_arguments
-from recipes.data.named_files import check_named, check_stand_in
+from recipes.configuration import check_configuration
 from recipes.data.sizes import check_known_samples
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, typed
 from recipes.files import RESULT_FILE, metrics_bytes, read_json
-from recipes.launch.hardware import MULTI_NODE, NETLAB, check_devices, check_profile
+from recipes.launch.hardware import MULTI_NODE, NETLAB, check_devices
 from recipes.launch.processes import local_processes
-from recipes.limits import check_limits
 from recipes.loggers.chosen import chosen_loggers
 from recipes.measuring.metrics import METRICS, Metric
 from recipes.overrides import combinations, composed, parse
-from recipes.strategies.choices import ALL, CONF, check_elastic, check_light, check_strategies
+from recipes.strategies.choices import ALL, CONF, check_strategies
 
 CELL_FILE = "cell.json"
 
 #: Fewest steps of a probe. The first step compiles kernels, and DDP builds its buckets anew after it: the median has to
 #: be that of later steps.
 LEAST_PROBE = 8
+#: Settings that a probe leaves out, because it chooses another logger and no callback.
+_OF_TRAININGS = ("logger.", "callbacks.")
 DEFAULT_STRATEGIES = "strategy=ddp,gqsgd"
 #: Where single runs are written.
 _PLACES_OF_RUNS = ("paths.log_dir", "run_root", "hydra.run.dir")
@@ -207,12 +207,13 @@ def _probes(cells: Sequence[Cell], settings: Settings) -> tuple[Cell, ...]:
     first = {cell.variant: cell for cell in reversed(cells)}
     short = {
         **{"trainer.max_steps": settings.probe_steps, "trainer.limit_val_batches": 0},
-        **{"test": "false", "checkpoint": "false", "logger": "csv"},
+        # Callbacks watch what a probe does not have, as early stopping does the loss of a validation.
+        **{"test": "false", "checkpoint": "false", "logger": "csv", "callbacks": "[]"},
     }
     probes = []
     for link, cell in itertools.product(settings.links, reversed(first.values())):
         own = {**short, "hardware.rate": link}
-        kept = [text for text in cell.overrides if _key(text) not in own and not _key(text).startswith("logger.")]
+        kept = [text for text in cell.overrides if _key(text) not in own and not _key(text).startswith(_OF_TRAININGS)]
         choice = (*kept, *(f"{key}={value}" for key, value in own.items()))
         folder = cell.folder.parent / f"{slug(cell.variant)}-{link}"
         probes.append(Cell(cell.variant, cell.seed, choice, _composed(choice), folder, link))
@@ -264,13 +265,11 @@ def _swept(overrides: Sequence[Override]) -> list[str]:
 def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     resolved: Any = OmegaConf.to_container(composed(overrides), resolve=True)
     assert isinstance(resolved, dict)
-    check_limits(resolved)
-    check_arguments(resolved)
-    check_profile(resolved)
-    check_light(resolved["strategy"], resolved["trainer"]["accelerator"])
-    check_elastic(resolved, os.environ)
-    check_named(resolved["data"])
-    check_stand_in(resolved["data"], resolved["trainer"]["accelerator"])
+    check_configuration(resolved, os.environ)
+    metric = resolved["task"].get("metric")
+    if metric not in METRICS:
+        known = ", ".join(METRICS)
+        raise PlanError(f"task.metric={typed(metric)} is not one of {known}; name the task's in its file: metric: KEY")
     if resolved["trainer"]["accelerator"] == "cpu":
         check_devices(resolved)  # GPUs are counted by the runs: that imports torch
         here = local_processes("cpu", resolved["trainer"]["devices"])

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from recipes.comparison.results import Run
+from recipes.errors import RecipeError
 
 if TYPE_CHECKING:
     from lightning_gqsgd.predict.model import Prediction
 
-LATENCY_S = 50e-6
 #: Candidates of the model by the strategies that they are: plain DDP, torch's bf16 hook, and the package's own codec.
 CANDIDATES = {
     "ddp": "fp32",
@@ -35,7 +35,8 @@ def predicted_steps(
 ) -> dict[str, Prediction]:
     """A step of each variant that the model knows, on hosts with one process each.
 
-    The codec's costs are the model's estimate for processors, and not a measurement.
+    The codec's costs are the model's estimate for processors, and not a measurement. Nothing is predicted for a network
+    whose tables have sparse gradients, nor for one that cannot be built here, as one of the user's own.
 
     Args:
         config: configuration of a run of the comparison: its network is what counts.
@@ -44,17 +45,22 @@ def predicted_steps(
         rate: of each host's link, e.g. ``"100mbit"``.
         variants: names of strategies; those that are not in `CANDIDATES` are left out.
     """
+    if config["model"].get("sparse"):
+        return {}  # the model times dense gradients
     # Here, not above: torch takes seconds to import, and a comparison that predicts nothing needs none.
     import torch
     from omegaconf import OmegaConf
 
     from lightning_gqsgd.predict.advice import Cluster, candidates, over_links
-    from lightning_gqsgd.predict.costs import ESTIMATES, Link, bytes_per_second
+    from lightning_gqsgd.predict.costs import ESTIMATES, LATENCY_S, Link, bytes_per_second
     from lightning_gqsgd.predict.timeline import estimated
     from recipes.training.building import build_network
 
-    with torch.device("meta"):
-        network = build_network(OmegaConf.create(dict(config["model"])))
+    try:
+        with torch.device("meta"):
+            network = build_network(OmegaConf.create(dict(config["model"])))
+    except RecipeError:
+        return {}  # the trainings are over, and their report needs no prediction
     # A backward pass has twice the operations of a forward pass.
     timeline = estimated(network, compute_s * 2 / 3)
     link = Link(bytes_per_second(rate, "link"), LATENCY_S)
@@ -69,8 +75,8 @@ def beside_measured(
 ) -> dict[str, Prediction]:
     """Predictions for the steps that were measured on shaped links; empty where the model has no ground to stand on.
 
-    It needs the rate of the links, the computation of plain DDP's step, one process on each host, and a network whose
-    gradients are dense.
+    It needs the rate of the links, the computation of plain DDP's step, one process on each host, and what
+    `predicted_steps` needs.
 
     Args:
         configs: configurations of all trainings.
@@ -83,6 +89,6 @@ def beside_measured(
     same = all(each["name"] == _SHAPED and each["devices"] == 1 for each in hardware)
     alike = len({(each.get("rate"), each.get("nodes")) for each in hardware}) == 1
     models = len({repr(each["model"]) for each in configs}) == 1
-    if not (same and alike and models) or rate == _UNLIMITED or "ddp" not in variants or config["model"].get("sparse"):
+    if not (same and alike and models) or rate == _UNLIMITED or "ddp" not in variants:
         return {}
     return predicted_steps(config, computation(variants["ddp"][0]), hardware[0]["nodes"], rate, list(variants))

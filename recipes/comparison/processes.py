@@ -9,15 +9,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from recipes.comparison.plan import Cell
 from recipes.launch.forking import PROGRAM, end_with_parent
-from recipes.launch.processes import folder_argument, local_processes
+from recipes.launch.processes import folder_argument, local_processes, run_command
 
-ROOT = Path(__file__).resolve().parents[2]
 #: Seconds that a run has to end after it was asked to; netlab gives its hosts 5 s, and takes the lab down then.
 END_S = 20
 
@@ -43,7 +43,7 @@ def arguments_of(cell: Cell) -> list[str]:
 
 def command(cell: Cell) -> list[str]:
     """Command line of one cell in fresh processes."""
-    return [sys.executable, str(ROOT / "recipes" / "run.py"), *arguments_of(cell)]
+    return run_command(arguments_of(cell))
 
 
 class FreshRun:
@@ -100,6 +100,7 @@ class Starter:
         if not can_fork(cell):
             return FreshRun(cell, log)
         if self._server is None or self._server.poll() is not None:
+            self.close()
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the server)
             self._server = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM],
@@ -116,6 +117,7 @@ class Starter:
             self._server.kill()
             self._server.communicate()
             self._server = None
+            self._errors.close()
 
 
 def can_fork(cell: Cell) -> bool:
@@ -185,7 +187,9 @@ class ForkedRun:
         if self.poll() is not None:
             return
         if self._session is not None:
-            os.killpg(self._session, signal.SIGKILL)
+            # Its processes may have ended since. An error here would hide the interrupt after which this is called.
+            with suppress(ProcessLookupError):
+                os.killpg(self._session, signal.SIGKILL)
         # What the server still says of this run must not be taken for the next run's.
         self._server.kill()
         self._server.wait()

@@ -53,7 +53,7 @@ def report(plan: Plan, failed: set[Path], command: str, console: Console) -> Non
     _say_bound(sections, console)
     for section in sections:
         if section.elsewhere:
-            console.print("\n".join(["", *section.elsewhere.lines, ""]), markup=False, highlight=False)
+            console.print("\n".join(["", *section.elsewhere.lines, ""]), highlight=False)
             console.print(
                 f"measured instead, on Linux and as root: {command} hardware=netlab links=100mbit", highlight=False
             )
@@ -96,7 +96,7 @@ def report_finished(finished: Finished, settings: Settings, command: str, consol
         console.print(_table(overview.title, heads, rows, 1), soft_wrap=False)
     _say_bound(list(sections.values()), console)
     for line in finished.left_out:
-        console.print(f"left out: {line}", markup=False, highlight=False)
+        console.print(f"left out: {line}", highlight=False)
     page = folder / "comparison.html"
     notes = [f"Left out: {line}" for line in finished.left_out]
     write_page(list(sections.values()), finished.title, command, page, overviews, notes)
@@ -259,5 +259,5 @@ def show_failure(failure: Failure, console: Console) -> None:
     """Print why a run has failed, with the end of its output."""
     cell = failure.cell
     console.rule(f"{name_of(cell)}: {failure.reason}")
-    console.print(failure.tail, markup=False, highlight=False)
+    console.print(failure.tail, highlight=False)
     console.rule(str(cell.folder))

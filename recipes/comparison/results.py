@@ -212,6 +212,16 @@ def compare(variants: dict[str, list[Run]], target: float) -> list[Line]:
     ]
 
 
+def contenders(lines: Sequence[Line]) -> tuple[Line, list[Line], list[Line]] | None:
+    """Plain DDP, torch's other variants, and all others; None if plain DDP or the others are missing."""
+    reference = next((line for line in lines if line.variant == REFERENCE), None)
+    own = [line for line in lines if line.variant.startswith(("ddp", "powersgd"))]
+    others = [line for line in lines if line not in own]
+    if reference is None or not others:
+        return None
+    return reference, [line for line in own if line is not reference], others
+
+
 def headings(metric: Metric, target: float) -> list[str]:
     """Column titles of `cells`."""
     unit = "%" if metric.percent else ""

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
+from rich.text import Text
 
 from recipes.comparison.plan import CELL_FILE, Cell
 from recipes.comparison.processes import Starter
@@ -29,7 +29,7 @@ TAIL_LINES = 25
 WHOLE = "all runs"
 
 #: Shows the number of a cell, its state, whether it has ended, and the time that is left.
-Line = Callable[[int, str, bool, str | None], None]
+Line = Callable[[int, str | Text, bool, str | None], None]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def run_all(cells: tuple[Cell, ...], console: Console, fresh: bool) -> list[Fail
             except KeyboardInterrupt:
                 line(number, "stopped", done=True)
                 raise
-            line(number, f"[red]{failure.outcome}[/]" if failure else outcome_of(cell), done=True)
+            line(number, Text(failure.outcome, "red") if failure else outcome_of(cell), done=True)
             failures += [failure] if failure else []
     return failures
 
@@ -112,7 +112,7 @@ def failure_of(cell: Cell, reason: str) -> Failure:
 def _latest(log: Path) -> str:
     """The last line of progress in a run's output."""
     lines = [line for line in _read(log)[-4000:].splitlines() if line.startswith(("epoch ", "step "))]
-    return escape(lines[-1]) if lines else "starting"
+    return lines[-1] if lines else "starting"
 
 
 def _read(log: Path) -> str:
@@ -150,13 +150,13 @@ def _lines(cells: tuple[Cell, ...], console: Console) -> Iterator[Callable[..., 
     show = _live if console.is_terminal else _plain
     with show([name_of(cell) for cell in cells], console) as line:
 
-        def follow(number: int, text: str, done: bool = False) -> None:
+        def follow(number: int, text: str | Text, done: bool = False) -> None:
             if text == "starting" and number not in started:
                 started.add(number)
                 pace.start(number)
             if done:
                 pace.finish(number)
-            left = pace.seconds_left(_share(text))
+            left = pace.seconds_left(_share(str(text)))
             line(number, text, done, None if left is None else f"{duration(left)} left of the comparison")
 
         started: set[int] = set()
@@ -168,12 +168,12 @@ def _plain(names: list[str], console: Console) -> Iterator[Line]:
     width = max(map(len, names))
     said: dict[int, float] = {}
 
-    def line(number: int, text: str, done: bool, left: str | None) -> None:
+    def line(number: int, text: str | Text, done: bool, left: str | None) -> None:
         now = time.monotonic()
         if done or number not in said or now >= said[number] + LINE_EVERY_S:
             said[number] = now
             rest = f"; {left}" if left else ""
-            console.print(f"[{number + 1}/{len(names)}] {names[number]:{width}}  {text}{rest}", markup=done)
+            console.print(f"[{number + 1}/{len(names)}] {names[number]:{width}}  {text}{rest}")
 
     yield line
 
@@ -183,7 +183,7 @@ def _live(names: list[str], console: Console) -> Iterator[Line]:
     width = max(map(len, [*names, WHOLE]))
     columns = (
         SpinnerColumn(finished_text="[green]✓[/]"),
-        TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=width)),
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, min_width=width)),
         TimeElapsedColumn(Column(no_wrap=True, min_width=7)),
         TextColumn("[dim]{task.fields[status]}[/]", table_column=Column(no_wrap=True, overflow="ellipsis")),
     )
@@ -192,10 +192,11 @@ def _live(names: list[str], console: Console) -> Iterator[Line]:
         whole = progress.add_task(WHOLE, total=len(names), status="")
         finished: set[int] = set()
 
-        def line(number: int, text: str, done: bool, left: str | None) -> None:
+        def line(number: int, text: str | Text, done: bool, left: str | None) -> None:
             if not progress.tasks[number].started:
                 progress.start_task(tasks[number])
-            progress.update(tasks[number], status=text, completed=int(done))
+            status = text if isinstance(text, Text) else Text(text)
+            progress.update(tasks[number], status=status.markup, completed=int(done))
             finished.update([number] if done else [])
             progress.update(whole, completed=len(finished), status=left or "")
 

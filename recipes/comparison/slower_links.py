@@ -75,7 +75,7 @@ def elsewhere(configs: Sequence[Mapping[str, Any]], variants: Mapping[str, Seque
     """Predictions for slower links; None where nothing can be said.
 
     Something can be said of a comparison on the processors of one machine that has plain DDP, the package's own codec,
-    and several processes.
+    and several processes, and whose network `predicted_steps` knows.
 
     Args:
         configs: configurations of all runs.
@@ -89,6 +89,8 @@ def elsewhere(configs: Sequence[Mapping[str, Any]], variants: Mapping[str, Seque
     compute_s, ranks = computation(known["ddp"][0]), facts["processes"]
     config = next(config for config in configs if config["strategy"]["name"] == "ddp")
     steps = {link: predicted_steps(config, compute_s, ranks, link, list(known)) for link in LINKS}
+    if not all(steps.values()):
+        return None
     return Elsewhere(
         compute_s,
         {variant: runs[0].facts["step_s"]["median"] for variant, runs in known.items()},

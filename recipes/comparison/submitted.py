@@ -11,20 +11,20 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from recipes.comparison.plan import CELL_FILE, Cell
 from recipes.comparison.processes import arguments_of
 from recipes.comparison.runner import LOG, Failure, failure_of, name_of, outcome_of
 from recipes.files import read_json
 from recipes.launch.hardware import SLURM
-from recipes.launch.slurm import ROOT, prepare_submission
+from recipes.launch.processes import run_command
+from recipes.launch.slurm import prepare_submission
 from recipes.training.checkpoints import CHECKPOINTS, LAST
 
 JOB_FILE = "job.json"
@@ -77,11 +77,14 @@ def _job_of(cell: Cell, fresh: bool, cluster: str) -> tuple[Any, str]:
     """The job of a cell, and how it was come by."""
     executor = _executor(cell, cluster)
     known, same = cell.folder / JOB_FILE, read_json(cell.folder / CELL_FILE) == cell.config
-    if known.is_file() and same and not fresh:
-        there = json.loads(known.read_text())
+    there = read_json(known)
+    if there is not None:
         job = executor.job_class(executor.folder, there["id"], tasks=list(range(there["tasks"])))
         if not job.done(force_check=True):
-            return job, "is under way"
+            if same and not fresh:
+                return job, "is under way"
+            # The result of the earlier job would be taken for that of the next one, which has the same folder.
+            job.cancel(check=False)
     checkpoint = cell.folder / CHECKPOINTS / LAST
     goes_on = same and not fresh and checkpoint.is_file()
     if (cell.folder / CELL_FILE).exists() and not goes_on:
@@ -106,7 +109,7 @@ def _waited_for(jobs: Sequence[tuple[Cell, Any]], console: Console) -> list[Fail
                 _say(cell, outcome_of(cell), console)
             elif job.done() and time.monotonic() >= ended.setdefault(job.job_id, time.monotonic()) + _late_s(job):
                 failures.append(failure_of(cell, f"job {job.job_id}: {job.state}"))
-                _say(cell, f"[red]{failures[-1].outcome}[/]", console)
+                _say(cell, Text(failures[-1].outcome, "red"), console)
             else:
                 left.append((cell, job))
         waiting = left
@@ -175,8 +178,7 @@ def run_rank(arguments: list[str], log: str) -> None:
         environment |= {"LOCAL_RANK": str(place.local_rank), "LOCAL_WORLD_SIZE": str(place.num_tasks)}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     output = open(log, "ab") if place.global_rank == 0 else None  # noqa: SIM115  (closed with this process)
-    command = [sys.executable, str(Path(ROOT) / "recipes" / "run.py"), *arguments]
-    code = subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode
+    code = subprocess.run(run_command(arguments), env=environment, stdout=output, stderr=output, check=False).returncode
     if code:
         raise RuntimeError(f"exit code {code}; the output is in {log}")
 
@@ -186,5 +188,5 @@ def hash_of(job: str) -> int:
     return sum(place * ord(letter) for place, letter in enumerate(job, start=1))
 
 
-def _say(cell: Cell, text: str, console: Console) -> None:
-    console.print(f"{name_of(cell)}  {text}")
+def _say(cell: Cell, text: str | Text, console: Console) -> None:
+    console.print(f"{name_of(cell)} ", text)

@@ -18,6 +18,7 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
 from numpy.typing import NDArray
 from rich.console import Console
+from rich.markup import escape
 
 from recipes.errors import DataError
 
@@ -67,9 +68,9 @@ def announce_fallback(wanted: str, reason: str, stand_in: str, name: str, remedy
         remedy: how to get the real data.
     """
     Console(stderr=True, soft_wrap=True).print(
-        f"[bold yellow]{wanted} is not here:[/] {reason}.\n"
+        f"[bold yellow]{wanted} is not here:[/] {escape(reason)}.\n"
         f"[bold yellow]Training on {stand_in} instead[/], named {name!r} in this run.\n"
-        f"For {wanted}, {remedy}; data.fallback=false makes its absence an error.",
+        f"For {wanted}, {escape(remedy)}; data.fallback=false makes its absence an error.",
         highlight=False,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,14 +71,7 @@ class Vocabulary:
         self._ids = {token: number for number, token in enumerate(self.tokens)}
         self._dtype = np.uint16 if size <= 2**16 else np.int32
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
     def encode(self, tokens: Sequence[str]) -> Ids:
         """Numbers (N,) of N tokens, 0 for those outside the vocabulary: uint16, or int32 for a size above 65,536."""
         numbers = map(self._ids.get, tokens, itertools.repeat(0))
         return np.fromiter(numbers, dtype=self._dtype, count=len(tokens))
-
-    def decode(self, ids: Iterable[int]) -> list[str]:
-        """The tokens with these numbers."""
-        return [self.tokens[number] for number in ids]

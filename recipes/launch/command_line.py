@@ -18,16 +18,13 @@ from omegaconf import DictConfig
 from lightning_gqsgd.errors import ConfigError, counted
 from netlab.lab import NetLabError
 from netlab.machine import cores
-from recipes.arguments import check_arguments
-from recipes.data.named_files import check_named, check_stand_in
+from recipes.configuration import check_configuration
 from recipes.data.sizes import check_known_samples
 from recipes.errors import DivergedError, OverrideError, RecipeError
 from recipes.folders import check_writable
 from recipes.for_hydra import for_hydra
-from recipes.launch.environment import check_threads, profile_environment
-from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, HardwareError, check_devices, check_profile
-from recipes.launch.hosts import run_on_hosts
-from recipes.launch.interrupts import goes_on_with
+from recipes.launch.environment import profile_environment
+from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, HardwareError, check_devices
 from recipes.launch.processes import (
     LaunchError,
     check_launch,
@@ -37,20 +34,17 @@ from recipes.launch.processes import (
     torchrun_needed,
 )
 from recipes.launch.slurm import prepare_submission
-from recipes.launch.sweeps import check_sweeper, is_search, run_job
-from recipes.limits import check_limits
+from recipes.launch.sweeps import check_sweeper, is_search, run_job, run_on_hosts
 from recipes.opening import INTERRUPTED, leads, say
 from recipes.overrides import composed, first_combination, parse
 from recipes.own_folders import with_search_path
 from recipes.strategies.choices import (
     CONF,
-    check_elastic,
-    check_light,
     check_settings,
     check_strategies,
     register_presets,
 )
-from recipes.training.checkpoints import find_checkpoint, finished_message
+from recipes.training.checkpoints import find_checkpoint, finished_message, goes_on_with
 from recipes.training.continuing import check_continued, uncompared
 from recipes.unread import check_read
 
@@ -140,7 +134,6 @@ def examine(arguments: Sequence[str]) -> str | None:
         )
     mode = ("hydra.mode=MULTIRUN",) if multirun else ()
     cfg = composed([*first_combination(overrides), *mode], with_hydra=True)
-    check_named(cfg.data)
     with profile_environment(cfg.hardware.env, os.environ):
         check(cfg, cfg.hydra)
     checkpoint = None if multirun else find_checkpoint(cfg, Path(cfg.hydra.run.dir))
@@ -150,7 +143,6 @@ def examine(arguments: Sequence[str]) -> str | None:
     if not finished:
         kind = "sweep" if multirun else "run"
         check_writable(f"hydra.{kind}.dir", cfg.hydra[kind].dir)
-    if not finished:
         _say_what_comes(cfg, checkpoint)
     return finished
 
@@ -165,13 +157,7 @@ def check(cfg: DictConfig, hydra_config: Any) -> None:
     Raises:
         RecipeError, NetLabError: the run cannot be made as asked.
     """
-    check_limits(cfg)
-    check_threads(os.environ)
-    check_arguments(cfg)
-    check_profile(cfg)
-    check_light(cfg.strategy, cfg.trainer.accelerator)
-    check_elastic(cfg, os.environ)
-    check_stand_in(cfg.data, cfg.trainer.accelerator)
+    check_configuration(cfg, os.environ)
     name, (nodes, devices) = cfg.hardware.name, places(cfg)
     by_hand = external_rank(os.environ) is None
     if name == SLURM and by_hand and (nodes * devices > 1 or "SLURM_JOB_ID" not in os.environ):

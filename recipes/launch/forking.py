@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from recipes.launch.processes import ROOT, run_command
+
 #: The program of the server. A rank comes out of `serve` as well, so that it ends as every interpreter does.
 PROGRAM = (
     f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
@@ -84,7 +85,7 @@ def lead(arguments: Sequence[str], ranks: int, log: Path, parent: int) -> bool:
     os.setsid()  # an interrupt ends the leader with all ranks
     end_with_parent(parent)
     _redirect(log)
-    sys.argv = [str(ROOT / "recipes" / "run.py"), *arguments]
+    sys.argv = run_command(arguments)[1:]
     # The ranks come first, and the store of the rendezvous second: a process with threads is not forked.
     pipes = [os.pipe() for _ in range(ranks)]
     leader = os.getpid()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import shlex
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from recipes.errors import RecipeError
+
+#: The folder above `recipes`.
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class LaunchError(RecipeError):
@@ -115,6 +119,11 @@ def hydra_arguments(arguments: Sequence[str], environment: Mapping[str, str]) ->
         "hydra/hydra_logging=none",
         *([] if named else ["hydra.run.dir=."]),
     ]
+
+
+def run_command(arguments: Sequence[str]) -> list[str]:
+    """The command that starts `run.py` with these arguments."""
+    return [sys.executable, str(ROOT / "recipes" / "run.py"), *arguments]
 
 
 def folder_argument(folder: Path) -> str:

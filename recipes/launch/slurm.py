@@ -6,11 +6,10 @@ import os
 import shutil
 from collections.abc import MutableMapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 
 from recipes.errors import RecipeError
+from recipes.launch.processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = "hydra_plugins.hydra_submitit_launcher"
 
 

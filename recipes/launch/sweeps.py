@@ -1,22 +1,22 @@
-"""Jobs of a sweep or a search, ``-m``, that run on this machine: each in fresh processes of its own."""
+"""Runs that this process only starts: jobs of a sweep or a search, ``-m``, and a run on the hosts of a lab."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 
+from netlab.lab import NetLab
+from netlab.ranks import exit_on_signals, run_everywhere
 from recipes.errors import RecipeError
 from recipes.files import RESULT_FILE
-from recipes.launch.processes import folder_argument
+from recipes.launch.processes import folder_argument, run_command
 from recipes.launch.slurm import is_installed
 from recipes.measuring.metrics import METRICS
 
-RUN = Path(__file__).resolve().parents[1] / "run.py"
 #: Hydra's plugin of a search, and the words that choose it.
 PLUGIN = "hydra_plugins.hydra_optuna_sweeper"
 SEARCHES = ("hydra/sweeper", "hparams_search")
@@ -54,9 +54,34 @@ def run_job(overrides: Sequence[str], folder: Path) -> tuple[int, float]:
     """
     # No output_subdir: this process has already written the configuration into the folder.
     words = [*overrides, folder_argument(folder), "hydra.output_subdir=null"]
-    code = subprocess.run([sys.executable, str(RUN), *words], check=False).returncode
+    code = subprocess.run(run_command(words), check=False).returncode
     if code:
         return code, float("nan")
     facts = json.loads((folder / RESULT_FILE).read_text())
     value = METRICS[facts["metric"]].of_run(facts["metrics"])
     return 0, float("nan") if value is None else float(value)
+
+
+def run_on_hosts(hosts: int, rate: str, ranks_per_host: int, arguments: Sequence[str], folder: Path) -> int:
+    """Run `run.py` with these arguments as every rank of a lab; returns the exit code.
+
+    Lines of rank 0 are printed as they are, lines of other ranks with the name of their host.
+
+    Args:
+        hosts: number of hosts.
+        rate: rate of each link in each direction, see `netlab.lab.parse_rate`.
+        ranks_per_host: number of processes on each host.
+        arguments: command line of this process, without the name of the script.
+        folder: folder of the run, which all ranks share.
+
+    Raises:
+        NetLabError: no lab can be built here.
+    """
+    # No output_subdir: this process has already written the configuration into the folder.
+    shared = [folder_argument(folder), "hydra.output_subdir=null"]
+    exit_on_signals()
+    try:
+        with NetLab(hosts, rate, ranks_per_host) as lab:
+            return run_everywhere(lab, run_command([*arguments, *shared]), plain_rank=0)
+    except KeyboardInterrupt:
+        return 130

@@ -64,4 +64,4 @@ def _has_key() -> bool:
 
 
 def _say(text: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(text, style="yellow", highlight=False)
+    Console(stderr=True, soft_wrap=True, markup=False).print(text, style="yellow", highlight=False)

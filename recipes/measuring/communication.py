@@ -27,6 +27,7 @@ class CommunicationCounter(Callback):
         self.coordinates = 0
         self._total_read = 0.0  # the strategy's own total when it was read last
         self._steps_read = 0  # optimizer steps at the end of the last batch
+        self._strategy: Any = None
 
     def bits_per_coordinate(self, processes: int) -> float | None:
         """Bits on the wire per coordinate: 8 x bytes sent over what a ring would send of 1 bit per coordinate.
@@ -41,7 +42,9 @@ class CommunicationCounter(Callback):
         return 8 * self.bytes_sent / ring if ring else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the coordinates of a gradient."""
+        """Count the coordinates of a gradient, and what is sent from here on."""
+        self._strategy = trainer.strategy
+        self._total_read = self._total() or 0.0
         self._steps_read = trainer.global_step
         self._numel = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
 
@@ -55,38 +58,44 @@ class CommunicationCounter(Callback):
             if isinstance(trainer.strategy, BaselineDDPStrategy):
                 self.bytes_sent += trainer.strategy.bytes_sent_in_step(ring_factor(trainer.world_size))
         if is_logging_step(trainer):
-            self._read(trainer)
+            self._read()
             pl_module.log(names.MB_SENT, self.bytes_sent / 1e6)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the total in the row of the metric."""
-        self._read(trainer)
+        self._read()
         pl_module.log(names.MB_SENT, self.bytes_sent / 1e6)
 
     on_test_epoch_end = on_validation_epoch_end
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the strategy's total for the last time."""
-        self._read(trainer)
+        self._read()
 
     def state_dict(self) -> dict[str, Any]:
         """The totals, for a checkpoint."""
-        return {"bytes_sent": self.bytes_sent, "coordinates": self.coordinates, "seen": self._total_read}
+        self._read()
+        return {"bytes_sent": self.bytes_sent, "coordinates": self.coordinates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the totals of a checkpoint."""
         self.bytes_sent, self.coordinates = state_dict["bytes_sent"], state_dict["coordinates"]
-        self._total_read = state_dict["seen"]
 
-    def _read(self, trainer: Trainer) -> None:
-        """Add what the strategy of the package has sent since the last reading; baselines log no total."""
-        logged = trainer.callback_metrics.get(names.BYTES_SENT)
-        if logged is None:
+    def _read(self) -> None:
+        """Add what the strategy of the package has sent since the last reading; baselines have no total."""
+        total = self._total()
+        if total is None:
             return
-        # The strategy's total grows, or starts again at zero in a resumed run.
-        total = float(logged)
-        self.bytes_sent += total - self._total_read if total >= self._total_read else total
+        self.bytes_sent += total - self._total_read
         self._total_read = total
+
+    def _total(self) -> float | None:
+        """Bytes that the strategy of the package has sent; None for another strategy.
+
+        The logged total is no substitute: it is as old as the last logged row.
+        """
+        state = getattr(self._strategy, "gqsgd_state", None)
+        return None if state is None else float(state.telemetry.totals()["bytes_sent"])
 
 
 def ring_factor(processes: int) -> float:

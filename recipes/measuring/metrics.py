@@ -59,7 +59,8 @@ class Metric:
         """
         if math.isnan(value):
             return "–"
-        return f"{self.scaled(value):,.{self.digits if digits is None else digits}f}"
+        shown = 100 * value if self.percent else value
+        return f"{shown:,.{self.digits if digits is None else digits}f}"
 
     def shown(self, value: float, digits: int | None = None) -> str:
         """A value with its unit, e.g. ``97.78 %``, for lines of text.
@@ -69,10 +70,6 @@ class Metric:
             digits: number of digits after the point; None: those of the metric.
         """
         return self.text(value, digits) + (" %" if self.percent else "")
-
-    def scaled(self, value: float) -> float:
-        """A value in the unit of `heading`."""
-        return 100 * value if self.percent else value
 
     def reached(self, value: float, target: float) -> bool:
         """Whether ``value`` is at least as good as ``target``."""

@@ -1,10 +1,14 @@
-"""Modules whose parameters get sparse gradients."""
+"""Tables whose gradients are sparse."""
 
 from __future__ import annotations
 
 from torch import nn
 
 
-def gives_sparse_gradients(module: nn.Module) -> bool:
-    """Whether the parameters of a module itself, not those of its children, get sparse gradients."""
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+def sparse_tables(network: nn.Module) -> dict[str, nn.Parameter]:
+    """The tables of a network that get sparse gradients, by the names of their modules."""
+    return {
+        name: module.get_parameter("weight")
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }

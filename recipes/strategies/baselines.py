@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from lightning_gqsgd.frameworks.distributed import destroy_at_exit
 from recipes.errors import RecipeError
-from recipes.models.sparse_gradients import gives_sparse_gradients
+from recipes.models.sparse_gradients import sparse_tables
 
 HOOKS = ("none", "bf16", "fp16", "powersgd")
 
@@ -120,7 +120,7 @@ class BaselineDDPStrategy(DDPStrategy):
 
     def _count_sparse(self, module: torch.nn.Module) -> set[str]:
         """Count the bytes of sparse gradients from now on; returns the names of their parameters."""
-        tables = {name: child.weight for name, child in module.named_modules() if gives_sparse_gradients(child)}
+        tables = sparse_tables(module)
 
         def count(name: str, table: torch.Tensor) -> None:
             # Here, before DDP sends the gradient: afterwards it has the rows of all processes.

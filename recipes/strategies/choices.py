@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, did_you_mean_preset
 from lightning_gqsgd.spec.decisions import WIDTHS
-from recipes.errors import RecipeError
-from recipes.strategies.timeouts import timeout_for
+from lightning_gqsgd.spec.quantities import TIMES, quantity
+from recipes.errors import OverrideError, RecipeError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUP = "strategy"
@@ -88,11 +89,6 @@ def _node(name: str) -> dict[str, Any]:
     return {**node, "bits": preset.fields.get("bits", DEFAULT_BITS)} if set(preset.fields) <= {"bits"} else node
 
 
-def searches_elsewhere(arguments: Sequence[str]) -> bool:
-    """Whether a command line adds folders to Hydra's search path, which may hold further choices."""
-    return any(re.match(r"(--config-dir|-cd|\+*hydra\.searchpath=)", argument) for argument in arguments)
-
-
 def check_strategies(arguments: Sequence[str]) -> None:
     """Refuse a misspelt name in one line; Hydra's own error has two dozen.
 
@@ -103,7 +99,7 @@ def check_strategies(arguments: Sequence[str]) -> None:
     Raises:
         UnknownStrategyError: a name is no choice of ``strategy=``.
     """
-    if searches_elsewhere(arguments):
+    if any(re.match(r"(--config-dir|-cd|\+*hydra\.searchpath=)", argument) for argument in arguments):
         return
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -139,6 +135,24 @@ def check_light(strategy: Mapping[str, Any], accelerator: str) -> None:
             f"strategy.bits={bits} is out of range: {WIDTHS[0]} to {WIDTHS[-3]}, {WIDTHS[-2]}, {WIDTHS[-1]}, or auto, "
             "e.g. strategy.bits=4"
         )
+
+
+def timeout_for(strategy: Mapping[str, Any]) -> dict[str, timedelta]:
+    """Returns the argument ``timeout`` of a strategy whose node has the entry; empty if it has none.
+
+    Args:
+        strategy: the node of the strategy.
+
+    Raises:
+        OverrideError: the entry is no time.
+    """
+    value = strategy.get("timeout")
+    if value is None:
+        return {}
+    seconds = quantity(value, TIMES) if isinstance(value, str) else None
+    if not seconds:
+        raise OverrideError(f"strategy.timeout={value} is no time: a number and a unit, e.g. +strategy.timeout=5min")
+    return {"timeout": timedelta(seconds=seconds)}
 
 
 def check_elastic(config: Mapping[str, Any], environment: Mapping[str, str]) -> None:

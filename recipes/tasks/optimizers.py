@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recipes.errors import RecipeError
-from recipes.models.sparse_gradients import gives_sparse_gradients
+from recipes.limits import OPTIMIZERS
+from recipes.models.sparse_gradients import sparse_tables
 from recipes.tasks.adam_of_tables import AdamOfTables
-from recipes.tasks.names import OPTIMIZERS
 from recipes.tasks.schedules import make_schedule
 
 
@@ -139,7 +139,7 @@ def _tables(module: nn.Module, settings: OptimizerSettings) -> list[nn.Parameter
     Raises:
         OptimizerError: see `make_optimizer`.
     """
-    tables = {name: child.weight for name, child in module.named_modules() if gives_sparse_gradients(child)}
+    tables = sparse_tables(module)
     # torch would refuse sparse gradients as well, but at the first step, and because of an addition, not of the decay.
     if tables and (settings.name == "adamw" or settings.weight_decay):
         raise OptimizerError(

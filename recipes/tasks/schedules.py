@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from recipes.tasks.names import SCHEDULES
+from recipes.limits import SCHEDULES
 
 
 def make_schedule(

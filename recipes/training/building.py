@@ -17,6 +17,7 @@ from torch import nn
 
 from recipes.data.task_data import TaskData
 from recipes.errors import RecipeError
+from recipes.measuring.metrics import METRICS
 from recipes.own_folders import make_importable, named_targets
 from recipes.strategies.choices import CONF
 from recipes.tasks.optimizers import OptimizerSettings, OwnOptimizer
@@ -93,9 +94,17 @@ def build_task(node: DictConfig, own: frozenset[str], **arguments: Any) -> Task:
     """The LightningModule of the node `task`.
 
     Raises:
-        TargetError: see `build`; or the target is no `Task`.
+        TargetError: see `build`; or the target is no `Task`, or is judged by a metric that recipes do not know.
     """
-    return _checked(build(node, own=own, leave_out=("metric",), **arguments), Task, f"task._target_={node._target_}")
+    key = f"task._target_={node._target_}"
+    made: Task = _checked(build(node, own=own, leave_out=("metric",), **arguments), Task, key)
+    metric = getattr(made, "metric", None)
+    if metric not in METRICS.values():
+        raise TargetError(
+            f"{key} is judged by {getattr(metric, 'key', metric)!r}, and recipes know {', '.join(METRICS)}; give the "
+            "class one of recipes.measuring.metrics as its attribute metric"
+        )
+    return made
 
 
 def build_data(node: DictConfig, own: frozenset[str] = frozenset()) -> TaskData:

@@ -1,14 +1,15 @@
-"""The checkpoint that a run goes on from."""
+"""The checkpoint that a run goes on from, and what is said of it."""
 
 from __future__ import annotations
 
-import json
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from recipes.errors import RecipeError
-from recipes.files import RESULT_FILE, WANDB_ID_FILE
+from recipes.files import RESULT_FILE, WANDB_ID_FILE, read_json
 
 CHECKPOINTS = "checkpoints"
 LAST = "last.ckpt"
@@ -74,9 +75,9 @@ def finished_message(cfg: DictConfig, checkpoint: str) -> str | None:
         checkpoint: path of the checkpoint.
     """
     result = Path(checkpoint).parents[1] / RESULT_FILE
-    if not result.is_file():
-        return None
-    facts = json.loads(result.read_text())
+    facts = read_json(result)
+    if not isinstance(facts, dict):
+        return None  # the run has not ended, or its end has not been written whole
     max_epochs, max_steps = cfg.trainer.max_epochs, cfg.trainer.max_steps
     all_epochs = max_epochs not in (None, -1) and facts["epochs"] >= max_epochs
     all_steps = max_steps not in (None, -1) and facts["steps"] >= max_steps
@@ -87,3 +88,22 @@ def finished_message(cfg: DictConfig, checkpoint: str) -> str | None:
         f"nothing to go on with: the run of {checkpoint} is finished ({limit}), and nothing has been written; its "
         f"result is {result}; raise {limit.partition('=')[0]} to train longer"
     )
+
+
+def goes_on_with(folder: Path, command: Sequence[str]) -> str:
+    """Where the checkpoint of an interrupted run is, and the command that goes on from it.
+
+    Args:
+        folder: folder of the run.
+        command: script and arguments of the run, as they were typed.
+    """
+    script, *arguments = command
+    kept = [word for word in arguments if word.partition("=")[0].lstrip("+") not in ("resume", "ckpt_path")]
+    checkpoint = folder / CHECKPOINTS / LAST
+    if not checkpoint.is_file():
+        again = shlex.join(["python", script, *arguments])
+        return (
+            f"\ninterrupted before the first checkpoint, which follows the first validation; to start again:\n  {again}"
+        )
+    again = shlex.join(["python", script, *kept, f"ckpt_path={checkpoint}"])
+    return f"\ninterrupted; the checkpoint of the last validation is {checkpoint}\nto go on from it:\n  {again}"

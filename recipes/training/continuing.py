@@ -21,15 +21,14 @@ from recipes.training.checkpoints import LAST, CheckpointError
 
 #: The configuration of a run, which Lightning's CSV logger writes into the run's folder.
 CONFIGURATION_FILE = "hparams.yaml"
+#: Entries of the node `data` that say where data are and how they are read, and not what they are.
+PLACES_OF_DATA = ("name", "root", "cache_dir", "download", "download_timeout", "fallback", "workers")
 #: Nodes that a run keeps when it goes on, each with the entries that may change: names, places, and what is evaluated.
 KEPT: dict[str, tuple[str, ...]] = {
     "optimizer": (),
     "model": (),
     "task": (),
-    "data": (
-        *("name", "root", "cache_dir", "download", "download_timeout", "fallback", "workers"),
-        *("test_samples", "valid_samples", "valid_file", "resize"),
-    ),
+    "data": (*PLACES_OF_DATA, "test_samples", "valid_samples", "valid_file", "resize"),
 }
 #: Single settings that a run keeps.
 KEPT_KEYS = ("seed", "trainer.accumulate_grad_batches", "trainer.limit_train_batches")

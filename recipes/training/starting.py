@@ -16,8 +16,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from recipes.launch.interrupts import goes_on_with
 from recipes.opening import say
+from recipes.training.checkpoints import goes_on_with
 
 #: Signals that end a run at once. By itself, SIGTERM would end the first process alone.
 _ENDED_BY = (signal.SIGINT, signal.SIGTERM)

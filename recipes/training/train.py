@@ -29,13 +29,12 @@ from recipes.launch.ranks import cluster_environment, is_rank_zero, tell_lightni
 from recipes.loggers.chosen import chosen_loggers
 from recipes.loggers.csv_rows import ContinuedCSVLogger
 from recipes.loggers.labels import Labels
-from recipes.measuring.clock import TrainingClock
+from recipes.measuring.clock import RowOfShortRun, TrainingClock
 from recipes.measuring.communication import CommunicationCounter
 from recipes.measuring.exposed import ExposedCommunication
 from recipes.measuring.metrics import Metric
-from recipes.measuring.rows import RowOfShortRun
+from recipes.strategies.choices import timeout_for
 from recipes.strategies.sparse_tables import fields_for
-from recipes.strategies.timeouts import timeout_for
 from recipes.tasks.optimizers import OptimizerSettings, OwnOptimizer, scaled
 from recipes.tasks.task import Task
 from recipes.training.building import (

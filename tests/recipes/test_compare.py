@@ -14,11 +14,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from rich.console import Console
+from rich.text import Text
 
 from lightning_gqsgd.presets import PRESETS
 from netlab.lab import NetLabError
 from pictures.style import COLOURS
+from recipes import compare as compare_script
 from recipes.comparison import plan as planning
+from recipes.comparison import runner
 from recipes.comparison.embedding import dark, on_dark
 from recipes.comparison.page import Section, headlines, write_page
 from recipes.comparison.pairs import pair_table, pairs_of, write_pairs
@@ -26,7 +29,7 @@ from recipes.comparison.plan import CELL_FILE, Cell, make_plan
 from recipes.comparison.plots import save_curves
 from recipes.comparison.processes import command
 from recipes.comparison.reporting import _fitting, _table, _title
-from recipes.comparison.results import Run, cells, common_target, compare, headings, write_tables
+from recipes.comparison.results import Run, cells, common_target, compare, contenders, headings, write_tables
 from recipes.comparison.runner import LOG
 from recipes.errors import RecipeError
 from recipes.files import METRICS_FILE, RESULT_FILE
@@ -108,11 +111,22 @@ def test_all_is_every_preset_and_the_baselines_of_every_device(monkeypatch: pyte
         (["+exp=quickstart", "strategy=ddp", "optimizer.lr=0.1,inf"], "optimizer.lr=inf is out of range"),
         (["+exp=quickstart", "strategy=ddp,ddp"], "list every strategy and seed once"),
         (["+exp=quickstart", "model.blocks=[1"], "cannot read"),
+        (
+            ["+exp=quickstart", "~task.metric"],
+            "task.metric=null is not one of acc, perplexity, auc; name the task's in",
+        ),
+        (["+exp=quickstart", "task.metric=f1"], "task.metric=f1 is not one of acc"),
     ],
 )
 def test_mistakes_come_up_before_anything_runs(arguments: list[str], message: str) -> None:
     with pytest.raises((RecipeError, NetLabError), match=message):
         make_plan(arguments)
+
+
+def test_a_wrong_number_of_threads_comes_up_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    with pytest.raises(RecipeError, match="OMP_NUM_THREADS=many is no number of threads"):
+        make_plan(["+exp=quickstart"])
 
 
 def test_hardware_is_part_of_configuration_and_names() -> None:
@@ -131,6 +145,7 @@ def test_hardware_is_part_of_configuration_and_names() -> None:
 @pytest.mark.slow
 def test_links_are_probed_with_trainings_that_they_share() -> None:
     arguments = ["+exp=resnet_cifar", "strategy=ddp,gqsgd", "seed=0,1", "hardware=netlab", "logger=wandb"]
+    arguments += ["callbacks=early_stopping", "callbacks.early_stopping.patience=3"]
     plan = make_plan([*arguments, "links=100mbit,1gbit", "probe_steps=12"])
     assert [cell.config["hardware"]["rate"] for cell in plan.cells] == ["none"] * 4
     assert plan.cells == make_plan([*arguments, "hardware.rate=none"]).cells
@@ -142,6 +157,7 @@ def test_links_are_probed_with_trainings_that_they_share() -> None:
         config = probe.config
         assert (config["hardware"]["rate"], config["trainer"]["max_steps"]) == (probe.link, 12)
         assert (config["logger"]["name"], config["test"], config["checkpoint"]) == ("csv", False, False)
+        assert not config.get("callbacks")
     folders = {cell.folder for cell in (*plan.cells, *plan.probes)}
     assert len(folders) == 8
 
@@ -358,6 +374,9 @@ def test_headlines_compare_with_the_reference_and_the_best_baseline(variants: di
     assert found[0][1] == "gqsgd_4bit than ddp, to accuracy 90.0 %"
     assert found[1][1] == "gqsgd_4bit than ddp_bf16, to accuracy 90.0 %"
     assert found[2][0] == "1.0× less"
+    reference, own, others = contenders(compare({**variants, "ddp lr=0.2": variants["gqsgd"]}, 0.9))
+    assert [reference.variant, *(line.variant for line in own)] == ["ddp", "ddp lr=0.2"]
+    assert [line.variant for line in others] == ["gqsgd", "gqsgd_4bit"]
     unreached = compare({**variants, **bf16}, 1.01)
     assert headlines(unreached, 1.01)[0] == ("4.2× shorter", "gqsgd_4bit than ddp, a step")  # not all get there
     slower = compare({"ddp": variants["gqsgd"], "gqsgd": variants["ddp"]}, 0.9)
@@ -422,6 +441,19 @@ def test_table_fits_the_console(variants: dict[str, list[Run]], width: int, left
     )
     text = console.export_text()
     assert all(row[one] in text for row in rows for one in shown)
+
+
+def test_square_brackets_are_the_users_words(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "ddp callbacks=[early_stopping], seed 0"
+    compare_script._console().print(name)
+    assert capsys.readouterr().out == f"{name}\n"
+    screen = io.StringIO()
+    with runner._live([name], Console(file=screen, width=160, force_terminal=True, markup=False)) as line:
+        line(0, "epoch 1 of [wikitext]", False, None)
+        line(0, Text("failed", "red"), True, None)
+    assert name in screen.getvalue()
+    assert "failed" in screen.getvalue()
+    assert "[red]" not in screen.getvalue()
 
 
 def test_table_says_what_is_not_known(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from recipes.comparison.embedding import on_dark
-from recipes.comparison.headline import REFERENCE, Headline, save_headline
-from recipes.comparison.results import Run, common_target, compare, seeds_in_words
+from recipes.comparison.headline import Headline, save_headline
+from recipes.comparison.results import REFERENCE, Run, common_target, compare, seeds_in_words
 from tests.recipes.made_up_runs import made_up_run
 
 #: Width of a page's text on a screen of 390, in CSS pixels.

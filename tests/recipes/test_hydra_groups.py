@@ -48,6 +48,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from recipes.data.digits import DigitsData
+from recipes.measuring.metrics import Metric
+from recipes.tasks.click_prediction import ClickPredictor
 
 
 class Net(nn.Module):
@@ -79,6 +81,10 @@ class Seen(Callback):
 
 class Module(LightningModule):
     pass
+
+
+class Judged(ClickPredictor):
+    metric = Metric("f1", "F1")
 """
 FILES = {
     "model/net.yaml": f"_target_: {OWN}.Net\nhidden: ${{width}}\nclasses: ${{data.num_classes}}\n",
@@ -263,6 +269,17 @@ def test_what_the_users_own_files_name_is_trained(own: Path, tmp_path: Path, cle
     assert "square_avg" in saved["optimizer_states"][0]["state"][0]  # of RMSprop
 
 
+def test_results_beside_choices_are_not_read_and_a_broken_choice_is_named(own: Path) -> None:
+    targets = named_targets([own])
+    result = own / "outputs" / "run" / "hparams.yaml"
+    result.parent.mkdir(parents=True)
+    result.write_text("_target_: os.system\nmachine: !!python/object:torch.version {}\n")
+    assert named_targets([own]) == targets
+    (own / "model" / "broken.yaml").write_text("_target_: [\n")
+    with pytest.raises(OverrideError, match=r"broken\.yaml cannot be read \(while parsing .*; correct the file"):
+        named_targets([own])
+
+
 def test_a_choice_of_ones_own_is_known_and_a_misspelt_one_is_not(own: Path) -> None:
     folder = ["--config-dir", str(own)]
     with pytest.raises(OverrideError, match="experiment=owm is not one of .*own.* did you mean 'own'"):
@@ -278,6 +295,7 @@ def test_a_choice_of_ones_own_is_known_and_a_misspelt_one_is_not(own: Path) -> N
         ("model", f"{OWN}.Module", r"makes a Module, .*subclass of recipes\.tasks\.task\.Task"),
         ("data", f"{OWN}.Net", r"_target_=own_code_of_a_user\.Net: missing a required argument: 'hidden'"),
         ("task", f"{OWN}.Seen", r"got an unexpected keyword argument 'network'; leave the entry out"),
+        ("task", f"{OWN}.Judged", r"is judged by 'f1', and recipes know acc, perplexity, auc; give the class one of"),
         ("trainer", f"{OWN}.Seen", r"is no class that inherits from lightning\.pytorch\.Trainer"),
         ("callbacks", f"{OWN}.Module", r"makes a Module, and recipes need a lightning.*Callback"),
         ("optimizer", "torch.optim.RMSprop", r"unexpected keyword argument 'betas'; leave the entry out"),

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from recipes.comparison.plan import Cell, make_plan
-from recipes.comparison.processes import FreshRun, Starter, can_fork, modules_of
+from recipes.comparison.processes import ForkedRun, FreshRun, Starter, can_fork, modules_of
 from tests.marks import needs_root
 from tests.recipes.conftest import ROOT, TINY, clean_environment
 
@@ -182,3 +182,16 @@ def test_other_runs_have_fresh_processes(tmp_path: Path, monkeypatch: pytest.Mon
     run.end()
     starter.close()
     assert (tmp_path / "log").read_text() == "fresh\n"
+
+
+def test_a_run_whose_processes_have_ended_is_ended_in_silence(tmp_path: Path) -> None:
+    (cell,) = make_plan(["+exp=quickstart", "strategy=ddp"]).cells
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    run = ForkedRun(cell, tmp_path / "log", server, None)
+    run._session = gone.pid
+    run.end()
+    assert server.poll() == -signal.SIGKILL
+    server.communicate()

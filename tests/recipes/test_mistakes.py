@@ -20,11 +20,10 @@ from recipes.data.sizes import TRAINING_SAMPLES
 from recipes.errors import DataError, OtherDataError
 from recipes.launch import hardware
 from recipes.launch.command_line import examine, refusals_in_one_line
-from recipes.launch.interrupts import goes_on_with
 from recipes.opening import announce, speaks
 from recipes.overrides import composed
 from recipes.strategies.choices import check_settings
-from recipes.training.checkpoints import finished_message
+from recipes.training.checkpoints import finished_message, goes_on_with
 from tests.recipes.conftest import ROOT, clean_environment
 from workloads.digits import load_digits
 
@@ -42,6 +41,11 @@ MISTAKES = [
     (["lr=0.1"], "OverrideError: lr=0.1: there is no lr; did you mean optimizer.lr?"),
     (["hardwear=cpu"], "did you mean hardware?"),
     (["model=resnet17"], "OverrideError: model=resnet17 is not one of .*resnet18.*did you mean 'resnet1"),
+    (["logger=null"], "OverrideError: logger=null is not one of csv, many_loggers, tensorboard, wandb$"),
+    (
+        ["~optimizer"],
+        "OverrideError: optimizer is not chosen, and a run needs it: take optimizer=NAME, one of default$",
+    ),
     (["exp=quickstart"], r"OverrideError: exp=quickstart: .* write \+exp=quickstart$"),
     (["data=wikitext"], r"data, model and task do not fit each other; \+exp=NAME chooses three that do$"),
     (["optimizer.lr=abc"], "OverrideError: optimizer.lr=abc: optimizer.lr is a number, e.g. optimizer.lr=0.1$"),
@@ -316,6 +320,8 @@ def test_a_finished_run_says_so(tmp_path: Path, overrides: list[str], finished: 
     checkpoint = tmp_path / "checkpoints" / "last.ckpt"
     cfg = composed(overrides)
     assert finished_message(cfg, str(checkpoint)) is None  # no result: the run was interrupted
+    (tmp_path / "result.json").write_text('{"epochs": 5, "st')
+    assert finished_message(cfg, str(checkpoint)) is None
     (tmp_path / "result.json").write_text(json.dumps({"epochs": 5, "steps": 40}))
     message = finished_message(cfg, str(checkpoint))
     assert (message is None) == (finished is None)

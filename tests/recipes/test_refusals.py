@@ -15,7 +15,7 @@ from recipes.errors import ModelError, OverrideError
 from recipes.launch.command_line import examine
 from recipes.launch.environment import check_threads
 from recipes.launch.hardware import HardwareError
-from recipes.strategies.timeouts import timeout_for
+from recipes.strategies.choices import timeout_for
 from recipes.training.building import build_callbacks, build_trainer
 from recipes.training.refusals import ValueRefusedError, refused_values
 

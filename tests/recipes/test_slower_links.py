@@ -64,3 +64,12 @@ def test_nothing_is_predicted_for_other_comparisons(on_one_machine: dict[str, li
     cells = make_plan(["+exp=quickstart", *overrides]).cells
     runs = {cell.variant: on_one_machine["ddp"] for cell in cells}
     assert elsewhere([cell.config for cell in cells], runs) is None
+
+
+@pytest.mark.parametrize("model", [{"_target_": "mine.Network"}, {"sparse": True}], ids=["own", "sparse"])
+def test_nothing_is_predicted_for_networks_that_the_model_does_not_know(
+    on_one_machine: dict[str, list[Run]], model: dict[str, object]
+) -> None:
+    configs = [cell.config for cell in make_plan(["+exp=quickstart"]).cells]
+    other = [{**config, "model": {**config["model"], **model}} for config in configs]
+    assert elsewhere(other, on_one_machine) is None

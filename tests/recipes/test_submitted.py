@@ -34,6 +34,10 @@ class _Job:
     def done(self, force_check: bool = False) -> bool:
         return self.job_id not in _Executor.running
 
+    def cancel(self, check: bool = True) -> None:
+        assert not check
+        _Executor.cancelled.append(self.job_id)
+
 
 class _Executor:
     """Takes jobs, and does with them what `works` does."""
@@ -41,6 +45,7 @@ class _Executor:
     folder = None
     job_class = _Job
     running: set[str] = set()
+    cancelled: list[str] = []
     submitted: list[list[str]] = []
     works: Any = None
 
@@ -62,6 +67,7 @@ def cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Cell, ...]:
     monkeypatch.setattr(submitted, "LATE_S", 0)
     monkeypatch.setattr(submitted, "LOOK_S", 0)
     monkeypatch.setattr(_Executor, "submitted", [])
+    monkeypatch.setattr(_Executor, "cancelled", [])
     monkeypatch.setattr(_Executor, "works", _succeed)
     return make_plan([*TINY, *PROFILE, f"output={tmp_path}"]).cells
 
@@ -98,6 +104,22 @@ def test_a_job_under_way_is_waited_for_and_not_submitted_again(
     assert not failures
     assert "job 4711 is under way" in said
     assert not _Executor.submitted
+    assert not _Executor.cancelled
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_job_under_way_is_cancelled_before_another_takes_its_folder(
+    cells: tuple[Cell, ...], monkeypatch: pytest.MonkeyPatch, fresh: bool
+) -> None:
+    (cell, _) = cells
+    cell.folder.mkdir(parents=True)
+    (cell.folder / CELL_FILE).write_text(json.dumps(cell.config if fresh else {**cell.config, "seed": 7}))
+    (cell.folder / JOB_FILE).write_text(json.dumps({"id": "4711", "tasks": 2}))
+    monkeypatch.setattr(_Executor, "running", {"4711"})
+    failures, said = _submit((cell,), fresh)
+    assert not failures
+    assert _Executor.cancelled == ["4711"]
+    assert "job 1 submitted" in said
 
 
 def test_a_cell_whose_job_was_ended_goes_on_from_its_checkpoint(

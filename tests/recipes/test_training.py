@@ -144,7 +144,7 @@ def test_checkpoint_is_safe_to_load_and_small(tiny: Tiny, tmp_path: Path) -> Non
     train(tiny("trainer.max_epochs=1"), tmp_path)
     checkpoint = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == STEPS
-    assert checkpoint["callbacks"]["TrainingClock"]["steps"] == STEPS
+    assert checkpoint["callbacks"]["TrainingClock"]["samples"] == STEPS * 32
     assert not any("network" in str(key) for key in checkpoint.get("hyper_parameters", {}))
 
 
@@ -210,11 +210,14 @@ def test_without_test_the_last_validation_is_the_result(tiny: Tiny, tmp_path: Pa
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_accumulated_batches_are_one_exchange(tiny: Tiny, tmp_path: Path) -> None:
+def test_accumulated_batches_are_one_step_and_one_exchange(tiny: Tiny, tmp_path: Path, clock: SimpleNamespace) -> None:
     train(tiny("trainer.accumulate_grad_batches=3", "trainer.max_epochs=2"), tmp_path)
     facts = json.loads((tmp_path / "result.json").read_text())
     assert facts["steps"] == 2
     assert facts["samples"] == 2 * STEPS * 32
+    assert facts["train_time"] == 2 * STEPS
+    assert facts["step_s"]["median"] == 3  # each of the three batches takes a second
+    assert [float(row[names.STEP_S]) for row in _rows(tmp_path) if names.STEP_S in row] == [3, 3]
 
 
 # --- baselines -------------------------------------------------------------------------------------------------------
@@ -297,12 +300,15 @@ class _Trainer(SimpleNamespace):
     """As much of a Trainer as `CommunicationCounter` looks at."""
 
     def __init__(self) -> None:
-        super().__init__(global_step=0, log_every_n_steps=1, world_size=2, callback_metrics={}, strategy=None)
+        self.total = 0.0  # bytes that the strategy has sent
+        telemetry = SimpleNamespace(totals=lambda: {"bytes_sent": self.total})
+        strategy = SimpleNamespace(gqsgd_state=SimpleNamespace(telemetry=telemetry))
+        super().__init__(global_step=0, log_every_n_steps=2, world_size=2, strategy=strategy)
 
 
 def _step(counter: CommunicationCounter, trainer: Any, total: float) -> None:
     trainer.global_step += 1
-    trainer.callback_metrics[names.BYTES_SENT] = torch.tensor(total)
+    trainer.total = total
     counter.on_train_batch_end(trainer, SimpleNamespace(log=lambda *_: None), None, None, 0)  # type: ignore[arg-type]
 
 
@@ -313,14 +319,16 @@ def test_counter_follows_the_strategys_total_through_a_resumed_run() -> None:
     counter.on_train_start(trainer, module)
     for total in (1000, 2000, 3000):
         _step(counter, trainer, total)
-    assert counter.bytes_sent == 3000
+    counter.on_train_end(trainer, module)
+    assert counter.bytes_sent == 3000  # that of the third step, which has no row, included
     assert counter.bits_per_coordinate(2) == 8
     resumed = CommunicationCounter()
     resumed.load_state_dict(counter.state_dict())
+    trainer.total = 0.0  # the strategy's own total starts anew
     resumed.on_train_start(trainer, module)
-    _step(resumed, trainer, 1000)  # the strategy's own total starts anew
+    _step(resumed, trainer, 1000)
     _step(resumed, trainer, 2000)
-    assert resumed.bytes_sent == 5000
+    assert resumed.state_dict()["bytes_sent"] == 5000
     assert resumed.coordinates == 5000
 
 
