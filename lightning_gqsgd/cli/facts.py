@@ -13,7 +13,7 @@ import torch
 from lightning_gqsgd.cli.asking import unknown
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.parsing import codec_of
-from lightning_gqsgd.config.resolving import resolve, setting_of
+from lightning_gqsgd.config.resolving import omega_of, resolve, setting_of
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import PRESETS, Preset, make_config
@@ -21,7 +21,6 @@ from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.reducers.memory import KEPT_BY_OWNERS, StabilityWarning, kinds
 from lightning_gqsgd.research.simulation import VirtualRanks
-from lightning_gqsgd.research.theory import dimension_together
 from lightning_gqsgd.wire.plan import Plan
 
 #: Size of the parameter whose messages are counted, where their length is known without a step.
@@ -205,9 +204,7 @@ def _omega(config: GQSGDConfig, ranks: int) -> float | None:
     `theory.theta_linear`). None where the theory does not apply."""
     if config.biased or config.clip or config.scale_per != "block":
         return None
-    together = dimension_together(config.block_size, ranks, config.norm_over_ranks)
-    dimension = together if _shares(config) else config.block_size
-    return codec_of(config).omega(dimension, summed=ranks if REDUCERS[config.reducer].adds_codes else 1)
+    return omega_of(config, ranks)
 
 
 def notes(rows: Sequence[Facts]) -> list[str]:

@@ -1,7 +1,8 @@
 """Constants of single quantisers and of their memories, as plain functions of a few numbers.
 
 ω of an unbiased quantiser Q is the smallest number with E|Q(x) - x|² <= ω |x|² (l2 norms) for all x of d coordinates.
-The formulas hold for scales from the maximum norm to the l2 norm, both included.
+The formulas hold for scales from the maximum norm to the l2 norm, both included, except that of companded codes, which
+is for the maximum norm.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import math
 from statistics import NormalDist
 
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.codecs.scales import NORMS_OVER_RANKS
+from lightning_gqsgd.errors import ConfigError, check_one_of
 
 #: Magnitudes of the Lloyd-Max levels of the standard normal distribution, for each number of bits. The level of an
 #: interval is the mean of the distribution over the interval, and intervals end halfway between two levels (J. Max,
@@ -51,6 +53,32 @@ def omega_linear(dimension: int, levels: int) -> float:
     """
     check_count(dimension=dimension, levels=levels)
     return min(dimension / (4 * levels * levels), math.sqrt(dimension) / levels)
+
+
+def dimension_together(dimension: int, ranks: int, norm_over_ranks: str = "max") -> int:
+    """Returns the dimension m for which ω(m) is the ω of n gradients of d coordinates rounded under one scale: nd, or
+    n²d under the sum of the ranks' norms.
+
+    Rounding the n gradients is rounding their concatenation X, of nd coordinates. Let the scale be N <= c |X|. A
+    coordinate x_j has the variance |x_j| N/s at most, and N²/(4s²), so the error is at most N/s Σ_j |x_j| <= c
+    sqrt(nd)/s |X|², and c² nd/(4s²) |X|². These are the two terms of ω(c² nd), for linear levels; for exponential
+    levels, the smallest level l replaces 1/s.
+
+    With a norm q >= 2 of each rank's coordinates, at most |x_i|, and p over ranks: c = 1 for p >= 2, since
+    (Σ_i |x_i|^p)^(1/p) <= |X| then; c = sqrt(n) for p = 1, since Σ_i |x_i| <= sqrt(n) |X|, with equality for equal
+    norms.
+
+    Args:
+        dimension: coordinates d of one rank that share a scale.
+        ranks: n.
+        norm_over_ranks: ``"max"`` or ``"l2"``, p of infinity or 2; ``"l1"``, p = 1.
+
+    Raises:
+        ConfigError: if a number is no integer or below 1, or if the norm is unknown.
+    """
+    check_count(dimension=dimension, ranks=ranks)
+    check_one_of("norm_over_ranks", norm_over_ranks, NORMS_OVER_RANKS)
+    return dimension * ranks * (ranks if norm_over_ranks == "l1" else 1)
 
 
 def omega_subtractive(dimension: int, levels: int) -> float:

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from lightning_gqsgd.codecs.companded.codec import CompandedCodec
+from lightning_gqsgd.codecs.linear.codec import LinearCodec
 from lightning_gqsgd.codecs.scales import ScaleRule
-from lightning_gqsgd.codecs.variance import best_alpha, stability
+from lightning_gqsgd.codecs.variance import best_alpha, dimension_together, stability
 from lightning_gqsgd.config.choosing import between_nodes, choose_reducer, level_or_levels
 from lightning_gqsgd.config.configuration import GQSGDConfig
 from lightning_gqsgd.config.parsing import codec_of
@@ -66,7 +68,7 @@ def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
     if config.up is not None and config.up.shared and config.memory_down == "auto":
         # The way back has the same reference, where there is a way back that is encoded.
         config = replace(config, memory_down=config.up) if "memory_down" in REDUCERS[reducer].memories else config
-    return resolve_memory(config)
+    return resolve_memory(config, ranks)
 
 
 def resolve_each(config: GQSGDConfig, ranks: int) -> dict[int, GQSGDConfig]:
@@ -104,7 +106,38 @@ def setting_of(config: GQSGDConfig, ranks: int, dtype: torch.dtype, piece_size: 
     )
 
 
-def resolve_memory(config: AnyFields) -> AnyFields:
+def omega_of(config: Fields, ranks: int, *, is_shared: bool = True) -> float:
+    """Returns ω of the coordinates that share a scale: of a block, or of the blocks of all ranks if these share scales;
+    see `codecs.variance.dimension_together`.
+
+    Args:
+        config: the configuration, with the chosen reducer.
+        ranks: number of ranks.
+        is_shared: whether the messages are those that the ranks send at the same time. Those of the way back have
+            scales of their own.
+    """
+    codec = codec_of(config)
+    reducer = REDUCERS[config.reducer]
+    # A power of two is up to twice the maximum norm, which these constants are for.
+    factor = 4 if config.norm == "power_of_two" and isinstance(codec, (LinearCodec, CompandedCodec)) else 1
+    if not is_shared or not (reducer.adds_codes or config.scale == "global"):
+        return factor * codec.omega(config.block_size)
+    together = dimension_together(config.block_size, ranks, config.norm_over_ranks)
+    return factor * codec.omega(together, summed=ranks if reducer.adds_codes else 1)
+
+
+def _noise_of_shared(config: Fields, ranks: int) -> float:
+    """Returns θ with E|m|² <= θ |h|², where m is the reduced gradient if all gradients are 0 and h is the shared
+    reference; see "Side information" in docs/theory.md."""
+    omega = omega_of(config, ranks)
+    if config.reducer != "two_shot":
+        return omega / ranks
+    up = omega * (ranks - 1) / ranks**2  # the owner of a shard has its own coordinates exactly
+    back = omega_of(config, ranks, is_shared=False)
+    return up + back * (up + (1 if config.down is not None and config.down.shared else 0))
+
+
+def resolve_memory(config: AnyFields, ranks: int) -> AnyFields:
     """Returns the configuration with all numbers of its memories given: α = 1/(1 + ω), ρ = 1/(2 (1 + ω)) where they are
     None.
 
@@ -113,16 +146,16 @@ def resolve_memory(config: AnyFields) -> AnyFields:
 
     Warns:
         StabilityWarning: an error memory with λ >= 1, a reference with ρ (1 + ω) >= 2, or a shared reference with
-            β² + ρ² ω >= 1, for the codec's bound ω.
+            β² + ρ² θ >= 1, for the codec's bound ω and the bound θ of the reduced gradient's noise.
     """
     given: dict[str, Any] = {}
     for name, memory in (("memory", config.up), ("memory_down", config.down)):
         uses = memory is not None and (memory.keeps_error or memory.keeps_reference)
-        given[name] = _resolved(config, name, memory) if memory is not None and uses else "none"
+        given[name] = _resolved(config, ranks, name, memory) if memory is not None and uses else "none"
     return replace(config, **given)
 
 
-def _resolved(config: Fields, name: str, memory: Memory) -> Memory:
+def _resolved(config: Fields, ranks: int, name: str, memory: Memory) -> Memory:
     codec = codec_of(config)
     has_omega = not codec.biased_by and config.scale_per == "block"
     # A biased codec has no ω. Where a scale is that of a whole parameter or bucket, ω depends on its size.
@@ -135,7 +168,7 @@ def _resolved(config: Fields, name: str, memory: Memory) -> Memory:
                 "take 'ef' or 'ef21', or give the numbers"
             )
         return memory
-    omega = codec.omega(config.block_size)
+    omega = omega_of(config, ranks, is_shared=name == "memory")
     alpha = 1 / (1 + omega) if memory.alpha is None else memory.alpha
     rho = 1 / (2 * (1 + omega)) if memory.rho is None else memory.rho
     factor = stability(alpha, memory.beta, omega)
@@ -147,11 +180,12 @@ def _resolved(config: Fields, name: str, memory: Memory) -> Memory:
             StabilityWarning,
             stacklevel=3,
         )
-    if memory.shared and memory.beta**2 + rho**2 * omega >= 1:
+    grows = memory.beta**2 + rho**2 * _noise_of_shared(config, ranks) if memory.shared else 0.0
+    if grows >= 1:
         warnings.warn(
             f"{name} with beta={memory.beta:g}, rho={rho:g} may diverge: for this codec, ω is up to {omega:.3g}, so "
-            f"beta² + rho² ω is up to {memory.beta**2 + rho**2 * omega:.3g} >= 1, and the shared reference amplifies "
-            "its own noise; take a smaller rho, or more bits",
+            f"beta² + rho² θ is up to {grows:.3g} >= 1, where θ |h|² bounds the noise that {ranks} ranks add to the "
+            "shared reference h: it amplifies its own noise; take a smaller rho, or more bits",
             StabilityWarning,
             stacklevel=3,
         )

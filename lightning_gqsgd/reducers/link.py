@@ -146,17 +146,20 @@ class Link:
             x: flat output.
             keys: dither keys of the sources.
             rotation, store: see `outgoing`.
-            own: number of the source whose coordinates are in ``x``, as `outgoing` left them. They are exact, so they
-                are used instead of the source's message. If the source has an error memory or its own reference, its
-                message is used all the same. None: all messages are decoded.
+            own: number of the source whose coordinates are in ``x``: as `outgoing` left them, or as they were given if
+                there is a memory. They are exact, so they are used instead of the source's message. If the source has
+                an error memory or its own reference, its message is used all the same. None: all messages are decoded.
         """
         fused = rotation if self.fuses else None
         # The memory of this sender has the error of its message. If its exact coordinates were averaged instead of the
         # message, the error would be compensated twice.
         if self.remembers and not self.shares:
             own = None
-        if own is not None and self.shares:  # messages are differences from the reference, so `x` has to be one, too
+        if own is not None and self.shares:
+            # Messages are rotated differences from the reference, so `x` has to be one, too.
             x -= store.load(self.received, part.runs, x)
+            if self.rotates_apart:
+                part.kernels.rotate(x, part.blocks, rotation, self.quantiser.block_size)
         bad = part.kernels.decode(wires, part.blocks, x, self.quantiser, keys, fused, own)
         if not self.fuses:
             self.restore(x, part, rotation, store)

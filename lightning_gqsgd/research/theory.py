@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import math
 
-from lightning_gqsgd.codecs.scales import NORMS_OVER_RANKS
 from lightning_gqsgd.codecs.variance import (
     best_alpha,
     check_count,
     check_number,
+    dimension_together,
     gaussian_distortion,
     mean_variance_companded,
     omega_companded,
@@ -33,7 +33,7 @@ from lightning_gqsgd.codecs.variance import (
     stability,
     variance_companded,
 )
-from lightning_gqsgd.errors import ConfigError, check_one_of
+from lightning_gqsgd.errors import ConfigError
 
 __all__ = [
     "bits_at",
@@ -65,32 +65,6 @@ __all__ = [
     "stability",
     "variance_companded",
 ]
-
-
-def dimension_together(dimension: int, ranks: int, norm_over_ranks: str = "max") -> int:
-    """Returns the dimension m for which ω(m) is the ω of n gradients of d coordinates rounded under one scale: nd, or
-    n²d under the sum of the ranks' norms.
-
-    Rounding the n gradients is rounding their concatenation X, of nd coordinates. Let the scale be N <= c |X|. A
-    coordinate x_j has the variance |x_j| N/s at most, and N²/(4s²), so the error is at most N/s Σ_j |x_j| <= c
-    sqrt(nd)/s |X|², and c² nd/(4s²) |X|². These are the two terms of ω(c² nd), for linear levels; for exponential
-    levels, the smallest level l replaces 1/s.
-
-    With a norm q >= 2 of each rank's coordinates, at most |x_i|, and p over ranks: c = 1 for p >= 2, since
-    (Σ_i |x_i|^p)^(1/p) <= |X| then; c = sqrt(n) for p = 1, since Σ_i |x_i| <= sqrt(n) |X|, with equality for equal
-    norms.
-
-    Args:
-        dimension: coordinates d of one rank that share a scale.
-        ranks: n.
-        norm_over_ranks: ``"max"`` or ``"l2"``, p of infinity or 2; ``"l1"``, p = 1.
-
-    Raises:
-        ConfigError: if a number is no integer or below 1, or if the norm is unknown.
-    """
-    check_count(dimension=dimension, ranks=ranks)
-    check_one_of("norm_over_ranks", norm_over_ranks, NORMS_OVER_RANKS)
-    return dimension * ranks * (ranks if norm_over_ranks == "l1" else 1)
 
 
 def theta_linear(dimension: int, ranks: int, levels: int, norm_over_ranks: str = "max") -> float:

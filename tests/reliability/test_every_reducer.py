@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.research.simulation.virtual import VirtualRanks
+from lightning_gqsgd.research.simulation.virtual import VirtualRanks, average
 from tests.reliability.knobs import chance
 from tests.reliability.test_properties import DTYPES, NOT_FINITE, check_means, drawn_gradients
 
@@ -96,6 +96,16 @@ NEAR_THE_END: dict[str, dict[str, Any]] = {
     "ecq sum": {"codec": "linear", "memory": "ecq", "reducer": "sum", "bits": 8},
     "rotation sum": {"codec": "linear", "rotation": True, "reducer": "sum", "bits": 8},
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 9])
+def test_small_coordinates_beside_one_near_the_largest_number_stay_small(ranks: int, dtype: torch.dtype) -> None:
+    largest = 0.9 * torch.finfo(dtype).max
+    x = torch.tensor([largest, 1e-8 * largest, 1e-18 * largest, 0, *[0] * 60], dtype=dtype)
+    (mean, *_) = average([x] * ranks, reducer="tree", codec="exponential", block_size=64)
+    assert (mean[1:3] / x[1:3] < 4).all()
+    assert mean[0] > x[0] / 4
 
 
 @pytest.mark.parametrize("name", NEAR_THE_END)

@@ -42,7 +42,7 @@ FIELDS: dict[str, list[Any]] = {
     "coder": ["fixed", "fixed", "elias"],
     "reducer": ["auto", "auto", "sum", "two_shot", "gather", "tree", "native", "hierarchical"],
     "node_size": [0, 1, 2, 3],
-    "memory": ["auto", "none", "ef", "ecq", "diana", "ef21", {"alpha": 0.2, "beta": 0.9, "rho": 0.0}],
+    "memory": ["auto", "none", "ef", "ecq", "diana", "ef21", "shared", {"alpha": 0.2, "beta": 0.9, "rho": 0.0}],
     "memory_down": ["auto", "auto", "none", "ef", "ecq", "diana", "ef21"],
     "seed": [0, 1, 2**63 - 1],
     "norm_over_ranks": ["max", "l2", "l1"],

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 
 import pytest
 import torch
@@ -69,6 +70,19 @@ def test_error_of_a_block_is_within_omega(dither: str, bits: int) -> None:
     assert ratios[0] < omega
     # Of a spike, subtractive dither reaches its bound, and stochastic rounding makes no error.
     assert ratios[1] == pytest.approx(omega if dither == "subtractive" else 0.0, rel=0.05)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 6, 8])
+def test_error_of_a_block_of_mostly_zeros_is_within_omega_of_adaptive_dither(bits: int) -> None:
+    """All other coordinates are halfway between two levels of stochastic rounding, where its error is largest."""
+    codec = LinearCodec(bits, "adaptive")
+    zeros = int(codec.quantiser(256).stochastic_from * 256) + 1
+    x = torch.full((256,), 0.5 / ((codec.levels(odd=True) - 1) // 2))
+    x[:zeros] = 0.0
+    x[-1] = 1.0
+    ranks = VirtualRanks(1, [Segment(0, 256, False)], codec="linear", bits=bits, block_size=256, reducer="gather")
+    errors = [float((ranks.mean([x], step) - x).square().sum()) for step in range(400)]
+    assert statistics.fmean(errors) / float(x.square().sum()) <= 1.02 * codec.omega(256)
 
 
 #: Each reducer and each dither once.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.codecs.variance import omega_subtractive
 from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import Segment, cut, owners, runs
@@ -203,6 +204,12 @@ def test_numbers_that_are_left_out_come_from_the_codec() -> None:
     resolved = resolve(PRESETS["ecq_sgd"].config, 4)
     assert resolved.up == Memory(1 / 5, 1.0, 0.0)
     assert resolve(PRESETS["diana"].config, 4).up == Memory(0.0, 0.0, 1 / 34)
+    # Codes that are added have fewer levels, under a scale of all ranks: ω is 85.3 for 8 ranks, and not 0.38.
+    added = resolve(GQSGDConfig(reducer="sum", codec="linear", bits=4, memory="ecq"), 8)
+    assert added.up is not None
+    assert added.up.alpha == pytest.approx(1 / (1 + omega_subtractive(8 * 256, 2)))
+    with pytest.warns(StabilityWarning, match="ω is up to 607"):
+        resolve(GQSGDConfig(reducer="sum", codec="linear", bits=8, block_size=256, memory="ef"), 64)
     with pytest.raises(ConfigError, match="is biased; take 'ef' or 'ef21'"):
         resolve(GQSGDConfig(codec="sign", bits=1, memory="ecq", reducer="gather"), 4)
     with pytest.raises(ConfigError, match="depends on the parameter"):
@@ -223,6 +230,16 @@ def test_a_shared_reference_is_the_running_mean_of_what_all_ranks_end_with(field
         for store in ranks.stores:
             assert torch.allclose(remembered(store, "shared_reference"), expected[CODED], atol=1e-6)
             assert torch.equal(*(remembered(each, "shared_reference") for each in (store, ranks.stores[0])))
+
+
+@pytest.mark.parametrize("reducer", ["two_shot", "gather"])
+@pytest.mark.parametrize("memory", ["ef", "diana", "shared"])
+def test_a_memory_works_with_a_rotation(memory: str, reducer: str) -> None:
+    ranks = VirtualRanks(3, SEGMENTS, torch.float32, bits=8, memory=memory, reducer=reducer, rotation=True)
+    for step in range(3):
+        xs = gradients(3, step)
+        exact = torch.stack(xs).mean(0)
+        assert float((ranks.mean(xs, step) - exact).norm() / exact.norm()) < 0.05
 
 
 def test_the_way_back_has_the_shared_reference_of_the_way_up() -> None:
@@ -256,8 +273,11 @@ def test_shared_references_that_cannot_work(make: Callable[[], object], words: s
 
 
 def test_a_shared_reference_that_may_amplify_its_noise_comes_with_a_warning() -> None:
-    with pytest.warns(StabilityWarning, match=r"beta² \+ rho² ω is up to .* >= 1"):
+    with pytest.warns(StabilityWarning, match=r"beta² \+ rho² θ is up to .* >= 1"):
         resolve(GQSGDConfig(codec="linear", bits=1, memory="shared"), 4)
+    # Rounded on both ways, an average of two ranks has 3.6 times the noise of one message.
+    with pytest.warns(StabilityWarning, match="is up to 1.15 >= 1"):
+        resolve(GQSGDConfig(codec="linear", bits=2, dither="subtractive", memory="shared", reducer="two_shot"), 2)
 
 
 @pytest.mark.parametrize(

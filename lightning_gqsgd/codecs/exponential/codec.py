@@ -81,18 +81,22 @@ class ExponentialQuantiser:
 
     def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
         """Returns the coordinates of codes; see `kernels.protocol.ScaledQuantiser.decode`. Decoding needs no dither."""
+        return self._decoded(codes, scales, 1.0)
+
+    def _decoded(self, codes: Tensor, scales: Tensor, share: float) -> Tensor:
         cut, bits_of_one = self._cut(scales.dtype)
         magnitude = codes & ((1 << (self.bits - 1)) - 1)
         sign = codes >> (self.bits - 1)
         y = SCALE_FORMATS[scales.dtype].floats((magnitude + (bits_of_one - self.magnitudes)) << cut)
         limit = torch.finfo(scales.dtype).max
-        return torch.where(magnitude > 0, y * (1 - 2 * sign) * scales[:, None], 0).clamp(-limit, limit)
+        y = y * (1 - 2 * sign) * share  # not the scale times the share, which may be infinite
+        return torch.where(magnitude > 0, y * scales[:, None], 0).clamp(-limit, limit)
 
     def decode_sum(self, codes: Tensor, scales: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
         """Returns the mean from the sums of all ranks' codes; see `kernels.protocol.SummableQuantiser.decode_sum`. The
         sums are codes, see `combine`."""
         share = 2.0**self.headroom / len(uniforms)
-        return self.decode(codes, scales * share, torch.zeros_like(scales).bool(), uniforms[0])
+        return self._decoded(codes, scales, share)
 
     def combine(self, codes: Tensor, others: Tensor, words: Tensor) -> Tensor:
         """Returns unbiased codes of the sums of two codes' numbers; see `kernels.protocol.PairwiseQuantiser.combine`.

@@ -159,34 +159,34 @@ def _quantise(values, inverse, u, c, codes):
 @inlined
 def _decode(scale, flag, block, key, c, s, add, out):
     """Decode ``s.codes``, and write the coordinates into ``out``, or add them if ``add`` is true."""
-    _dequantise(s.codes, scale, c, add, out)
+    _dequantise(s.codes, c.top, scale, c, add, out)
 
 
 @inlined
 def _decode_sum(scale, block, keys, c, s, out):
     """Decode the sums of codes in ``s.codes``, and write the mean into ``out``. Sums are codes, see `combine`."""
-    _dequantise(s.codes, scale * c.sum_factor, c, False, out)
+    _dequantise(s.codes, c.sum_factor, scale, c, False, out)
 
 
 @loop
-def _dequantise(codes, scale, c, add, out):
-    """Write or add the coordinates of codes."""
+def _dequantise(codes, share, scale, c, add, out):
+    """Write or add the coordinates of codes, times ``share``."""
     zero = out.dtype.type(0)
     if add:
         for j in range(out.size):
-            out[j] += _expanded(codes[j], scale, c)
+            out[j] += _expanded(codes[j], share, scale, c)
     else:
         for j in range(out.size):
-            out[j] = zero + _expanded(codes[j], scale, c)
+            out[j] = zero + _expanded(codes[j], share, scale, c)
 
 
 @loop
-def _expanded(code, scale, c):
-    """Returns the coordinate of a code."""
+def _expanded(code, share, scale, c):
+    """Returns the coordinate of a code, times ``share``."""
     sign = uint8(c.bits - 1)
     mask = uint8((1 << (c.bits - 1)) - 1)
     bits = shifted_up(narrowed((code & mask) + c.offset, c.cut), c.cut)
-    value = float_of(bits, c.top) * scale
+    value = float_of(bits, c.top) * share * scale  # in this order: a scale times a share may be infinite
     value = clamped(-value if code >> sign else value, c.form.largest)
     return value if code & mask else value * 0
 

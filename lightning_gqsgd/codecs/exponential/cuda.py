@@ -60,7 +60,7 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
     """Returns the coordinates of codes; see `ScaledFamily.to_values`. Decoding needs no dither."""
-    return _values(code_a, scale, c), _values(code_b, scale, c)
+    return _values(code_a, scale, 1, c), _values(code_b, scale, 1, c)
 
 
 @triton.jit
@@ -68,8 +68,7 @@ def _sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND: tl.constexpr, c
     """Returns the mean from sums of codes; see `ScaledFamily.sums_to_values`. The sums are codes, see
     `_pairs_to_codes`."""
     SHARE: tl.constexpr = 1 / c.family.shrink / c.mean.ranks
-    share = tl.full((), SHARE, c.number.compute)
-    return _values(code_a, scale * share, c), _values(code_b, scale * share, c)
+    return _values(code_a, scale, SHARE, c), _values(code_b, scale, SHARE, c)
 
 
 @triton.jit
@@ -111,11 +110,13 @@ def _codes(v, draw, scales, c: tl.constexpr):
 
 
 @triton.jit
-def _values(code, scale, c: tl.constexpr):
-    """Returns the coordinates of one half for codes under scales, [rows]."""
+def _values(code, scale, SHARE: tl.constexpr, c: tl.constexpr):
+    """Returns the coordinates of one half for codes under scales, [rows], times ``SHARE``."""
     magnitude = code & ((1 << (c.codes.bits - 1)) - 1)
     y = ((magnitude + c.family.offset).to(c.number.integer) << c.family.cut).to(c.number.compute, bitcast=True)
     y = tl.where(magnitude > 0, y, 0)
+    if SHARE != 1:  # the product with the scale may be infinite
+        y = y * tl.full((), SHARE, c.number.compute)
     value = clamped(y * scale[:, None], tl.full((), c.mean.limit, c.number.compute))
     return tl.where((code >> (c.codes.bits - 1)) > 0, -value, value)
 

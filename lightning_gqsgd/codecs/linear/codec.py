@@ -288,7 +288,9 @@ class LinearCodec(Codec):
         """Returns ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; infinite if the codec
         is biased.
 
-        The error of adaptive dither is never larger than the error of subtractive dither, so both have the same ω.
+        For adaptive dither, ω is the larger one of subtractive dither and of stochastic rounding of the non-zero
+        coordinates in a block of mostly zeros. On average over coordinates between two levels, stochastic rounding has
+        the smaller error in such a block; if all of them lie halfway between two levels, it has the larger one.
 
         Args:
             dimension: number of coordinates that share a scale.
@@ -300,7 +302,12 @@ class LinearCodec(Codec):
         if self.biased_by:
             return math.inf
         if self.dither != "stochastic":
-            return omega_subtractive(dimension, self.levels(summed))
+            subtractive = omega_subtractive(dimension, self.levels(summed))
+            if self.dither == "subtractive" or summed > 1 or self.bits == 1:
+                return subtractive
+            odd = self.levels(odd=True)
+            others = max(1, int((1 - _break_even(self.levels(), odd)) * dimension))
+            return max(subtractive, omega_linear(others, (odd - 1) // 2))
         return omega_linear(dimension, (self.levels(summed) - 1) // 2)
 
     def delta(self, dimension: int) -> float:
