@@ -67,9 +67,12 @@ def scales_of(x: Tensor, blocks: Tensor, codec: Codec, rule: ScaleRule) -> Tenso
         return norms.bits_above(norms.mean)
     scales = NORMS[rule.norm](norms)
     if rule.clip:
-        limit = norms.bits_above(norms.root_mean_square * rule.clip)
+        root_mean_square = norms.root_mean_square
+        limit = norms.bits_above(root_mean_square * rule.clip)
+        # The squares of fp64 numbers below 1e-162 are 0, and a limit of 0 would lose the block.
+        limited = torch.where(root_mean_square > 0, torch.minimum(scales, limit), scales)
         finite = norms.maximum < norms.form.infinity
-        scales = torch.where(finite, torch.minimum(scales, limit), norms.maximum)
+        scales = torch.where(finite, limited, norms.maximum)
     return scales
 
 
@@ -196,6 +199,7 @@ def _numbers(values: Tensor) -> Tensor:
 #: Functions that return the scale of every block for each norm, as bits of the compute dtype.
 NORMS: dict[str, Callable[[_Norms], Tensor]] = {
     "max": lambda norms: norms.maximum,
-    "l2": lambda norms: norms.bits_above(norms.l2),
+    # At least the largest magnitude, because the squares of fp64 numbers below 1e-162 are 0.
+    "l2": lambda norms: torch.maximum(norms.bits_above(norms.l2), norms.maximum),
     "power_of_two": lambda norms: norms.power_of_two(norms.maximum),
 }

@@ -155,3 +155,10 @@ def test_the_configuration_says_its_norms() -> None:
     config = GQSGDConfig(reducer="sum", scale_per="bucket", norm_over_ranks="l2")
     assert config.describe() == "8 bits (linear, adaptive dither, one scale per bucket, l2 norm over ranks)"
     assert config.to_dict()["norm_over_ranks"] == "l2"
+
+
+@pytest.mark.parametrize("fields", [{"norm": "l2"}, {"clip": 2.5}, {"norm": "l2", "clip": 2.5}], ids=str)
+def test_blocks_whose_squares_are_too_small_for_fp64_are_not_lost(fields: dict[str, Any]) -> None:
+    x = torch.randn(256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    (mean, _) = average([1e-170 * x] * 2, codec="linear", bits=8, **fields)
+    assert float((1e170 * mean - x).norm() / x.norm()) < 0.1
