@@ -92,6 +92,7 @@ class Average:
         works: the broadcasts that send them.
         inner: the inner optimizers' tensors, and their mean as one flat tensor; None if they are not averaged.
         is_last: whether the average ends a round early. Then the anchor becomes the mean of the ranks' models.
+        errors: the error memories before the average, by kind and parameter number; empty once the mean is complete.
     """
 
     fragment: int
@@ -103,6 +104,7 @@ class Average:
     works: list[dist.Work] = field(default_factory=list)
     inner: tuple[list[Tensor], Tensor] | None = None
     is_last: bool = False
+    errors: dict[tuple[Keeps, int], Tensor] = field(default_factory=dict)
 
     def wait(self) -> None:
         """Wait for the mean.
@@ -498,7 +500,8 @@ class LocalAverages(AveragingLoop[Average]):
         self._check_changes()
         self._buffers.take_back()
         fragment = self.fragments[number]
-        average = Average(number, self.step + delay)
+        numbers = [entry.segment.parameter for entry, _ in fragment.entries() if not entry.segment.raw]
+        average = Average(number, self.step + delay, errors=self.store.errors(numbers))
         put = partial(self._put, fragment=number)
         for bundle, averager in zip(fragment.bundles, self.averagers[number], strict=True):
             average.pending_means.append(PendingMean(averager.requests(bundle.change()), put))
@@ -547,6 +550,10 @@ class LocalAverages(AveragingLoop[Average]):
         if average.pending_means:
             since = moment(self.device)
             average.wait()
+            if average.errors and not average.is_finite():
+                # All ranks leave it out, so what it would have compensated is still to be sent.
+                self.store.put_back(average.errors)
+            average.errors = {}
             self.telemetry.expose(since, moment(self.device))
             self.telemetry.end_step()
 

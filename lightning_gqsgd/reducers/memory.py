@@ -5,7 +5,7 @@ No tensor is keyed by bucket or piece, because DDP rebuilds its buckets after th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -143,6 +143,16 @@ class MemoryStore:
     def rows(self, parameter: int) -> dict[Keeps, Tensor]:
         """Returns copies of all tensors that this rank keeps for a parameter, by kind."""
         return {kind: self.row(kind, parameter).clone() for kind in self.kinds}
+
+    def errors(self, parameters: Iterable[int]) -> dict[tuple[Keeps, int], Tensor]:
+        """Returns copies of the error memories of some parameters, by kind and parameter number; see `put_back`."""
+        kept = [kind for kind in self.kinds if kind in (Keeps.UP_ERROR, Keeps.DOWN_ERROR)]
+        return {(kind, number): self.row(kind, number).clone() for number in parameters for kind in kept}
+
+    def put_back(self, errors: Mapping[tuple[Keeps, int], Tensor]) -> None:
+        """Restore the error memories from a result of `errors`, because what was sent since is not used."""
+        for (kind, number), error in errors.items():
+            self.row(kind, number).copy_(error)
 
     def whole(self, parameter: int, rows: Tensor) -> Tensor:
         """Returns the tensor of a whole parameter from the rows of all owners, in the order of coordinates: [numel].

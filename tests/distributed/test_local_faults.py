@@ -61,6 +61,31 @@ def test_where_a_ranks_change_is_not_finite_all_ranks_go_back_to_the_anchor(tmp_
         assert "cleared" in other[4][0]
 
 
+def _left_out_with_errors(rank: int) -> list[bool]:
+    model = WithBuffers(rank)
+    optimizer = local_steps(model, {"every": 3, "outer_after": 0, "preset": "signsgd_ef"})
+    train(model, optimizer, rank, range(6))
+    averages = optimizer.averages
+    before = averages.store.errors(averages.compressed_numbers)
+    train(model, optimizer, rank, range(6, 8))
+    optimizer.zero_grad()
+    loss_of(model, rank, 8).backward()
+    if rank:
+        model.layers[3].bias.grad[0] = torch.nan  # sent uncompressed, so that all codes are finite
+    optimizer.step()
+    after = averages.store.errors(averages.compressed_numbers)
+    same = [torch.equal(before[kind], after[kind]) for kind in before]
+    train(model, optimizer, rank, range(9, 12))
+    later = averages.store.errors(averages.compressed_numbers)
+    optimizer.close()
+    is_kept = any(bool(error.any()) for error in before.values())
+    return [averages.skipped == 1, is_kept, all(same), not all(torch.equal(after[kind], later[kind]) for kind in after)]
+
+
+def test_an_average_that_is_left_out_takes_nothing_from_the_errors_that_ranks_remember(tmp_path: Path) -> None:
+    assert run(_left_out_with_errors, 2, tmp_path) == [[True] * 4] * 2
+
+
 def _amp(rank: int) -> list[Any]:
     """A scaler that skips a step on one rank; a scheduler; clipping."""
     model = mlp()

@@ -244,7 +244,14 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
         changes = [replicas[worker].bundles[0].change() for worker in workers]
         exact = [change.clone() for change in changes]
         requests = [self._averagers[number][rank].requests(change) for rank, change in enumerate(changes)]
+        segments = replicas[0].bundles[0].segments
+        stores = self._ranks_of(segments).stores
+        numbers = [segment.parameter for segment in segments if not segment.raw]
+        errors = [store.errors(numbers) for store in stores]
         mean = self._answer(requests)
+        if not mean.isfinite().all():  # as `LocalAverages` does with an average that is left out
+            for store, error in zip(stores, errors, strict=True):
+                store.put_back(error)
         self.error = relative_error(mean, exact)
         return VirtualAverage(number, self.step + delay, mean)
 
