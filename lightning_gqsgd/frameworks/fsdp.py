@@ -65,8 +65,9 @@ logger = logging.getLogger(__name__)
 
 _MESSAGES = Messages(
     remedy="shard a new model and register the hooks there",
-    differ="A state was loaded, or parameters were frozen or unfrozen, on some ranks only: do the same on every rank, "
-    "and register the hooks on a new model",
+    differ="A state was loaded, or parameters were frozen, unfrozen or left without a gradient, on some ranks only: do "
+    "the same on every rank (set_reduce_scatter_unused_params(True) is for the last), and register the hooks on a new "
+    "model",
 )
 
 
@@ -145,6 +146,7 @@ class GQSGDFSDPState:
             self._first_of_step: ShardedGroup | None = None
             self._is_checked = False  # whether the forward pass of this step has looked for changes of the model
             self._trained = ""  # which parameters required a gradient in the latest step
+            self._used = ""  # which of them had one at its end
             self._changes = ModelChanges(model, self._groups, replicate is not None)
             # Kernels are compiled in `_meet`: FSDP's mixed precision decides on the dtype of gradients.
             with open_engines(start, sides, device, timeout=timeout, messages=_MESSAGES, streams=1) as engines:
@@ -179,13 +181,11 @@ class GQSGDFSDPState:
             CollectiveError: a collective failed; the gradients are all NaN.
         """
         assert self._average is not None
+        accumulates = group.partial is not None or not group.inner.all_reduce_grads
+        # FSDP does not tell which parameters are in the tensor, and another backward pass may have others.
+        if accumulates and reduced.numel() != sum(parameter.share for parameter in group.reduced()):
+            raise ConfigError(_lacks_gradients(group.name))
         if group.partial is not None:
-            if group.partial.numel() != reduced.numel():
-                raise ConfigError(
-                    f"module {group.name!r} had other parameters with gradients in the last backward pass, which "
-                    "did not all-reduce: call set_reduce_scatter_unused_params(True), or accumulate with "
-                    "set_requires_gradient_sync(False)"
-                )
             reduced += group.partial
             group.partial = None
         if not group.inner.all_reduce_grads:
@@ -229,7 +229,7 @@ class GQSGDFSDPState:
         parameters = group.reduced()
         segments, has_all = self._segments(collective, group, x, parameters)
         stamp = self._stamp(collective, step) if is_first else None
-        if stamp is not None and before not in ("", self._trained):
+        if stamp is not None and before != self._trained:
             # Messages of a rank where other parameters were frozen may have other sizes.
             collective.engine.compare_first(stamp)
             stamp = None
@@ -273,7 +273,8 @@ class GQSGDFSDPState:
         if not any(REDUCERS[config.reducer].compresses for config in collective.configs):
             return None
         counts = json.dumps(self._reductions, sort_keys=True)
-        stamp = Stamp(collective.configs[0].seed, step, digest_of(f"{self._digest} {counts} {self._trained}"))
+        facts = f"{self._digest} {counts} {self._trained} {self._used}"
+        stamp = Stamp(collective.configs[0].seed, step, digest_of(facts))
         # Ranks of one replica have other shards, and nothing to compare.
         return stamp._replace(weights=self._weights()) if collective is self._average else stamp
 
@@ -302,7 +303,11 @@ class GQSGDFSDPState:
         if self._first_of_step is not None:
             self._first_of_step = None
             self._is_checked = False
+            self._used = " ".join(group.used for group in self._groups)
             self.telemetry.end_step()
+            for group in self._groups:
+                if group.partial is not None and group.inner.all_reduce_grads:
+                    raise ConfigError(_lacks_gradients(group.name))  # the hook was not called for it
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
@@ -496,6 +501,15 @@ def _for_average(config: GQSGDConfig, layout: Layout, numel: int) -> list[GQSGDC
     # The dtype of the gradients is known in the first step only.
     fit = fitted(config, layout, numel, torch.float32)
     return list(resolve_each(fit.config, len(layout.nodes)).values())
+
+
+def _lacks_gradients(name: str) -> str:
+    """Returns the error for a module whose gradients of several backward passes cannot be added."""
+    return (
+        f"module {name!r} had parameters without a gradient in one of the backward passes that accumulate under "
+        "set_requires_all_reduce(False): call set_reduce_scatter_unused_params(True), or accumulate with "
+        "set_requires_gradient_sync(False)"
+    )
 
 
 def _for_scatter(config: GQSGDConfig, replica: int) -> list[GQSGDConfig]:

@@ -100,6 +100,11 @@ class ShardedGroup:
         """Which of the parameters require a gradient now: 1 or 0 for each."""
         return "".join("1" if param.sharded_param.requires_grad else "0" for param in self.inner.fsdp_params)
 
+    @property
+    def used(self) -> str:
+        """Which of the parameters have a gradient now: 1 or 0 for each."""
+        return "".join("0" if param.sharded_param.grad is None else "1" for param in self.inner.fsdp_params)
+
     def reduced(self) -> list[ShardedParameter]:
         """Returns the parameters that require a gradient now, in the order of FSDP's flat tensors."""
         inner = self.inner

@@ -183,9 +183,9 @@ def test_a_hook_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
 
 def _frozen_apart(rank: int) -> list[str]:
     texts = []
-    for frozen in ((4, 2), (2, 4), (2, None)):
-        model, _ = quantised(mesh(2), {"bits": 4})
-        _steps(model, rank, range(2))
+    for frozen, steps in (((4, 2), 2), ((2, 4), 2), ((2, None), 2), ((4, 2), 0)):
+        model, _ = quantised(mesh(2), {"bits": 4, "sample_every": 0})
+        _steps(model, rank, range(steps))
         if frozen[rank] is not None:
             model[frozen[rank]].requires_grad_(False)
         texts.append(error_text(ConfigError, loss_of(model, rank, 2).backward))
@@ -194,7 +194,55 @@ def _frozen_apart(rank: int) -> list[str]:
 
 def test_ranks_that_freeze_other_layers_all_raise(tmp_path: Path) -> None:
     for texts in run(_frozen_apart, 2, tmp_path):
-        assert all("parameters were frozen or unfrozen, on some ranks only" in text for text in texts)
+        assert all(
+            "parameters were frozen, unfrozen or left without a gradient, on some ranks only" in text for text in texts
+        )
+
+
+class _TwoHeads(nn.Module):
+    """Two heads of equal size, of which a batch uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.heads = nn.ModuleList(nn.Linear(10, 10) for _ in range(2))
+        self.head = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.heads[self.head](self.body(x))
+        return output
+
+
+def _other_heads(rank: int) -> list[str]:
+    texts = []
+    torch.manual_seed(0)
+    model, _ = quantised(mesh(2), {"bits": 4}, _TwoHeads())
+    model.head = rank  # on each replica another one
+    loss_of(model, rank, 0).backward()
+    texts.append(error_text(ConfigError, loss_of(model, rank, 1).backward))
+    for heads in ((0, 1), (0, None)):
+        torch.manual_seed(0)
+        model, _ = quantised(mesh(2), {"bits": 4}, _TwoHeads())
+        model.set_requires_all_reduce(False)
+        for step, head in enumerate(heads):
+            if step:
+                model.set_requires_all_reduce(True)
+            model.head = head or 0
+            # Nothing of the heads' module is used without a head.
+            loss = loss_of(model if head is not None else model.body, rank, step)
+            try:
+                loss.backward()
+            except ConfigError as error:
+                texts.append(str(error))
+                break
+    return texts
+
+
+def test_gradients_of_other_parameters_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    for apart, *accumulated in run(_other_heads, 2, tmp_path):
+        assert "left without a gradient, on some ranks only" in apart
+        assert len(accumulated) == 2
+        assert all("had parameters without a gradient in one of the backward passes" in text for text in accumulated)
 
 
 def _others(rank: int) -> int:
