@@ -93,6 +93,7 @@ class LocalTraining:
 
     Attributes:
         trained: the modules that are trained, in the order in which they were set up.
+        is_lent: whether the modules have the anchors' values, see `lend_anchors`.
     """
 
     def __init__(self, options: LocalOptions, given_timeout: timedelta | None = None) -> None:
@@ -100,6 +101,7 @@ class LocalTraining:
         self._given_timeout = given_timeout
         self.trained: list[Trained] = []
         self._at_anchor = ExitStack()
+        self.is_lent = False
 
     @classmethod
     def asked_for(
@@ -190,6 +192,7 @@ class LocalTraining:
         """Give the modules the anchors' values until `take_back`, or those of the preserved model where there is one. A
         collective."""
         self.take_back()
+        self.is_lent = True
         for trained in self.trained:
             averages = trained.averages
             lent = averages.at_preserved() if isinstance(averages, LocalAverages) else averages.at_anchor()
@@ -198,6 +201,7 @@ class LocalTraining:
     def take_back(self) -> None:
         """Give the modules this rank's own values again."""
         self._at_anchor.close()
+        self.is_lent = False
 
     def finish(self) -> None:
         """Make the last averages."""

@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import check_has_one_width
@@ -202,7 +204,8 @@ class TrainerMixin(StrategyMixin):
     def on_validation_start(self) -> None:
         """With local steps and ``validate_at="anchor"``, validate the anchor."""
         super().on_validation_start()
-        if self._local is not None and self._validates_at_anchor:
+        # Outside of a fit, the weights are those that were asked for.
+        if self._local is not None and self._validates_at_anchor and self.lightning_module.trainer.state.fn == "fit":
             self._local.lend_anchors()
 
     def on_validation_end(self) -> None:
@@ -258,14 +261,26 @@ class TrainerMixin(StrategyMixin):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Add the hook's state, which is equal on all ranks, to a checkpoint that training can resume from."""
-        if self._local is not None and "optimizer_states" in checkpoint:
-            self._local.take_back()  # what every rank needs to resume are its own parameters
-            checkpoint[CHECKPOINT_KEY] = self._local.trained[0].state_dict()
+        if self._local is not None and self._local.trained and "optimizer_states" in checkpoint:
+            checkpoint[CHECKPOINT_KEY] = self._state_of_local_steps(checkpoint)
         elif self._gqsgd_state is not None and "optimizer_states" in checkpoint:
             checkpoint[CHECKPOINT_KEY] = self._gqsgd_state.state_dict()
             if self._model_averager is not None:
                 checkpoint[CHECKPOINT_KEY]["averager_step"] = self._model_averager.step
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _state_of_local_steps(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+        assert self._local is not None
+        was_lent = self._local.is_lent
+        if was_lent:
+            # The checkpoint's weights are the parameters themselves, which have the anchor's values only here.
+            weights = checkpoint["state_dict"]
+            checkpoint["state_dict"] = tree_map_only(Tensor, Tensor.clone, weights)
+            self._local.take_back()  # what every rank needs to resume are its own parameters
+        state = self._local.trained[0].state_dict()
+        if was_lent:
+            self._local.lend_anchors()  # another callback may save the weights that were validated, too
+        return state
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Keep the hook's state until the hook exists: Lightning loads checkpoints before it wraps the model."""
@@ -291,6 +306,8 @@ class TrainerMixin(StrategyMixin):
 
     def teardown(self) -> None:
         """Stop threads and process groups of the hook; its counters and state stay readable."""
+        if self._local is not None:
+            self._local.take_back()  # after an error in a validation
         if self.gqsgd_state is not None:
             self.gqsgd_state.close()
         super().teardown()

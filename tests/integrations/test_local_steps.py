@@ -362,13 +362,27 @@ class _Seen(pl.Callback):
 def _validated(rank: int, folder: Path) -> list[Any]:
     results = []
     for where in ("local", "anchor"):
-        seen, saving = _Seen(), ModelCheckpoint(folder / where, save_top_k=-1, filename="{step}", monitor=None)
+        seen = _Seen()
+        # They save in the same hook. Lightning tells them apart by what they monitor.
+        saving = [ModelCheckpoint(folder / where / "all", save_top_k=-1, filename="{step}")]
+        weights = {"monitor": "step", "mode": "max", "save_weights_only": True}
+        saving.append(ModelCheckpoint(folder / where / "weights", save_top_k=-1, filename="{step}", **weights))
         options = {"val_check_interval": 3, "limit_val_batches": 1}
         module = Classifier()
-        trainer_of({"local_steps": 4, "validate_at": where}, [seen, saving], **options).fit(module, data(6), data(2))
+        trainer = trainer_of({"local_steps": 4, "validate_at": where}, [seen, *saving], **options)
+        trainer.fit(module, data(6), data(2))
+        saved = [_of_file(folder / where / name / "step=3.ckpt") for name in ("all", "weights")]
+        trainer.validate(module, data(2), verbose=False)
         # The third step is within a round, so the anchor is not what ranks hold.
-        results.append([seen.within[0], seen.before[2], seen.after[3], fingerprint(module)])
+        results.append([seen.within[0], seen.before[2], seen.after[3], fingerprint(module), *saved, seen.within[-1]])
     return results
+
+
+def _of_file(file: Path) -> str:
+    """Hash of the parameters in a checkpoint."""
+    module = Classifier()
+    module.load_state_dict(torch.load(file, weights_only=True)["state_dict"])
+    return fingerprint(module)
 
 
 def test_validation_sees_the_model_that_was_asked_for_and_training_goes_on_with_its_own(tmp_path: Path) -> None:
@@ -378,7 +392,37 @@ def test_validation_sees_the_model_that_was_asked_for_and_training_goes_on_with_
     assert anchor[0] == other_anchor[0] != anchor[1]
     for rank in (anchor, other_anchor):
         assert rank[1] == rank[2]
+        assert rank[4] == rank[5] == rank[0]
+    assert local[4] == local[5] == local[0]
     assert local[3] == anchor[3]
+    for one in (local, anchor, other_local, other_anchor):
+        assert one[6] == one[3]  # a validation after the fit
+
+
+class _FailsInValidation(Classifier):
+    """Raises in its first validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        raise ValueError("a validation that fails")
+
+
+def _failed_in_validation(rank: int, folder: Path) -> list[str]:
+    seen = _Seen()
+    module = _FailsInValidation()
+    trainer = trainer_of({"local_steps": 4, "validate_at": "anchor"}, [seen], val_check_interval=3)
+    with pytest.raises(ValueError, match="a validation that fails"):
+        trainer.fit(module, data(6), data(2))
+    after = fingerprint(module)
+    trainer.save_checkpoint(folder / "later.ckpt")  # has been closed
+    fresh = trainer_of({"local_steps": 4})
+    fresh.validate(Classifier(), data(2), verbose=False)
+    fresh.save_checkpoint(folder / "without_a_fit.ckpt")
+    return [seen.before[2], after, fingerprint(module)]
+
+
+def test_a_validation_that_fails_leaves_each_ranks_own_model(tmp_path: Path) -> None:
+    for before, after, later in run(_failed_in_validation, 2, tmp_path, tmp_path, initialise=False):
+        assert before == after == later
 
 
 class _PutsOwnWeightsIn(pl.Callback):

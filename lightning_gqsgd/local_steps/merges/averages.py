@@ -482,7 +482,7 @@ class MergedAverages:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], load_beside: Callable[[], object]) -> None:
         """Load a `state_dict`. Not a collective. All members have to load the same state, before their first step or
-        after `finish`.
+        after `finish`. The ranks of a process group have to do so within one round, because a merge compares anchors.
 
         Args:
             state: the result of `state_dict`.
