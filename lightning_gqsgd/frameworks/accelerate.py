@@ -150,14 +150,18 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         return state
 
     def keep_only(self, model: DistributedDataParallel) -> GQSGDState | None:
-        """Forget the hooks of all models except one. Other models may still exist, and their hooks would be saved with
-        it.
+        """Forget the hooks of all models except one, and the states that are loaded for further models. Other models
+        may still exist, and their hooks would be saved with it.
 
         Returns:
             The state of the hook on ``model``; None if this handler has no hook on it.
         """
         state = self._hooks.get(model)
         self._hooks.clear()
+        # A Trainer frees the memory of its Accelerator when training begins. It does not prepare a model again that is
+        # wrapped already, so the Accelerator does not list the model in training.
+        self._freed_by = None
+        self._loaded = []
         if state is not None:
             self._hooks[model] = state
         return state

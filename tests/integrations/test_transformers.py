@@ -134,22 +134,34 @@ def test_counters_are_logged_beside_the_loss(tmp_path: Path) -> None:
     assert [each["said"].count("gqsgd: in 8 steps, rank 0 sent ") for each in (one, other)] == [1, 0]
 
 
-def trains_twice(_: int, folder: Path) -> dict[str, Any]:
+def trains_twice(_: int, folder: Path) -> list[dict[str, Any]]:
+    """Without and with an evaluation in front of training, then once more from a checkpoint of the second training."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    trainer = trainer_of(folder, eval_on_start=True)
+    trainer = trainer_of(folder, save_strategy="steps", save_steps=6)
     handler = enable(trainer, bits=4)
-    trainer.train()
-    trainer.evaluate()
+    found = []
+    for begins in ({}, {}, {"resume_from_checkpoint": str(folder / "checkpoint-6")}):
+        trainer.train(**begins)
+        dist.barrier()  # rank 0 writes
+        (saved,) = torch.load(folder / "checkpoint-8" / "gqsgd.pt", weights_only=True)["states"]
+        found.append({**seen(trainer, handler), "saved": saved["step"]})
+    evaluated = trainer_of(folder, eval_on_start=True)
+    handler = enable(evaluated, bits=4)
+    evaluated.train()
+    evaluated.evaluate()
     assert [state.step for state in handler.states] == [8]
-    trainer.train()
-    return seen(trainer, handler)
+    evaluated.train()
+    return [*found, seen(evaluated, handler)]
 
 
 @pytest.mark.slow
 def test_a_second_training_goes_on_with_the_same_hook(tmp_path: Path) -> None:
     first, second = run(trains_twice, 2, tmp_path, tmp_path / "run", initialise=False)
-    assert first["bits"] == second["bits"]
-    assert (first["hook"], first["steps"]) == ("gqsgd_hook", [16])
+    assert [one["bits"] for one in first] == [one["bits"] for one in second]
+    assert [one["hook"] for one in first] == 4 * ["gqsgd_hook"]
+    assert [one["steps"] for one in first] == [[8], [16], [16], [16]]
+    assert [one["saved"] for one in first[:3]] == [8, 16, 16]
+    assert first[1]["bits"] == first[2]["bits"]  # the checkpoint has the hook's step, 14
 
 
 @pytest.mark.slow
