@@ -123,7 +123,10 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         accelerator = None if self._freed_by is None else self._freed_by()
         if accelerator is None:
             return list(self._hooks.values())
-        now = {id(getattr(model, "module", model)) for model in accelerator._models}
+        # The Accelerator lists models as they came: users' own, or those in DDP that it is given once more. A user's
+        # model may have a submodule that is called "module", as DDP has.
+        listed = [(model, ddp_in(model)) for model in accelerator._models]
+        now = {id(model if wrapped is None else wrapped.module) for model, wrapped in listed}
         return [state for model, state in self._hooks.items() if id(model.module) in now]
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _HOOK_FIELDS) -> dict[str, Any]:
