@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from lightning_gqsgd import GQSGDKwargs, enable
 from lightning_gqsgd.config import ConfigError
@@ -338,6 +339,51 @@ def test_only_the_model_in_training_is_saved(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_mistakes(tmp_path: Path) -> None:
     run(mistakes, 2, tmp_path, tmp_path / "run", initialise=False)
+
+
+class _AsksForCheckpoint(TrainerCallback):
+    """Does what a SIGTERM does after three seconds, at the end of step 5 of all ranks."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        callbacks = trainer.callback_handler.callbacks
+        (self._manager,) = (one.jit_manager for one in callbacks if isinstance(one, JITCheckpointCallback))
+        callbacks.insert(0, self)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._manager.is_checkpoint_requested = state.global_step == 5
+
+
+def _terminated(_: int, folder: Path) -> list[list[Any]]:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    found = []
+    for fields in ({"preset": "signsgd_ef"}, {"local_steps": 3}):
+        own = folder / next(iter(fields))
+        whole = trainer_of(own)
+        enable(whole, **fields)
+        whole.train()
+        terminated = trainer_of(own, enable_jit_checkpoint=True)
+        enable(terminated, **fields)
+        _AsksForCheckpoint(terminated)
+        pushed: list[list[str]] = []
+        terminated.args.push_to_hub = True
+        terminated._push_from_checkpoint = lambda output, pushed=pushed: pushed.append(os.listdir(output))
+        terminated.train()
+        dist.barrier()  # rank 0 writes
+        resumed = trainer_of(own)
+        enable(resumed, **fields)
+        resumed.train(resume_from_checkpoint=str(own / "checkpoint-5"))
+        (names,) = pushed if terminated.args.should_save else [[]]
+        states = [name for name in names if name.startswith("gqsgd")]
+        found.append([terminated.state.global_step, states, fingerprint(whole.model), fingerprint(resumed.model)])
+    return found
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_a_signal_asks_for_has_the_state_before_it_is_pushed(tmp_path: Path) -> None:
+    first, second = run(_terminated, 2, tmp_path, tmp_path, initialise=False)
+    assert [one[:2] for one in first] == [[5, ["gqsgd.pt"]], [5, ["gqsgd_local.pt"]]]
+    for mine, other in zip(first, second, strict=True):
+        assert mine[2] == mine[3] == other[2] == other[3]
 
 
 def _local(_: int, folder: Path) -> list[list[Any]]:
