@@ -26,7 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, counted, did_you_mean
-from lightning_gqsgd.frameworks.distributed import HookStates, destroy_at_exit
+from lightning_gqsgd.frameworks.distributed import HookStates, destroy_at_exit, start_anew
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.watching import WITH_ACCELERATE
 from lightning_gqsgd.presets import LOCAL_PRESETS, make_config
@@ -197,6 +197,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
             )
         if not saved:
             warnings.warn("gqsgd: the checkpoint was written without gqsgd's hook, which starts anew", stacklevel=2)
+            start_anew(states)
         elif len(saved) < len(states):
             raise ConfigError(
                 f"the checkpoint has the state of {counted(len(saved), 'hook')}, and {counted(len(states), 'model')} "

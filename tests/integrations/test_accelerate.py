@@ -239,6 +239,7 @@ def several_models(rank: int, folder: Path) -> None:
             handler.load_state_dict(foreign)
     with pytest.warns(UserWarning, match="written without gqsgd's hook, which starts anew"):
         handler.load_state_dict({"states": []})
+    assert [state.step for state in handler.states] == [0, 0]
     del first, second, third, fourth, fifth
 
 
