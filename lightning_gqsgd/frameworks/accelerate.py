@@ -26,7 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, counted, did_you_mean
-from lightning_gqsgd.frameworks.distributed import HookStates, destroy_at_exit
+from lightning_gqsgd.frameworks.distributed import HookStates, destroy_at_exit, start_anew
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.watching import WITH_ACCELERATE
 from lightning_gqsgd.presets import LOCAL_PRESETS, make_config
@@ -123,7 +123,10 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         accelerator = None if self._freed_by is None else self._freed_by()
         if accelerator is None:
             return list(self._hooks.values())
-        now = {id(getattr(model, "module", model)) for model in accelerator._models}
+        # The Accelerator lists models as they came: users' own, or those in DDP that it is given once more. A user's
+        # model may have a submodule that is called "module", as DDP has.
+        listed = [(model, ddp_in(model)) for model in accelerator._models]
+        now = {id(model if wrapped is None else wrapped.module) for model, wrapped in listed}
         return [state for model, state in self._hooks.items() if id(model.module) in now]
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _HOOK_FIELDS) -> dict[str, Any]:
@@ -150,14 +153,18 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         return state
 
     def keep_only(self, model: DistributedDataParallel) -> GQSGDState | None:
-        """Forget the hooks of all models except one. Other models may still exist, and their hooks would be saved with
-        it.
+        """Forget the hooks of all models except one, and the states that are loaded for further models. Other models
+        may still exist, and their hooks would be saved with it.
 
         Returns:
             The state of the hook on ``model``; None if this handler has no hook on it.
         """
         state = self._hooks.get(model)
         self._hooks.clear()
+        # A Trainer frees the memory of its Accelerator when training begins. It does not prepare a model again that is
+        # wrapped already, so the Accelerator does not list the model in training.
+        self._freed_by = None
+        self._loaded = []
         if state is not None:
             self._hooks[model] = state
         return state
@@ -190,6 +197,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
             )
         if not saved:
             warnings.warn("gqsgd: the checkpoint was written without gqsgd's hook, which starts anew", stacklevel=2)
+            start_anew(states)
         elif len(saved) < len(states):
             raise ConfigError(
                 f"the checkpoint has the state of {counted(len(saved), 'hook')}, and {counted(len(states), 'model')} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, get_type_hints
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,7 @@ from lightning_gqsgd.ddp.hook import GQSGDState
 from lightning_gqsgd.errors import ConfigError, did_you_mean
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.presets import Preset, make_config
+from lightning_gqsgd.session.checkpoint import STATE_SCHEMA
 from lightning_gqsgd.spec.fields import FieldArguments
 
 #: Where checkpoints have the state of the hook, or of several models' hooks.
@@ -47,6 +48,16 @@ class HookStates(WeakKeyDictionary[DistributedDataParallel, GQSGDState]):
 
     def __reduce__(self) -> Any:
         return HookStates, ()
+
+
+def start_anew(states: Iterable[GQSGDState]) -> None:
+    """Set the steps of hooks to zero and empty their memories, which belong to weights that are no more.
+
+    The seeds stay. Every rank has to call this.
+    """
+    for state in states:
+        config = state.requested.to_dict()
+        state.load_state_dict({"schema": STATE_SCHEMA, "seed": state.config.seed, "step": 0, "config": config})
 
 
 def takes(arguments: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

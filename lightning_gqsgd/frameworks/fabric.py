@@ -21,6 +21,7 @@ from lightning_gqsgd.frameworks.distributed import (
     StrategyArguments,
     after_setup,
     split_arguments,
+    start_anew,
     takes,
 )
 from lightning_gqsgd.frameworks.local import LocalTraining, StrategyMixin, Trained
@@ -188,6 +189,7 @@ class FabricMixin(StrategyMixin):
             if loaded is not None:
                 self._restore(heads)
                 return remainder
+            start_anew(head for head in heads if isinstance(head, GQSGDState))
         if self._local is not None:
             self._local.start_anew(_modules_in(state))
         return remainder

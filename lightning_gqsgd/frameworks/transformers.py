@@ -12,7 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.hook import GQSGDState
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs, ddp_in, enable_accelerator, write_whole
+from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs, ddp_in, enable_accelerator
 from lightning_gqsgd.frameworks.local import LocalTraining
 from lightning_gqsgd.frameworks.transformers_local import LocalStepsCallback, MeteredCallback, enable_local_steps
 from lightning_gqsgd.local_steps.choosing import pop_options
@@ -71,13 +71,9 @@ class GQSGDCallback(MeteredCallback):
         if self._hook is not None and state.is_world_process_zero and self._hook.telemetry.steps:
             print_to_stderr(self._hook.summary_line())
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add the hook's state to a checkpoint that training can resume from."""
-        if args.save_only_model:
-            return
-        saved = self._handler.state_dict()  # perhaps a collective
-        if args.should_save:
-            write_whole(saved, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / STATE_FILE)
+    def save(self, folder: Path) -> None:
+        """Add the hook's state to a checkpoint. Perhaps a collective."""
+        self.write(self._handler.state_dict(), folder / STATE_FILE)
 
     def _hook_in_use(self) -> GQSGDState | None:
         """Returns the state of the hook on the model that the Trainer trains; None: there is one process."""
@@ -115,12 +111,14 @@ def enable_trainer(
     if local is not None:
         callback = enable_local_steps(trainer, local, make_config(compression, **fields))
         _tell_what_is_resumed(trainer, callback)
+        _save_with_checkpoints(trainer, callback)
         return callback
     handler = enable_accelerator(trainer.accelerator, preset, **fields)
     hooked = GQSGDCallback(trainer, handler)
     # In front of those that print and upload logs.
     trainer.callback_handler.callbacks.insert(0, hooked)
     _tell_what_is_resumed(trainer, hooked)
+    _save_with_checkpoints(trainer, hooked)
     return handler
 
 
@@ -137,3 +135,21 @@ def _tell_what_is_resumed(trainer: Trainer, callback: MeteredCallback) -> None:
         return train(resume_from_checkpoint, *args, **kwargs)
 
     trainer.train = train_and_restore  # type: ignore[method-assign]
+
+
+def _save_with_checkpoints(trainer: Trainer, callback: GQSGDCallback | LocalStepsCallback) -> None:
+    """Let a callback add its state to all checkpoints that training can resume from.
+
+    The event ``on_save`` never comes for a checkpoint that SIGTERM asks for (``enable_jit_checkpoint``). For other
+    checkpoints it comes after they were pushed to the Hub.
+    """
+    save = trainer._save_checkpoint
+
+    @functools.wraps(save)
+    def save_with_state(model: Any, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not trainer.args.save_only_model:
+            output = Path(trainer._get_output_dir(trial=trial))
+            callback.save(output / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+        return save(model, trial, *args, **kwargs)
+
+    trainer._save_checkpoint = save_with_state  # type: ignore[method-assign]

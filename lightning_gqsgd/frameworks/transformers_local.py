@@ -10,7 +10,6 @@ from typing import Any
 
 from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import check_has_one_width
@@ -49,6 +48,12 @@ class MeteredCallback(TrainerCallback):
     def read(self, name: str) -> Any:
         """Returns what the checkpoint's file of this name holds; None: there is none. See `read_by_all`."""
         return read_by_all(self.resumes_from and self.resumes_from / name, self._trainer.accelerator)
+
+    def write(self, content: Any, file: Path) -> None:
+        """Write a file of a checkpoint in the processes that save. The checkpoint's folder may not exist yet."""
+        if self._trainer.args.should_save:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(content, file)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Put the counters beside what is logged."""
@@ -121,13 +126,10 @@ class LocalStepsCallback(MeteredCallback):
                 self.averages.finish()
             self.averages.close()
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add all processes' states to a checkpoint that training can resume from. A collective."""
-        if args.save_only_model or not self._local.trained:
-            return
-        saved = self._local.trained[0].state_dict()
-        if args.should_save:
-            write_whole(saved, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / STATE_FILE)
+    def save(self, folder: Path) -> None:
+        """Add all processes' states to a checkpoint. A collective."""
+        if self._local.trained:
+            self.write(self._local.trained[0].state_dict(), folder / STATE_FILE)
 
 
 def enable_local_steps(trainer: Trainer, local: LocalTraining, config: GQSGDConfig) -> LocalStepsCallback:

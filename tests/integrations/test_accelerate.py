@@ -223,9 +223,14 @@ def several_models(rank: int, folder: Path) -> None:
     step(third, fourth)
     assert [state.step for state in resumed.states] == [2, 3]
     accelerator.free_memory()  # forgets the models, which the user keeps
-    fifth = accelerator.prepare(mlp(32))
+    inner = mlp(32)
+    inner.module = nn.Identity()  # DDP's name for the model in it
+    fifth = accelerator.prepare(inner)
     step(fifth, third)
     assert [state["step"] for state in resumed.state_dict()["states"]] == [1]
+    accelerator.free_memory()
+    accelerator.prepare(fifth)  # comes back in DDP
+    assert [state.step for state in resumed.states] == [1]
 
     with pytest.raises(ConfigError, match="of 1 hook, and 2 models prepared"):
         handler.load_state_dict({"states": saved["states"][:1]})
@@ -234,6 +239,7 @@ def several_models(rank: int, folder: Path) -> None:
             handler.load_state_dict(foreign)
     with pytest.warns(UserWarning, match="written without gqsgd's hook, which starts anew"):
         handler.load_state_dict({"states": []})
+    assert [state.step for state in handler.states] == [0, 0]
     del first, second, third, fourth, fifth
 
 

@@ -141,6 +141,41 @@ def test_checkpoints_resume_to_the_same_bits(strategy: dict[str, Any], tmp_path:
     assert every[0][0]["steps"] == [6, 6]
 
 
+def goes_back(rank: int, folder: Path, strategy: dict[str, Any]) -> list[tuple[int, str]]:
+    """Twice from the same checkpoint without gqsgd: with a new hook, and with one that has trained."""
+    fabric = fabric_of({"strategy": strategy})
+    module = mlp()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    state = {"model": model, "optimizer": optimizer}
+    fabric.save(folder / "own.ckpt", state)
+    if rank == 0:
+        content = torch.load(folder / "own.ckpt", weights_only=True)
+        del content["gqsgd"]
+        torch.save(content, folder / "plain.ckpt")
+    fabric.barrier()
+    found = []
+    for _ in range(2):
+        fabric.load(folder / "plain.ckpt", state)
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = batch(rank, step)
+            fabric.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+        found.append((fabric.strategy.gqsgd_states[0].step, fingerprint(module)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [{"bits": 4}, {"preset": "signsgd_ef", "warmup_steps": 1}], ids=str)
+def test_a_hook_that_has_trained_starts_anew_from_a_checkpoint_without_it(
+    strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    first, second = run(goes_back, 2, tmp_path, tmp_path, strategy, initialise=False)
+    assert first == second
+    assert first[0] == first[1]
+    assert first[0][0] == 3
+
+
 def refuses(rank: int, folder: Path) -> list[str]:
     fabric = fabric_of({"strategy": "gqsgd"})
     model = mlp()

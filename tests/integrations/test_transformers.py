@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from lightning_gqsgd import GQSGDKwargs, enable
 from lightning_gqsgd.config import ConfigError
@@ -134,22 +135,34 @@ def test_counters_are_logged_beside_the_loss(tmp_path: Path) -> None:
     assert [each["said"].count("gqsgd: in 8 steps, rank 0 sent ") for each in (one, other)] == [1, 0]
 
 
-def trains_twice(_: int, folder: Path) -> dict[str, Any]:
+def trains_twice(_: int, folder: Path) -> list[dict[str, Any]]:
+    """Without and with an evaluation in front of training, then once more from a checkpoint of the second training."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    trainer = trainer_of(folder, eval_on_start=True)
+    trainer = trainer_of(folder, save_strategy="steps", save_steps=6)
     handler = enable(trainer, bits=4)
-    trainer.train()
-    trainer.evaluate()
+    found = []
+    for begins in ({}, {}, {"resume_from_checkpoint": str(folder / "checkpoint-6")}):
+        trainer.train(**begins)
+        dist.barrier()  # rank 0 writes
+        (saved,) = torch.load(folder / "checkpoint-8" / "gqsgd.pt", weights_only=True)["states"]
+        found.append({**seen(trainer, handler), "saved": saved["step"]})
+    evaluated = trainer_of(folder, eval_on_start=True)
+    handler = enable(evaluated, bits=4)
+    evaluated.train()
+    evaluated.evaluate()
     assert [state.step for state in handler.states] == [8]
-    trainer.train()
-    return seen(trainer, handler)
+    evaluated.train()
+    return [*found, seen(evaluated, handler)]
 
 
 @pytest.mark.slow
 def test_a_second_training_goes_on_with_the_same_hook(tmp_path: Path) -> None:
     first, second = run(trains_twice, 2, tmp_path, tmp_path / "run", initialise=False)
-    assert first["bits"] == second["bits"]
-    assert (first["hook"], first["steps"]) == ("gqsgd_hook", [16])
+    assert [one["bits"] for one in first] == [one["bits"] for one in second]
+    assert [one["hook"] for one in first] == 4 * ["gqsgd_hook"]
+    assert [one["steps"] for one in first] == [[8], [16], [16], [16]]
+    assert [one["saved"] for one in first[:3]] == [8, 16, 16]
+    assert first[1]["bits"] == first[2]["bits"]  # the checkpoint has the hook's step, 14
 
 
 @pytest.mark.slow
@@ -326,6 +339,51 @@ def test_only_the_model_in_training_is_saved(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_mistakes(tmp_path: Path) -> None:
     run(mistakes, 2, tmp_path, tmp_path / "run", initialise=False)
+
+
+class _AsksForCheckpoint(TrainerCallback):
+    """Does what a SIGTERM does after three seconds, at the end of step 5 of all ranks."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        callbacks = trainer.callback_handler.callbacks
+        (self._manager,) = (one.jit_manager for one in callbacks if isinstance(one, JITCheckpointCallback))
+        callbacks.insert(0, self)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._manager.is_checkpoint_requested = state.global_step == 5
+
+
+def _terminated(_: int, folder: Path) -> list[list[Any]]:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    found = []
+    for fields in ({"preset": "signsgd_ef"}, {"local_steps": 3}):
+        own = folder / next(iter(fields))
+        whole = trainer_of(own)
+        enable(whole, **fields)
+        whole.train()
+        terminated = trainer_of(own, enable_jit_checkpoint=True)
+        enable(terminated, **fields)
+        _AsksForCheckpoint(terminated)
+        pushed: list[list[str]] = []
+        terminated.args.push_to_hub = True
+        terminated._push_from_checkpoint = lambda output, pushed=pushed: pushed.append(os.listdir(output))
+        terminated.train()
+        dist.barrier()  # rank 0 writes
+        resumed = trainer_of(own)
+        enable(resumed, **fields)
+        resumed.train(resume_from_checkpoint=str(own / "checkpoint-5"))
+        (names,) = pushed if terminated.args.should_save else [[]]
+        states = [name for name in names if name.startswith("gqsgd")]
+        found.append([terminated.state.global_step, states, fingerprint(whole.model), fingerprint(resumed.model)])
+    return found
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_a_signal_asks_for_has_the_state_before_it_is_pushed(tmp_path: Path) -> None:
+    first, second = run(_terminated, 2, tmp_path, tmp_path, initialise=False)
+    assert [one[:2] for one in first] == [[5, ["gqsgd.pt"]], [5, ["gqsgd_local.pt"]]]
+    for mine, other in zip(first, second, strict=True):
+        assert mine[2] == mine[3] == other[2] == other[3]
 
 
 def _local(_: int, folder: Path) -> list[list[Any]]:
