@@ -91,7 +91,8 @@ class Communicator:
         self.timeout = timeout or timeout_of(group, device)
         self._ranks = peers.numbers
         # Gloo waits in this store when groups are created, while its process may be stopped.
-        self._store = peers.store if self.backend == "nccl" else EndingStore(peers.store, self.timeout)
+        self._ending = None if self.backend == "nccl" else EndingStore(peers.store, self.timeout)
+        self._store = self._ending or peers.store
         # Backends by stage, scope and turn; torch's type stubs lack their collectives.
         self._groups: dict[tuple[int, Scope, int], Any] = {}
         self._shared: dict[tuple[int, Scope, int], SharedGroup] = {}
@@ -318,6 +319,8 @@ class Communicator:
         self._shared = {}
         for in_memory in shared.values():
             in_memory.close()
+        if self._ending is not None:
+            self._ending.close()
         # Over NCCL, stages share a group, which must be shut down only once.
         for group in dict.fromkeys(groups.values()):
             if self.backend != "nccl":

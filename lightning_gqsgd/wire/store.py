@@ -75,6 +75,12 @@ class Requests:
             raise dist.DistStoreError(f"it has not answered for {within_s:.0f} s")
         return answers[0]
 
+    def close(self) -> None:
+        """End the thread. If a request was left behind, the thread ends with it."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._asked.put(None)
+            self._thread.join(0 if self._left_behind else _MARGIN_S)
+
     def _start_thread(self) -> None:
         self._asked = SimpleQueue()  # a new one: a parent process's thread may have held the old one's lock
         weakref.finalize(self, self._asked.put, None)
@@ -156,6 +162,10 @@ class EndingStore(dist.Store):
         """Wait until all keys have values."""
         given = () if timeout is None else (timeout,)
         self._ask(lambda: self._store.wait(keys, *given))
+
+    def close(self) -> None:
+        """End the thread that makes the requests; see `Requests.close`. Later requests start another one."""
+        self._requests.close()
 
     def _ask(self, request: Callable[[], T]) -> T:
         return self._requests.make(request, self._within_s)

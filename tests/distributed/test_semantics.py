@@ -504,7 +504,7 @@ def _post_local_that_differs(rank: int) -> list[list[float]]:
         # All ranks: each of them trains on its own from there.
         state.load_state_dict(loaded)
         train(model, rank, range(2, 3))
-        weights.append([float(parameter.sum()) for parameter in model.parameters()])
+        weights.append([float(parameter.detach().sum()) for parameter in model.parameters()])
         # One rank, while the others are in steps that are averaged.
         state.load_state_dict({**loaded, "step": 2, "post_local_iter": 2 + (rank == 0)})
         with pytest.raises((ConfigError, RuntimeError), match="do not agree"):

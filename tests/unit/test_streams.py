@@ -236,14 +236,15 @@ def test_staging_waits_for_the_gpu_on_its_own_thread_only(cuda: FakeCuda, monkey
     monkeypatch.setattr(staging, "_host_like", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
     wire, backward, waited = Wire(cuda, "gloo"), cuda.new_stream(), []
 
-    def synchronize(event: FakeEvent) -> None:
+    def query(event: FakeEvent) -> bool:
         assert threading.current_thread().name == "gqsgd-staging"
         waited.append(event.where)
+        return len(waited) == 2
 
-    monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
+    monkeypatch.setattr(FakeEvent, "query", query, raising=False)
 
     def start(exchange: Exchange, stage: int, turn: int) -> Work:
-        assert len(waited) == 1  # the input is there
+        assert len(waited) == 2  # the input is there
         assert exchange.input is exchange.output
         assert exchange.input.tolist() == [3]
         exchange.output.fill_(7)
@@ -256,7 +257,7 @@ def test_staging_waits_for_the_gpu_on_its_own_thread_only(cuda: FakeCuda, monkey
     finished = threading.Event()
     work.get_future().add_done_callback(lambda _: finished.set())
     assert finished.wait(10)
-    assert waited == ["own 0"]
+    assert waited == ["own 0"] * 2
     work.wait()
     assert x.tolist() == [7]
     thread.close()
