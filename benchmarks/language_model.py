@@ -39,7 +39,6 @@ from benchmarks.report import Report, command_line, gpu_machine, present
 from benchmarks.schedule import share_of_rate
 from benchmarks.virtual_characters import LENGTH, VirtualCharacters
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import counted
 from lightning_gqsgd.local_steps.choosing import options_of, pop_options
 from lightning_gqsgd.predict.costs import LATENCY_S, Link, estimated_costs
 from lightning_gqsgd.predict.model import BF16, NATIVE, predict
@@ -391,7 +390,7 @@ def measure(options: argparse.Namespace) -> Report:
             "lowest": ".3f",
             "highest": ".3f",
             "less ddp's": "+.3f",
-            **{f"hours at {link}": ".2f" for link in LINKS},
+            **{f"minutes at {link}": ".1f" for link in LINKS},
         },
     )
     rates, found = trained(Trainings(options), options)
@@ -404,18 +403,18 @@ def measure(options: argparse.Namespace) -> Report:
         pairs = zip(losses, (curve[-1][2] for curve in found.get("ddp", ())), strict=False)
         less = [loss - plain for loss, plain in pairs]
         seconds = {link: step_seconds(WAYS[name], line, rate_of) for link, rate_of in LINKS.items()}
-        hours = [options.steps * one / 3600 for one in seconds.values()]
+        minutes = [options.steps * one / 60 for one in seconds.values()]
         ends = (fmean(losses), min(losses), max(losses), fmean(less) if less else math.nan)
-        report.rows.append([name, rates[name], len(losses), curves[0][-1][1], *ends, *hours])
+        report.rows.append([name, rates[name], len(losses), curves[0][-1][1], *ends, *minutes])
         report.raw[name] = {"rate": rates[name], "curves": curves, "step_s": seconds}
     tried = [", ".join(f"{rate:g}" for rate in some[: options.most_rates]) for some in (ADAMW, MUON)]
     swept = f", in trainings of {options.sweep_steps} steps" if options.sweep_steps else ""
     report.notes = (
-        f"{problem.text}; {options.batch} windows of {LENGTH} bytes of each worker in a step; "
-        f"{counted(options.seeds, 'seed')}. Loss: nats per byte of the validation text. Sent: bytes of each worker. "
+        f"{problem.text}; {options.batch} windows of {LENGTH} bytes of each worker in a step. Loss: nats per byte of "
+        "the validation text. Sent: bytes of each worker. "
         f"Learning rates were tried with the first seed{swept}: {tried[0]} with AdamW, and {tried[1]} with Muon "
         "inside of MuLoCo.",
-        f"Hours are predicted, and not measured: steps of a worker with a backward pass of {1e3 * BACKWARD_S:.0f} ms "
+        f"Minutes are predicted, and not measured: steps of a worker with a backward pass of {1e3 * BACKWARD_S:.0f} ms "
         "on four hosts with the codec of a CPU, as `gqsgd advise` predicts them.",
         *([f"Not over yet: {', '.join(missing)}."] if missing else []),
     )
@@ -447,6 +446,7 @@ def trained(
 def _draw(report: Report, file: Path) -> None:
     """Loss against bytes, and against predicted time on each link: means over seeds."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, 1 + len(LINKS), figsize=(4 * (1 + len(LINKS)), 3.6), sharey=True)
@@ -457,11 +457,15 @@ def _draw(report: Report, file: Path) -> None:
             steps, sent, loss = curves.mean(axis=0).T
             axes[0].plot(sent, loss, label=name)
             for axis, seconds in zip(axes[1:], found["step_s"].values(), strict=True):
-                axis.plot(steps * seconds / 3600, loss)
+                axis.plot(steps * seconds / 60, loss)
         titles = ["bytes", *LINKS]
-        labels = ["sent by a worker (MB)", *(["predicted time (h)"] * len(LINKS))]
+        labels = ["sent by a worker (MB)", *(["predicted time (min)"] * len(LINKS))]
         for axis, title, label in zip(axes, titles, labels, strict=True):
             axis.set(title=title, xlabel=label, xscale="log")
+            low, high = axis.get_xlim()
+            axis.xaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
+            axis.xaxis.set_major_formatter("{x:,g}")
+            axis.xaxis.set_minor_formatter(NullFormatter())
         axes[0].set_ylabel("validation loss (nats per byte)")
         figure.tight_layout()
         figure.legend(*axes[0].get_legend_handles_labels(), fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -299,7 +299,7 @@ def advise(
     """Predict what compression gains on a cluster.
 
     The command recommends a number of bits. It needs no GPU and no network. Give --model, --backward and --link, or
-    --probe.
+    a --probe that was written with --model.
     """
     if local_steps is None:
         from lightning_gqsgd.cli import asking

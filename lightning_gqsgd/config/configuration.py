@@ -80,9 +80,9 @@ class GQSGDConfig(Fields):
         bits: bits per coordinate of a message, for any number of ranks: 1 to 8 for linear, 2 to 8 for companded and
             exponential, 1 to 4 for eden and trellis. 16: bf16 numbers, rounded at random. 32: the uncompressed gradient
             in its own dtype (the reducer ``"native"``). None: the codec's default, which is 8 for the first three, 2
-            for eden and trellis, 1 for sign, and 32 for top_k. With 32, top_k sends the coordinates that it keeps
-            uncompressed; with 2 to 4, it rounds them to this number of bits. With 1, stochastic rounding is not
-            possible. The field then holds the number. ``"auto"``: the smallest number of bits in ``allow`` whose error
+            for eden and trellis, 1 for sign, and 32 for top_k and dct_top_k. With 32, these two send the coordinates
+            that they keep uncompressed; with 2 to 4, they round them to this number of bits. With 1, stochastic
+            rounding is not possible. The field then holds the number. ``"auto"``: the smallest number of bits in ``allow`` whose error
             is small compared with the noise of the gradients, see ``max_slowdown``; the field then holds the largest
             number of bits in ``allow`` that is at most 8. A dictionary, e.g. ``{"*": 4, "head.*": 8}``: bits by
             shell-style patterns of parameter names. The last pattern that matches a name decides. This works with DDP
@@ -124,10 +124,11 @@ class GQSGDConfig(Fields):
         reducer: ``"sum"``, ``"two_shot"``, ``"gather"``, ``"tree"`` (exponential codes are added in pairs),
             ``"hierarchical"`` (native inside each node; between nodes, the reducer that "auto" chooses for the number
             of nodes), ``"native"`` (no compression), ``"bf16"`` (the reducer of 16 bits), ``"lossless"`` (exact
-            gradients with entropy-coded exponents, on the CPU) or ``"auto"`` (the reducer with the least predicted
-            error).
-        node_size: number of consecutive ranks on each node, for the reducer ``"hierarchical"``. 0: determined from
-            LOCAL_WORLD_SIZE, which torchrun sets, and from the ranks of the process group.
+            gradients with entropy-coded exponents, on the CPU) or ``"auto"``: gather on two ranks and two_shot on more;
+            gather on any number for biased codecs; sum, tree or gather for shared scales; with several ranks on each
+            node, hierarchical if it is predicted to be faster.
+        node_size: number of consecutive ranks on each node, for the reducer ``"hierarchical"``. 0: ranks find it when
+            they start, from the names of their hosts and the variables of the launcher.
         memory: memory of the messages that a rank sends: ``"none"``, ``"ef"``, ``"ecq"``, ``"diana"``, ``"ef21"``,
             ``"shared"``, a `Memory`, or a dictionary of its numbers. ``"auto"``: none if the codec is unbiased.
         memory_down: memory of the messages that the owner of a shard sends back, with the reducer ``"two_shot"``.

@@ -165,7 +165,7 @@ def all_reduce(
 
     Raises:
         ConfigError: if the tensor or the configuration cannot work, or if ranks do not agree. If one rank refuses, all
-            ranks raise. ``out`` then has the values of ``tensor``.
+            ranks raise. ``out`` then has the values of ``tensor``, or its own on the rank that refuses.
         CollectiveError: if a collective failed, and then the result is all NaN; or if not all ranks call this within
             the timeout. The next call creates its process groups again.
     """

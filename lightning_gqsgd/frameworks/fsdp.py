@@ -467,6 +467,7 @@ def register_gqsgd_fsdp(
 
     Raises:
         ConfigError: if the configuration, the model or the version of torch cannot work, or if ranks do not agree.
+        CollectiveError: if not all ranks call this within the timeout.
     """
     if isinstance(replicate, DeviceMesh):
         if replicate.ndim != 1:

@@ -71,7 +71,7 @@ class LocalSteps(Optimizer):
             merge.
         elastic: whether ranks may leave and join while training runs; see docs/elastic.md.
         group: process group; None is the default group. With ``elastic``, leave it out: ranks meet at a lighthouse.
-        timeout: timeout of collectives. None uses the timeout of the group.
+        timeout: timeout of collectives. None uses the timeout of the group, or 60 s with ``elastic``.
         **fields: further fields of `options.LocalOptions` and fields of `GQSGDConfig`, e.g. ``bits=2``.
 
     Attributes:
@@ -171,6 +171,7 @@ class LocalSteps(Optimizer):
 
         Raises:
             ConfigError, CollectiveError, RuntimeError: see `LocalAverages.check_start` and `LocalAverages.advance`.
+            SystemExit: with ``elastic``, after SIGTERM. The change has been merged, if a merge succeeded in time.
         """
         if is_called_by_it():  # a step of zeros that creates the inner optimizer's state, perhaps on one rank only
             return self._step_inner(closure)
