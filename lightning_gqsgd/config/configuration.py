@@ -82,10 +82,11 @@ class GQSGDConfig(Fields):
             in its own dtype (the reducer ``"native"``). None: the codec's default, which is 8 for the first three, 2
             for eden and trellis, 1 for sign, and 32 for top_k and dct_top_k. With 32, these two send the coordinates
             that they keep uncompressed; with 2 to 4, they round them to this number of bits. With 1, stochastic
-            rounding is not possible. The field then holds the number. ``"auto"``: the smallest number of bits in ``allow`` whose error
-            is small compared with the noise of the gradients, see ``max_slowdown``; the field then holds the largest
-            number of bits in ``allow`` that is at most 8. A dictionary, e.g. ``{"*": 4, "head.*": 8}``: bits by
-            shell-style patterns of parameter names. The last pattern that matches a name decides. This works with DDP
+            rounding is not possible. The field then holds the number. ``"auto"``: the smallest number of bits in
+            ``allow`` whose error is small compared with the noise of the gradients, see ``max_slowdown``; the field
+            then holds the largest number of bits in ``allow`` that is at most 8. A dictionary, e.g.
+            ``{"*": 4, "head.*": 8}``: bits by shell-style patterns of parameter names. The last pattern that matches a
+            name decides. This works with DDP
             and FSDP2 only, and without a memory. All other fields apply to every number of bits. The field then holds a
             `spec.bits_by_name.BitsByName`.
         levels: number of non-zero magnitudes (s in the papers) of a stochastic linear or an exponential code. None: as
