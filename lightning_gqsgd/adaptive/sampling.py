@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import REDUCERS, new_store
+from lightning_gqsgd.wire.compiling import every_tile
 from lightning_gqsgd.wire.plan import Plan, PlanCache, PlanKey
 
 #: Number of sampled coordinates of a parameter, at most.
@@ -148,8 +150,12 @@ class GradientSampler:
 
     def compile(self, dtype: torch.dtype, device: torch.device) -> None:
         """Compile the kernels by rounding a few numbers once, so that no step waits for a compiler."""
-        for config in self._coded.values():
-            self._rounded(torch.ones(64, dtype=dtype, device=device), config, (Segment(0, 64, False),), 0)
+        # Triton launches on the current device.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            for config in self._coded.values():
+                segments = every_tile(config.block_size, 1)
+                x = torch.ones(sum(segment.numel for segment in segments), dtype=dtype, device=device)
+                self._rounded(x, config, segments, 0)
 
     def _rounded(self, x: Tensor, config: GQSGDConfig, segments: tuple[Segment, ...], step: int) -> Tensor:
         """Returns a flat tensor after encoding and decoding."""

@@ -322,7 +322,10 @@ class StampCheck:
         # them.
         if stamp.weights is None or stamp.weights.values.device.type != self._device.type:
             return torch.full((WEIGHTS_COMPARED,), math.nan, dtype=torch.float64, device=self._device)
-        return stamp.weights.values
+        values = stamp.weights.values
+        if values.is_cuda:  # they were read on the caller's stream, which may use their memory again
+            values.record_stream(torch.cuda.current_stream(values.device))
+        return values
 
     def read_sent(self) -> None:
         """Read the stamps that are being copied from the GPU, if there are any. The host waits for the copy."""

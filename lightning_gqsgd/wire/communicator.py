@@ -25,6 +25,7 @@ backends that are created directly, under a key that no other groups have had (s
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from ctypes import py_object, pythonapi
@@ -54,6 +55,9 @@ LONGEST_TIMEOUT = timedelta(days=3650)
 #: step.
 NCCL_PIECE_NUMEL = 1 << 24
 NCCL_PIECE_SIZE = PieceSize(NCCL_PIECE_NUMEL, NCCL_PIECE_NUMEL)
+
+#: Seconds that `close` waits for this rank's own last collective over NCCL.
+CLOSE_S = 5.0
 
 
 class Communicator:
@@ -280,12 +284,13 @@ class Communicator:
             work = group.allreduce([output], dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM)
         # A forked child must not run the destructor of a work either, see `_abandon_after_fork`.
         _connected.add(work)
-        if self._has_several:  # with one group, NCCL orders collectives itself
+        if self.backend == "nccl":
             self._latest = (group, work)
         return work
 
     def _wait_for_other_groups(self, group: Any) -> None:
-        """Make the current stream wait for the latest collective if another of our groups ran it. For NCCL."""
+        """Make the current stream wait for the latest collective if another of our groups ran it. NCCL orders only the
+        collectives of one group."""
         latest, work = self._latest
         if work is not None and latest is not group:
             work.wait()
@@ -305,7 +310,8 @@ class Communicator:
     def close(self) -> None:
         """Destroy the groups. Not a collective.
 
-        After an error, groups over NCCL are aborted, because a shutdown may wait for work that a dead rank never ends.
+        Groups over NCCL are aborted, because a shutdown waits for the other ranks of a node, which may be in a
+        collective that waits for this rank. Without an error, this rank's own work ends before that.
         """
         _alive.discard(self)
         if self._staging is not None:
@@ -314,6 +320,7 @@ class Communicator:
         groups = self._groups
         self._groups = {}
         self._devices = {}
+        work = self._latest[1]
         self._latest = (None, None)
         shared = self._shared
         self._shared = {}
@@ -321,14 +328,14 @@ class Communicator:
             in_memory.close()
         if self._ending is not None:
             self._ending.close()
-        # Over NCCL, stages share a group, which must be shut down only once.
+        if self.backend != "nccl":
+            return  # Gloo's groups end with their last reference
+        ends = time.monotonic() + (0.0 if self._has_failed else CLOSE_S)
+        while work is not None and time.monotonic() < ends and not work.is_completed():
+            time.sleep(0.001)
+        # Stages share a group, which must be aborted only once.
         for group in dict.fromkeys(groups.values()):
-            if self.backend != "nccl":
-                continue  # Gloo's groups end with their last reference
-            if self._has_failed:
-                group.abort()
-            else:
-                group.shutdown()
+            group.abort()
 
     def abandon(self) -> None:
         """Forget the groups without ending them, in a process that was forked from the one that created them.

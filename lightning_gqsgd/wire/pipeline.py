@@ -383,6 +383,8 @@ class StreamRunner:
         if job.preface_blocks or not job.tensor.is_cuda:
             return job.context()
         self._beside = self._beside or torch.cuda.Stream(job.tensor.device, HIGH_PRIORITY)
+        # A stamp has weights that the caller's stream has read.
+        self._beside.wait_event(cast("torch.cuda.Event", job._arrived))
         return torch.cuda.stream(self._beside)
 
     def error_of(self, communicator: Communicator) -> BaseException | None:

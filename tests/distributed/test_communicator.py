@@ -65,9 +65,6 @@ class FakeNCCL:
         FakeNCCL.log.append(("start", self.number, self.timeout))
         return FakeWork(self.number)
 
-    def shutdown(self) -> None:
-        FakeNCCL.log.append(("shutdown", self.number))
-
     def abort(self) -> None:
         FakeNCCL.log.append(("abort", self.number))
 
@@ -78,6 +75,10 @@ class FakeWork:
 
     def wait(self) -> None:
         FakeNCCL.log.append(("wait", self._number))
+
+    def is_completed(self) -> bool:
+        FakeNCCL.log.append(("completed", self._number))
+        return True
 
 
 def _over_nccl(rank: int) -> None:
@@ -93,7 +94,8 @@ def _over_nccl(rank: int) -> None:
     # All in one group, whose order is the order of starts: nothing is waited for.
     assert FakeNCCL.log == [("start", 0, timeout)] * 5
     alike.close()
-    assert FakeNCCL.log[5:] == [("shutdown", 0)]
+    # Once its own work has ended: a shutdown would wait for the other ranks of the node.
+    assert FakeNCCL.log[5:] == [("completed", 0), ("abort", 0)]
     FakeNCCL.log.clear()
 
     several = Communicator(CPU, dist.group.WORLD, "several", timeout)
@@ -124,7 +126,7 @@ def _connected_over_nccl(rank: int) -> None:
     assert not FakeNCCL.log  # once for each group
     made.describe(RuntimeError("a peer is gone"), "a bucket")
     made.close()
-    assert {entry[0] for entry in FakeNCCL.log} == {"abort"}  # to shut down may wait for a peer that is gone
+    assert {entry[0] for entry in FakeNCCL.log} == {"abort"}  # its own work may wait for a peer that is gone
 
 
 def test_nccl_connects_before_the_first_step_and_aborts_after_an_error(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def test_what_ranks_only_compare_is_exchanged_beside_the_first_encoding(cuda: Fa
         *[("own 0", "encode 1 0"), ("own 0", "start 1 0")],
     ]
     assert "own 1" not in cuda.made[0].waited_for  # nothing of the bucket waits for it
+    assert blocks or "default" in cuda.made[1].waited_for  # a stamp has weights that the caller's stream reads
     assert not blocks or {stream for stream, _ in wire.done} == {"own 0"}
 
 

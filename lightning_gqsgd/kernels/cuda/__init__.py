@@ -70,6 +70,8 @@ def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limi
         narrow(x, blocks, aligned, key, factor, limit)
         out.copy_(aligned)
         return
+    if not launch.is_aligned(x):
+        x = x.clone()  # otherwise, the kernel would be compiled for this alignment in the middle of a step
     launch.run(narrow_kernel, c, blocks, out.view(torch.int16), x, launch.packed(key))
 
 
