@@ -147,8 +147,7 @@ def _save(headline: Headline, layout: Layout, file: Path | IO[bytes]) -> None:
             _draw(axes, line, headline.runs[line.variant], length, shades[line.variant])
         _finish_axes(axes, headline, layout, 1.02 * longest / length)
         if layout.beside:
-            for line in headline.lines:
-                _label(axes, line, headline.runs[line.variant], length, longest, shades[line.variant])
+            _label_all(axes, headline, length, longest, shades)
         else:
             figure.legend(loc="outside lower left", labelcolor="linecolor", prop={"size": 8.5, "weight": "bold"})
         times = headline.lines[-1].time_to_target / length, headline.lines[0].time_to_target / length
@@ -166,6 +165,8 @@ def _finish_axes(axes: Axes, headline: Headline, layout: Layout, end: float) -> 
         axes.set_ylim(bottom, top + 0.12 * (top - bottom))  # room for the names of the curves
     if metric.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        bottom, top = axes.get_ylim()
+        axes.set_yticks([tick for tick in axes.get_yticks() if bottom <= tick <= min(1.0, top)])
     axes.xaxis.set_major_locator(MaxNLocator(layout.ticks, steps=[1, 2, 5, 10]))
     axes.set_ylabel(f"validation {metric.label}")
 
@@ -204,17 +205,43 @@ def _draw(axes: Axes, line: Line, runs: Sequence[Run], length: float, colour: st
         axes.fill_between(seconds / length, values.min(0), values.max(0), color=colour, alpha=0.2, lw=0)
 
 
-def _label(axes: Axes, line: Line, runs: Sequence[Run], length: float, longest: float, colour: str) -> None:
-    """The variant's name and its end, above the end of its curve, and beside it where there is room."""
-    end = max(float(run.time[-1]) for run in runs)
-    beside = end < 0.75 * longest
+def _label_all(axes: Axes, headline: Headline, length: float, longest: float, shades: Mapping[str, str]) -> None:
+    """Each variant's name and end, above the end of its curve, or below it where another name is."""
+    ends = {}
+    for line in headline.lines:
+        runs = headline.runs[line.variant]
+        value = sum(float(run.value[-1]) for run in runs) / len(runs)
+        ends[line.variant] = (max(float(run.time[-1]) for run in runs), value)
+    bottom, top = axes.get_ylim()
+    placed: list[tuple[float, float]] = []
+    for line in sorted(headline.lines, key=lambda line: ends[line.variant][1], reverse=True):
+        end, value = ends[line.variant]
+        others = sum(
+            abs(time - end) < 0.35 * longest and value > other - 0.12 * (top - bottom) for time, other in placed
+        )
+        _label(axes, line, (end / length, value), end < 0.75 * longest, others, shades[line.variant])
+        placed.append((end, value))
+
+
+def _label(axes: Axes, line: Line, end: tuple[float, float], beside: bool, others: int, colour: str) -> None:
+    """A variant's name and end.
+
+    Args:
+        axes: where to draw.
+        line: the variant.
+        end: end of its curve.
+        beside: whether there is room on the right of it.
+        others: number of names that are there already.
+        colour: of the curve.
+    """
+    # A name has two lines of text. The first one is above its curve, the second one below, the third one below that.
     axes.annotate(
         f"{line.variant}\n{target_text(line.metric, line.final)} at the end",
-        (end / length, sum(float(run.value[-1]) for run in runs) / len(runs)),
-        xytext=(5 if beside else 0, 5),
+        end,
+        xytext=(5 if beside else 0, 5 if not others else 18 - 26 * others),
         textcoords="offset points",
         ha="left" if beside else "right",
-        va="bottom",
+        va="top" if others else "bottom",
         color=colour,
         fontweight="bold",
         fontsize=8.5,

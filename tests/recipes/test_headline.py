@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import math
 import re
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
+from recipes.comparison import headline
 from recipes.comparison.embedding import on_dark
 from recipes.comparison.headline import Headline, save_headline
 from recipes.comparison.results import REFERENCE, Run, common_target, compare, seeds_in_words
@@ -45,6 +49,22 @@ def drawn(variants: dict[str, list[Run]], tmp_path: Path, target: float | None =
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_a_gain_is_drawn(tmp_path: Path, seeds: int) -> None:
     assert drawn(runs_of(tmp_path, STEPS, seeds), tmp_path) == FILES
+
+
+def test_names_of_curves_with_one_end_do_not_lie_on_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(headline, "save", lambda figure, file: figures.append(figure))
+    monkeypatch.setattr(headline, "svg", lambda save: save(io.BytesIO()) or "")
+    steps = {"ddp": 0.11, "ddp_bf16": 0.105, "gqsgd": 0.1}
+    drawn_from = runs_of(tmp_path, steps, values=(0.5, 0.98, 0.98))
+    target = 0.9
+    save_headline(drawn_from, compare(drawn_from, target), target, "words", tmp_path / "headline.png")
+    (axes,) = figures[0].axes
+    figures[0].canvas.draw()
+    boxes = [text.get_window_extent() for text in axes.texts if "at the end" in text.get_text()]
+    assert len(boxes) == 3
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    assert max(axes.get_yticks()) <= 1
 
 
 def test_text_can_be_read_on_a_narrow_screen(tmp_path: Path) -> None:
