@@ -49,7 +49,7 @@ from lightning_gqsgd.research.optim import MuonAdamW
 from lightning_gqsgd.research.simulation.local import Crowd, LocalWorkers
 from lightning_gqsgd.research.simulation.shapes import Shaped
 from lightning_gqsgd.research.simulation.virtual import VirtualRanks
-from pictures.style import DPI, STYLE
+from pictures.style import drawn
 
 WORKERS = 4
 LAYERS, WIDTH = 6, 384
@@ -445,11 +445,11 @@ def trained(
 
 def _draw(report: Report, file: Path) -> None:
     """Loss against bytes, and against predicted time on each link: means over seeds."""
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, 1 + len(LINKS), figsize=(4 * (1 + len(LINKS)), 3.6), sharey=True)
+    panels = 1 + len(LINKS)
+    with drawn(file, crop="tight", figsize=(4 * panels, 3.6), layout="tight") as figure:
+        axes = figure.subplots(1, panels, sharey=True)
         for name, found in report.raw.items():
             # A start has sent nothing, and a seed that has diverged has fewer points.
             shortest = min(map(len, found["curves"]))
@@ -467,10 +467,7 @@ def _draw(report: Report, file: Path) -> None:
             axis.xaxis.set_major_formatter("{x:,g}")
             axis.xaxis.set_minor_formatter(NullFormatter())
         axes[0].set_ylabel("validation loss (nats per byte)")
-        figure.tight_layout()
         figure.legend(*axes[0].get_legend_handles_labels(), fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        figure.savefig(file, dpi=DPI, bbox_inches="tight")
-        plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import REDUCERS, new_store
-from lightning_gqsgd.wire.compiling import every_tile
+from lightning_gqsgd.wire.compiling import current, every_tile
 from lightning_gqsgd.wire.plan import Plan, PlanCache, PlanKey
 
 #: Number of sampled coordinates of a parameter, at most.
@@ -150,8 +149,7 @@ class GradientSampler:
 
     def compile(self, dtype: torch.dtype, device: torch.device) -> None:
         """Compile the kernels by rounding a few numbers once, so that no step waits for a compiler."""
-        # Triton launches on the current device.
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with current(device):
             for config in self._coded.values():
                 segments = every_tile(config.block_size, 1)
                 x = torch.ones(sum(segment.numel for segment in segments), dtype=dtype, device=device)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch import Tensor
 
 from lightning_gqsgd.cli.asking import check_network
 from lightning_gqsgd.cli.tables import plain_table
@@ -42,6 +43,7 @@ from lightning_gqsgd.predict.costs import (
 from lightning_gqsgd.predict.device_times import codec_of_bits
 from lightning_gqsgd.predict.probe import Probe
 from lightning_gqsgd.predict.timeline import Timeline, estimated
+from lightning_gqsgd.sparse.options import tables_of
 
 #: The codec whose speed a probe has measured.
 MEASURED = "measured"
@@ -212,7 +214,7 @@ class Question:
         line = estimated(built.model, backward_s, forward_s=forward_s, weights=weights)
         share = "their multiplications" if weights else "their size"
         note = f"when gradients are ready: an estimate, layers take their share of --backward by {share}"
-        return replace(line, name=self.model), [note, _note_on_tables(models.sparse_tables(built.model), line.numel)]
+        return replace(line, name=self.model), [note, _note_on_tables(tables_of(built.model), line.numel)]
 
 
 def _device(codec: str, probe: Probe | None) -> str:
@@ -237,14 +239,15 @@ def _note(codec: str, probe: Probe | None, *, is_assumed: bool) -> str:
     return f"{said}; it is assumed, and --codec names another one" if is_assumed else said
 
 
-def _note_on_tables(tables: Mapping[str, int], numel: int) -> str:
+def _note_on_tables(tables: Mapping[str, Tensor], numel: int) -> str:
     """Returns a note that predictions count tables with sparse gradients as dense; empty if there are none."""
     if not tables:
         return ""
     first, *others = tables
     names = f"{first} and {len(others)} more" if others else first
+    of_tables = sum(table.numel() for table in tables.values())
     return (
-        f"sparse gradients: {names} ({sum(tables.values()) / 1e6:.3g} of {numel / 1e6:.3g} M parameters) are "
+        f"sparse gradients: {names} ({of_tables / 1e6:.3g} of {numel / 1e6:.3g} M parameters) are "
         "predicted as if they were dense; what a step sends of them depends on the rows that it touches"
     )
 

@@ -13,7 +13,7 @@ import torch
 from lightning_gqsgd.cli.asking import unknown
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.parsing import codec_of
-from lightning_gqsgd.config.resolving import omega_of, resolve, setting_of
+from lightning_gqsgd.config.resolving import omega_of, resolve, setting_of, shares_scales
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import PRESETS, Preset, make_config
@@ -99,7 +99,7 @@ class Facts:
         if not codec_of(self.config).has_scale:
             return f"none ({self.config.block_size})"
         block = f"{self.config.block_size}" if self.config.scale_per == "block" else self.config.scale_per
-        return f"{self.ranks} × {block}" if _shares(self.config) else block
+        return f"{self.ranks} × {block}" if shares_scales(self.config) else block
 
     @property
     def constant(self) -> str:
@@ -192,11 +192,6 @@ def _state(config: GQSGDConfig, ranks: int) -> dict[str, float]:
     owned = REDUCERS[config.reducer].owns_shards
     kept = kinds(config.up, config.down)
     return {kind.value: 1 / ranks if owned and kind in KEPT_BY_OWNERS else 1.0 for kind in kept}
-
-
-def _shares(config: GQSGDConfig) -> bool:
-    """Returns whether all ranks have one scale."""
-    return REDUCERS[config.reducer].adds_codes or config.scale == "global"
 
 
 def _omega(config: GQSGDConfig, ranks: int) -> float | None:

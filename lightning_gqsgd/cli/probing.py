@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,11 +109,13 @@ def run_ranks(procs: int, arguments: Sequence[str]) -> int:
     }
     command = [sys.executable, "-m", "lightning_gqsgd.cli", *arguments]
     ranks: list[subprocess.Popen[bytes]] = []
-    with _exit_at_sigterm():
+    # By itself, SIGTERM would end this process and leave its ranks.
+    with _handling(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)):
         try:
             for rank in range(procs):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                with _interrupts_ignored():  # as in the new process, which this one ends
+                # Also in the new process, which inherits that and is ended by this one.
+                with _handling(signal.SIGINT, signal.SIG_IGN):
                     ranks.append(subprocess.Popen(command, env={**os.environ, **place, **own}))
             while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
                 time.sleep(0.05)
@@ -124,29 +127,17 @@ def run_ranks(procs: int, arguments: Sequence[str]) -> int:
 
 
 @contextmanager
-def _exit_at_sigterm() -> Iterator[None]:
-    """Raise SystemExit at SIGTERM in this context, which by itself would end this process and leave its ranks."""
+def _handling(number: int, handler: Any) -> Iterator[None]:
+    """Handle a signal in this context as given. In threads other than the main thread, do nothing: they get no
+    signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Ignore interrupts in this context. Processes that are started in it ignore them from their start."""
-    if threading.current_thread() is not threading.main_thread():  # another thread is not interrupted
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
 def run_rank(bits: Sequence[int], model: str | None, batch: int | None) -> Probe | None:

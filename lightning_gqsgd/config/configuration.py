@@ -86,9 +86,8 @@ class GQSGDConfig(Fields):
             ``allow`` whose error is small compared with the noise of the gradients, see ``max_slowdown``; the field
             then holds the largest number of bits in ``allow`` that is at most 8. A dictionary, e.g.
             ``{"*": 4, "head.*": 8}``: bits by shell-style patterns of parameter names. The last pattern that matches a
-            name decides. This works with DDP
-            and FSDP2 only, and without a memory. All other fields apply to every number of bits. The field then holds a
-            `spec.bits_by_name.BitsByName`.
+            name decides. This works with DDP and FSDP2 only, and without a memory. All other fields apply to every
+            number of bits. The field then holds a `spec.bits_by_name.BitsByName`.
         levels: number of non-zero magnitudes (s in the papers) of a stochastic linear or an exponential code. None: as
             many as fit.
         mantissa: number of mantissa bits between two powers of two of an exponential code, 0 to 3. With

@@ -106,6 +106,11 @@ def setting_of(config: GQSGDConfig, ranks: int, dtype: torch.dtype, piece_size: 
     )
 
 
+def shares_scales(config: Fields) -> bool:
+    """Returns whether all ranks have one scale for the messages that they send at the same time."""
+    return REDUCERS[config.reducer].adds_codes or config.scale == "global"
+
+
 def omega_of(config: Fields, ranks: int, *, is_shared: bool = True) -> float:
     """Returns ω of the coordinates that share a scale: of a block, or of the blocks of all ranks if these share scales;
     see `codecs.variance.dimension_together`.
@@ -117,13 +122,12 @@ def omega_of(config: Fields, ranks: int, *, is_shared: bool = True) -> float:
             scales of their own.
     """
     codec = codec_of(config)
-    reducer = REDUCERS[config.reducer]
     # A power of two is up to twice the maximum norm, which these constants are for.
     factor = 4 if config.norm == "power_of_two" and isinstance(codec, (LinearCodec, CompandedCodec)) else 1
-    if not is_shared or not (reducer.adds_codes or config.scale == "global"):
+    if not (is_shared and shares_scales(config)):
         return factor * codec.omega(config.block_size)
     together = dimension_together(config.block_size, ranks, config.norm_over_ranks)
-    return factor * codec.omega(together, summed=ranks if reducer.adds_codes else 1)
+    return factor * codec.omega(together, summed=ranks if REDUCERS[config.reducer].adds_codes else 1)
 
 
 def _noise_of_shared(config: Fields, ranks: int) -> float:

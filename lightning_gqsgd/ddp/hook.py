@@ -131,7 +131,7 @@ class GQSGDState:
             one_or_all = config if len(self._candidates) > 1 else self.config
             self._facts = facts_of(one_or_all, own_facts(config, model, numbered, post_local_sgd))
             self._digest = digest_of_facts(self._facts)
-            tables = tables_of(model, frozen=True)
+            tables = tables_of(model.module, frozen=True)
             sends_rows = bool(tables) and config.sparse != "refuse"
             # The calling thread starts all collectives of a step, or none. For post-local SGD, steps have a stamp.
             is_native = not self._compresses and post_local_sgd is None
@@ -289,7 +289,7 @@ class GQSGDState:
             return None
         if is_first and self._steps.compares_first:
             # Torch's hook compares nothing. A rank that has loaded a state alone would train alone.
-            self._engine.compare_first(Stamp(self.config.seed, self._steps.number, self._digest))
+            self._engine.compare_first(self._stamp())
             self._steps.compares_first = self._engine.failed
         if self._engine.failed:
             return None  # the engine raises the reason
@@ -306,7 +306,7 @@ class GQSGDState:
         if self._steering is not None:
             stamp = self._choose_bits(self._steering)
         elif self._compresses or self._post_local_sgd is not None:
-            stamp = Stamp(self._configs[0].seed, step, self._digest)
+            stamp = self._stamp()
         else:
             return None
         stamp = stamp._replace(weights=self._attachment.trained.weights(self.step))
@@ -314,6 +314,10 @@ class GQSGDState:
             return stamp
         self._engine.compare_first(stamp)
         return None
+
+    def _stamp(self) -> Stamp:
+        """Returns the stamp of this step, without measurements and weights."""
+        return Stamp(self._configs[0].seed, self._steps.number, self._digest)
 
     def _choose_bits(self, steering: Steering) -> Stamp:
         """Choose the configuration of the step that begins. Returns its stamp, with what this rank has measured."""
@@ -379,7 +383,7 @@ class GQSGDState:
             self._steps.is_under_way = False  # of a backward pass that was broken off
         plain = self._attachment.plain
         if plain is not None and plain.is_due(model):
-            plain.go_on(model, Stamp(self.config.seed, self.step, self._digest), (self, gqsgd_hook))
+            plain.go_on(model, self._stamp(), (self, gqsgd_hook))
         watch = self._attachment.watch
         if not is_closed and watch is not None:
             watch.before_forward(model, has_hook=plain is None or not plain.is_on)
@@ -483,7 +487,7 @@ class GQSGDState:
         if steering is not None:
             steering.clock.watch(model)
         if model.find_unused_parameters:
-            fill_missing_gradients(model, tables_of(model).values())
+            fill_missing_gradients(model, tables_of(model.module).values())
         model.register_comm_hook(self, gqsgd_hook)
         plain = None
         if steering is not None and steering.trials is not None and ranks > 1:  # else there are no steps to compare

@@ -54,9 +54,10 @@ def number(value: object, what: str) -> float:
 
 def above_0(value: object, what: str) -> float:
     """Returns a finite number above 0."""
-    if number(value, what) == 0:
+    found = number(value, what)
+    if found == 0:
         raise _error(value, what, "a number above 0")
-    return float(value)  # type: ignore[arg-type]  # see `number`
+    return found
 
 
 def integer(value: object, what: str, least: int = 0) -> int:

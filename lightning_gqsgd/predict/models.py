@@ -167,16 +167,6 @@ def operations(built: Built) -> list[float] | None:
     return [max(counts.get(id(p), 0.0), float(p.numel())) for p in built.model.parameters() if p.requires_grad]
 
 
-def sparse_tables(model: nn.Module) -> dict[str, int]:
-    """Returns the coordinates of the parameters whose gradients are sparse, by their names: tables with
-    ``sparse=True``."""
-    return {
-        f"{name}.weight".removeprefix("."): module.weight.numel()
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
-    }
-
-
 def _shape(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 

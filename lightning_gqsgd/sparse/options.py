@@ -31,15 +31,15 @@ def refuse_for(config: GQSGDConfig, what: str) -> None:
         )
 
 
-def tables_of(model: DistributedDataParallel, *, frozen: bool = False) -> dict[str, Tensor]:
-    """Returns the parameters of which DDP expects sparse gradients, by name.
+def tables_of(model: nn.Module, *, frozen: bool = False) -> dict[str, Tensor]:
+    """Returns the parameters of which DDP expects sparse gradients, by name: those of tables with ``sparse=True``.
 
     Args:
-        model: the DDP model.
+        model: the model that DDP wraps.
         frozen: whether to include parameters that require no gradient now, because they may require one later.
     """
     tables = {}
-    for name, module in model.module.named_modules():
+    for name, module in model.named_modules():
         is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         if is_table and (frozen or module.weight.requires_grad):
             tables[f"{name}.weight" if name else "weight"] = module.weight
@@ -53,7 +53,7 @@ def check_tables(
 
     If a table has ``max_norm``, each rank rescales the rows that it looks up. A warning says so.
     """
-    tables = tables_of(model)
+    tables = tables_of(model.module)
     if not tables:
         return
     name, table = next(iter(tables.items()))

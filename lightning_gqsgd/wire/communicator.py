@@ -95,8 +95,7 @@ class Communicator:
         self.timeout = timeout or timeout_of(group, device)
         self._ranks = peers.numbers
         # Gloo waits in this store when groups are created, while its process may be stopped.
-        self._ending = None if self.backend == "nccl" else EndingStore(peers.store, self.timeout)
-        self._store = self._ending or peers.store
+        self._store = peers.store if self.backend == "nccl" else EndingStore(peers.store, self.timeout)
         # Backends by stage, scope and turn; torch's type stubs lack their collectives.
         self._groups: dict[tuple[int, Scope, int], Any] = {}
         self._shared: dict[tuple[int, Scope, int], SharedGroup] = {}
@@ -326,8 +325,8 @@ class Communicator:
         self._shared = {}
         for in_memory in shared.values():
             in_memory.close()
-        if self._ending is not None:
-            self._ending.close()
+        if isinstance(self._store, EndingStore):
+            self._store.close()
         if self.backend != "nccl":
             return  # Gloo's groups end with their last reference
         ends = time.monotonic() + (0.0 if self._has_failed else CLOSE_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import metadata
 
@@ -54,10 +54,15 @@ def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.devic
     """
     if not REDUCERS[config.reducer].compresses or device.type not in ("cpu", "cuda"):
         return
-    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with on_device, compilation_is_announced(dtype, device):
+    with current(device), compilation_is_announced(dtype, device):
         for setting in settings_of(config, dtype, device, ranks):
             check(setting, device, run_once(setting, device))
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Returns a context in which a GPU is the current device, on which Triton launches. It does nothing for other
+    devices."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def settings_of(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> list[Setting]:

@@ -16,8 +16,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from lightning_gqsgd.frameworks.distributed import destroy_at_exit
+from lightning_gqsgd.sparse.options import tables_of
 from recipes.errors import RecipeError
-from recipes.models.sparse_gradients import sparse_tables
 
 HOOKS = ("none", "bf16", "fp16", "powersgd")
 
@@ -120,7 +120,7 @@ class BaselineDDPStrategy(DDPStrategy):
 
     def _count_sparse(self, module: torch.nn.Module) -> set[str]:
         """Count the bytes of sparse gradients from now on; returns the names of their parameters."""
-        tables = sparse_tables(module)
+        tables = tables_of(module, frozen=True)
 
         def count(name: str, table: torch.Tensor) -> None:
             # Here, before DDP sends the gradient: afterwards it has the rows of all processes.
@@ -130,5 +130,5 @@ class BaselineDDPStrategy(DDPStrategy):
             self._sparse_bytes[name] = rows * (8 + table[0].numel() * size)  # row numbers are int64
 
         for name, table in tables.items():
-            table.register_post_accumulate_grad_hook(partial(count, name))
-        return {f"{name}.weight" for name in tables}
+            table.register_post_accumulate_grad_hook(partial(count, name.removesuffix(".weight")))
+        return set(tables)

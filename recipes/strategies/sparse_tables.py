@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from recipes.models.sparse_gradients import sparse_tables
+from lightning_gqsgd.sparse.options import tables_of
 from recipes.strategies.choices import TARGET
 
 
@@ -19,4 +19,4 @@ def fields_for(strategy: Mapping[str, Any], network: nn.Module) -> dict[str, Any
         network: what is trained.
     """
     is_open = strategy["_target_"] == TARGET and not strategy.get("local_steps") and strategy.get("sparse") is None
-    return {"sparse": "gather"} if is_open and sparse_tables(network) else {}
+    return {"sparse": "gather"} if is_open and tables_of(network, frozen=True) else {}

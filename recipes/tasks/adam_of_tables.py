@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 
 class AdamOfTables(torch.optim.Adam):
@@ -22,7 +22,7 @@ class AdamOfTables(torch.optim.Adam):
     """
 
     def __init__(
-        self, params: Any, tables: Iterable[nn.Parameter], lr: float, betas: tuple[float, float] = (0.9, 0.999)
+        self, params: Any, tables: Iterable[Tensor], lr: float, betas: tuple[float, float] = (0.9, 0.999)
     ) -> None:
         super().__init__(params, lr=lr, betas=betas)
         self._tables = torch.optim.SparseAdam(list(tables), lr=lr, betas=betas)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_gqsgd.sparse.options import tables_of
 from recipes.errors import RecipeError
 from recipes.limits import OPTIMIZERS
-from recipes.models.sparse_gradients import sparse_tables
 from recipes.tasks.adam_of_tables import AdamOfTables
 from recipes.tasks.schedules import make_schedule
 
@@ -133,24 +133,25 @@ def _with_schedule(optimizer: Optimizer, settings: OptimizerSettings | OwnOptimi
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _tables(module: nn.Module, settings: OptimizerSettings) -> list[nn.Parameter]:
+def _tables(module: nn.Module, settings: OptimizerSettings) -> list[Tensor]:
     """The parameters with sparse gradients.
 
     Raises:
         OptimizerError: see `make_optimizer`.
     """
-    tables = sparse_tables(module)
+    tables = tables_of(module, frozen=True)
     # torch would refuse sparse gradients as well, but at the first step, and because of an addition, not of the decay.
     if tables and (settings.name == "adamw" or settings.weight_decay):
+        first = next(iter(tables)).removesuffix(".weight")
         raise OptimizerError(
-            f"{next(iter(tables))} gives sparse gradients, which optimizer.name={settings.name} "
+            f"{first} gives sparse gradients, which optimizer.name={settings.name} "
             f"optimizer.weight_decay={settings.weight_decay} cannot take; set model.sparse=false, "
             "or optimizer.name=adam or sgd and optimizer.weight_decay=0"
         )
     return list(tables.values())
 
 
-def _optimizer(groups: list[dict[str, Any]], tables: list[nn.Parameter], settings: OptimizerSettings) -> Optimizer:
+def _optimizer(groups: list[dict[str, Any]], tables: list[Tensor], settings: OptimizerSettings) -> Optimizer:
     if settings.name == "sgd":
         nesterov = settings.nesterov and settings.momentum > 0
         return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, nesterov=nesterov)

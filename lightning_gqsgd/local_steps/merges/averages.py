@@ -164,7 +164,11 @@ class MergedAverages:
         self._start_from_anchors()
         # The process keeps its handlers of signals, and they must not keep the model.
         thread = weakref.ref(self._thread)
-        is_over = lambda: (found := thread()) is None or found.is_over  # noqa: E731
+
+        def is_over() -> bool:
+            found = thread()
+            return found is None or found.is_over
+
         self._notice = PreemptionNotice(is_over) if options.elastic else None
         # This also runs at exit, because Gloo groups that are still open then can abort the process.
         weakref.finalize(model, self._thread.close)
