@@ -31,7 +31,9 @@ _TOLERANCE = 1e-3
 _SHARE_ALLOWED = 1 / 50
 
 
-def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
+def compile_kernels(
+    config: GQSGDConfig, dtype: torch.dtype, device: torch.device, ranks: int, plan: type[Plan] = Plan
+) -> None:
     """Run the kernels that ``ranks`` ranks need once, on virtual ranks, so that no step waits for a compiler.
 
     Kernels of a GPU are compiled for a number of ranks, so there are as many virtual ranks; otherwise there are two.
@@ -48,6 +50,7 @@ def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.devic
         dtype: dtype of the gradients.
         device: device of the gradients. For devices other than CPUs and CUDA, nothing is done.
         ranks: number of ranks.
+        plan: what is done with a tensor, an all-reduce or a reduce-scatter, which need different kernels.
 
     Raises:
         ConfigError: if the kernels give other numbers than the readable ones.
@@ -56,7 +59,7 @@ def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.devic
         return
     with current(device), compilation_is_announced(dtype, device):
         for setting in settings_of(config, dtype, device, ranks):
-            check(setting, device, run_once(setting, device))
+            check(setting, device, run_once(setting, device, plan), plan)
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
@@ -81,29 +84,35 @@ def settings_of(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, r
     return settings
 
 
-def run_once(setting: Setting, device: torch.device, *, on: torch.device | None = None) -> Tensor:
+def run_once(
+    setting: Setting, device: torch.device, plan: type[Plan] = Plan, *, on: torch.device | None = None
+) -> Tensor:
     """Average gradients of virtual ranks once.
 
     Args:
         setting: reducer, codec, number of virtual ranks and dtype.
         device: device of the gradients.
+        plan: an all-reduce or a reduce-scatter.
         on: device of the virtual ranks' gradients; None means ``device``.
 
     Returns:
         The mean, [coordinates], in the setting's dtype.
     """
     count = setting.ranks
-    segments = _SEGMENTS if device.type == "cpu" else every_tile(setting.block_size, count)
+    parts = plan.parts(count)
+    part = _SEGMENTS if device.type == "cpu" else every_tile(setting.block_size, count // parts)
+    segments = part * parts
     numel = sum(segment.numel for segment in segments)
     sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
     where = on or device
     stores = [new_store(setting, sizes, where) for _ in range(count)]
     gradients = [_gradient(rank, numel).to(where, setting.dtype) for rank in range(count)]
-    Plan(segments, setting).average(gradients, 0, stores)
-    return gradients[0]
+    plan(segments, setting).average(gradients, 0, stores)
+    # Each part of the mean is taken from a rank that has it.
+    return torch.cat([gradients[rank].view(parts, -1)[rank] for rank in range(parts)])
 
 
-def check(setting: Setting, device: torch.device, mean: Tensor) -> None:
+def check(setting: Setting, device: torch.device, mean: Tensor, plan: type[Plan] = Plan) -> None:
     """Check that the mean of `run_once` equals the mean that the readable kernels compute.
 
     If there are so many ranks that the readable kernels would take seconds, nothing is checked.
@@ -114,7 +123,7 @@ def check(setting: Setting, device: torch.device, mean: Tensor) -> None:
     if len(mean) * setting.ranks > MOST_COMPARED:
         return
     with readable_kernels():
-        expected = run_once(setting, device, on=torch.device("cpu")).double()
+        expected = run_once(setting, device, plan, on=torch.device("cpu")).double()
     found = mean.cpu().double()
     # A NaN counts as wrong.
     wrong = int((~((found - expected).abs() <= _TOLERANCE * expected.abs().max())).sum())

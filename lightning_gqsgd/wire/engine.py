@@ -231,7 +231,7 @@ class Engine:
     def compile(self, config: GQSGDConfig, dtype: torch.dtype) -> None:
         """Compile the kernels of a configuration with a chosen reducer for gradients of a dtype."""
         if self.world_size > 1:
-            compile_kernels(config, dtype, self.communicator.device, self.world_size)
+            compile_kernels(config, dtype, self.communicator.device, self.world_size, self._plan_type)
 
     def reduce(self, x: Tensor, request: Request) -> Job:
         """Start to replace a flat tensor by its mean over ranks. Every rank has to make its calls in the same order.

@@ -178,6 +178,12 @@ class Plan:
         """Approximate number of bytes that the tables of all pieces take."""
         return self._table_bytes
 
+    @staticmethod
+    def parts(ranks: int) -> int:
+        """Returns into how many parts of equal segments a tensor is divided. After a step, part r holds the mean on
+        rank r. An all-reduce has one part, whose mean all ranks hold."""
+        return 1
+
     def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
         made = []
         self._table_bytes = 0
@@ -215,6 +221,11 @@ class ScatterPlan(Plan):
             same sizes.
         setting, *others: as for `Plan`; the reducers of their configurations are ignored.
     """
+
+    @staticmethod
+    def parts(ranks: int) -> int:
+        """Returns the number of ranks, see `Plan.parts`."""
+        return ranks
 
     def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
         each = len(segments) // self.setting.ranks

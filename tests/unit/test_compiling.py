@@ -22,8 +22,10 @@ from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.cpu import cache, jit, stages
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import Setting
-from lightning_gqsgd.wire import announcing, compiling
+from lightning_gqsgd.reducers.scatter import Scatter
+from lightning_gqsgd.wire import announcing, compiling, plan
 from lightning_gqsgd.wire.compiling import check, compile_kernels, run_once, settings_of
+from lightning_gqsgd.wire.plan import ScatterPlan
 
 CPU = torch.device("cpu")
 
@@ -117,6 +119,23 @@ def _check(preset: str, dtype: torch.dtype) -> None:
         check(setting, CPU, run_once(setting, CPU))
 
 
+@pytest.mark.parametrize("fields", [{}, {"bits": 4, "warmup_steps": 2}, {"bits": 3, "codec": "eden"}])
+def test_a_reduce_scatter_is_compiled_and_checked(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = GQSGDConfig(reducer="two_shot", memory_down="none", **fields)
+    reducers: list[Scatter] = []
+
+    def kept(*args: Any) -> Scatter:
+        reducers.append(Scatter(*args))
+        return reducers[-1]
+
+    monkeypatch.setattr(plan, "Scatter", kept)
+    compile_kernels(config, torch.float32, CPU, 2, ScatterPlan)
+    assert reducers
+    _spoil_decoding(monkeypatch, _scale)
+    with pytest.raises(ConfigError, match=r"of 144 coordinates to other numbers"):
+        compile_kernels(config, torch.float32, CPU, 2, ScatterPlan)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("preset", ["gqsgd", "gqsgd_2bit", "natural_compression", "topk_ef", "global_qsgd_linear"])
 def test_kernels_pass_their_check(preset: str, dtype: torch.dtype) -> None:
@@ -177,7 +196,7 @@ def test_every_start_of_a_process_is_checked(monkeypatch: pytest.MonkeyPatch) ->
 def test_kernels_are_compiled_for_the_configuration_as_it_is(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve(GQSGDConfig(**fields), 8)
     run: list[Setting] = []
-    monkeypatch.setattr(compiling, "run_once", lambda setting, device: run.append(setting))
+    monkeypatch.setattr(compiling, "run_once", lambda setting, device, plan: run.append(setting))
     monkeypatch.setattr(compiling, "check", lambda *_: None)
     compile_kernels(config, torch.bfloat16, CPU, 8)
     assert run[0] == setting_of(config, 2, torch.bfloat16)

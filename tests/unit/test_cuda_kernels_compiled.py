@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks import compiled
 from lightning_gqsgd import kernels
+from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
@@ -23,7 +24,7 @@ from lightning_gqsgd.kernels.wire import SCALE_FORMATS
 from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.wire import compiling
-from lightning_gqsgd.wire.plan import Plan
+from lightning_gqsgd.wire.plan import Plan, ScatterPlan
 from tests.processes import ended_well
 from tests.unit import ptx
 
@@ -63,14 +64,15 @@ class Compilations:
         return name, type(value)
 
 
-def _step(setting: Setting, segments: list[Segment], before: int, step: int) -> None:
+def _step(plan: type[Plan], setting: Setting, part: list[Segment], before: int, step: int) -> None:
     """Average gradients that begin so many elements behind a multiple of 16 bytes."""
+    segments = part * plan.parts(setting.ranks)
     numel = sum(segment.numel for segment in segments)
     sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
     ranks = range(setting.ranks)
     stores = [new_store(setting, sizes, CPU) for _ in ranks]
     gradients = [torch.ones(numel + before, dtype=setting.dtype)[before:] for _ in ranks]
-    Plan(segments, setting).average(gradients, step, stores)
+    plan(segments, setting).average(gradients, step, stores)
 
 
 def _cases() -> list[Any]:
@@ -88,21 +90,31 @@ def _cases() -> list[Any]:
 @pytest.mark.parametrize(("name", "dtype"), _cases(), ids=str)
 def test_no_step_compiles_what_the_warm_up_has_not(name: str, dtype: torch.dtype, monkeypatch: Any) -> None:
     """Whatever the sizes of parameters are, and wherever buckets and pieces begin."""
+    _compare_compilations(resolve(FIXED[name].config, 4), dtype, Plan, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fields", [{}, {"bits": 4, "warmup_steps": 2}, {"codec": "eden", "bits": 3}])
+def test_no_reduce_scatter_compiles_what_the_warm_up_has_not(fields: Any, dtype: torch.dtype, monkeypatch: Any) -> None:
+    config = GQSGDConfig(**fields, reducer="two_shot", memory_down="none")
+    _compare_compilations(config, dtype, ScatterPlan, monkeypatch)
+
+
+def _compare_compilations(config: GQSGDConfig, dtype: torch.dtype, plan: type[Plan], monkeypatch: Any) -> None:
     compilations = Compilations()
     monkeypatch.setattr(launch, "start", compilations)
     monkeypatch.setitem(sys.modules, cpu.__name__, cuda)
-    config = resolve(FIXED[name].config, 4)
     device = torch.device("cuda")
     for setting in compiling.settings_of(config, dtype, device, 4):
-        compiling.run_once(setting, device, on=CPU)
+        compiling.run_once(setting, device, plan, on=CPU)
     warm = set(compilations.known)
     assert warm
     setting = setting_of(config, 4, dtype, PieceSize(3000, 3000))
     small = [Segment(0, 10, False), Segment(1, 5000, False), Segment(2, 7, True), Segment(3, 9000, False)]
     for step, before in enumerate((0, 1, 3, 5)):
-        _step(setting, small, before, step)
-        _step(setting, [Segment(0, 1, False)], before, step)
-        _step(setting, [Segment(0, 16384, False)], before, step)
+        _step(plan, setting, small, before, step)
+        _step(plan, setting, [Segment(0, 1, False)], before, step)
+        _step(plan, setting, [Segment(0, 16384, False)], before, step)
     assert compilations.known - warm == set()
 
 
