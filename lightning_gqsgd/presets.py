@@ -292,6 +292,9 @@ LOCAL_PRESETS: dict[str, LocalPreset] = {
         "dore",
         "Philippenko, Dieuleveut 2021, arXiv 2102.12528",
         "changes of each step both ways; the owner of a shard keeps the true model as the error that is fed back",
+        left_out="the learnt reference of the way back: in its place, each message has 1/(1 + ω) of the distance "
+        "between the ranks' model and the true one. Its square is 3/4 of that with the reference if steps have zero "
+        "mean",
     ),
     "gqsgd_predictive": LocalPreset(
         {"every": 10, "outer": "sgd", "rule": "predicted"},

@@ -94,14 +94,28 @@ def test_a_wave_takes_one_coordinate() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_the_largest_numbers_stay_finite_and_nan_reaches_all(dtype: torch.dtype) -> None:
+def test_the_largest_numbers_stay_finite_and_others_reach_all(dtype: torch.dtype) -> None:
     x = torch.full((256,), torch.finfo(dtype).max, dtype=dtype)
     for result in average([x, x], codec="dct_top_k", density=0.1, memory="none"):
         assert result.isfinite().all()
-    broken = x.clone()
-    broken[3] = torch.nan
-    for result in average([x, broken], codec="dct_top_k", density=0.1, memory="none"):
-        assert result.isnan().all()
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        broken = x.clone()
+        broken[3] = bad
+        for result in average([x, broken], codec="dct_top_k", density=0.1, memory="none"):
+            assert result.isnan().all()
+
+
+@pytest.mark.parametrize("memory", ["ef", "ef21", {"alpha": 0.9, "beta": 0.9, "rho": 0}])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_step_with_an_infinity_leaves_memories_as_they_were(memory: Any, bad: float) -> None:
+    config = GQSGDConfig(codec="dct_top_k", density=0.1, memory=memory, reducer="gather")
+    ranks = VirtualRanks(2, [Segment(0, 256, raw=False)], torch.float32, **config.to_dict())
+    good = torch.randn(2, 256, generator=torch.Generator().manual_seed(0))
+    ranks.mean(list(good), 0)
+    broken = good.clone()
+    broken[1, 3] = bad
+    assert ranks.mean(list(broken), 1).isnan().all()
+    assert ranks.mean(list(good), 2).isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.reducers.base import StepKeys
+from lightning_gqsgd.research.simulation import subspaces
 from lightning_gqsgd.research.simulation.subspaces import SubspaceRanks
 
 SIGNS = {"codec": "sign", "bits": 1}
@@ -56,3 +59,22 @@ def test_bits_are_those_of_the_coordinates_that_travel() -> None:
 def test_a_share_out_of_its_range_is_refused(share: float) -> None:
     with pytest.raises(ConfigError, match=rf"share={share} is out of range: above 0, and at most 1"):
         SubspaceRanks(1, 16, share, torch.float32, True, **SIGNS)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_signs_of_the_rotation_have_a_stream_of_their_own(ranks: int) -> None:
+    """Otherwise, roundings depend on the signs, and the decoded vector is biased."""
+    seed = 3
+    given = {"codec": "linear", "bits": 2, "dither": "stochastic", "seed": seed}
+    group = SubspaceRanks(ranks, 64, 1.0, torch.float32, False, **given)
+    signs: list[Any] = []
+    codes: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        rotate = subspaces.rotated
+        patch.setattr(subspaces, "rotated", lambda x, b, key, **more: signs.append(key) or rotate(x, b, key, **more))
+        mean = group._codes.mean
+        patch.setattr(group._codes, "mean", lambda one, step: codes.append(step) or mean(one, step))
+        for step in range(3):
+            group.mean([torch.ones(64)] * ranks, step)
+    used = {key for step in codes for key in (*StepKeys.of(seed, step, 1).up, StepKeys.of(seed, step, 1).down)}
+    assert used.isdisjoint(signs)

@@ -107,6 +107,8 @@ class DctTopKQuantiser(TopKQuantiser):
         most = torch.finfo(values.dtype).max
         # A transform can exceed the largest number even if all coordinates are finite. It is clamped then.
         small = transformed(values / RUN).clamp(-most / RUN, most / RUN)
+        # Clamping would turn an infinity into a finite number, and no rank would see the overflow.
+        small[~values.isfinite().all(dim=1)] = torch.nan
         return super().record((small * RUN).to(values.dtype))
 
     def placed(self, kept: Tensor, places: Tensor, length: int, factor: float) -> Tensor:

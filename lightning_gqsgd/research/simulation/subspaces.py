@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment, cut
 from lightning_gqsgd.kernels.rotation import rotated
-from lightning_gqsgd.reducers.base import step_key
+from lightning_gqsgd.reducers.base import StepKeys
 from lightning_gqsgd.research.simulation.virtual import VirtualRanks
 
 
@@ -74,7 +74,8 @@ class SubspaceRanks:
         ranks = len(gradients)
         sent = torch.stack(list(gradients)) + self._memory
         blocks = torch.from_numpy(cut([Segment(0, self._width, raw=False)], self._width)).expand(ranks, -1)
-        key = step_key(self.config.seed, step, ranks)  # ranks use the streams below
+        # Codes have streams of their own: if they shared one with the signs, they would be biased.
+        key = StepKeys.of(self.config.seed, step, ranks).rotation
         places = torch.randperm(self._width, generator=torch.Generator().manual_seed(key[0]))[: self._kept]
         padded = torch.nn.functional.pad(sent, (0, self._width - self._dimension))
         inside = rotated(padded, blocks, key)[:, places]
