@@ -440,6 +440,7 @@ class GQSGDState:
                 ),
                 "new parameters": digest(new),
                 "dtypes": ", ".join(map(str, dtypes)),
+                "parameters with a memory": digest(sorted(self._parameters.remembered)),
             }
             meeting.agree([facts])
             # A collective of DDP's, in which a rank that refuses would leave the others waiting.
@@ -449,7 +450,7 @@ class GQSGDState:
         average(left.values(), self._group)
         take_from_first_rank(new.values(), self._group)
         del old
-        if self._parameters.renumber(numbered, named.values(), dtypes[0]):
+        if self._parameters.renumber(numbered, named.values(), dtypes[0], self._engine.communicator):
             if self._steering is not None:
                 self._steering.sampler.drop()
             self._facts = {**self._facts, "parameters": digest(numbered)}
@@ -530,7 +531,9 @@ class GQSGDState:
             # While plain DDP carries the gradients, a comparison that is under way is for its next step to read.
             self._steering.receive({} if self._steering.is_plain else self._engine.agreed(at_once=True))
             state["auto"] = self._steering.state()
-        return {**state, "memory": self._all_memory()} if self.config.remembers else state
+        if not self.config.remembers:
+            return state
+        return {**state, checkpoint.MEMORY_LAYOUT: self._store.layout, "memory": self._all_memory()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state, so that the dither and the memory continue. Every rank has to load the state of rank 0.

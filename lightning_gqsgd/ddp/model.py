@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,10 @@ from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.reducers.memory import Keeps, MemoryStore
 from lightning_gqsgd.session.parameters import Parameter, segments_of
+from lightning_gqsgd.wire.communicator import Communicator
+
+#: Why the memory of all ranks is gathered, for errors.
+_MOVING = "moving what ranks remember to the owners of parameters with other numbers (every rank calls rewrap)"
 
 
 class NumberedParameters:
@@ -54,7 +59,7 @@ class NumberedParameters:
         self.buckets: dict[tuple[int, ...], tuple[Segment, ...]] = {}
         self.entries = _by_id(numbered, parameters)
         self.remembered: set[int] = set()
-        self.store = self._new_store()
+        self.store = self._new_store(setting, self.numbered)
 
     @property
     def numbered(self) -> list[Parameter]:
@@ -66,29 +71,43 @@ class NumberedParameters:
         self.buckets[ids] = segments_of([self.entries[number] for number in ids], self._choices)
         return self.buckets[ids]
 
-    def renumber(self, numbered: Sequence[Parameter], parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> bool:
-        """Give parameters new numbers, and keep what is remembered of those that were there before.
+    def renumber(
+        self,
+        numbered: Sequence[Parameter],
+        parameters: Iterable[nn.Parameter],
+        dtype: torch.dtype,
+        communicator: Communicator,
+    ) -> bool:
+        """Give parameters new numbers, and keep what is remembered of those that were there before. A collective, if
+        there is a memory whose parts move to other ranks with the numbers. `remembered` has to be equal on all ranks.
 
         Returns:
             Whether anything has changed.
+
+        Raises:
+            CollectiveError: if other ranks do not arrive. Parameters keep their numbers then.
         """
         before = self.entries
-        self.entries = _by_id(numbered, parameters)
+        after = _by_id(numbered, parameters)
+        # Parameters are compared in order: two of equal size may have changed places.
+        is_same = list(after.items()) == list(before.items())
         self.buckets.clear()
-        is_same = self.numbered == list(before.values()) and self.entries.keys() == before.keys()
         if is_same and dtype == self._setting.dtype:
             return False
-        same = {entry.number: self.entries[key].number for key, entry in before.items() if key in self.entries}
-        old = self.store
-        self._setting = replace(self._setting, dtype=dtype)
-        self.store = self._new_store()
-        self.store.take_from(old, same)
-        self.remembered = {same[number] for number in self.remembered if number in same}
+        same = {entry.number: after[key].number for key, entry in before.items() if key in after}
+        same = {number: same[number] for number in self.remembered if number in same}
+        setting = replace(self._setting, dtype=dtype)
+        store = self._new_store(setting, after.values())
+        store.take_from(self.store, same, communicator.rank, partial(communicator.gather, purpose=_MOVING))
+        self.entries = after
+        self.store = store
+        self.remembered = set(same.values())
+        self._setting = setting
         return True
 
-    def _new_store(self) -> MemoryStore:
-        sizes = {entry.number: entry.numel for entry in self.numbered if not entry.raw}
-        return new_store(self._setting, sizes, self._device)
+    def _new_store(self, setting: Setting, entries: Iterable[Parameter]) -> MemoryStore:
+        sizes = {entry.number: entry.numel for entry in entries if not entry.raw}
+        return new_store(setting, sizes, self._device)
 
 
 def _by_id(numbered: Sequence[Parameter], parameters: Iterable[nn.Parameter]) -> dict[int, Parameter]:

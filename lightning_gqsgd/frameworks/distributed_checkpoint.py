@@ -90,7 +90,7 @@ class DCPState:
             state = dict(_entry(entries, "state"))
             checkpoint.check_state(state, hook.requested)
             saved = _entry(entries, "memory") if rank == 0 else None
-            numbers = _numbers_of(store, saved, ranks)
+            numbers = _numbers_of(store, state, saved, ranks)
             (key,) = meeting.agree([{"step": state["step"], "seed": state["seed"]}])
         communicator = hook._engine.communicator
         numbers = _from_first_rank(communicator, numbers)
@@ -117,7 +117,7 @@ def _entry(entries: Mapping[str, Any], name: str) -> Any:
     return value[0]
 
 
-def _numbers_of(store: MemoryStore, saved: Any, ranks: int) -> list[int]:
+def _numbers_of(store: MemoryStore, state: Mapping[str, Any], saved: Any, ranks: int) -> list[int]:
     """Returns the parameters whose memory can be taken; none if it is that of other ranks or of another configuration.
 
     Raises:
@@ -126,7 +126,7 @@ def _numbers_of(store: MemoryStore, saved: Any, ranks: int) -> list[int]:
     if not saved:
         return []
     checkpoint.check_memory(saved)
-    if not checkpoint.fits(store, saved, ranks):
+    if not checkpoint.fits(store, state, saved, ranks):
         return []
     store.check(saved)
     return sorted({number for tensors in saved.values() for number in tensors})

@@ -25,7 +25,8 @@ from lightning_gqsgd.local_steps.inner_state import all_or_nothing
 from lightning_gqsgd.local_steps.outer import load_outer
 from lightning_gqsgd.local_steps.rules import Averager
 from lightning_gqsgd.local_steps.watching import digest_of_tensors
-from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state
+from lightning_gqsgd.reducers.memory import MemoryStore
+from lightning_gqsgd.session.checkpoint import MEMORY_LAYOUT, STATE_SCHEMA, check_state, in_words, layout_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def state_of(averages: LocalAverages) -> dict[str, Any]:
         _WEIGHTS: averages.watched.digest(),
         "outer": averages.outer.state_dict(),
         "under_way": saved,
+        MEMORY_LAYOUT: averages.store.layout,
         "memory": {
             kind.value: {number: averages.store.row(kind, number).clone() for number in averages.compressed_numbers}
             for kind in averages.store.kinds
@@ -104,7 +106,7 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
     averages.mix_into_digest(digest_of_tensors(state["anchors"]))
     averages.watched.expects = state.get(_WEIGHTS) if own else None
     if own:
-        averages.store.take(rows_of(state["memory"]), 0)
+        _take_memory(averages.store, state)
         for averager, saved in zip(_averagers(averages), state["rule"], strict=True):
             averager.take(saved)
         return
@@ -118,6 +120,19 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
         state["world_size"],
         averages.rank,
         averages.world_size,
+    )
+
+
+def _take_memory(store: MemoryStore, state: Mapping[str, Any]) -> None:
+    """Load this rank's memory, or let it start empty if the rank had other coordinates when the state was written."""
+    if layout_of(state, store) == store.layout:
+        store.take(rows_of(state["memory"]), 0)
+        return
+    store.forget()
+    logger.warning(
+        "gqsgd: the memory starts empty: the state has that of%s, and this run has%s",
+        in_words(layout_of(state, store)) or " ranks that keep all coordinates",
+        in_words(store.layout) or " ranks that keep all coordinates",
     )
 
 

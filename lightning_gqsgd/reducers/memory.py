@@ -5,7 +5,7 @@ No tensor is keyed by bucket or piece, because DDP rebuilds its buckets after th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -102,6 +102,7 @@ class MemoryStore:
         device: torch.device,
     ) -> None:
         self.kinds = list(kinds)
+        self._block_size = block_size
         self._owners = owners
         self._sizes = dict(sizes)
         self._dtype = COMPUTE_DTYPES[dtype]
@@ -113,6 +114,13 @@ class MemoryStore:
             for parameter, size in sizes.items()
         }
         self._tensors: dict[tuple[Keeps, int], Tensor] = {}
+
+    @property
+    def layout(self) -> list[int]:
+        """The numbers that decide which coordinates a rank keeps: of owners, and of coordinates in a block. ``[1, 0]``
+        if every rank keeps all coordinates."""
+        divides = self._owners > 1 and any(kind in KEPT_BY_OWNERS for kind in self.kinds)
+        return [self._owners, self._block_size] if divides else [1, 0]
 
     def load(self, kind: Keeps, runs: Sequence[Run], like: Tensor) -> Tensor:
         """Returns a tensor like ``like`` with the kept values at the places of runs, and zeros at other places."""
@@ -195,16 +203,27 @@ class MemoryStore:
             for number, saved_rows in tensors.items():
                 self.row(Keeps(kind), number).copy_(saved_rows[rank])
 
-    def take_from(self, other: MemoryStore, numbers: Mapping[int, int]) -> None:
-        """Copy the tensors of another store, for the parameters that are also in this store.
+    def take_from(
+        self, other: MemoryStore, numbers: Mapping[int, int], rank: int, gather: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Copy the tensors of another store, for the parameters that are also in this store. A collective if parameters
+        have other numbers here and owners keep tensors, because a parameter's owners follow from its number.
 
         Args:
             other: a store with the same configuration and the same number of ranks.
-            numbers: for the number of a parameter in ``other``, its number in this store. The sizes have to be equal.
+            numbers: for the number of a parameter in ``other``, its number in this store, the same on all ranks. The
+                sizes have to be equal.
+            rank: this rank.
+            gather: returns the tensors that all ranks have passed, [ranks, numel]. A collective.
         """
-        for (kind, number), row in other._tensors.items():
-            here = numbers.get(number)
-            if here in self._sizes:
+        for number, here in sorted(numbers.items()):
+            if here not in self._sizes or number not in other._sizes:
+                continue
+            first, first_here = first_owners(np.array([number, here]), self._owners)
+            for kind in self.kinds:
+                row = other.row(kind, number)
+                if kind in KEPT_BY_OWNERS and first != first_here:
+                    row = gather(row)[(rank - first_here + first) % self._owners]
                 self.row(kind, here).copy_(row)
 
     def check(self, saved: Mapping[str, Mapping[int, Tensor]]) -> None:

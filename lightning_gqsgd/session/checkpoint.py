@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ STATE_SCHEMA = 1
 #: only its own, and the result of `memory_of` for the saved memory.
 MEMORY_NAME = "memory_name"
 MEMORY_OF = "memory_of"
+#: The entry of a state that says which coordinates of a memory each rank has (see `MemoryStore.layout`).
+MEMORY_LAYOUT = "memory_layout"
 
 #: Why the memory of all ranks is gathered, for errors.
 _GATHERING = "gathering what ranks remember (every rank calls state_dict)"
@@ -67,6 +69,12 @@ def check_state(state: Any, now: GQSGDConfig, entries: Mapping[str, type] | None
                 f"the gqsgd state's entry {name!r} is {value!r:.200}; load what state_dict has written "
                 f"(its entries: {', '.join(map(str, state))})"
             )
+    layout = state.get(MEMORY_LAYOUT, [1, 0])
+    if not (isinstance(layout, list) and len(layout) == 2 and all(map(is_count, layout))):
+        raise ConfigError(
+            f"the gqsgd state's entry {MEMORY_LAYOUT!r} is {layout!r:.200}, and not the numbers of owners and of "
+            "coordinates in a block; load what state_dict has written"
+        )
     _check_plain(state["config"])
     _log_difference(state["config"], now)
 
@@ -130,8 +138,8 @@ def gathered_memory(
 def take_memory(store: MemoryStore, state: Mapping[str, Any], rank: int, world_size: int) -> set[int] | None:
     """Load the memories from a hook's state. Returns the numbers of the parameters in it.
 
-    If the state has another number of ranks, or no memory, the memory stays empty, a warning says so, and the result is
-    None.
+    If the state has another number of ranks, or no memory, or if its ranks have other coordinates than they would have
+    here, the memory stays empty, a warning says so, and the result is None.
 
     Raises:
         ConfigError: if the state is not rank 0's, if it belongs to a model with other parameters, or if ``state_dict``
@@ -145,14 +153,14 @@ def take_memory(store: MemoryStore, state: Mapping[str, Any], rank: int, world_s
         )
     if saved is not None:
         check_memory(saved)
-    if saved is None or not fits(store, saved, world_size):
+    if saved is None or not fits(store, state, saved, world_size):
         ranks, kinds = state.get(MEMORY_OF) or memory_of(saved or {})
         logger.warning(
             "gqsgd: the memory starts empty: the checkpoint has that of %s ranks (%s), this run has %s ranks (%s)",
             ranks or "no",
-            kinds or "nothing",
+            f"{kinds or 'nothing'}{in_words(layout_of(state, store))}",
             world_size,
-            ", ".join(kind.value for kind in store.kinds),
+            f"{', '.join(kind.value for kind in store.kinds)}{in_words(store.layout)}",
         )
         store.forget()
         return None
@@ -166,9 +174,25 @@ def memory_of(saved: Mapping[str, Mapping[int, Tensor]]) -> tuple[str, str]:
     return ", ".join(map(str, sorted(counts))), ", ".join(map(str, saved))
 
 
-def fits(store: MemoryStore, saved: Mapping[str, Mapping[int, Tensor]], world_size: int) -> bool:
-    """Returns True if a memory has ``world_size`` ranks and the kinds that are stored here."""
-    return bool(saved) and set(saved) == {kind.value for kind in store.kinds} and memory_of(saved)[0] == str(world_size)
+def fits(
+    store: MemoryStore, state: Mapping[str, Any], saved: Mapping[str, Mapping[int, Tensor]], world_size: int
+) -> bool:
+    """Returns True if the memory ``saved`` of a state has ``world_size`` ranks and the kinds that are stored here, and
+    if each of its ranks has the coordinates that it needs here."""
+    same_kinds = bool(saved) and set(saved) == {kind.value for kind in store.kinds}
+    return same_kinds and memory_of(saved)[0] == str(world_size) and layout_of(state, store) == store.layout
+
+
+def layout_of(state: Mapping[str, Any], store: MemoryStore) -> list[int]:
+    """Returns the layout of a state's memory; that of ``store`` if the state has no such entry, which states of earlier
+    versions did not have."""
+    return list(state.get(MEMORY_LAYOUT, store.layout))
+
+
+def in_words(layout: Sequence[int]) -> str:
+    """Returns the layout of a memory as words that follow its kinds; empty if every rank keeps all coordinates."""
+    owners, block_size = layout
+    return f", {owners} owners of blocks of {block_size}" if owners > 1 else ""
 
 
 def memory_digest(state: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch import nn
@@ -113,6 +114,42 @@ def test_another_number_of_ranks_starts_with_an_empty_memory(tmp_path: Path, bef
         f"the memory starts empty: the checkpoint has that of {before} ranks (up_error), this run has {now} ranks"
     )
     assert expected in ranks[0][0][1][0]
+
+
+def _loaded_with_other_blocks(rank: int, folder: Path) -> list[Any]:
+    """With other blocks, other ranks own a coordinate; what each rank remembers for itself is kept."""
+    records = logged("lightning_gqsgd.session.checkpoint")
+    empty = []
+    for number, hook in enumerate(HOOKS[:2]):
+        model, state = wrapped({}, {**hook, "block_size": 512})
+        _load(folder / str(number), model, state)
+        empty.append(not any(bool(rows.any()) for rows in state._store._tensors.values()))
+        other, state = wrapped({}, {**hook, "block_size": 512})
+        shared: list[Any] = [torch.load(folder / f"{number}.pt", weights_only=True)]
+        state.load_state_dict(shared[0])
+        empty.append(not any(bool(rows.any()) for rows in state._store._tensors.values()))
+    return [empty, [record for record in records if "starts empty" in record]]
+
+
+def _saved_in_both_ways(rank: int, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for number, hook in enumerate(HOOKS[:2]):
+        model, state = wrapped({}, hook)
+        train(model, rank, range(3))
+        _save(folder / str(number), model, state)
+        whole = state.state_dict()
+        if rank == 0:
+            torch.save(whole, folder / f"{number}.pt")
+
+
+def test_a_memory_in_parts_starts_empty_where_other_ranks_would_own_them(tmp_path: Path) -> None:
+    run(_saved_in_both_ways, 2, tmp_path, tmp_path / "checkpoints")
+    for empty, warned in run(_loaded_with_other_blocks, 2, tmp_path, tmp_path / "checkpoints"):
+        assert empty == [False, False, True, True]
+        assert len(warned) == 2
+        for line in warned:
+            assert "down_error, 2 owners of blocks of 128), this run has 2 ranks" in line
+            assert line.endswith("2 owners of blocks of 512)")
 
 
 def _refused(rank: int, folder: Path) -> list[str]:

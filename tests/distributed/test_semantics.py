@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.ddp.hook import register_gqsgd
+from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.reducers.memory import Keeps
 from tests.distributed.models import fingerprint, loss_of, mlp, train, wrapped
 from tests.distributed.ranks import run
 from tests.errors import error_text
@@ -444,6 +445,55 @@ def _memories_that_differ_behind_a_rewrap(rank: int) -> None:
 
 def test_ranks_that_have_loaded_different_memories_raise_an_error_after_a_rewrap_as_well(tmp_path: Path) -> None:
     run(_memories_that_differ_behind_a_rewrap, 2, tmp_path)
+
+
+def _whole_means(state: GQSGDState) -> dict[str, Tensor]:
+    """The mean of all ranks' references of each parameter, which its owners keep in parts."""
+    memory = state.state_dict()["memory"]
+    if memory is None:  # not rank 0
+        return {}
+    names = {entry.number: entry.name for entry in state._parameters.numbered}
+    store = state._store
+    return {names[number]: store.whole(number, rows) for number, rows in memory["up_mean"].items()}
+
+
+def _renumbered(rank: int) -> None:
+    module = mlp()
+    model = DistributedDataParallel(module)
+    state = register_gqsgd(model, bits=4, memory="diana", reducer="two_shot")
+    train(model, rank, range(2))
+    before = _whole_means(state)
+    # In front of all others: their numbers change, and with the numbers the ranks that keep a part.
+    module.insert(0, nn.Linear(40, 40, bias=False))
+    state.rewrap(DistributedDataParallel)
+    after = _whole_means(state)
+    assert bool(before) == (rank == 0)
+    for name, mean in before.items():
+        layer, rest = name.split(".", 1)
+        assert mean.any()
+        assert torch.equal(after[f"{int(layer) + 1}.{rest}"], mean)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_owners_of_parameters_with_other_numbers_get_their_part_of_the_memory(ranks: int, tmp_path: Path) -> None:
+    run(_renumbered, ranks, tmp_path)
+
+
+def _changed_places(rank: int) -> None:
+    module = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 40, bias=False))
+    model = DistributedDataParallel(module)
+    state = register_gqsgd(model, bits=2, memory="ef", reducer="gather")
+    model(torch.randn(8, 40, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+    first, second = (state._store.row(Keeps.UP_ERROR, number).clone() for number in (0, 1))
+    assert not torch.equal(first, second)
+    module[0], module[1] = module[1], module[0]
+    state.rewrap(DistributedDataParallel)
+    assert torch.equal(state._store.row(Keeps.UP_ERROR, 0), second)
+    assert torch.equal(state._store.row(Keeps.UP_ERROR, 1), first)
+
+
+def test_the_memory_goes_with_layers_that_change_places(tmp_path: Path) -> None:
+    run(_changed_places, 2, tmp_path)
 
 
 # --- post-local SGD --------------------------------------------------------------------------------------------------

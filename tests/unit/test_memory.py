@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from lightning_gqsgd.presets import FIXED, PRESETS
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.memory import MemoryStore, StabilityWarning, kinds
 from lightning_gqsgd.research.simulation import VirtualRanks
-from lightning_gqsgd.session.checkpoint import take_memory
+from lightning_gqsgd.session.checkpoint import check_state, take_memory
 from lightning_gqsgd.wire.plan import Plan
 
 SEGMENTS = [Segment(0, 5000, False), Segment(1, 300, True), Segment(2, 2300, False)]
@@ -301,3 +302,11 @@ def test_a_memory_without_numbers_is_refused_before_anything_is_taken(
     with pytest.raises(ConfigError, match=f"(?s)of parameter 2 {words}"):
         take_memory(store, {"memory": saved}, 0, 2)
     assert all(bool((row == 3).all()) for row in kept)
+
+
+@pytest.mark.parametrize("layout", [{"memory_layout": 3}, {"memory_layout": [2]}, {"memory_layout": [2, -1]}])
+def test_a_layout_of_a_memory_that_is_none_is_refused(layout: dict[str, Any]) -> None:
+    config = GQSGDConfig(memory="diana", bits=4)
+    state = {"schema": 1, "seed": 0, "step": 0, "config": config.to_dict(), **layout}
+    with pytest.raises(ConfigError, match="'memory_layout' is .* numbers of owners and of coordinates in a block"):
+        check_state(state, config)
