@@ -18,7 +18,7 @@ from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.codecs.top_k import cpu as top_k
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
-from lightning_gqsgd.kernels import cpu
+from lightning_gqsgd.kernels import cpu, readable_kernels
 from lightning_gqsgd.kernels.cpu import cache, jit, stages
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import Setting
@@ -146,6 +146,20 @@ def test_kernels_pass_their_check(preset: str, dtype: torch.dtype) -> None:
 def test_a_default_device_of_the_user_s_is_not_taken(preset: str) -> None:
     with torch.device("meta"):
         _check(preset, torch.float32)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("fields", [{"codec": "eden", "bits": 4}, {"codec": "trellis", "bits": 2}, {"reducer": "sum"}])
+def test_a_default_dtype_of_the_user_s_changes_nothing(fields: dict[str, Any], default: torch.dtype) -> None:
+    (setting,) = settings_of(resolve(GQSGDConfig(**fields), 2), torch.float32, CPU, 2)
+    with readable_kernels():
+        expected = run_once(setting, CPU)
+        torch.set_default_dtype(default)
+        try:
+            found = run_once(setting, CPU)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("spoil", [_scale, _spoil_every_fourth, _lose_a_block])

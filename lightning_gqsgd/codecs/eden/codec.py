@@ -234,9 +234,9 @@ def dither_widths(values: Tensor, largest: Tensor, whole: Tensor) -> Tensor:
     """
     lengths = whole[:, LENGTH]
     exponents = torch.frexp(lengths.double()).exponent - 1  # lengths are powers of two
-    limit = torch.ldexp(largest, -smallness(exponents))
+    limit = torch.ldexp(largest, -smallness(exponents)).to(largest.dtype)  # `ldexp` promotes to torch's default dtype
     is_sparse = (values.abs() >= limit[:, None]).sum(dim=1) <= FEW
-    return torch.where(is_sparse, largest * (4 / lengths), 0)
+    return torch.where(is_sparse, largest * (4 / lengths.to(largest.dtype)), 0)
 
 
 def powers_of_two(largest: Tensor, form: ScaleFormat) -> tuple[Tensor, Tensor]:

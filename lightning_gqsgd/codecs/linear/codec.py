@@ -76,7 +76,7 @@ class LinearQuantiser:
         if the block is rounded stochastically."""
         stochastic = are_stochastic(values, lengths, self.stochastic_from)
         levels = torch.where(stochastic, self.odd_levels, self.levels)
-        middle = ((levels - 1) / 2).to(scales.dtype)
+        middle = (levels - 1).to(scales.dtype) / 2
         zero = levels // 2
         y = (values * levels_per_unit(scales, middle)[:, None]).clamp(-middle[:, None], middle[:, None])
         if self.nearest:  # if all zeros were rounded to the same side, the errors of all ranks would add up
@@ -88,7 +88,7 @@ class LinearQuantiser:
 
     def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
         """Returns the coordinates of codes; see `kernels.protocol.ScaledQuantiser.decode`."""
-        middle = (torch.where(flags, self.odd_levels, self.levels) - 1) / 2
+        middle = (torch.where(flags, self.odd_levels, self.levels) - 1).float() / 2
         dither = torch.zeros_like(uniform) if self.nearest else uniform - 0.5
         offset = middle[:, None] + torch.where(flags[:, None], 0, dither)
         return coordinates((codes.float() - offset).to(scales.dtype), middle, scales, flags)
@@ -96,7 +96,7 @@ class LinearQuantiser:
     def decode_sum(self, codes: Tensor, scales: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
         """Returns the mean from the sums of all ranks' codes; see `kernels.protocol.SummableQuantiser.decode_sum`. The
         subtractive dither of all ranks is taken off the sum."""
-        middle = torch.full(scales.shape, len(uniforms) * (self.levels - 1) / 2, device=scales.device)
+        middle = torch.full_like(scales, len(uniforms) * (self.levels - 1) / 2, dtype=torch.float32)
         offset = middle[:, None].repeat(1, codes.shape[1])
         for uniform in () if self.always_stochastic or self.nearest else uniforms:
             offset += uniform - 0.5
