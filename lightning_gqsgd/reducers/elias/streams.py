@@ -29,17 +29,6 @@ from lightning_gqsgd.reducers.elias.tables import levels_of, tables_of
 from lightning_gqsgd.reducers.elias.writer import write_records
 
 
-def compressed_bits(message: Tensor, blocks: Tensor, q: Quantiser) -> int:
-    """Returns the number of bits of all coded blocks' records in a stream, without padding. Other parts of the stream
-    do not count.
-
-    Raises:
-        ValueError: see `compress`.
-    """
-    _, _, bits = _parts(message, blocks, q)
-    return bits
-
-
 def compress(message: Tensor, blocks: Tensor, q: Quantiser) -> Tensor:
     """Returns the stream of a message: uint8, of a length that depends on the codes.
 
@@ -47,8 +36,19 @@ def compress(message: Tensor, blocks: Tensor, q: Quantiser) -> Tensor:
         ValueError: if ``q`` has an even K, more levels than codes, or codes that are summable or not linear; if code
             records overlap or are not within the message; or if a code is K or larger.
     """
-    rest, records, _ = _parts(message, blocks, q)
-    return torch.from_numpy(np.concatenate([*rest, records]))
+    tables = tables_of(levels_of(q))
+    table = blocks.numpy()
+    rest = _rest(table, message.numel(), q.bits)
+    codes, positions = _scratch(table)
+    coded = table[table[:, RAW] != 1, LENGTH]
+    most = len(coded) * 2 + int(coded.sum()) * int(tables.dense_length.max())
+    words = np.empty(most // 32 + 2, np.uint32)
+    source = np.ascontiguousarray(message.numpy())
+    bits = write_records(source, table, q.bits, tables, codes, positions, words)
+    if bits < 0:
+        raise ValueError(f"the message has a code beyond the {levels_of(q)} levels of its quantiser")
+    records = words[: -(-bits // 32)].astype(">u4").view(np.uint8)[: -(-bits // 8)]
+    return torch.from_numpy(np.concatenate([*(source[lo:hi] for lo, hi in rest), records]))
 
 
 def expand(stream: Tensor, blocks: Tensor, q: Quantiser, message_bytes: int) -> Tensor:
@@ -85,27 +85,6 @@ def expand(stream: Tensor, blocks: Tensor, q: Quantiser, message_bytes: int) -> 
     if end - used >= 8 or padded[used // 8] & (0xFF >> used % 8):
         raise ValueError(f"corrupt stream: data after the last block, from bit {used} of {end} on")
     return torch.from_numpy(message)
-
-
-def _parts(message: Tensor, blocks: Tensor, q: Quantiser) -> tuple[list[np.ndarray], np.ndarray, int]:
-    """Returns the parts of a stream: the bytes outside of code records, the code records, and their number of bits.
-
-    Raises:
-        ValueError: see `compress`.
-    """
-    tables = tables_of(levels_of(q))
-    table = blocks.numpy()
-    rest = _rest(table, message.numel(), q.bits)
-    codes, positions = _scratch(table)
-    coded = table[table[:, RAW] != 1, LENGTH]
-    most = len(coded) * 2 + int(coded.sum()) * int(tables.dense_length.max())
-    words = np.empty(most // 32 + 2, np.uint32)
-    source = np.ascontiguousarray(message.numpy())
-    bits = write_records(source, table, q.bits, tables, codes, positions, words)
-    if bits < 0:
-        raise ValueError(f"the message has a code beyond the {levels_of(q)} levels of its quantiser")
-    records = words[: -(-bits // 32)].astype(">u4").view(np.uint8)[: -(-bits // 8)]
-    return [source[lo:hi] for lo, hi in rest], records, bits
 
 
 def _rest(table: np.ndarray, message_bytes: int, bits: int) -> list[tuple[int, int]]:
