@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.report import Report, command_line, present
 from benchmarks.virtual_characters import VirtualCharacters
-from lightning_gqsgd.reducers.elias.codewords import omega_bits
+from lightning_gqsgd.reducers.elias.codewords import omega_code
 from lightning_gqsgd.reducers.lossless import pack, unpack
 from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP, Problem
@@ -63,7 +63,7 @@ def elias_bits(symbols: Tensor) -> float:
     """Returns the mean bits of Elias omega codes of the distance from the most frequent symbol, each with a sign."""
     counts = symbols.bincount()
     middle = int(counts.argmax())
-    lengths = [omega_bits(abs(symbol - middle) + 1) + (symbol != middle) for symbol in range(len(counts))]
+    lengths = [len(omega_code(abs(symbol - middle) + 1)) + (symbol != middle) for symbol in range(len(counts))]
     return float((counts * torch.tensor(lengths)).sum() / len(symbols))
 
 

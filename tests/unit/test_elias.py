@@ -107,15 +107,17 @@ def messages(draw: st.DrawFn) -> tuple[np.ndarray, Tensor, Tensor, LinearQuantis
     return codes, message_of(codes, blocks, q, size, seed=1), blocks, q
 
 
-@given(st.one_of(st.integers(1, 600), st.integers(1, 2**31)))
-def test_omega_codes_are_as_long_as_they_say_and_none_begins_another(k: int) -> None:
-    code = readable.omega_code(k)
-    assert len(code) == readable.omega_bits(k)
-    assert readable.read_omega(code + "1011", 0) == (k, len(code))
+integers = st.one_of(st.integers(1, 600), st.integers(1, 2**31))
+
+
+@given(integers, integers)
+def test_no_omega_code_begins_another(k: int, other: int) -> None:
+    assert k == other or not readable.omega_code(other).startswith(readable.omega_code(k))
+
+
+def test_0_has_no_omega_code() -> None:
     with pytest.raises(ValueError, match="not 0"):
         readable.omega_code(0)
-    with pytest.raises(ValueError, match="not 0"):
-        readable.omega_bits(0)
 
 
 def test_omega_codes_of_the_literature() -> None:
@@ -141,19 +143,6 @@ def test_round_trip_is_exact_and_equals_the_reference(case: tuple[np.ndarray, Te
     assert len(stream) == rest + -(-len(bits) // 8)
     assert bits_of(stream[rest:]) == bits.ljust(-(-len(bits) // 8) * 8, "0")
     assert torch.equal(elias.expand(stream, blocks, q, len(message)), message)
-
-
-@settings(max_examples=50)
-@given(messages())
-def test_the_reference_decodes_itself(case: tuple[np.ndarray, Tensor, Tensor, LinearQuantiser]) -> None:
-    codes, _, blocks, q = case
-    bits, at = reference_bits(codes, blocks, q), 0
-    for row in blocks.numpy():
-        if not row[RAW]:
-            block, used = readable.reference_block_codes(bits[at:], int(row[LENGTH]), q.odd_levels)
-            assert block == codes[row[START] : row[START] + row[LENGTH]].tolist()
-            at += used
-    assert at == len(bits)
 
 
 @pytest.mark.parametrize("positions", [[0], [299_999], [5, 70_000, 70_001, 299_998], list(range(0, 300_000, 300))])

@@ -44,22 +44,6 @@ def omega_code(k: int) -> str:
     return code
 
 
-def omega_bits(k: int) -> int:
-    """Returns the length in bits of the Elias omega code of ``k`` >= 1. It is the number of binary digits of k, of this
-    number minus one, and so on down to 1, which does not count, plus one.
-
-    Raises:
-        ValueError: if ``k`` < 1, which has no code.
-    """
-    if k < 1:
-        raise ValueError(f"the Elias omega code has integers from 1 on, not {k}")
-    bits = 1
-    while k > 1:
-        bits += k.bit_length()
-        k = k.bit_length() - 1
-    return bits
-
-
 def reference_block_bits(codes: Sequence[int], levels: int) -> str:
     """Returns the record of one block as a string of 0 and 1.
 
@@ -78,42 +62,6 @@ def reference_block_bits(codes: Sequence[int], levels: int) -> str:
     return min("".join(sparse), "".join(dense), key=len)
 
 
-def reference_block_codes(bits: str, length: int, levels: int) -> tuple[list[int], int]:
-    """Returns the ``length`` codes of the record at the start of ``bits``, and the record's number of bits. This is the
-    inverse of `reference_block_bits`. ``bits`` must be valid."""
-    if bits.startswith("11"):
-        return [0] * length, 2
-    signed = [0] * length
-    if bits.startswith("10"):
-        at = 2
-        for j in range(length):
-            k, at = read_omega(bits, at)
-            if k > 1:
-                signed[j], at = _signed(k - 1, bits[at]), at + 1
-    else:
-        count, at = read_omega(bits, 1)
-        j = -1
-        for _ in range(count - 1):
-            gap, at = read_omega(bits, at)
-            magnitude, after = read_omega(bits, at + 1)
-            j += gap
-            signed[j], at = _signed(magnitude, bits[at]), after
-    return [level + levels // 2 for level in signed], at
-
-
 def sign_bit(level: int) -> str:
     """Returns the sign bit of a level as a string; empty for level 0."""
     return {-1: "1", 0: "", 1: "0"}[(level > 0) - (level < 0)]
-
-
-def _signed(magnitude: int, sign: str) -> int:
-    """Returns the level with a magnitude and a sign bit."""
-    return -magnitude if sign == "1" else magnitude
-
-
-def read_omega(bits: str, at: int) -> tuple[int, int]:
-    """Returns the integer whose code starts at ``at``, and the position after the code."""
-    k = 1
-    while bits[at] == "1":
-        k, at = int(bits[at : at + k + 1], 2), at + k + 1
-    return k, at + 1
