@@ -1,4 +1,4 @@
-"""What companded, EDEN and trellis codes have in common: refusals, odd input, and what results depend on."""
+"""What codecs have in common: refusals, odd input, and what results depend on."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gqsgd.codecs import CompandedCodec, EdenCodec
+from lightning_gqsgd.codecs import CompandedCodec, EdenCodec, LinearCodec, TrellisCodec
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.choosing import choose_reducer
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.research.simulation import average
 from tests.errors import error_text
-from tests.unit.test_kernels import BOTH, DTYPES, layout_of, there_and_back
+from tests.unit.test_kernels import BOTH, DITHERS, DTYPES, layout_of, there_and_back
 
 #: Codecs with the shortest blocks that they are used with here.
 SHORT_BLOCKS = [(CompandedCodec(4), 64), (EdenCodec(2), 128)]
@@ -23,7 +23,7 @@ SHORT_BLOCKS = [(CompandedCodec(4), 64), (EdenCodec(2), 128)]
 @pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize(("codec", "size"), SHORT_BLOCKS)
+@pytest.mark.parametrize(("codec", "size"), [*SHORT_BLOCKS, *((LinearCodec(4, dither), 64) for dither in DITHERS)])
 def test_non_finite_blocks_stay_so_and_touch_no_other(kernels, dtype: torch.dtype, bad: float, codec, size) -> None:
     x = torch.randn(3 * size + 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[size + 6] = bad
@@ -32,6 +32,30 @@ def test_non_finite_blocks_stay_so_and_touch_no_other(kernels, dtype: torch.dtyp
     assert y[size : 2 * size].isnan().all()
     assert y[:size].isfinite().all()
     assert y[2 * size :].isfinite().all()
+
+
+#: The reference takes seconds for trellis codes. Their kernels for fp64 take long to compile.
+KERNELS_OF_CODECS = [
+    pytest.param(
+        codec, kernels, dtype, marks=pytest.mark.slow if (codec, dtype) == (TrellisCodec, torch.float64) else ()
+    )
+    for codec, kinds in ((CompandedCodec, BOTH), (EdenCodec, BOTH), (TrellisCodec, [cpu]))
+    for kernels in kinds
+    for dtype in DTYPES
+]
+
+
+@pytest.mark.parametrize(("codec", "kernels", "dtype"), KERNELS_OF_CODECS)
+@pytest.mark.parametrize("shape", ["spread", "constant", "one"])
+def test_what_is_finite_stays_finite_at_both_ends_of_a_dtype(codec, kernels, dtype: torch.dtype, shape: str) -> None:
+    line = torch.linspace(-1, 1, 512, dtype=torch.float64)
+    pattern = {"spread": line, "constant": torch.ones(512).double(), "one": (line == 1).double()}[shape]
+    for size in (torch.finfo(dtype).max, torch.finfo(dtype).tiny, torch.finfo(dtype).tiny * 2.0**-5):
+        x = (pattern * size).to(dtype)
+        for bits in codec.widths:
+            y, bad = there_and_back(kernels, x, codec(bits).quantiser(256))
+            assert bad == 0
+            assert y.isfinite().all()
 
 
 @pytest.mark.parametrize("codec", ["companded", "eden"])

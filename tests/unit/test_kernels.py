@@ -227,20 +227,6 @@ def test_all_levels_are_used_and_none_is_passed(kernels, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("kernels", BOTH)
-@pytest.mark.parametrize("dither", DITHERS)
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_non_finite_blocks_stay_so_and_touch_no_other(kernels, dither: str, bad: float, dtype: torch.dtype) -> None:
-    x = torch.randn(200).to(dtype)
-    x[70] = bad
-    y, count = there_and_back(kernels, x, quantiser(4, dither, 64))
-    assert count == 1
-    assert y[64:128].isnan().all()
-    assert y[:64].isfinite().all()
-    assert y[128:].isfinite().all()
-
-
-@pytest.mark.parametrize("kernels", BOTH)
 def test_non_finite_uncompressed_coordinates_are_counted_and_kept(kernels) -> None:
     q = quantiser(8, "subtractive", 64)
     x = torch.randn(100)
