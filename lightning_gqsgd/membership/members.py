@@ -34,13 +34,7 @@ class Quorum(NamedTuple):
 
 @dataclass(frozen=True)
 class Meet:
-    """A request for the members of the next merge. The answer is a `Quorum`.
-
-    Attributes:
-        number: number of merges that this member has made.
-    """
-
-    number: int
+    """A request for the members of the next merge. The answer is a `Quorum`."""
 
 
 @dataclass(frozen=True)

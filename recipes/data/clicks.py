@@ -33,12 +33,10 @@ class ClickSet:
     """A training split and a test split.
 
     Attributes:
-        name: what runs, dashboards and plots call the clicks.
         train_ids, test_ids: ids inside each field, int32 (N, 39).
         train_labels, test_labels: 1 for a click and 0 for none, int8 (N,).
     """
 
-    name: str
     train_ids: NDArray[np.int32]
     train_labels: NDArray[np.int8]
     test_ids: NDArray[np.int32]
@@ -122,7 +120,7 @@ class ClickData(DataInMemory[ClickSet]):
         _check_both_kinds(log.labels[test], "test", "data.test_samples")
         ids = field_ids(log, self._buckets)
         self.data_name = name
-        return ClickSet(name, ids[train], log.labels[train], ids[test], log.labels[test])
+        return ClickSet(ids[train], log.labels[train], ids[test], log.labels[test])
 
     def train_dataloader(self) -> DataLoader[ClickBatch]:
         """Batches of the training split in random order."""

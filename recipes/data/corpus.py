@@ -28,7 +28,6 @@ from recipes.data.tokenizers import Ids, Vocabulary, splitter
 from recipes.errors import DataError
 
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-SPLITS = ("train", "valid")
 
 #: Usual names of a split's file, the first choice first.
 NAMES = ("wiki.{}.tokens", "{}.txt", "wiki.{}.raw")
@@ -89,7 +88,7 @@ def find(root: Path, split: str) -> TextFile | None:
 
     Args:
         root: an archive, or a folder, which is searched together with the folders in it.
-        split: one of `SPLITS`.
+        split: ``"train"`` or ``"valid"``.
 
     Returns:
         The file, or None if there is none.

@@ -114,9 +114,10 @@ def test_all_formats_give_the_same_log(log: ClickLog, tmp_path: Path, name: str)
         file.write_bytes(gzip.compress(_text(log)) if name.endswith(".gz") else _text(log))
     assert _same(load_log(file, tmp_path / "cache", None), log)
     assert len(load_log(file, tmp_path / "cache", 7).labels) == 7
-    in_folder = _ready(_data(tmp_path, root=str(file.parent)))
+    data = _data(tmp_path, root=str(file.parent))
+    in_folder = _ready(data)
     by_name = _ready(_data(tmp_path, root=str(file)))
-    assert in_folder.name == "criteo"
+    assert data.data_name == "criteo"
     assert np.array_equal(in_folder.train_ids, by_name.train_ids)
 
 
@@ -299,7 +300,9 @@ def test_drawn_clicks_are_fixed_and_their_best_auc_is_known() -> None:
 
 
 def test_fallback_says_so_and_its_absence_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _ready(_data(tmp_path)).name == FALLBACK
+    data = _data(tmp_path)
+    _ready(data)
+    assert data.data_name == FALLBACK
     message = capsys.readouterr().err
     assert "Criteo is not here: data.root is not set" in message
     assert FALLBACK in message

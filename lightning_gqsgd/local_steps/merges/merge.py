@@ -93,7 +93,7 @@ def merge(
         outlier: see `rows.shares_of`.
         has_finished: whether it makes no more steps, and has no other change to send.
     """
-    quorum: Quorum = yield Meet(shared.merges)
+    quorum: Quorum = yield Meet()
     if quorum.state is not None:
         _take(shared, member, quorum.state)
     was_counted = contribution is not None and shared.has_settled(member.identity, contribution.number)
