@@ -117,9 +117,9 @@ class Step:
     longest_s: float
 
 
-def read(file: Path = ROWS) -> list[Row]:
+def read() -> list[Row]:
     """Returns the rows of the file."""
-    with file.open() as lines:
+    with ROWS.open() as lines:
         return [Row.of(line) for line in csv.DictReader(lines)]
 
 

@@ -57,21 +57,17 @@ class ConvNet(nn.Module):
         return logits
 
 
-def patch_cosines(channels: int, size: int = PATCH) -> Tensor:
+def patch_cosines(channels: int) -> Tensor:
     """Filters that are orthonormal: cosines of a patch (DCT-II) times cosines over the channels.
 
     Over three colours, the cosines are their sum, red minus blue, and green against both others.
 
-    Args:
-        channels: channels of the images.
-        size: edge of a patch in pixels.
-
     Returns:
-        float32 (channels * size * size, channels, size, size).
+        float32 (channels * PATCH * PATCH, channels, PATCH, PATCH), for images of ``channels`` channels.
     """
-    rows, colours = _cosines(size), _cosines(channels)
+    rows, colours = _cosines(PATCH), _cosines(channels)
     filters = torch.einsum("cd,ui,vj->cuvdij", colours, rows, rows)
-    return filters.reshape(channels * size * size, channels, size, size)
+    return filters.reshape(channels * PATCH * PATCH, channels, PATCH, PATCH)
 
 
 def _cosines(count: int) -> Tensor:

@@ -55,7 +55,7 @@ def omega_linear(dimension: int, levels: int) -> float:
     return min(dimension / (4 * levels * levels), math.sqrt(dimension) / levels)
 
 
-def dimension_together(dimension: int, ranks: int, norm_over_ranks: str = "max") -> int:
+def dimension_together(dimension: int, ranks: int, norm_over_ranks: str) -> int:
     """Returns the dimension m for which ω(m) is the ω of n gradients of d coordinates rounded under one scale: nd, or
     n²d under the sum of the ranks' norms.
 

@@ -139,7 +139,7 @@ class Bundle:
                 part.masked_fill_(start == entry.tensor, 0.0)
         return flat
 
-    def has_changed(self, buffers: bool = True, tolerance: float = 0.0) -> bool:
+    def has_changed(self, buffers: bool, tolerance: float) -> bool:
         """Returns whether a tensor has left its anchor. Waits for a GPU.
 
         Args:
@@ -153,7 +153,7 @@ class Bundle:
                 return True
         return False
 
-    def set_gradients(self, change: Tensor, plain: bool = False) -> None:
+    def set_gradients(self, change: Tensor, plain: bool) -> None:
         """Set a mean change as the gradient of the parameters' anchors, and subtract it from the buffers' anchors.
 
         Args:

@@ -46,9 +46,7 @@ def tables_of(model: nn.Module, *, frozen: bool = False) -> dict[str, Tensor]:
     return tables
 
 
-def check_tables(
-    model: DistributedDataParallel, config: GQSGDConfig, post_local_sgd: PostLocalSGDState | None = None
-) -> None:
+def check_tables(model: DistributedDataParallel, config: GQSGDConfig, post_local_sgd: PostLocalSGDState | None) -> None:
     """Raise ConfigError if a model gives sparse gradients that the configuration does not support.
 
     If a table has ``max_norm``, each rank rescales the rows that it looks up. A warning says so.

@@ -173,9 +173,7 @@ def _log(shown: Shown, title: str, files: Sequence[Path]) -> list[str]:
             (kept / name).parent.mkdir(parents=True, exist_ok=True)
             copy = str(shutil.copy(file, kept / name))
             artifact.add_file(copy, name=str(name), policy="immutable", skip_cache=True)
-        tables = {
-            name: _table(file) for name, file in zip(_tables(folder, files), _named(files, "table.csv"), strict=True)
-        }
+        tables = {name: _table(file) for name, file in zip(_tables(folder, files), _table_files(files), strict=True)}
         pictures = {f"{PLOTS}/{name}": wandb.Image(str(folder / f"{name}.png")) for name in _plots(folder, files)}
         run.log({**tables, **pictures})
         run.log_artifact(artifact)
@@ -184,13 +182,13 @@ def _log(shown: Shown, title: str, files: Sequence[Path]) -> list[str]:
         run.finish()
 
 
-def _named(files: Sequence[Path], name: str) -> list[Path]:
-    return [file for file in files if file.name == name]
+def _table_files(files: Sequence[Path]) -> list[Path]:
+    return [file for file in files if file.name == "table.csv"]
 
 
 def _tables(folder: Path, files: Sequence[Path]) -> tuple[str, ...]:
     """Every ``table.csv`` by its name in W&B; the name of a table in the folder of a link has the link in it."""
-    places = [file.parent.relative_to(folder) for file in _named(files, "table.csv")]
+    places = [file.parent.relative_to(folder) for file in _table_files(files)]
     return tuple("/".join([TABLE, *place.parts]) for place in places)
 
 

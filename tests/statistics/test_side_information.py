@@ -24,7 +24,7 @@ def test_the_error_follows_the_distance_to_the_reference_and_not_the_size() -> N
     """Squared errors of differences fall with the square of the distance; those of plain codes do not."""
     errors = {}
     for distance in (0.1, 0.3, 1.0):
-        vectors = walk(distance, 4096, 8)
+        vectors = walk(distance)
         errors[distance] = squared_error(vectors, memory=LATEST), squared_error(vectors)
     assert errors[0.1][1] == pytest.approx(errors[1.0][1], rel=0.2)
     assert errors[0.1][0] < 0.02 * errors[0.1][1]

@@ -242,7 +242,7 @@ def start(kernel: Any, c: Constants, programs: int, *arguments: Any, **constants
     return kernel[(programs,)](*arguments, **constants, c=c, **compiled_with)
 
 
-def options(c: Constants, kind: int | None = None) -> dict[str, int]:
+def options(c: Constants, kind: int | None) -> dict[str, int]:
     """Returns the options with which a kernel is compiled for tiles of this shape and kind."""
     share = c.share if kind == tiles.ALIGNED.value else SHARE
     warps = min(max(2 * c.shape.rows * c.shape.half // (32 * share), 1), 32)

@@ -59,12 +59,13 @@ def message(x: Tensor, preset: str, repeats: int = 40, **fields: Any) -> tuple[f
     return error, nonzeros, bits
 
 
-def bias(preset: str, ranks: int = 3, numel: int = 4096, steps: int = 100, **fields: Any) -> Row:
+def bias(preset: str, ranks: int = 3, **fields: Any) -> Row:
     """Returns the row for an unbiased preset: the errors of different steps on the same normal gradients average out.
 
     If errors are independent with mean zero, the squared error of the mean over N steps is 1/N of the squared error of
     one step.
     """
+    numel, steps = 4096, 100
     ranks_of = virtual(ranks, numel, preset, **fields)
     gradients = [normal(rank, numel) for rank in range(ranks)]
     exact = torch.stack(gradients).double().mean(0)
