@@ -11,7 +11,6 @@ import torch
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.choosing import between_nodes
 from lightning_gqsgd.config.resolving import resolve, setting_of
-from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import stages
 from lightning_gqsgd.research.simulation import average, relative_error
 from lightning_gqsgd.session.nodes import Layout, link_rate, with_nodes
@@ -59,29 +58,6 @@ def test_error_is_less_than_that_of_one_level() -> None:
         for reducer, more in (("two_shot", {}), ("hierarchical", {"node_size": 4}))
     }
     assert errors["hierarchical"] < 0.9 * errors["two_shot"]
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("victim", range(4))
-def test_non_finite_values_on_one_rank_reach_all(victim: int, bad: float) -> None:
-    gradients = randn(4, 1000)
-    gradients[victim][300] = bad
-    for raw in (False, True):
-        means = average(gradients, reducer="hierarchical", node_size=2, segments=[Segment(0, 1000, raw)])
-        for mean in means:
-            assert not mean[300].isfinite()
-            assert mean[:256].isfinite().all()
-            assert torch.equal(mean.isnan(), means[0].isnan())
-
-
-def test_parameters_do_not_depend_on_their_neighbours_and_small_ones_are_exact() -> None:
-    gradients = randn(4, 5000)
-    fields = {"reducer": "hierarchical", "node_size": 2, "bits": 4}
-    segments = [Segment(0, 1000, True), Segment(1, 4000, False)]
-    together = average(gradients, segments=segments, **fields)[0]
-    alone = average([one[1000:].clone() for one in gradients], segments=segments[1:], **fields)[0]
-    assert torch.equal(together[1000:], alone)
-    torch.testing.assert_close(together[:1000], torch.stack(gradients)[:, :1000].mean(0))
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ from lightning_gqsgd.research.simulation import average, relative_error
 from tests.unit.test_kernels import check_sums
 
 QUANTISING = ["sum", "two_shot", "gather"]
+#: These and the one of two levels: fields for 4 ranks.
+ALL_QUANTISING = [*({"reducer": reducer} for reducer in QUANTISING), {"reducer": "hierarchical", "node_size": 2}]
 
 
 def fits(reducer: str, ranks: int, bits: int, dither: str) -> bool:
@@ -74,36 +76,36 @@ def test_all_sizes_and_dtypes(reducer: str, numel: int, dtype: torch.dtype) -> N
         assert relative_error(means[0], gradients) < {"sum": 0.05, "native": 0.005}.get(reducer, 0.02)
 
 
-@pytest.mark.parametrize("reducer", [*QUANTISING, "native"])
+@pytest.mark.parametrize("fields", [*ALL_QUANTISING, {"reducer": "native"}])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_non_finite_values_on_one_rank_reach_all(reducer: str, bad: float, victim: int) -> None:
-    gradients = [torch.randn(1000) for _ in range(3)]
+@pytest.mark.parametrize("victim", range(4))
+def test_non_finite_values_on_one_rank_reach_all(fields: dict, bad: float, victim: int) -> None:
+    gradients = [torch.randn(1000) for _ in range(4)]
     gradients[victim][300] = bad
     for segments in ([Segment(0, 1000, False)], [Segment(0, 1000, True)]):
-        means = average(gradients, reducer=reducer, segments=segments)
+        means = average(gradients, segments=segments, **fields)
         for mean in means:
             assert not mean[300].isfinite()
             assert mean[:256].isfinite().all()
             assert torch.equal(mean.isnan(), means[0].isnan())
 
 
-@pytest.mark.parametrize("reducer", QUANTISING)
-def test_uncompressed_segments_are_averaged_exactly(reducer: str) -> None:
-    gradients = [torch.randn(3000) for _ in range(2)]
+@pytest.mark.parametrize("fields", ALL_QUANTISING)
+def test_uncompressed_segments_are_averaged_exactly(fields: dict) -> None:
+    gradients = [torch.randint(-64, 64, (3000,)).float() for _ in range(4)]  # their sums are exact in any order
     segments = [Segment(0, 10, True), Segment(1, 2000, False), Segment(2, 990, True)]
-    mean = average(gradients, reducer=reducer, segments=segments)[0]
-    exact = (gradients[0] + gradients[1]) / 2
+    mean = average(gradients, segments=segments, **fields)[0]
+    exact = torch.stack(gradients).mean(0)
     assert torch.equal(mean[:10], exact[:10])
     assert torch.equal(mean[2010:], exact[2010:])
     assert 0 < relative_error(mean[10:2010], [one[10:2010] for one in gradients]) < 0.03
 
 
-@pytest.mark.parametrize("reducer", QUANTISING)
-def test_result_of_a_parameter_does_not_depend_on_its_neighbours(reducer: str) -> None:
-    gradients = [torch.randn(5000) for _ in range(3)]
-    together = average(gradients, reducer=reducer, segments=[Segment(4, 2000, False), Segment(5, 3000, False)])[0]
-    alone = average([one[2000:].clone() for one in gradients], reducer=reducer, segments=[Segment(5, 3000, False)])[0]
+@pytest.mark.parametrize("fields", ALL_QUANTISING)
+def test_result_of_a_parameter_does_not_depend_on_its_neighbours(fields: dict) -> None:
+    gradients = [torch.randn(5000) for _ in range(4)]
+    together = average(gradients, segments=[Segment(4, 2000, False), Segment(5, 3000, False)], **fields)[0]
+    alone = average([one[2000:].clone() for one in gradients], segments=[Segment(5, 3000, False)], **fields)[0]
     assert torch.equal(together[2000:], alone)
 
 
