@@ -95,6 +95,14 @@ def run(
             process.join()
 
 
+def run_alike(function: Callable[..., Any], ranks: int, tmp_path: Path, *args: Any, **options: Any) -> Any:
+    """The result of `run`, with its arguments, that is the same on every rank."""
+    first, *others = run(function, ranks, tmp_path, *args, **options)
+    for rank, other in enumerate(others, start=1):
+        assert other == first, f"rank 0 gave {first!r}, rank {rank} {other!r}"
+    return first
+
+
 def _check(processes: list[Any], results: dict[int, Any], deadline: float) -> None:
     for rank, process in enumerate(processes):
         if rank not in results and process.exitcode not in (None, 0):

@@ -23,7 +23,7 @@ from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.session.copies import DetachedState
 from lightning_gqsgd.wire.telemetry import Meter
 from tests.distributed.models import Branches, batch, fingerprint, mlp, resume, save, train, wrapped
-from tests.distributed.ranks import run
+from tests.distributed.ranks import run, run_alike
 from tests.distributed.test_hook import DDP_OPTIONS
 
 STEPS = 120  # a trial of four candidates takes about 56, and plain DDP's turn about 40
@@ -181,15 +181,14 @@ NOISE_STEPS, NOISE_STOPS = 65, (51, 52)
 
 
 def test_bits_by_the_noise_are_equal_on_all_ranks_and_exact_on_resume_wherever_a_run_is_saved(tmp_path: Path) -> None:
-    first, second = run(_noise, 2, tmp_path, tmp_path / "checkpoint.pt")
-    assert first == second
-    assert first["used"][0] == 32
-    assert first["used"][-1] < 32
-    assert {facts["bits"] for facts in first["resumed"].values()} == {first["bits"]}
-    assert {facts["decisions"] for facts in first["resumed"].values()} == {first["decisions"]}
-    assert "bits on average over 65 steps" in first["report"]
-    assert first["values"]["noise_scale"] > 0
-    assert first["values"]["bits"] == first["used"][-1]
+    result = run_alike(_noise, 2, tmp_path, tmp_path / "checkpoint.pt")
+    assert result["used"][0] == 32
+    assert result["used"][-1] < 32
+    assert {facts["bits"] for facts in result["resumed"].values()} == {result["bits"]}
+    assert {facts["decisions"] for facts in result["resumed"].values()} == {result["decisions"]}
+    assert "bits on average over 65 steps" in result["report"]
+    assert result["values"]["noise_scale"] > 0
+    assert result["values"]["bits"] == result["used"][-1]
 
 
 def _loaded_on_one_rank(rank: int, bits: int, loading: int) -> str:
@@ -290,8 +289,7 @@ def _all_ways(rank: int) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_ranks_stay_equal_under_every_option_of_ddp_with_no_sync_and_warm_up(tmp_path: Path) -> None:
-    first, second = run(_all_ways, 2, tmp_path)
-    assert first == second
+    run_alike(_all_ways, 2, tmp_path)
 
 
 def _unused(rank: int) -> dict[str, Any]:
@@ -316,8 +314,7 @@ def _unused(rank: int) -> dict[str, Any]:
 
 
 def test_unused_parameters_copies_and_a_new_wrapping_during_a_trial(tmp_path: Path) -> None:
-    first, second = run(_unused, 2, tmp_path)
-    assert first == second
+    run_alike(_unused, 2, tmp_path)
 
 
 def _dies(rank: int) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from lightning_gqsgd import DCPState
 from lightning_gqsgd.errors import ConfigError
 from tests.distributed.models import fingerprint, mlp, train, wrapped
-from tests.distributed.ranks import logged, run
+from tests.distributed.ranks import logged, run, run_alike
 from tests.integrations.fsdp_models import mesh, quantised, weight_bits
 
 #: What is remembered between steps: by each rank, by owners of stripes, by all, or nothing.
@@ -74,10 +74,9 @@ def _resumed(rank: int, folder: Path) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
-    first, second = run(_resumed, 2, tmp_path, tmp_path / "checkpoints")
-    assert first == second
-    assert all(len(set(ends)) == 1 for ends in first)
-    assert len({ends[0] for ends in first}) > 1
+    result = run_alike(_resumed, 2, tmp_path, tmp_path / "checkpoints")
+    assert all(len(set(ends)) == 1 for ends in result)
+    assert len({ends[0] for ends in result}) > 1
 
 
 def _saved(rank: int, folder: Path) -> None:
@@ -217,6 +216,5 @@ def _sharded(rank: int, folder: Path) -> list[str]:
     not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"), reason="torch before 2.9"
 )
 def test_a_sharded_model_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    first, second = run(_sharded, 2, tmp_path, tmp_path / "checkpoint")
-    assert first == second
-    assert first[0] == first[1]
+    result = run_alike(_sharded, 2, tmp_path, tmp_path / "checkpoint")
+    assert result[0] == result[1]

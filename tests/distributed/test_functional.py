@@ -22,7 +22,7 @@ from lightning_gqsgd.ddp.functional import Reduction, all_reduce, close
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.wire import engine
 from lightning_gqsgd.wire.communicator import CollectiveError
-from tests.distributed.ranks import run
+from tests.distributed.ranks import run, run_alike
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = [0, 1, 7, 255, 256, 257, 5000]
@@ -54,8 +54,7 @@ def _sizes_and_dtypes(rank: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_all_sizes_and_dtypes(ranks: int, tmp_path: Path) -> None:
-    first, *others = run(_sizes_and_dtypes, ranks, tmp_path, timeout=240)
-    assert all(other == first for other in others)
+    run_alike(_sizes_and_dtypes, ranks, tmp_path, timeout=240)
 
 
 def _large(rank: int) -> list[float]:
@@ -69,8 +68,7 @@ def _large(rank: int) -> list[float]:
 
 
 def test_several_pieces(tmp_path: Path) -> None:
-    first, second = run(_large, 2, tmp_path)
-    assert first == second
+    run_alike(_large, 2, tmp_path)
 
 
 def _shapes(rank: int) -> bool:
@@ -118,8 +116,7 @@ def _asynchronous(rank: int) -> list[float]:
 
 
 def test_asynchronous_calls_keep_their_order(tmp_path: Path) -> None:
-    first, second, third = run(_asynchronous, 3, tmp_path)
-    assert first == second == third
+    run_alike(_asynchronous, 3, tmp_path)
 
 
 def _groups(rank: int) -> list[float]:
@@ -313,8 +310,7 @@ def _on_nodes(rank: int) -> list[list[float]]:
 
 @pytest.mark.slow
 def test_nodes_are_those_of_the_groups_ranks(tmp_path: Path) -> None:
-    first, *others = run(_on_nodes, 4, tmp_path)
-    assert all(other == first for other in others)
+    run_alike(_on_nodes, 4, tmp_path)
 
 
 def _killed(rank: int) -> str:
@@ -352,8 +348,7 @@ def _slow_compile(rank: int) -> float:
 
 @pytest.mark.slow
 def test_a_rank_that_compiles_is_waited_for(tmp_path: Path) -> None:
-    first, second = run(_slow_compile, 2, tmp_path, collective_timeout=2)
-    assert first == second
+    run_alike(_slow_compile, 2, tmp_path, collective_timeout=2)
 
 
 def test_without_a_process_group() -> None:

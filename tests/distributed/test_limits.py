@@ -20,7 +20,7 @@ from lightning_gqsgd.ddp import functional
 from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.wire.plan import MAX_PLAN_BYTES
 from tests.distributed.models import Branches, batch, finish, mlp, train, wrapped
-from tests.distributed.ranks import run
+from tests.distributed.ranks import run, run_alike
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 CALLS: list[dict[str, Any]] = [
@@ -100,8 +100,7 @@ def _inference(rank: int) -> list[list[float]]:
 
 @pytest.mark.slow
 def test_tensors_that_were_made_in_inference_mode(tmp_path: Path) -> None:
-    first, second = run(_inference, 2, tmp_path, timeout=240)
-    assert first == second
+    run_alike(_inference, 2, tmp_path, timeout=240)
 
 
 def _largest(rank: int) -> dict[str, int]:
@@ -155,9 +154,8 @@ def _unused(rank: int, hook: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("hook", [{"preset": "topk_ef"}, {"preset": "signsgd_ef"}, {"preset": "dore"}], ids=str)
 def test_memory_of_a_parameter_that_no_rank_uses_stays(hook: dict[str, Any], tmp_path: Path) -> None:
-    first, second = run(_unused, 2, tmp_path, hook)
-    assert first == second
-    assert first[0]
+    result = run_alike(_unused, 2, tmp_path, hook)
+    assert result[0]
 
 
 def _default_device(rank: int) -> list[str]:
@@ -179,9 +177,8 @@ def _default_device(rank: int) -> list[str]:
 
 
 def test_a_default_device_of_the_user_s_changes_nothing(tmp_path: Path) -> None:
-    first, second = run(_default_device, 2, tmp_path)
-    assert first == second
-    assert first[0] == first[1]
+    result = run_alike(_default_device, 2, tmp_path)
+    assert result[0] == result[1]
 
 
 _AT_EXIT = """

@@ -18,7 +18,7 @@ from lightning_gqsgd import CollectiveError, register_gqsgd
 from lightning_gqsgd.config import ConfigError
 from tests.distributed.changed_models import CHANGES
 from tests.distributed.models import Branches, batch, fingerprint, loss_of, mlp, train, wrapped
-from tests.distributed.ranks import logged, run
+from tests.distributed.ranks import logged, run, run_alike
 from tests.errors import error_text
 
 #: Configurations by what is special about them.
@@ -74,9 +74,8 @@ def _changed(rank: int, hook: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("hook", SOME_HOOKS)
 def test_a_changed_model_is_an_error_on_all_ranks_and_goes_on_when_wrapped_anew(tmp_path: Path, hook: str) -> None:
-    first, second = run(_changed, 2, tmp_path, hook)
-    assert first == second
-    for name, texts in first.items():
+    result = run_alike(_changed, 2, tmp_path, hook)
+    for name, texts in result.items():
         for text in texts[::2]:
             assert text.startswith("parameter '"), name
             assert "state.rewrap(DistributedDataParallel)" in text, name
@@ -97,9 +96,7 @@ def _written_into_the_dictionary(rank: int) -> tuple[int, str]:
 
 
 def test_a_parameter_that_is_written_past_pytorch_is_found_within_eight_steps(tmp_path: Path) -> None:
-    first, second = run(_written_into_the_dictionary, 2, tmp_path)
-    assert first == second
-    step, text = first
+    step, text = run_alike(_written_into_the_dictionary, 2, tmp_path)
     assert step <= 8
     assert text.startswith("parameter '4.bias' was added")
 
@@ -143,9 +140,8 @@ def _changed_before(_: int) -> list[str]:
 
 
 def test_a_model_that_was_changed_between_wrapping_and_registering_is_refused(tmp_path: Path) -> None:
-    first, second = run(_changed_before, 2, tmp_path)
-    assert first == second
-    for text, words in zip(first, ("cast to 'torch.bfloat16'", "'4.weight', '4.bias'", "2 parameters"), strict=True):
+    result = run_alike(_changed_before, 2, tmp_path)
+    for text, words in zip(result, ("cast to 'torch.bfloat16'", "'4.weight', '4.bias'", "2 parameters"), strict=True):
         assert words in text
         assert text.endswith("change the module first, then wrap it, then register the hook")
 
@@ -161,9 +157,8 @@ def _cast_back_before(rank: int) -> str:
 
 
 def test_a_model_whose_gradients_never_reach_ddp_is_refused_by_the_optimizer(tmp_path: Path) -> None:
-    first, second = run(_cast_back_before, 2, tmp_path)
-    assert first == second
-    assert first.startswith("the latest backward pass has computed gradients, and none of them has reached")
+    result = run_alike(_cast_back_before, 2, tmp_path)
+    assert result.startswith("the latest backward pass has computed gradients, and none of them has reached")
 
 
 def _does_not_reach_all(rank: int, has_closure: bool) -> str:
@@ -187,9 +182,8 @@ def _does_not_reach_all(rank: int, has_closure: bool) -> str:
 
 @pytest.mark.parametrize("has_closure", [False, True])
 def test_a_parameter_that_is_not_reached_is_an_error_before_weights_change(tmp_path: Path, has_closure: bool) -> None:
-    first, second = run(_does_not_reach_all, 2, tmp_path, has_closure)
-    assert first == second
-    assert "need find_unused_parameters=True" in first
+    result = run_alike(_does_not_reach_all, 2, tmp_path, has_closure)
+    assert "need find_unused_parameters=True" in result
 
 
 def _remembers(rank: int) -> list[Any]:
@@ -212,9 +206,8 @@ def _remembers(rank: int) -> list[Any]:
 
 
 def test_memories_stay_with_their_parameters_and_new_layers_start_alike(tmp_path: Path) -> None:
-    first, second = run(_remembers, 2, tmp_path)
-    assert first == second
-    assert first[2] == 6
+    result = run_alike(_remembers, 2, tmp_path)
+    assert result[2] == 6
 
 
 # --- backward passes that DDP does not reduce ----------------------------------------------------------------------
@@ -497,9 +490,8 @@ def _shares_an_encoder(rank: int) -> list[str]:
 
 
 def test_a_parameter_of_two_models_is_averaged_by_either_and_nothing_is_logged(tmp_path: Path) -> None:
-    first, second = run(_shares_an_encoder, 2, tmp_path)
-    assert first == second
-    bits, logs = first[:2], first[2:]
+    result = run_alike(_shares_an_encoder, 2, tmp_path)
+    bits, logs = result[:2], result[2:]
     assert bits[0] != bits[1]
     assert logs == ["2"]  # at the end, each model says that it has not averaged
 
@@ -537,9 +529,8 @@ def test_gradients_that_plain_ddp_averages_are_not_said_to_stay_on_a_rank(tmp_pa
 
 @pytest.mark.parametrize("hook", [{}, pytest.param({"auto": True}, marks=pytest.mark.slow)], ids=str)
 def test_what_is_right_is_silent(tmp_path: Path, hook: dict[str, Any]) -> None:
-    first, second = run(_train_right, 2, tmp_path, hook)
-    assert first == second
-    assert {name: said for name, (_, said) in first.items() if said} == {}
+    result = run_alike(_train_right, 2, tmp_path, hook)
+    assert {name: said for name, (_, said) in result.items() if said} == {}
 
 
 def _adversaries(rank: int) -> list[str]:
@@ -579,9 +570,8 @@ def _adversaries(rank: int) -> list[str]:
 
 
 def test_adversaries_and_uneven_inputs_are_silent(tmp_path: Path) -> None:
-    first, second = run(_adversaries, 2, tmp_path)
-    assert first == second
-    assert first[-1] == ""
+    result = run_alike(_adversaries, 2, tmp_path)
+    assert result[-1] == ""
 
 
 # --- counts ----------------------------------------------------------------------------------------------------------
@@ -634,8 +624,7 @@ def _skipped(rank: int) -> list[Any]:
 @pytest.mark.slow
 def test_steps_are_counted_where_ddp_skips_the_last_bucket(tmp_path: Path) -> None:
     """With the same bits as without skipping, so that warm-up, dither and memory go on in the same way."""
-    first, second = run(_skipped, 2, tmp_path)
-    assert first == second
-    for together, skipping in first:
+    result = run_alike(_skipped, 2, tmp_path)
+    for together, skipping in result:
         assert skipping == together
         assert skipping[1:] == [6, 6, True]

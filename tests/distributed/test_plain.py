@@ -26,7 +26,7 @@ from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.wire.telemetry import Meter
 from tests.distributed.models import Branches, batch, fingerprint, loss_of, mlp, train, wrapped
-from tests.distributed.ranks import run
+from tests.distributed.ranks import run, run_alike
 
 #: Steps of the hook before plain DDP takes its place, where a decision for 32 bits was loaded.
 LEAVES_AFTER = 8
@@ -116,9 +116,7 @@ def _stays_in_memory(rank: int) -> list[Any]:
 
 
 def test_the_hook_keeps_its_place_where_its_own_sums_are_faster_and_gives_the_bits_of_plain_ddp(tmp_path: Path) -> None:
-    first, second = run(_stays_in_memory, 2, tmp_path)
-    assert first == second
-    (through_memory, why, bits), (over_gloo, nothing, bits_of_ddp) = first
+    (through_memory, why, bits), (over_gloo, nothing, bits_of_ddp) = run_alike(_stays_in_memory, 2, tmp_path)
     assert (through_memory, over_gloo, nothing) == ("gqsgd_hook", "plain", "")
     assert "shared memory" in why
     assert bits == bits_of_ddp
@@ -145,12 +143,11 @@ def _has_its_turn(rank: int, least: float) -> dict[str, Any]:
 def test_plain_ddp_has_its_turn_and_the_shorter_one_is_kept_on_all_ranks(
     least: float, bits: int, last: str, tmp_path: Path
 ) -> None:
-    first, second = run(_has_its_turn, 2, tmp_path, least)
-    assert first == second
-    assert first["carriers"][: LEAVES_AFTER + 20] == ["gqsgd_hook"] * LEAVES_AFTER + ["plain"] * 20
-    assert (first["carriers"][-1], first["used"], first["trying"][-1]) == (last, bits, 0.0)
-    assert first["trying"][LEAVES_AFTER] == 1.0
-    assert [row["bits"] for row in first["decisions"]] == [32, bits]
+    result = run_alike(_has_its_turn, 2, tmp_path, least)
+    assert result["carriers"][: LEAVES_AFTER + 20] == ["gqsgd_hook"] * LEAVES_AFTER + ["plain"] * 20
+    assert (result["carriers"][-1], result["used"], result["trying"][-1]) == (last, bits, 0.0)
+    assert result["trying"][LEAVES_AFTER] == 1.0
+    assert [row["bits"] for row in result["decisions"]] == [32, bits]
 
 
 def _accumulating(model: nn.Module, rank: int, steps: int, *, to_none: bool, at: dict[int, Callable[[], None]]) -> str:
@@ -233,12 +230,11 @@ def _saved_while_plain(rank: int, path: Path) -> dict[str, Any]:
 def test_a_checkpoint_of_plain_ddps_steps_resumes_with_the_decision_and_states_can_be_loaded_meanwhile(
     tmp_path: Path,
 ) -> None:
-    first, second = run(_saved_while_plain, 2, tmp_path, tmp_path / "checkpoint.pt")
-    assert first == second
-    assert first["resumed"] == first["whole"]
-    assert (first["step"], first["carriers"]) == (15, ("gqsgd_hook", "plain"))
-    assert first["loaded"] == (15 + 14, "plain")
-    assert first["at 8 bits"] == ("gqsgd_hook", 8)
+    result = run_alike(_saved_while_plain, 2, tmp_path, tmp_path / "checkpoint.pt")
+    assert result["resumed"] == result["whole"]
+    assert (result["step"], result["carriers"]) == (15, ("gqsgd_hook", "plain"))
+    assert result["loaded"] == (15 + 14, "plain")
+    assert result["at 8 bits"] == ("gqsgd_hook", 8)
 
 
 def _loaded_on_one_rank(rank: int) -> str:
@@ -306,14 +302,13 @@ def _copied_and_closed(rank: int) -> dict[str, Any]:
 def test_copies_forks_second_hooks_and_the_end_of_the_hook_are_the_same_while_plain_ddp_carries_gradients(
     tmp_path: Path,
 ) -> None:
-    first, second = run(_copied_and_closed, 2, tmp_path)
-    assert first == second
-    assert first["copy counts"] == 0
-    assert "already has the communication hook 'gqsgd_hook'" in first["second hook"]
-    assert first["steps"] == LEAVES_AFTER + 2 + 15
-    assert first["child"] == 7
-    assert "the hook was closed" in first["closed"]
-    assert first["keeps"] == 0
+    result = run_alike(_copied_and_closed, 2, tmp_path)
+    assert result["copy counts"] == 0
+    assert "already has the communication hook 'gqsgd_hook'" in result["second hook"]
+    assert result["steps"] == LEAVES_AFTER + 2 + 15
+    assert result["child"] == 7
+    assert "the hook was closed" in result["closed"]
+    assert result["keeps"] == 0
 
 
 def _stays(rank: int) -> list[tuple[str, str, str]]:
@@ -331,9 +326,8 @@ def _stays(rank: int) -> list[tuple[str, str, str]]:
 
 @pytest.mark.slow
 def test_the_hook_stays_where_plain_ddp_cannot_take_its_place_and_the_decision_says_why(tmp_path: Path) -> None:
-    first, second = run(_stays, 2, tmp_path)
-    assert first == second
-    for (name, why, _), reason in zip(first, ("static_graph=True", "no_such_name"), strict=True):
+    result = run_alike(_stays, 2, tmp_path)
+    for (name, why, _), reason in zip(result, ("static_graph=True", "no_such_name"), strict=True):
         assert name == "gqsgd_hook"
         assert "the hook stays, because of " in why
         assert reason in why
@@ -360,10 +354,9 @@ def _unused(rank: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_plain_ddp_takes_over_where_parameters_are_unused(tmp_path: Path) -> None:
-    first, second = run(_unused, 2, tmp_path)
-    assert first == second
-    assert first["mine"] == first["ddp"]
-    assert (first["carrier"], first["steps"]) == ("plain", 30)
+    result = run_alike(_unused, 2, tmp_path)
+    assert result["mine"] == result["ddp"]
+    assert (result["carrier"], result["steps"]) == ("plain", 30)
 
 
 def _failing(whole: Callable[..., None], *, is_built: bool) -> Callable[..., None]:
@@ -405,9 +398,8 @@ def _fails(rank: int) -> list[tuple[str, str, str]]:
 
 @pytest.mark.slow
 def test_an_exception_while_the_reducer_is_built_leaves_the_hook_whole(tmp_path: Path) -> None:
-    first, second = run(_fails, 2, tmp_path)
-    assert first == second
-    for said, count, _ in first:
+    result = run_alike(_fails, 2, tmp_path)
+    for said, count, _ in result:
         assert said == "gqsgd_hook gqsgd_hook plain"
         assert count == str(LEAVES_AFTER + 6)
 
@@ -428,9 +420,8 @@ def _joins(rank: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_uneven_inputs_under_join_keep_ranks_equal_and_who_carries_the_gradients(tmp_path: Path) -> None:
-    first, second = run(_joins, 2, tmp_path)
-    assert first == second
-    assert [name for name, _, _ in first.values()] == ["gqsgd_hook", "plain"]
+    result = run_alike(_joins, 2, tmp_path)
+    assert [name for name, _, _ in result.values()] == ["gqsgd_hook", "plain"]
 
 
 def _rewrapped(rank: int) -> dict[str, Any]:
@@ -454,11 +445,10 @@ def _rewrapped(rank: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_new_wrapping_begins_with_the_hook_and_unfrozen_parameters_are_noticed(tmp_path: Path) -> None:
-    first, second = run(_rewrapped, 2, tmp_path)
-    assert first == second
-    assert "requires a gradient, but did not when" in first["said"]
-    assert first["carriers"] == ["gqsgd_hook", "plain"]
-    assert first["steps"][1] == first["steps"][0] + 12
+    result = run_alike(_rewrapped, 2, tmp_path)
+    assert "requires a gradient, but did not when" in result["said"]
+    assert result["carriers"] == ["gqsgd_hook", "plain"]
+    assert result["steps"][1] == result["steps"][0] + 12
 
 
 def _two_reductions(rank: int) -> tuple[str, int, str]:
@@ -479,6 +469,5 @@ def _two_reductions(rank: int) -> tuple[str, int, str]:
 
 @pytest.mark.slow
 def test_the_hook_stays_where_steps_cannot_be_counted_without_it(tmp_path: Path) -> None:
-    first, second = run(_two_reductions, 2, tmp_path)
-    assert first == second
-    assert first[:2] == ("gqsgd_hook", 39)
+    result = run_alike(_two_reductions, 2, tmp_path)
+    assert result[:2] == ("gqsgd_hook", 39)

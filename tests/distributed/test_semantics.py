@@ -24,7 +24,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.reducers.memory import Keeps
 from tests.distributed.models import fingerprint, loss_of, mlp, train, wrapped
-from tests.distributed.ranks import run
+from tests.distributed.ranks import run, run_alike
 from tests.errors import error_text
 
 #: One of each reducer, and two that remember: of what a rank sends, and of what it sends back as well.
@@ -220,9 +220,7 @@ def _uneven(rank: int, unused: bool) -> list[list[Any]]:
     [pytest.param(False, id="", marks=pytest.mark.slow), pytest.param(True, id="find_unused_parameters")],
 )
 def test_join_takes_ranks_without_inputs_as_zeros(unused: bool, tmp_path: Path) -> None:
-    first, *others = run(_uneven, 3, tmp_path, unused)
-    assert all(other == first for other in others)
-    (plain, _), (native, step), *quantised = first
+    (plain, _), (native, step), *quantised = run_alike(_uneven, 3, tmp_path, unused)
     assert native == plain
     assert [step, *(steps for _, steps in quantised)] == [7] * 6
     assert plain not in [bits for bits, _ in quantised]
@@ -327,11 +325,10 @@ def _under_every_hook(
 
 
 def test_tied_weights_under_every_ddp_option(tmp_path: Path) -> None:
-    first, second = run(_tied, 2, tmp_path)
-    assert first == second
-    for plain, native, *_ in first:
+    result = run_alike(_tied, 2, tmp_path)
+    for plain, native, *_ in result:
         assert native == plain
-    assert all(bits[2:] == first[0][2:] for bits in first)
+    assert all(bits[2:] == result[0][2:] for bits in result)
 
 
 def _two_dtypes() -> nn.Module:
@@ -350,11 +347,10 @@ def _static_graph_of_two_dtypes(rank: int) -> list[list[str]]:
 
 def test_a_static_graph_of_two_dtypes_under_every_hook(tmp_path: Path) -> None:
     # In its first step, DDP hands over a bucket of each dtype, all of them as the first bucket.
-    first, second = run(_static_graph_of_two_dtypes, 2, tmp_path)
-    assert first == second
-    for plain, native, *others in first:
+    result = run_alike(_static_graph_of_two_dtypes, 2, tmp_path)
+    for plain, native, *others in result:
         assert native == plain
-        assert others == first[0][2:]
+        assert others == result[0][2:]
 
 
 def _compiled(rank: int) -> list[list[str]]:
@@ -371,9 +367,8 @@ def _train_compiled(rank: int, model: nn.Module) -> None:
 
 @pytest.mark.slow
 def test_a_compiled_ddp_model(tmp_path: Path) -> None:
-    first, second = run(_compiled, 2, tmp_path)
-    assert first == second
-    for plain, native, *_ in first:
+    result = run_alike(_compiled, 2, tmp_path)
+    for plain, native, *_ in result:
         assert native == plain
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_gqsgd import GQSGDFabricStrategy
 from lightning_gqsgd.errors import ConfigError
 from tests.distributed.models import batch, fingerprint, mlp
-from tests.distributed.ranks import run
+from tests.distributed.ranks import run, run_alike
 from tests.errors import error_text
 
 
@@ -79,6 +79,5 @@ def _not_counted(rank: int) -> list[Any]:
 
 
 def test_steps_that_fabric_does_not_make_are_averaged_or_an_error(tmp_path: Path) -> None:
-    first, second = run(_not_counted, 2, tmp_path, initialise=False)
-    assert first == second
-    assert "it was set up and trained without its optimizer" in first[1]
+    result = run_alike(_not_counted, 2, tmp_path, initialise=False)
+    assert "it was set up and trained without its optimizer" in result[1]

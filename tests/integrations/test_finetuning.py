@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 
 from lightning_gqsgd.config import ConfigError
-from tests.distributed.ranks import run
+from tests.distributed.ranks import run, run_alike
 from tests.errors import error_text
 from tests.integrations.loops import NATIVE, STRATEGIES, Classifier, data, fitted
 
@@ -169,5 +169,4 @@ def _frozen_while_accumulating(_: int) -> list[str]:
 
 
 def test_gradients_that_frozen_parameters_have_accumulated_are_averaged(tmp_path: Path) -> None:
-    first, second = run(_frozen_while_accumulating, 2, tmp_path, initialise=False)
-    assert first == second
+    run_alike(_frozen_while_accumulating, 2, tmp_path, initialise=False)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Subset
 from lightning_gqsgd import GQSGDFabricStrategy, GQSGDStrategy, LocalSteps
 from lightning_gqsgd.errors import ConfigError
 from tests.distributed.models import fingerprint, loss_of, mlp
-from tests.distributed.ranks import run
+from tests.distributed.ranks import run, run_alike
 from tests.errors import error_text
 from tests.integrations.loops import QUIET, Classifier, Gan, data
 from tests.unit.test_weights_in_state import ScheduleFreeLike
@@ -51,9 +51,7 @@ def _by_name(rank: int) -> list[Any]:
 
 
 def test_a_name_is_enough(tmp_path: Path) -> None:
-    first, second = run(_by_name, 2, tmp_path, initialise=False)
-    assert first == second
-    diloco, fedpaq = first
+    diloco, fedpaq = run_alike(_by_name, 2, tmp_path, initialise=False)
     assert diloco[1:3] == [12, 1]  # 32 steps are not over, so the only average is the last one
     assert fedpaq[1:3] == [12, 2]
     assert "every 32 steps; outer SGD(lr=0.7, momentum=0.9, nesterov=True)" in diloco[3]
@@ -141,9 +139,8 @@ def _gan(rank: int) -> list[Any]:
 
 @pytest.mark.slow
 def test_two_optimizers_by_hand_are_averaged_together(tmp_path: Path) -> None:
-    first, second = run(_gan, 2, tmp_path, initialise=False)
-    assert first == second
-    assert first[1:] == [7, 6 + 2]  # in three rounds each fragment once, and both at the end
+    result = run_alike(_gan, 2, tmp_path, initialise=False)
+    assert result[1:] == [7, 6 + 2]  # in three rounds each fragment once, and both at the end
 
 
 def _without_local_steps(_: int, folder: Path) -> list[Any]:
@@ -163,9 +160,8 @@ def _without_local_steps(_: int, folder: Path) -> list[Any]:
 
 @pytest.mark.slow
 def test_a_run_changes_between_averages_in_every_step_and_local_steps(tmp_path: Path) -> None:
-    first, second = run(_without_local_steps, 2, tmp_path, tmp_path, initialise=False)
-    assert first == second
-    assert first[1] == 8
+    result = run_alike(_without_local_steps, 2, tmp_path, tmp_path, initialise=False)
+    assert result[1] == 8
 
 
 @pytest.mark.parametrize(
@@ -204,9 +200,8 @@ def _mixed(rank: int) -> list[Any]:
 
 @pytest.mark.slow
 def test_sixteen_bit_precision(tmp_path: Path) -> None:
-    first, second = run(_mixed, 2, tmp_path, initialise=False)
-    assert first == second
-    assert first[2] == str(torch.bfloat16)
+    result = run_alike(_mixed, 2, tmp_path, initialise=False)
+    assert result[2] == str(torch.bfloat16)
 
 
 def _fabric(rank: int, folder: Path) -> list[Any]:
@@ -242,9 +237,8 @@ def _fabric(rank: int, folder: Path) -> list[Any]:
 
 
 def test_fabric_makes_the_steps_of_a_loop_and_resumes(tmp_path: Path) -> None:
-    first, second = run(_fabric, 2, tmp_path, tmp_path, initialise=False)
-    assert first == second
-    assert len(set(first)) == 1
+    result = run_alike(_fabric, 2, tmp_path, tmp_path, initialise=False)
+    assert len(set(result)) == 1
 
 
 def _fabric_changes(rank: int, folder: Path) -> list[Any]:
@@ -300,9 +294,8 @@ def _folds(rank: int) -> list[Any]:
 
 
 def test_a_model_of_fabric_that_was_finished_and_closed_is_forgotten(tmp_path: Path) -> None:
-    first, second = run(_folds, 2, tmp_path, initialise=False)
-    assert first == second
-    assert first[1::2] == [1, 1, 1]
+    result = run_alike(_folds, 2, tmp_path, initialise=False)
+    assert result[1::2] == [1, 1, 1]
 
 
 def _accelerate(rank: int) -> list[Any]:
@@ -335,10 +328,9 @@ def _accelerate(rank: int) -> list[Any]:
 
 @pytest.mark.slow
 def test_accelerate_makes_the_steps_of_a_loop(tmp_path: Path) -> None:
-    first, second = run(_accelerate, 2, tmp_path, initialise=False)
-    assert first == second
-    assert first[0] == first[2]
-    assert first[1] == 8
+    result = run_alike(_accelerate, 2, tmp_path, initialise=False)
+    assert result[0] == result[2]
+    assert result[1] == 8
 
 
 class _Seen(pl.Callback):
@@ -444,8 +436,7 @@ def _changed_at_the_end(_: int) -> list[str]:
 
 
 def test_weights_that_a_callback_puts_in_at_the_end_are_averaged(tmp_path: Path) -> None:
-    first, second = run(_changed_at_the_end, 2, tmp_path, initialise=False)
-    assert first == second
+    run_alike(_changed_at_the_end, 2, tmp_path, initialise=False)
 
 
 class _OnlyTheSecond(Gan):
@@ -477,10 +468,9 @@ def _not_counted(rank: int) -> list[Any]:
 
 
 def test_steps_of_optimizers_that_do_not_count_are_averaged_or_an_error(tmp_path: Path) -> None:
-    first, second = run(_not_counted, 2, tmp_path, initialise=False)
-    assert first == second
-    assert "the first of 2 optimizers has made no step" in first[1]
-    assert "was made after local steps began" in first[2]
+    result = run_alike(_not_counted, 2, tmp_path, initialise=False)
+    assert "the first of 2 optimizers has made no step" in result[1]
+    assert "was made after local steps began" in result[2]
 
 
 class _LoadsLate(Classifier):
@@ -503,9 +493,8 @@ def _loaded_late(_: int) -> list[str]:
 
 
 def test_weights_that_are_loaded_after_local_steps_began_are_an_error_on_all_ranks(tmp_path: Path) -> None:
-    first, second = run(_loaded_late, 2, tmp_path, initialise=False)
-    assert first == second
-    assert all("changed after local steps began" in text for text in first)
+    result = run_alike(_loaded_late, 2, tmp_path, initialise=False)
+    assert all("changed after local steps began" in text for text in result)
 
 
 class _ScheduleFree(Classifier):

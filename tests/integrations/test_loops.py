@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_gqsgd
 from tests.distributed.models import fingerprint
-from tests.distributed.ranks import logged, run
+from tests.distributed.ranks import logged, run, run_alike
 from tests.integrations.loops import NATIVE, STRATEGIES, Classifier, Gan, data, fitted, trainer_of
 
 #: Plain DDP first, then ours without compression, which has to give its bits.
@@ -252,14 +252,13 @@ def _callbacks(_: int) -> dict[str, list[list[Any]]]:
 
 @pytest.mark.slow
 def test_averages_of_weights_and_early_stopping(tmp_path: Path) -> None:
-    first, second = run(_callbacks, 2, tmp_path, initialise=False)
-    assert first == second
-    for name, (ddp, native, *quantised) in first.items():
+    result = run_alike(_callbacks, 2, tmp_path, initialise=False)
+    for name, (ddp, native, *quantised) in result.items():
         assert native[0] == ddp[0], name
         assert len({one[0] for one in (ddp, *quantised)}) == 1 + len(quantised), name
-    assert all(bits == average for bits, average, _ in first.get("ema", []))
-    assert [one[-1] for one in first["swa"][1:]] == [9] * 3
-    assert [one[1] for one in first["stop"]] == [2] * 4
+    assert all(bits == average for bits, average, _ in result.get("ema", []))
+    assert [one[-1] for one in result["swa"][1:]] == [9] * 3
+    assert [one[1] for one in result["stop"]] == [2] * 4
 
 
 def _other_functions(_: int) -> list[Any]:
@@ -281,9 +280,7 @@ def _other_functions(_: int) -> list[Any]:
 
 def test_validate_test_and_predict_beside_two_fits(tmp_path: Path) -> None:
     """Each fit has a hook of its own, whose dither starts anew; the others have none."""
-    first, second = run(_other_functions, 2, tmp_path, initialise=False)
-    assert first == second
-    before, after, predicted, same, steps, _ = first
+    before, after, predicted, same, steps, _ = run_alike(_other_functions, 2, tmp_path, initialise=False)
     assert after < before
     assert predicted == 3
     assert not same

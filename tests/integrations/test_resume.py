@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder, 
 
 from lightning_gqsgd.reducers.memory import MemoryStore
 from tests.distributed.models import fingerprint
-from tests.distributed.ranks import logged, run
+from tests.distributed.ranks import logged, run, run_alike
 from tests.integrations.loops import Classifier, data, fitted, trainer_of
 
 MEMORYLESS: dict[str, Any] = {"preset": "gqsgd_4bit"}
@@ -63,10 +63,9 @@ def _weights(_: int, folder: Path) -> list[Any]:
 
 
 def test_checkpoints_of_weights_alone(tmp_path: Path) -> None:
-    first, second = run(_weights, 2, tmp_path, tmp_path, initialise=False)
-    assert first == second
-    assert "gqsgd" not in first
-    assert "state_dict" in first
+    result = run_alike(_weights, 2, tmp_path, tmp_path, initialise=False)
+    assert "gqsgd" not in result
+    assert "state_dict" in result
 
 
 def _safely(_: int, folder: Path) -> list[list[Any]]:
@@ -84,9 +83,8 @@ def _safely(_: int, folder: Path) -> list[list[Any]]:
 
 
 def test_safe_loading(tmp_path: Path) -> None:
-    first, second = run(_safely, 2, tmp_path, tmp_path, initialise=False)
-    assert first == second
-    assert all(whole == resumed for whole, resumed in first)
+    result = run_alike(_safely, 2, tmp_path, tmp_path, initialise=False)
+    assert all(whole == resumed for whole, resumed in result)
 
 
 def _finetuned(_: int, folder: Path) -> list[Any]:
@@ -113,9 +111,7 @@ def _finetuned(_: int, folder: Path) -> list[Any]:
 
 @pytest.mark.slow
 def test_a_run_that_unfreezes_later_is_resumed_before_that(tmp_path: Path) -> None:
-    first, second = run(_finetuned, 2, tmp_path, tmp_path, initialise=False)
-    assert first == second
-    whole, resumed, saved = first
+    whole, resumed, saved = run_alike(_finetuned, 2, tmp_path, tmp_path, initialise=False)
     assert whole == resumed
     assert saved == [4]  # the head's: nothing was remembered of what was frozen
 
