@@ -23,9 +23,10 @@ from lightning_gqsgd.session.opening import Side, facts_of, open_engines, prepar
 from lightning_gqsgd.session.parameters import check_for_tensors
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Card
-from lightning_gqsgd.wire.communicator import is_alive, parent_group, timeout_of
+from lightning_gqsgd.wire.communicator import parent_group, timeout_of
 from lightning_gqsgd.wire.engine import MAX_STEP, Engine, Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
+from lightning_gqsgd.wire.peers import is_alive
 from lightning_gqsgd.wire.pipeline import Job
 from lightning_gqsgd.wire.plan import check_gradient
 

@@ -214,8 +214,9 @@ def _still_waits(frozen: list[str]) -> str:
         )
     return (
         "DistributedDataParallel still waits for gradients of some parameters, so this step's gradients are not "
-        "averaged. Parameters that do not take part in every step need find_unused_parameters=True, or "
-        "state.rewrap(DistributedDataParallel)"
+        "averaged: either these parameters took no part in the step, or an exception ended the backward pass. Wrap the "
+        "model anew, with find_unused_parameters=True if some parameters do not take part in every step: `model = "
+        "DistributedDataParallel(model.module, ...)`, then register_gqsgd(model), and load state.state_dict() there"
     )
 
 

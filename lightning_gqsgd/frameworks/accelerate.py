@@ -105,7 +105,9 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         self.config = make_config(preset, **own)
         _say_that_nothing_is_reduced_by_one_process()
         self._hooks = HookStates()
-        self._freed_by: weakref.ref[Accelerator] | None = None
+        # The Accelerator that has forgotten a model, whose hook may still exist.
+        self._freed_by: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[Accelerator]]
+        self._freed_by = weakref.WeakKeyDictionary()
         self._loaded: list[dict[str, Any]] = []
         _WITHOUT_MODEL.add(self)
         _watch_optimizers()
@@ -118,16 +120,24 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
 
     @property
     def states(self) -> list[GQSGDState]:
-        """The state of the hook on each model that still exists, in the order in which the models were prepared. After
-        ``Accelerator.free_memory``, only those of models that were prepared since."""
-        accelerator = None if self._freed_by is None else self._freed_by()
-        if accelerator is None:
-            return list(self._hooks.values())
-        # The Accelerator lists models as they came: users' own, or those in DDP that it is given once more. A user's
-        # model may have a submodule that is called "module", as DDP has.
-        listed = [(model, ddp_in(model)) for model in accelerator._models]
-        now = {id(model if wrapped is None else wrapped.module) for model, wrapped in listed}
-        return [state for model, state in self._hooks.items() if id(model.module) in now]
+        """The state of the hook on each model that still exists, in the order in which the models were prepared.
+
+        A model that ``Accelerator.free_memory`` has forgotten counts only if that Accelerator has prepared it again.
+        """
+        return [state for model, state in self._hooks.items() if not self._is_freed(model)]
+
+    def freed(self, accelerator: Accelerator) -> None:
+        """Note that an Accelerator is about to forget its models."""
+        for model in self._hooks:
+            if _lists(accelerator, model):
+                self._freed_by[model] = weakref.ref(accelerator)
+
+    def _is_freed(self, model: DistributedDataParallel) -> bool:
+        """Returns whether an Accelerator has forgotten a model, and has not prepared it again."""
+        if model not in self._freed_by:
+            return False
+        accelerator = self._freed_by[model]()
+        return accelerator is None or not _lists(accelerator, model)
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _HOOK_FIELDS) -> dict[str, Any]:
         """Returns only the arguments of DistributedDataParallel: the base class would deep-copy all attributes."""
@@ -163,7 +173,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         self._hooks.clear()
         # A Trainer frees the memory of its Accelerator when training begins. It does not prepare a model again that is
         # wrapped already, so the Accelerator does not list the model in training.
-        self._freed_by = None
+        self._freed_by.clear()
         self._loaded = []
         if state is not None:
             self._hooks[model] = state
@@ -318,11 +328,19 @@ def _watch_free_memory() -> None:
     @functools.wraps(free)
     def free_memory(self: Accelerator, *objects: Any) -> Any:
         if isinstance(self.ddp_handler, GQSGDKwargs):
-            self.ddp_handler._freed_by = weakref.ref(self)
+            self.ddp_handler.freed(self)
         return free(self, *objects)
 
     free_memory.tells_handler = True  # type: ignore[attr-defined]
     Accelerator.free_memory = free_memory
+
+
+def _lists(accelerator: Accelerator, model: DistributedDataParallel) -> bool:
+    """Returns whether an Accelerator lists a model that it has prepared."""
+    # It lists models as they came: users' own, or those in DDP that it is given once more. A user's model may have a
+    # submodule that is called "module", as DDP has.
+    listed = [(one, ddp_in(one)) for one in accelerator._models]
+    return any(model.module is (one if wrapped is None else wrapped.module) for one, wrapped in listed)
 
 
 def say_that_there_is_one_process() -> None:

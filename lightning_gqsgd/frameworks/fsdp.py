@@ -144,6 +144,8 @@ class GQSGDFSDPState:
             self._reductions: defaultdict[str, int] = defaultdict(int)
             self._has_met: set[torch.dtype] = set()
             self._first_of_step: ShardedGroup | None = None
+            self._graphs: set[int] = set()  # graphs of backward passes at whose ends `_after_graph` is called
+            self._left: dict[int, Tensor | None] = {}  # what modules had kept at the end of the step, by their index
             self._is_checked = False  # whether the forward pass of this step has looked for changes of the model
             self._trained = ""  # which parameters required a gradient in the latest step
             self._used = ""  # which of them had one at its end
@@ -290,24 +292,46 @@ class GQSGDFSDPState:
         Returns:
             Whether the group is the first of its step.
         """
-        in_backward = torch._C._current_graph_task_id() != -1
+        graph = torch._C._current_graph_task_id()
+        in_backward = graph != -1
         if self._first_of_step is group and not in_backward:
             self._end_step()
+        if in_backward and graph not in self._graphs:
+            self._graphs.add(graph)
+            Variable._execution_engine.queue_callback(partial(self._after_graph, graph))
         if self._first_of_step is None:
             self._first_of_step = group
-            if in_backward:
-                Variable._execution_engine.queue_callback(self._end_step)
         return self._first_of_step is group
 
+    def _after_graph(self, graph: int) -> None:
+        """End the step if the backward pass is over. With reentrant checkpoints, it has graphs within its graph."""
+        self._graphs.discard(graph)
+        if not self._is_in_backward():
+            self._end_step()
+
+    def _is_in_backward(self) -> bool:
+        """Returns whether FSDP has begun a backward pass and has not ended it."""
+        return any(group.awaits_end for group in self._groups)
+
     def _end_step(self) -> None:
-        if self._first_of_step is not None:
-            self._first_of_step = None
-            self._is_checked = False
-            self._used = " ".join(group.used for group in self._groups)
-            self.telemetry.end_step()
-            for group in self._groups:
-                if group.partial is not None and group.inner.all_reduce_grads:
-                    raise ConfigError(_lacks_gradients(group.name))  # the hook was not called for it
+        if self._first_of_step is None:
+            return
+        self._first_of_step = None
+        self._is_checked = False
+        self._used = " ".join(group.used for group in self._groups)
+        self.telemetry.end_step()
+        for collective in self._collectives:
+            collective.engine.plans.trim()  # tensors have other sizes where other parameters have a gradient
+        # Another loss of the same step may reduce these in a backward pass of its own.
+        self._left = {group.index: group.partial for group in self._groups if group.inner.all_reduce_grads}
+
+    def _check_left(self) -> None:
+        """Raise ConfigError if a module has kept gradients in a step that should have reduced all of them."""
+        for group in self._groups:
+            left = self._left.get(group.index)
+            if left is not None and left is group.partial:
+                raise ConfigError(_lacks_gradients(group.name))  # the hook was not called for it
+        self._left = {}
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
@@ -323,9 +347,13 @@ class GQSGDFSDPState:
             if self._average is not None and not self._has_met:
                 replicas["values of parameters (replicas have to start alike)"] = parameter_bits(self._groups)
             meeting.agree([facts, *([replicas] if self._replicas is not None else [])])
-            both = [collective for collective in (self._average, self._scatter) if collective is not None]
-            compile_together(meeting, {collective.engine: collective.configs for collective in both}, [x.dtype])
+            configs = {collective.engine: collective.configs for collective in self._collectives}
+            compile_together(meeting, configs, [x.dtype])
         self._has_met.add(x.dtype)
+
+    @property
+    def _collectives(self) -> list[_Collective]:
+        return [collective for collective in (self._average, self._scatter) if collective is not None]
 
     def _meeting(self, purpose: str) -> Meeting:
         groups = [self._shards, *([self._replicas] if self._replicas is not None else [])]
@@ -416,10 +444,19 @@ class GQSGDFSDPState:
 
     @untraced
     def _before_forward(self, *_: Any) -> None:
-        if torch.is_grad_enabled():
-            self._is_checked = False
-            self._check_changes()
-            self._is_checked = True
+        # A checkpointed model computes its forward pass again in the backward pass.
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        if self._is_in_backward():
+            raise ConfigError(
+                "an exception has ended an earlier backward pass. FSDP2 still waits for its end and reduces no further "
+                "gradients, so the model would not be trained any more: shard a new model, and load a checkpoint there"
+            )
+        self._end_step()  # if its last graph had no reduction
+        self._check_left()
+        self._is_checked = False
+        self._check_changes()
+        self._is_checked = True
 
     def _check_changes(self) -> None:
         """Raise ConfigError if not all gradients would go through these hooks; see `check_hooks`, `ModelChanges`."""

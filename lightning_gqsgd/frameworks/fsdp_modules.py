@@ -85,6 +85,13 @@ class ShardedGroup:
         return _alive(self._inner)
 
     @property
+    def awaits_end(self) -> bool:
+        """True from when FSDP begins a backward pass until it ends it, also if an exception has ended the pass before.
+        False before the first forward pass."""
+        context = self.module._get_fsdp_state()._state_ctx
+        return bool(getattr(context, "post_backward_final_callback_queued", False))
+
+    @property
     def has_hook(self) -> bool:
         """True if an all-reduce hook or a reduce-scatter is set already."""
         all_reduce, reduce_scatter = self.hooks

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.session.copies import Handles, OwnHook, remove_all
-from lightning_gqsgd.wire.communicator import is_alive
+from lightning_gqsgd.wire.peers import is_alive
 
 
 class DDPModels:

@@ -41,7 +41,7 @@ from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.kernels.layout import PieceSize
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire import neighbours
-from lightning_gqsgd.wire.peers import Peers, backends_of, peers_of
+from lightning_gqsgd.wire.peers import Peers, backends_of, check_alive, peers_of
 from lightning_gqsgd.wire.shared_memory import SharedGroup
 from lightning_gqsgd.wire.staging import Staging
 from lightning_gqsgd.wire.store import EndingStore
@@ -404,17 +404,8 @@ def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     parent = group if group is not None else dist.group.WORLD
     if not dist.is_initialized() or parent is None:
         raise ConfigError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
-    if not is_alive(parent):
-        raise ConfigError(
-            "the process group was destroyed (destroy_process_group); make a new one, and wrap the model in a new "
-            "DistributedDataParallel if it was that of a model"
-        )
+    check_alive(parent)
     return parent
-
-
-def is_alive(group: dist.ProcessGroup) -> bool:
-    """Returns whether a group exists: False once it has been destroyed."""
-    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
 def gloo_devices() -> list[Any]:
@@ -450,7 +441,12 @@ def patience_of(timeout: timedelta | None, group: dist.ProcessGroup | Peers, dev
     """Returns how long ranks wait for each other: the user's timeout, or the timeout of the group.
 
     If `check_timeout` would refuse the user's timeout, the group's is used, so that the other ranks can be told.
+
+    Raises:
+        ConfigError: if the group was destroyed. Every call that waits for other ranks asks here first.
     """
+    if not isinstance(group, Peers):
+        check_alive(group)
     return timeout if _is_timeout(timeout) else timeout_of(group, device)
 
 

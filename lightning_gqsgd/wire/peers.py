@@ -79,6 +79,20 @@ def peers_of_unregistered(group: dist.ProcessGroup, backends: Mapping[str, str])
     return Peers(group.rank(), numbers, group.get_group_store(), backends, timeout, RLock(), devices)
 
 
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Returns whether a group exists: False once it has been destroyed."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
+def check_alive(group: dist.ProcessGroup) -> None:
+    """Raise ConfigError if a group has been destroyed."""
+    if not is_alive(group):
+        raise ConfigError(
+            "the process group was destroyed (destroy_process_group); make a new one, and wrap the model in a new "
+            "DistributedDataParallel if it was that of a model"
+        )
+
+
 def backends_of(group: dist.ProcessGroup | Peers) -> Mapping[str, str]:
     """Returns the name of a group's backend for each type of device."""
     if isinstance(group, Peers):

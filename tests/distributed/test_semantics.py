@@ -423,6 +423,43 @@ def test_a_rank_that_cannot_wrap_anew_tells_the_others_before_they_wait_in_ddps_
         assert "still waits" not in text
 
 
+def _an_exception_in_backward(rank: int) -> list[Any]:
+    def stop(*_: Any) -> None:
+        raise ArithmeticError
+
+    model, state = wrapped({}, {"bits": 4}, mlp())
+    train(model, rank, range(3))
+    stops = model.module[2].register_full_backward_hook(stop)
+    with pytest.raises(ArithmeticError):
+        train(model, rank, range(3, 4))
+    stops.remove()
+    text = error_text(ConfigError, train, model, rank, range(3, 4))
+    # What the error says.
+    model, other = wrapped({}, {"bits": 4}, model.module)
+    other.load_state_dict(state.state_dict())
+    train(model, rank, range(3, 6))
+    return [text, other.step, fingerprint(model)]
+
+
+def test_training_goes_on_as_the_error_after_an_interrupted_backward_pass_says(tmp_path: Path) -> None:
+    text, step, _ = run_alike(_an_exception_in_backward, 2, tmp_path)
+    assert "an exception ended the backward pass" in text
+    assert "then register_gqsgd(model), and load state.state_dict() there" in text
+    assert step == 6
+
+
+def _destroyed_group(rank: int) -> list[str]:
+    _, state = wrapped({}, {"bits": 2, "memory": "ef"})
+    dist.destroy_process_group()
+    calls: list[Callable[[], Any]] = [state.state_dict, partial(state.rewrap, DistributedDataParallel)]
+    return [error_text(ConfigError, call) for call in calls]
+
+
+def test_what_needs_a_destroyed_group_says_so(tmp_path: Path) -> None:
+    for text in run_alike(_destroyed_group, 2, tmp_path):
+        assert text.startswith("the process group was destroyed (destroy_process_group); make a new one")
+
+
 def _memories_that_differ_behind_a_rewrap(rank: int) -> None:
     model = DistributedDataParallel(mlp())
     state = register_gqsgd(model, "diana", timeout=timedelta(seconds=20))

@@ -27,7 +27,7 @@ import lightning_gqsgd
 from lightning_gqsgd import GQSGDKwargs, enable
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from tests.distributed.models import fingerprint, loss_of, mlp
-from tests.distributed.ranks import logged, run
+from tests.distributed.ranks import logged, run, run_alike
 from tests.processes import ended_well
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
@@ -241,6 +241,28 @@ def several_models(rank: int, folder: Path) -> None:
         handler.load_state_dict({"states": []})
     assert [state.step for state in handler.states] == [0, 0]
     del first, second, third, fourth, fifth
+
+
+def _a_fold_each(rank: int) -> list[list[int]]:
+    """One handler, and an Accelerator for each fold; the models are kept for an ensemble."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    handler = GQSGDKwargs(bits=4)
+    models = []
+    steps = []
+    for fold in range(3):
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+        models.append(accelerator.prepare(mlp(64)))
+        for _ in range(fold + 1):
+            accelerator.backward(loss_of(models[-1], rank, 0))
+        steps.append([state["step"] for state in handler.state_dict()["states"]])
+        accelerator.free_memory()
+        if fold:
+            del accelerator  # the first one is kept as well
+    return steps
+
+
+def test_a_checkpoint_of_a_fold_has_that_fold_s_state_only(tmp_path: Path) -> None:
+    assert run_alike(_a_fold_each, 2, tmp_path, initialise=False) == [[1], [2], [3]]
 
 
 @pytest.mark.slow

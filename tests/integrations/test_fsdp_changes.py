@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
     pytest.skip("FSDP2 before torch 2.9 averages by what Gloo does not have", allow_module_level=True)
@@ -22,7 +23,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.frameworks.fsdp import register_gqsgd_fsdp
 from tests.bits import bits_of
 from tests.distributed.models import loss_of, mlp
-from tests.distributed.ranks import logged, run
+from tests.distributed.ranks import logged, run, run_alike
 from tests.errors import error_text
 from tests.integrations.fsdp_models import mesh, quantised, sharded
 
@@ -220,7 +221,7 @@ def _other_heads(rank: int) -> list[str]:
     model.head = rank  # on each replica another one
     loss_of(model, rank, 0).backward()
     texts.append(error_text(ConfigError, loss_of(model, rank, 1).backward))
-    for heads in ((0, 1), (0, None)):
+    for heads in ((0, 1), (0, None, 0)):
         torch.manual_seed(0)
         model, _ = quantised(mesh(2), {"bits": 4}, _TwoHeads())
         model.set_requires_all_reduce(False)
@@ -228,10 +229,9 @@ def _other_heads(rank: int) -> list[str]:
             if step:
                 model.set_requires_all_reduce(True)
             model.head = head or 0
-            # Nothing of the heads' module is used without a head.
-            loss = loss_of(model if head is not None else model.body, rank, step)
             try:
-                loss.backward()
+                # Nothing of the heads' module is used without a head, which the next forward pass finds.
+                loss_of(model if head is not None else model.body, rank, step).backward()
             except ConfigError as error:
                 texts.append(str(error))
                 break
@@ -243,6 +243,70 @@ def test_gradients_of_other_parameters_are_not_taken_for_each_other(tmp_path: Pa
         assert "left without a gradient, on some ranks only" in apart
         assert len(accumulated) == 2
         assert all("had parameters without a gradient in one of the backward passes" in text for text in accumulated)
+
+
+class _SeveralHeads(nn.Module):
+    """Layers whose forward passes may be computed again, in graphs of their own within the backward pass, and heads."""
+
+    def __init__(self, *, checkpoints: bool) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.first = nn.Linear(32, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.heads = nn.ModuleList(nn.Linear(64, 10) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        x = self.first(x)
+        for layer in self.layers:
+            x = (checkpoint(layer, x, use_reentrant=True) if self.checkpoints else layer(x)).relu()
+        return [head(x) for head in self.heads]
+
+
+def _several_graphs(rank: int, separate: bool) -> list[Any]:
+    torch.manual_seed(0)
+    model = _SeveralHeads(checkpoints=not separate)
+    on = mesh(2)
+    for part in (*model.layers, *(model.heads if separate else ()), model):
+        fully_shard(part, mesh=on["shard"])
+    state = register_gqsgd_fsdp(model, replicate=on["replicate"], bits=4)
+    for step in range(3):
+        for part in range(2):
+            model.set_requires_all_reduce(part == 1)
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + 2 * part + rank))
+            losses = [output.square().mean() for output in model(x)]
+            if separate:
+                losses[0].backward(retain_graph=True)
+                losses[1].backward()
+            else:
+                torch.stack(losses).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    return [state.telemetry.steps, bits_of(p.full_tensor() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_gradients_accumulate_over_several_graphs(separate: bool, tmp_path: Path) -> None:
+    """Reentrant checkpoints make graphs within a backward pass, and each loss may have a backward pass of its own."""
+    steps, _ = run_alike(_several_graphs, 2, tmp_path, separate)
+    assert separate or steps == 3
+
+
+def _interrupted(rank: int) -> str:
+    model, _ = quantised(mesh(2), {"bits": 4})
+    loss_of(model, rank, 0).backward()
+    stops = model[2].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, rank, 1).backward()
+    stops.remove()
+    return error_text(ConfigError, loss_of, model, rank, 2)
+
+
+def test_fsdp_s_silence_after_an_interrupted_backward_pass_is_an_error(tmp_path: Path) -> None:
+    text = run_alike(_interrupted, 2, tmp_path)
+    assert "an exception has ended an earlier backward pass" in text
+    assert "shard a new model" in text
 
 
 def _others(rank: int) -> int:
