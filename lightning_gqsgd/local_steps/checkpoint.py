@@ -129,10 +129,11 @@ def _take_memory(store: MemoryStore, state: Mapping[str, Any]) -> None:
         store.take(rows_of(state["memory"]), 0)
         return
     store.forget()
+    alone = ["no owners, because every rank keeps all coordinates"]
     logger.warning(
-        "gqsgd: the memory starts empty: the state has that of%s, and this run has%s",
-        in_words(layout_of(state, store)) or " ranks that keep all coordinates",
-        in_words(store.layout) or " ranks that keep all coordinates",
+        "gqsgd: the memory starts empty: that of the state has %s, and this run's has %s",
+        *(in_words(layout_of(state, store)) or alone),
+        *(in_words(store.layout) or alone),
     )
 
 

@@ -158,9 +158,9 @@ def take_memory(store: MemoryStore, state: Mapping[str, Any], rank: int, world_s
         logger.warning(
             "gqsgd: the memory starts empty: the checkpoint has that of %s ranks (%s), this run has %s ranks (%s)",
             ranks or "no",
-            f"{kinds or 'nothing'}{in_words(layout_of(state, store))}",
+            ", ".join([kinds or "nothing", *in_words(layout_of(state, store))]),
             world_size,
-            f"{', '.join(kind.value for kind in store.kinds)}{in_words(store.layout)}",
+            ", ".join([*(kind.value for kind in store.kinds), *in_words(store.layout)]),
         )
         store.forget()
         return None
@@ -189,10 +189,10 @@ def layout_of(state: Mapping[str, Any], store: MemoryStore) -> list[int]:
     return list(state.get(MEMORY_LAYOUT, store.layout))
 
 
-def in_words(layout: Sequence[int]) -> str:
-    """Returns the layout of a memory as words that follow its kinds; empty if every rank keeps all coordinates."""
+def in_words(layout: Sequence[int]) -> list[str]:
+    """Returns the layout of a memory as one text; none if every rank keeps all coordinates."""
     owners, block_size = layout
-    return f", {owners} owners of blocks of {block_size}" if owners > 1 else ""
+    return [f"{owners} owners of blocks of {block_size}"] if owners > 1 else []
 
 
 def memory_digest(state: Mapping[str, Any]) -> str:

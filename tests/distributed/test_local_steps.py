@@ -217,6 +217,35 @@ def test_a_state_saved_after_any_step_gives_the_bits_of_an_undisturbed_run(tmp_p
         assert results == [True] * STEPS
 
 
+def _other_blocks(rank: int) -> list[list[str]]:
+    """What is logged if a run goes on with other blocks, of which other ranks keep the references and errors."""
+    found = []
+    for fields in ({"preset": "dore"}, {"preset": "gqsgd_2bit", "memory": "ef", "reducer": "gather"}):
+        model = WithBuffers(rank)
+        optimizer = local_steps(model, {"every": 2, **fields})
+        train(model, optimizer, rank, range(2))
+        weights, state = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        optimizer.close()
+        records = logged("lightning_gqsgd.local_steps.checkpoint")
+        optimizer = local_steps(model, {"every": 2, **fields, "block_size": 1024})
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        assert any(bool(row.any()) for row in optimizer.averages.store._tensors.values()) == (not records)
+        train(model, optimizer, rank, range(2, 4))
+        found.append(list(records))
+        optimizer.close()
+    return found
+
+
+def test_a_memory_in_parts_starts_empty_where_other_ranks_would_own_them(tmp_path: Path) -> None:
+    owned, own = run_alike(_other_blocks, 2, tmp_path)
+    assert len(owned) == 1
+    assert owned[0].endswith(
+        "of the state has 2 owners of blocks of 256, and this run's has 2 owners of blocks of 1024"
+    )
+    assert own == []
+
+
 def _weights_first(rank: int) -> list[list[str]]:
     """What is logged if weights are loaded before local steps begin, if they are loaded after that, and if they are the
     anchor's."""
