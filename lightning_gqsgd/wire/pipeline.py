@@ -58,8 +58,10 @@ MAX_ON_STREAM = 2
 #: numbers first.
 HIGH_PRIORITY = -1
 
-#: Seconds that `close` waits for the thread, which itself never waits for the network.
+#: Seconds that `close` waits for the thread, which itself waits for the network no longer than `REFUSAL_S`.
 CLOSE_TIMEOUT_S = 60.0
+#: Seconds that an exchange that has failed leaves to an agreement that is under way.
+REFUSAL_S = 1.0
 
 #: The context of most work on the CPU. It may be entered by several threads at once.
 _NO_CONTEXT = nullcontext()
@@ -549,12 +551,40 @@ class Sequencer:
 
     def _fail(self, communicator: Communicator, error: BaseException, failed: _Piece | None) -> None:
         """Fail all jobs that are under way on a communicator, and all later ones."""
-        self._broken[communicator] = error
         pieces = self._lanes.pop(communicator, ())
+        if failed is not None and not isinstance(error, ConfigError):
+            error = _refusal(communicator, pieces) or error
+        self._broken[communicator] = error
         wait([piece.task for piece in pieces if piece.task is not None])  # before tensors are set to NaN
         for job in dict.fromkeys(piece.job for piece in pieces):
             where = f"{job.name}, stage {failed.stage}," if failed and failed.job is job else f"{job.name}, behind it,"
             job.finish(communicator.describe(error, where))
+
+
+def _refusal(communicator: Communicator, pieces: Iterable[_Piece]) -> ConfigError | None:
+    """Returns the error of an agreement that is still under way although an exchange has failed; None if ranks agree,
+    or if no agreement ends within `REFUSAL_S`.
+
+    A rank that refuses an agreement closes its connections. Its peers may notice that before they have read what it
+    has sent for the agreement, and would name the lost connection as the cause.
+    """
+    until = time.monotonic() + REFUSAL_S
+    for piece in pieces:
+        if not piece.is_preface or not piece.waiting_for:
+            continue
+        futures = [work.get_future() for work in piece.works]
+        while not all(future.done() for future in futures):
+            if time.monotonic() > until:
+                return None
+            time.sleep(0.001)
+        try:
+            with piece.job.context():
+                piece.resume(communicator)
+        except ConfigError as refusal:
+            return refusal
+        except Exception:  # noqa: S112  # the agreement's connection was lost, too
+            continue
+    return None
 
 
 def refuse_capture(job: Job) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers.base import Exchange, Steps
+from lightning_gqsgd.wire import pipeline
 from lightning_gqsgd.wire.pipeline import MAX_ON_STREAM, MAX_UNDER_WAY, Job, Sequencer, StreamRunner
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
 from lightning_gqsgd.wire.workers import VARIABLE, codec_threads, spare_threads
@@ -187,6 +188,43 @@ def test_a_failing_collective_carries_its_error(sequencer: Sequencer) -> None:
     sequencer.submit(wire, one)  # type: ignore[arg-type]
     wire.wait_for(1)[0].complete(ConnectionError("Connection closed by peer"))
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        one.future.wait()
+
+
+def refusing() -> Steps:
+    """An agreement that fails once all stamps are there."""
+    yield (Exchange("sum", torch.tensor([9]), torch.tensor([9])),)
+    raise ConfigError("ranks 0 and 1 do not agree")
+
+
+def test_a_lost_connection_is_not_the_cause_where_a_rank_has_refused(sequencer: Sequencer) -> None:
+    """The rank that refuses closes its connections, which this one may notice before it has read the stamps."""
+    wire = FakeCommunicator()
+    one = job([piece(0), piece(1)], preface=refusing)
+    one.preface_blocks = False
+    sequencer.submit(wire, one)  # type: ignore[arg-type]
+    works = wire.wait_for(3)
+    assert wire.started[0] == (0, 9)
+    works[1].complete(RuntimeError("connection closed"))
+    threading.Timer(0.05, works[0].complete).start()
+    with pytest.raises(Exception, match="ranks 0 and 1 do not agree"):
+        one.future.wait()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_lost_connection_is_the_cause_where_ranks_agree(
+    ends: bool, sequencer: Sequencer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "REFUSAL_S", 0.05)
+    wire = FakeCommunicator()
+    one = job([piece(0), piece(1)], preface=piece(9, stages=1))
+    one.preface_blocks = False
+    sequencer.submit(wire, one)  # type: ignore[arg-type]
+    works = wire.wait_for(3)
+    works[1].complete(RuntimeError("connection closed"))
+    if ends:
+        works[0].complete()
+    with pytest.raises(Exception, match="connection closed"):
         one.future.wait()
 
 
