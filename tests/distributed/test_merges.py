@@ -308,6 +308,31 @@ def test_a_state_cannot_be_loaded_over_steps_that_are_not_merged(tmp_path: Path)
     assert "load it before the first step, or call finish() first" in one[0]
 
 
+def _goes_back(rank: int) -> list[str]:
+    """Bits after three steps from the start, and after the same steps again, from the loaded state of the start."""
+    model, optimizer = counting(every="5s")
+    start = optimizer.state_dict()
+    bits = []
+    for _ in range(2):
+        for _ in range(3):
+            optimizer.step()
+        optimizer.finish()
+        bits.append(bits_of_model(model))
+        optimizer.load_state_dict(start)
+    optimizer.finish()  # without a step since the state was loaded
+    optimizer.step()
+    optimizer.finish()
+    bits.append(bits_of_model(model))
+    optimizer.close()
+    return bits
+
+
+def test_a_state_that_goes_back_to_an_earlier_step_can_be_trained_to_the_same_step_again(tmp_path: Path) -> None:
+    one, other = run(_goes_back, 2, tmp_path)
+    assert one == other
+    assert one[0] == one[1] != one[2]
+
+
 def _one_dies(rank: int) -> str:
     import os
 

@@ -344,6 +344,7 @@ class MergedAverages:
         self.check_open()
         if self.step == self._finished_after:
             return
+        self._thread.go_on()  # after an earlier `finish`, also if a state was loaded and no step was made since
         if self._pending is not None:
             self._settle()
         if not self._must_leave:
@@ -515,6 +516,7 @@ class MergedAverages:
             self._members.start_after(self._shared.merges)
             self.requested = replace(self.requested, seed=state["seed"])
             self.step = state["step"]
+            self._finished_after = None  # training may reach the step of an earlier `finish` again
             self._start_from_anchors()
 
     # --- one merge ---------------------------------------------------------------------------------------------------
