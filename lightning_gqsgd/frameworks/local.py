@@ -22,6 +22,11 @@ from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.options import MOST_STEPS, LocalOptions
 from lightning_gqsgd.presets import Preset
 
+#: Steps of each other optimizer without one of the first optimizer, of whose steps a round consists, after which the
+#: first one seems never to make a step. The code of WGAN (arXiv 1701.07875) makes 100 steps of the critic before the
+#: first step of the generator.
+_STEPS_WITHOUT_FIRST = 1000
+
 _Base: Any = object  # each flavour's DDPStrategy
 _Loaded = TypeVar("_Loaded")
 
@@ -46,19 +51,20 @@ class Trained:
         """Count a step of one of the optimizers.
 
         Raises:
-            ConfigError: the others have made all steps of a round, and the first one none.
+            ConfigError: if the first one has made no step, and the others have made so many that it seems never to make
+                one.
         """
         if optimizer is self.optimizers[0]:
             self.averages.advance()
             return
         self.others += 1
         options = self.averages.options
-        limit = MOST_STEPS if options.every_s is not None else options.steps_of_round(0)
+        limit = MOST_STEPS if options.every_s is not None else max(_STEPS_WITHOUT_FIRST, options.steps_of_round(0))
         if not self.averages.step and self.others > limit * (len(self.optimizers) - 1):
             raise ConfigError(
-                f"the first of {len(self.optimizers)} optimizers has made no step, and the others {self.others}: "
-                f"models are averaged every {limit} steps of the first one, so they would never be averaged; "
-                "let configure_optimizers return an optimizer that steps in every batch first"
+                f"the first of {len(self.optimizers)} optimizers has made no step, and the others {self.others}, more "
+                f"than {limit} each: models are averaged every {options.every_in_words()} of the first one, so none of "
+                "these steps was averaged; let configure_optimizers return an optimizer that steps in every batch first"
             )
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -176,9 +182,10 @@ class LocalTraining:
             trained.count(optimizer)
 
     def check_start(self, optimizer: Optimizer) -> None:
-        """Before an optimizer's very first step, check what it starts from; see `LocalAverages.check_start`."""
+        """Before the very first step of any optimizer of a module, check what the module starts from; see
+        `LocalAverages.check_start`."""
         for trained in self.trained:
-            if optimizer is trained.optimizers[0]:
+            if any(optimizer is own for own in trained.optimizers):
                 trained.averages.check_start()
 
     def start_anew(self, loaded: Iterable[nn.Module]) -> None:

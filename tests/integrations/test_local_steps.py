@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_gqsgd import GQSGDFabricStrategy, GQSGDStrategy, LocalSteps
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.frameworks import local
 from tests.distributed.models import fingerprint, loss_of, mlp
 from tests.distributed.ranks import run, run_alike
 from tests.errors import error_text
@@ -141,6 +142,31 @@ def _gan(rank: int) -> list[Any]:
 def test_two_optimizers_by_hand_are_averaged_together(tmp_path: Path) -> None:
     result = run_alike(_gan, 2, tmp_path, initialise=False)
     assert result[1:] == [7, 6 + 2]  # in three rounds each fragment once, and both at the end
+
+
+class _CriticFirst(Gan):
+    """Steps the second of its optimizers in every batch, and the first one after it, in every sixth batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generator, critic = self.optimizers()
+        for optimizer, sign in ((critic, 1), (generator, -1)) if batch_idx % 6 == 5 else ((critic, 1),):
+            optimizer.zero_grad()
+            self.manual_backward(sign * self.discriminator(self.generator(batch[0][:, :16])).mean())
+            optimizer.step()
+
+
+def _critic_first(rank: int) -> list[Any]:
+    module = _CriticFirst(seed=rank)
+    trainer = trainer_of({"local_steps": 2})
+    trainer.fit(module, data(13))
+    state = trainer.strategy.gqsgd_state
+    return [fingerprint(module), state.step, state.averages]
+
+
+def test_the_first_optimizer_may_make_its_first_step_after_many_of_the_others(tmp_path: Path) -> None:
+    first, second = run(_critic_first, 2, tmp_path, initialise=False)
+    assert first == second
+    assert first[1:] == [2, 1 + 1]  # a round of the first optimizer's steps, and the end
 
 
 def _without_local_steps(_: int, folder: Path) -> list[Any]:
@@ -459,6 +485,7 @@ class _NewOptimizers(Classifier):
 
 def _not_counted(rank: int) -> list[Any]:
     results: list[Any] = []
+    local._STEPS_WITHOUT_FIRST = 4
     module = _OnlyTheSecond(seed=rank)
     trainer_of({"local_steps": 16}).fit(module, data(7))
     results.append(fingerprint(module))
