@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_gqsgd import CollectiveError, ConfigError
+from lightning_gqsgd import CollectiveError, ConfigError, LocalSteps
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.local_steps.fragments import fragments_of
-from lightning_gqsgd.local_steps.merges.contribution import difference, norm_of
+from lightning_gqsgd.local_steps.merges.averages import MergedAverages
+from lightning_gqsgd.local_steps.merges.contribution import Contribution, difference, norm_of
 from lightning_gqsgd.local_steps.merges.merge import Member, merge
 from lightning_gqsgd.local_steps.merges.rounds import ByClock, BySteps, MergeRounds
 from lightning_gqsgd.local_steps.merges.rows import Flag, Row, fastest_step_s, majority, shares_of
@@ -27,7 +28,7 @@ from lightning_gqsgd.local_steps.merges.thread import MergeThread
 from lightning_gqsgd.local_steps.options import LocalOptions, parse_time
 from lightning_gqsgd.local_steps.outer import make_outer
 from lightning_gqsgd.local_steps.starting import numbered
-from lightning_gqsgd.membership.members import Gather, Meet, Members, Quorum, Request
+from lightning_gqsgd.membership.members import Gather, Meet, Members, Quorum, Request, Sum
 
 SENDS = Flag.HAS_CHANGE | Flag.IS_FINITE
 
@@ -157,6 +158,7 @@ class OnlyOne(Members):
     """
 
     waits_for_all = False
+    timeout = timedelta(seconds=30)
 
     def __init__(self, state: Mapping[str, Any] | None, meets: threading.Event) -> None:
         self.state = state
@@ -176,16 +178,29 @@ class OnlyOne(Members):
         if isinstance(request, Meet):
             assert self.meets.wait(30)
             return Quorum(0)
+        if isinstance(request, Sum):
+            return request.x
         return request.row[None] if isinstance(request, Gather) else True
 
     def close(self) -> None:
         """See `Members`."""
 
 
-def state_of(value: float) -> SharedState:
-    """What members with one parameter have in common."""
+def alone(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> LocalSteps:
+    """The optimizer of a member that no other one joins, without a lighthouse."""
+    meets = threading.Event()
+    meets.set()
+    monkeypatch.setattr(MergedAverages, "_meet_elastic", lambda *_: OnlyOne(None, meets))
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    return LocalSteps(model, inner, **{"every": 1000, "outer": "sgd", "elastic": True, **fields})
+
+
+def state_of(value: float, buffer: float | None = None) -> SharedState:
+    """What members with one parameter have in common, and one buffer if its value is given."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, value)
+    if buffer is not None:
+        model.register_buffer("variance", torch.tensor([buffer]))
     options = LocalOptions(every="1h", outer="sgd", elastic=True)
     _, parameters, buffers = numbered(model, dict(model.named_parameters()), GQSGDConfig(min_numel=0))
     (fragment,) = fragments_of(parameters, buffers, options)
@@ -274,6 +289,49 @@ def test_infinities_that_stay_are_no_difference() -> None:
     assert difference(start, start.clone()).tolist() == [0.0, 0.0, 0.0]
     assert norm_of([torch.tensor([3.0]), torch.tensor([4.0])]) == 5.0
     assert math.isnan(norm_of([torch.tensor([math.nan])]))
+
+
+def _handed_over(start: list[float], end: list[float]) -> Contribution:
+    """The change of one step, from the values of a parameter and of a buffer to later ones."""
+    return Contribution(1, [torch.tensor(start)], [torch.tensor(end)], 1, 1, torch.empty(0, dtype=torch.int64))
+
+
+def test_a_buffer_becomes_the_mean_of_values_also_if_others_have_moved_the_anchor_since() -> None:
+    # Others have merged a variance of 0.1 after this member started from 1.0. Parameters keep both changes.
+    shared = state_of(5.0, buffer=0.1)
+    meets = threading.Event()
+    meets.set()
+    OnlyOne(None, meets).run(merge(shared, Member(1, "one"), _handed_over([4.0, 1.0], [3.0, 0.2])))
+    assert shared.fragment.bundles[0].flat_anchors().tolist() == pytest.approx([4.0, 0.2])
+
+
+def test_a_member_that_was_late_keeps_the_statistics_that_it_has_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.BatchNorm1d(1)
+    model.register_buffer("mask", torch.tensor([-math.inf]))
+    optimizer = alone(model, monkeypatch)
+
+    def others_merge(variance: float) -> None:
+        shared = optimizer.averages._shared
+        anchors = {entry.name: anchor for entry, anchor in shared.fragment.entries()}
+        with torch.no_grad(), shared.lock:
+            anchors["weight"] += 1
+            anchors["running_var"].fill_(variance)
+            shared.version += 1
+
+    with torch.no_grad():
+        model.weight += 2
+        model.running_var.fill_(0.3)
+    others_merge(0.2)
+    optimizer.step()
+    assert model.weight.item() == 1 + 2 + 1
+    assert model.running_var.item() == pytest.approx(0.3)  # and not 0.2 + (0.3 - 1)
+    optimizer.finish()
+    assert model.running_var.item() == pytest.approx(0.3)
+    others_merge(0.2)
+    optimizer.averages._catch_up()
+    assert model.running_var.item() == pytest.approx(0.2)  # the member had learnt nothing since
+    assert model.mask.item() == -math.inf
+    optimizer.close()
 
 
 @pytest.mark.parametrize(

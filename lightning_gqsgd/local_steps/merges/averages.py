@@ -6,6 +6,9 @@ is the value of x at the time of the handover. So steps between the handover and
 nor counted twice. If a member was late for a merge and handed nothing over, it sets x ← x + (anchor′ − anchor), and its
 change enters the next merge.
 
+Buffers, such as running variances, are no sums of changes. Their anchors become the weighted mean of the members' values.
+A member whose values are among them sets its buffers to the mean. A member that was late keeps its own ones.
+
 Decoupled DiLoCo (arXiv 2604.21428) differs in three ways: it has a separate process, the syncer, to which learners send
 fragments; it merges directions and lengths of changes separately; and it waits for a quorum with an adaptive grace
 period. Here there is no syncer: members sum their messages with an all-reduce. A merge covers the whole model. Members
@@ -39,7 +42,7 @@ from lightning_gqsgd.local_steps.averages import open_meeting
 from lightning_gqsgd.local_steps.fragments import kept, refuse_kept
 from lightning_gqsgd.local_steps.inner_state import InnerState, all_or_nothing
 from lightning_gqsgd.local_steps.merges.buffers import IntegerValues
-from lightning_gqsgd.local_steps.merges.contribution import Contribution
+from lightning_gqsgd.local_steps.merges.contribution import Contribution, parameters_in
 from lightning_gqsgd.local_steps.merges.fixed import FixedMembers
 from lightning_gqsgd.local_steps.merges.merge import Member, Merge
 from lightning_gqsgd.local_steps.merges.preemption import PreemptionNotice
@@ -589,20 +592,32 @@ class MergedAverages:
             else:
                 # The values of this member that the anchors already include.
                 references = self._starts if self._pending is None else self._pending.positions
-                self._go_on_from_anchors(references)
+                self._go_on_from_anchors(references, is_merged=settled is not None)
             self._integers.write(self._shared.integers)
             self._known_version = self._shared.version
         self._pending = None
         if settled is not None and settled.is_used and self.options.inner_state == "reset":
             self._inner.forget(entry.tensor for entry, _ in self._fragment.entries())
 
-    def _go_on_from_anchors(self, references: Sequence[Tensor]) -> None:
-        """Set this member's tensors to the anchors plus its change since ``references``."""
+    def _go_on_from_anchors(self, references: Sequence[Tensor], *, is_merged: bool) -> None:
+        """Set this member's parameters to the anchors plus its change since ``references``.
+
+        Its buffers become the anchors if its own values are among those of which they are the mean. Otherwise, those
+        that have changed keep its own values, which enter the next merge.
+
+        Args:
+            references: the values of this member that the anchors already include, [numel] for each bundle.
+            is_merged: whether these values have entered the anchors in the latest merge.
+        """
         self._starts = [bundle.flat_starts() for bundle in self._fragment.bundles]
         for bundle, start, reference in zip(self._fragment.bundles, self._starts, references, strict=True):
             present = bundle.flat_tensors()
+            moved = start + (present - reference)
+            # A sum of changes may make a running variance negative.
+            count = parameters_in(bundle)
+            moved[count:] = start[count:] if is_merged else present[count:]
             # Exactly the anchor where there is no change, also where a buffer is infinite.
-            bundle.put(torch.where(present == reference, start, start + (present - reference)))
+            bundle.put(torch.where(present == reference, start, moved))
 
     @torch.no_grad()
     def _start_from_anchors(self) -> None:

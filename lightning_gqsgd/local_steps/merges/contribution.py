@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.local_steps.fragments import Bundle
+
 
 @dataclass(frozen=True, eq=False)
 class Contribution:
@@ -32,12 +34,31 @@ class Contribution:
     integers: Tensor
     has_finished: bool = False
 
-    def changes(self) -> list[Tensor]:
-        """Returns starts minus positions of each bundle, [numel].
+    def changes(self, bundles: Sequence[Bundle]) -> list[Tensor]:
+        """Returns the change of each bundle, [numel].
+
+        That is starts minus positions of parameters, and anchors minus positions of buffers. Other members may have
+        moved the anchors since the handover. Parameters then keep both changes, and the anchors of buffers become the
+        mean of the members' values: the sum of two changes of a variance may be negative.
 
         A buffer may hold infinities, such as an attention mask; the difference of two equal infinities is set to 0.
+
+        Args:
+            bundles: the bundles, with their present anchors.
         """
-        return [difference(start, end) for start, end in zip(self.starts, self.positions, strict=True)]
+        starts = map(with_buffers_of_anchors, bundles, self.starts)
+        return [difference(start, end) for start, end in zip(starts, self.positions, strict=True)]
+
+
+def parameters_in(bundle: Bundle) -> int:
+    """Returns the number of values of parameters in a bundle's flat tensors. Those of buffers are behind them."""
+    return sum(entry.segment.numel for entry in bundle.entries if not entry.is_buffer)
+
+
+def with_buffers_of_anchors(bundle: Bundle, flat: Tensor) -> Tensor:
+    """Returns a flat tensor of a bundle whose buffers have the values of the anchors, [numel]."""
+    count = parameters_in(bundle)
+    return flat if count == len(flat) else torch.cat([flat[:count], bundle.flat_anchors()[count:]])
 
 
 def difference(start: Tensor, end: Tensor) -> Tensor:

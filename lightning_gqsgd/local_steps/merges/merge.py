@@ -98,7 +98,7 @@ def merge(
         _take(shared, member, quorum.state)
     was_counted = contribution is not None and shared.has_settled(member.identity, contribution.number)
     sent = None if was_counted else contribution
-    changes = [] if sent is None else sent.changes()
+    changes = [] if sent is None else sent.changes(shared.fragment.bundles)
     row = _row(shared, member, sent, changes, step_s, has_finished)
     rows = [Row.of(each) for each in (yield Gather(row.tensor()))]
     gathered_at = time.monotonic()
