@@ -149,6 +149,20 @@ def test_nothing_is_due_before_the_first_merge_of_a_member_that_joins_between_tw
     assert rounds.is_due(1)
 
 
+def test_the_first_round_after_loading_is_as_long_as_that_number_of_merges_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = alone(model, monkeypatch, every=lambda number: 2**number)
+    state = optimizer.state_dict()
+    state["local_steps"]["merged"]["merges"] = 3
+    optimizer.load_state_dict(state)
+    merges = []
+    for _ in range(8):
+        optimizer.step()
+        merges.append(optimizer.averages.averages)
+    assert merges == [3] * 7 + [4]
+    optimizer.close()
+
+
 class OnlyOne(Members):
     """A member without others.
 

@@ -517,6 +517,7 @@ class MergedAverages:
                 load_beside()
                 self._shared.load_state_dict(state["merged"])
             self._members.start_after(self._shared.merges)
+            self._rounds.start_after(self._shared.merges)
             self.requested = replace(self.requested, seed=state["seed"])
             self.step = state["step"]
             self._finished_after = None  # training may reach the step of an earlier `finish` again

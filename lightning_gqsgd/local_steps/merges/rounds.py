@@ -76,6 +76,9 @@ class MergeRounds(ABC):
         self._waits = False
         self._plan(began, rows)
 
+    def start_after(self, merges: int) -> None:  # noqa: B027  # a clock does not count
+        """Continue after ``merges`` merges, the count of a checkpoint."""
+
     @abstractmethod
     def late_after_s(self) -> float | None:
         """Returns the seconds until this member merges without a handover; None if it never does."""
@@ -141,6 +144,10 @@ class BySteps(MergeRounds):
     def round_s(self) -> float:
         """Seconds of this member's steps of a round. Those of the others may take longer."""
         return self.step_s * self._steps_of_round(self._number)
+
+    def start_after(self, merges: int) -> None:
+        """Continue after ``merges`` merges with the length that the next round has."""
+        self._number = merges
 
     def _is_over(self, steps: int) -> bool:
         """Returns whether the round's steps have been made."""
