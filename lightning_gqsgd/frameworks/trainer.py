@@ -63,8 +63,8 @@ class TrainerMixin(StrategyMixin):
         elastic: with local steps, whether processes may leave and join. Each process then runs its own Trainer with one
             device, and the processes meet at a lighthouse (docs/elastic.md).
         min_replicas: with ``elastic``, the least number of processes for a merge.
-        outlier: if ``local_steps`` is a time, and with ``elastic``: a change whose norm per step is more than this many
-            times the median is left out.
+        outlier: if ``local_steps`` is a time, and with ``elastic``: a change whose norm is more than this many times
+            the median, as a whole and per step, is left out.
         validate_at: with local steps, the model that validation during training uses: ``"local"``, the default, is each
             rank's own model; ``"anchor"`` is the anchor, which is the same on all ranks. A checkpoint that is saved
             right after a validation has the weights that were validated.

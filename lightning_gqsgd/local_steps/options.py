@@ -34,7 +34,7 @@ _LONGEST = timedelta(days=7)
 #: 2.05 and 2.06.
 _OUTER_AFTER = 256
 
-#: A change is left out of a merge if its norm per step is more than this times the median over all members.
+#: A change is left out of a merge if its norm is more than this times the median over all members, also per step.
 _OUTLIER = 10.0
 
 
@@ -86,9 +86,10 @@ class LocalOptions:
         elastic: whether ranks may leave and join while training runs. They meet at torchft's lighthouse, whose address
             is in the environment variable TORCHFT_LIGHTHOUSE, and not in a process group of torch.distributed.
         min_replicas: with ``elastic``, the least number of ranks for a merge, 1 or more.
-        outlier: used if ``every`` is a time, and with ``elastic``. A change is left out of a merge if its norm per step
-            is more than ``outlier`` times the median over all ranks; 1 or more. With ``math.inf``, no change is left
-            out for its size. A change that is not finite is always left out.
+        outlier: used if ``every`` is a time, and with ``elastic``. A change is left out of a merge if its norm is
+            more than ``outlier`` times the median over all ranks, as a whole and per step; 1 or more. Buffers do not
+            count. With ``math.inf``, no change is left out for its size. A change that is not finite is always left
+            out.
 
     Raises:
         ConfigError: if a value is out of its range, or if two values cannot be combined.

@@ -92,6 +92,14 @@ def test_a_fast_member_is_no_outlier() -> None:
     assert not shares_of(rows, 10.0).left_out
 
 
+def test_a_slow_member_is_no_outlier() -> None:
+    # The changes of many steps partly cancel. A change that is also larger as a whole is left out.
+    fast = row(1, steps=700, samples=700, norm=2.0)
+    assert not shares_of([fast, row(2, steps=5, samples=5, norm=0.5)], 10.0).left_out
+    (reason,) = shares_of([fast, row(2, steps=5, samples=5, norm=30.0)], 10.0).left_out.values()
+    assert reason == "is 15 times as large as the members' median, also for each step"
+
+
 def test_most_members_are_right_and_all_conclude_the_same() -> None:
     rows = [row(5, checksum=1), row(6, checksum=2), row(7, checksum=1)]
     assert majority(rows) == (3, 1)
@@ -317,6 +325,16 @@ def test_a_buffer_becomes_the_mean_of_values_also_if_others_have_moved_the_ancho
     meets.set()
     OnlyOne(None, meets).run(merge(shared, Member(1, "one"), _handed_over([4.0, 1.0], [3.0, 0.2])))
     assert shared.fragment.bundles[0].flat_anchors().tolist() == pytest.approx([4.0, 0.2])
+
+
+@pytest.mark.parametrize(("variance", "flags"), [(100.0, SENDS), (math.nan, Flag.HAS_CHANGE)])
+def test_buffers_are_no_part_of_the_size_of_a_change_but_have_to_be_finite(variance: float, flags: Flag) -> None:
+    requests = merge(state_of(5.0, buffer=1.0), Member(1, "one"), _handed_over([5.0, 1.0], [3.0, variance]))
+    assert isinstance(next(requests), Meet)
+    gather = requests.send(Quorum(0))
+    assert isinstance(gather, Gather)
+    row = Row.of(gather.row)
+    assert (row.norm, row.flags) == (2.0, flags)
 
 
 def test_a_member_that_was_late_keeps_the_statistics_that_it_has_learnt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.errors import CollectiveError, counted
-from lightning_gqsgd.local_steps.merges.contribution import Contribution, norm_of
+from lightning_gqsgd.local_steps.merges.contribution import Contribution, norm_of, parameters_in
 from lightning_gqsgd.local_steps.merges.rows import Flag, Row, Shares, majority, shares_of
 from lightning_gqsgd.local_steps.merges.shared import SharedState
 from lightning_gqsgd.membership.members import Commit, Gather, Meet, Quorum, Rejoin, Request, Sum
@@ -172,9 +172,13 @@ def _row(
     flags = Flag(0)
     norm = 0.0
     if sent is not None:
-        norm = norm_of(changes)
+        cut = [
+            change.tensor_split([parameters_in(bundle)])
+            for bundle, change in zip(shared.fragment.bundles, changes, strict=True)
+        ]
+        norm = norm_of([of_parameters for of_parameters, _ in cut])
         flags |= Flag.HAS_CHANGE
-        if math.isfinite(norm):
+        if math.isfinite(norm + norm_of([of_buffers for _, of_buffers in cut])):
             flags |= Flag.IS_FINITE
     if has_finished or (sent is not None and sent.has_finished):
         flags |= Flag.HAS_FINISHED

@@ -43,7 +43,8 @@ class Row:
         samples: number of samples that the steps of its change have used, which is its weight.
         steps: number of those steps.
         step_s: seconds that one of its steps takes.
-        norm: l2 norm of its change.
+        norm: l2 norm of its change, of the parameters only: running statistics soon stop changing, so their change for
+            each step is much larger on a member that has made few steps.
         flags: see `Flag`.
     """
 
@@ -118,8 +119,10 @@ class Shares:
 def shares_of(rows: Sequence[Row], outlier: float) -> Shares:
     """Returns the shares, in proportion to samples. They are equal on all members.
 
-    A change that is not finite is left out. So is one whose norm for each step is more than ``outlier`` times the
-    median of all members' norms for each step. Norms per step are compared because a fast member makes many steps.
+    A change that is not finite is left out. So is one whose norm is more than ``outlier`` times the median of all
+    members' norms, if this also holds for the norms per step. A fast member makes many steps, so its change may be much
+    larger than those of others, but not for each step. A slow member makes few steps, and its change may be much larger
+    for each step, because the changes of many steps partly cancel, but not as a whole.
 
     Args:
         rows: the rows of all members, in order.
@@ -130,11 +133,13 @@ def shares_of(rows: Sequence[Row], outlier: float) -> Shares:
     finite = [number for number in senders if number not in left_out]
     if finite:
         # The lower of the two middle values: of two members, the one with the smaller change is trusted.
-        median = statistics.median_low(rows[number].norm_per_step for number in finite)
+        median = statistics.median_low(rows[number].norm for number in finite)
+        median_per_step = statistics.median_low(rows[number].norm_per_step for number in finite)
         for number in finite:
-            if median > 0 and rows[number].norm_per_step > outlier * median:
-                times = rows[number].norm_per_step / median
-                left_out[number] = f"is {times:.3g} times as large for each step as the members' median"
+            usual = max(median, median_per_step * max(1, rows[number].steps))
+            if usual > 0 and rows[number].norm > outlier * usual:
+                times = rows[number].norm / usual
+                left_out[number] = f"is {times:.3g} times as large as the members' median, also for each step"
     used = [number for number in finite if number not in left_out]
     total = sum(rows[number].samples for number in used)
     shares = tuple(rows[number].samples / total if number in used else 0.0 for number in range(len(rows)))
