@@ -234,7 +234,7 @@ class TorchftMembers(Members):
                 return self.start_after(0)
             assert isinstance(request, Commit)
             if not request.is_good:
-                raise MergeFailed("members have different anchors")
+                raise MergeFailed(request.problem)
             manager = self._connected()
             is_merged = bool(manager.should_commit())
         except (MergeFailed, ConfigError) as error:

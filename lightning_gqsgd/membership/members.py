@@ -70,15 +70,23 @@ class Commit:
 
     Attributes:
         is_good: False if it is not valid, because the members do not fit together.
+        problem: what does not fit, for messages.
     """
 
     is_good: bool = True
+    problem: str = ""
 
 
 @dataclass(frozen=True)
 class Rejoin:
     """A request to load the others' state at the next `Meet`, as if this member had made no merge. The answer is
-    None."""
+    None.
+
+    Attributes:
+        problem: what does not fit, for messages.
+    """
+
+    problem: str = ""
 
 
 Request = Meet | Gather | Sum | Commit | Rejoin

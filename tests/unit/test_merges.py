@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.local_steps.fragments import fragments_of
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.merges.contribution import Contribution, difference, norm_of
+from lightning_gqsgd.local_steps.merges.fixed import FixedMembers
 from lightning_gqsgd.local_steps.merges.merge import Member, merge
 from lightning_gqsgd.local_steps.merges.rounds import ByClock, BySteps, MergeRounds
 from lightning_gqsgd.local_steps.merges.rows import Flag, Row, fastest_step_s, majority, shares_of
@@ -28,7 +30,7 @@ from lightning_gqsgd.local_steps.merges.thread import MergeThread
 from lightning_gqsgd.local_steps.options import LocalOptions, parse_time
 from lightning_gqsgd.local_steps.outer import make_outer
 from lightning_gqsgd.local_steps.starting import numbered
-from lightning_gqsgd.membership.members import Gather, Meet, Members, Quorum, Request, Sum
+from lightning_gqsgd.membership.members import Commit, Gather, Meet, Members, Quorum, Rejoin, Request, Sum
 
 SENDS = Flag.HAS_CHANGE | Flag.IS_FINITE
 
@@ -47,7 +49,7 @@ def row(identity: int, **fields: object) -> Row:
     st.sampled_from([Flag(0), SENDS, Flag.HAS_FINISHED]),
 )
 def test_rows_come_back_as_they_were(identity: int, name: str, checksum: int, norm: float, flags: Flag) -> None:
-    sent = Row(identity, name, 5, checksum, 9, 2**40, 3, 0.25, norm, flags)
+    sent = Row(identity, name, 5, checksum, 11, 9, 2**40, 3, 0.25, norm, flags)
     found = Row.of(sent.tensor())
     assert replace(found, name=name) == sent
     assert found.name.rstrip("�") == name.encode()[:40].decode(errors="ignore").rstrip("\0").rstrip("�")
@@ -102,9 +104,9 @@ def test_a_slow_member_is_no_outlier() -> None:
 
 def test_most_members_are_right_and_all_conclude_the_same() -> None:
     rows = [row(5, checksum=1), row(6, checksum=2), row(7, checksum=1)]
-    assert majority(rows) == (3, 1)
+    assert majority(rows) == (3, 1, 0)
     even = [row(9, checksum=1), row(4, checksum=2)]
-    assert majority(even) == majority(even[::-1]) == (3, 2)  # the smallest identity
+    assert majority(even) == majority(even[::-1]) == (3, 2, 0)  # the smallest identity
 
 
 def test_the_grace_is_the_fastest_members_step() -> None:
@@ -157,7 +159,9 @@ def test_nothing_is_due_before_the_first_merge_of_a_member_that_joins_between_tw
     assert rounds.is_due(1)
 
 
-def test_the_first_round_after_loading_is_as_long_as_that_number_of_merges_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_round_after_loading_is_as_long_as_that_number_of_merges_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = nn.Linear(1, 1)
     optimizer = alone(model, monkeypatch, every=lambda number: 2**number)
     state = optimizer.state_dict()
@@ -304,6 +308,54 @@ def test_two_members_with_one_identity_are_an_error_of_both() -> None:
     for requests in merges:
         with pytest.raises(CollectiveError, match="two members have one identity, as after a fork; make LocalSteps"):
             requests.send(torch.stack(rows))
+
+
+@pytest.mark.parametrize("waits_for_all", [True, False])
+def test_an_outer_optimizer_that_one_member_has_changed_is_named(
+    waits_for_all: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    states = [state_of(1.0), state_of(1.0)]
+    states[1].outer.param_groups[0]["lr"] = 0.5
+    merges = [merge(state, Member(number, f"m{number}"), None) for number, state in enumerate(states)]
+    rows = []
+    for own, requests in enumerate(merges):
+        assert isinstance(next(requests), Meet)
+        gather = requests.send(Quorum(own))
+        assert isinstance(gather, Gather)
+        rows.append(gather.row)
+    answers = [requests.send(torch.stack(rows)) for requests in merges]
+    assert [type(answer) for answer in answers] == [Commit, Rejoin]
+    for answer, words in zip(answers, ("SGD(lr=1.0)", "SGD(lr=0.5)"), strict=True):
+        assert answer.problem == f"members have different outer optimizers (here {words})"
+    if waits_for_all:
+        engine = SimpleNamespace(rank=0, world_size=2)
+        for answer in answers:
+            with pytest.raises(CollectiveError, match=r"different outer optimizers \(here.*register_step_post_hook"):
+                FixedMembers(engine, GQSGDConfig()).answer(answer)
+        assert not caplog.records  # none of them takes what the other one has
+    else:
+        assert merges[1].send(None) == Commit(False, answers[1].problem)
+        assert "member m1 is not one of the largest group of 2 members, and takes their state" in caplog.text
+
+
+def _decaying(anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """The outer optimizer of docs/elastic.md."""
+    optimizer = torch.optim.SGD(anchors, lr=0.7)
+
+    def decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    optimizer.register_step_post_hook(decay)
+    return optimizer
+
+
+def test_a_hook_of_the_outer_optimizer_changes_its_learning_rate_in_each_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = alone(model, monkeypatch, every=1, outer=_decaying)
+    for _ in range(2):
+        optimizer.step()
+    assert optimizer.averages.outer.param_groups[0]["lr"] == 0.7 / 4
+    optimizer.close()
 
 
 def test_infinities_that_stay_are_no_difference() -> None:

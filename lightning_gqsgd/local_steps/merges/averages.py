@@ -6,8 +6,8 @@ is the value of x at the time of the handover. So steps between the handover and
 nor counted twice. If a member was late for a merge and handed nothing over, it sets x ← x + (anchor′ − anchor), and its
 change enters the next merge.
 
-Buffers, such as running variances, are no sums of changes. Their anchors become the weighted mean of the members' values.
-A member whose values are among them sets its buffers to the mean. A member that was late keeps its own ones.
+Buffers, such as running variances, are no sums of changes. Their anchors become the weighted mean of the members'
+values. A member whose values are among them sets its buffers to the mean. A member that was late keeps its own ones.
 
 Decoupled DiLoCo (arXiv 2604.21428) differs in three ways: it has a separate process, the syncer, to which learners send
 fragments; it merges directions and lengths of changes separately; and it waits for a quorum with an adaptive grace

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import CollectiveError
-from lightning_gqsgd.membership.members import Commit, Gather, Meet, Members, Quorum, Request, Sum
+from lightning_gqsgd.membership.members import Commit, Gather, Meet, Members, Quorum, Rejoin, Request, Sum
 from lightning_gqsgd.wire.engine import Engine
 from lightning_gqsgd.wire.engine import Request as EngineRequest
 from lightning_gqsgd.wire.telemetry import Telemetry
@@ -54,10 +54,13 @@ class FixedMembers(Members):
             return self._sum(request)
         if isinstance(request, Commit) and request.is_good:
             return True
+        assert isinstance(request, Commit | Rejoin)
         raise CollectiveError(
-            f"gqsgd: rank {self._engine.rank} of {self._engine.world_size} finds that ranks have different anchors, "
-            "and their exchanges do not explain why: processors may round differently, or a state was loaded on some "
-            "ranks only; load the same state on every rank, and make a new LocalSteps"
+            f"gqsgd: rank {self._engine.rank} of {self._engine.world_size} finds that {request.problem}, and their "
+            "exchanges do not explain why: the outer optimizer's hyperparameters may have been changed outside of a "
+            "hook of its step (register_step_post_hook), in which all ranks change them in the same merge; or a state "
+            "was loaded on some ranks only; or processors round differently. Load the same state on every rank, and "
+            "make a new LocalSteps"
         )
 
     def close(self) -> None:

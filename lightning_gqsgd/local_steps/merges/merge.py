@@ -25,7 +25,9 @@ from lightning_gqsgd.errors import CollectiveError, counted
 from lightning_gqsgd.local_steps.merges.contribution import Contribution, norm_of, parameters_in
 from lightning_gqsgd.local_steps.merges.rows import Flag, Row, Shares, majority, shares_of
 from lightning_gqsgd.local_steps.merges.shared import SharedState
+from lightning_gqsgd.local_steps.outer import describe_outer
 from lightning_gqsgd.membership.members import Commit, Gather, Meet, Quorum, Rejoin, Request, Sum
+from lightning_gqsgd.wire.agreement import digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +104,8 @@ def merge(
     row = _row(shared, member, sent, changes, step_s, has_finished)
     rows = [Row.of(each) for each in (yield Gather(row.tensor()))]
     gathered_at = time.monotonic()
-    if len({(each.merges, each.checksum) for each in rows}) > 1:
-        yield from _part(shared, member, rows)
+    if len({each.known for each in rows}) > 1:
+        yield from _part(shared, row, rows)
         return None
     if len({each.identity for each in rows}) < len(rows):
         raise CollectiveError("gqsgd: two members have one identity, as after a fork; make LocalSteps after the fork")
@@ -145,19 +147,24 @@ def _take(shared: SharedState, member: Member, state: Mapping[str, Any]) -> None
         )
 
 
-def _part(shared: SharedState, member: Member, rows: Sequence[Row]) -> Generator[Request, Any, None]:
-    """Give up a merge of members that have different anchors. The members in the minority load the others' state."""
-    if (shared.merges, shared.checksum()) != majority(rows):
+def _part(shared: SharedState, own: Row, rows: Sequence[Row]) -> Generator[Request, Any, None]:
+    """Give up a merge of members that have different anchors or outer optimizers. The members in the minority load the
+    others' state."""
+    what = "anchors"
+    if len({row.outer for row in rows}) > 1:
+        what = f"outer optimizers (here {describe_outer(shared.outer)})"
+    if own.known != majority(rows):
+        yield Rejoin(f"members have different {what}")
         logger.warning(
-            "gqsgd: member %s has other anchors after %d merges than most of %d members, from which it was cut off; it "
-            "takes theirs",
-            member.name,
-            shared.merges,
+            "gqsgd: after %d merges, members have different %s: member %s is not one of the largest group of %d "
+            "members, and takes their state",
+            own.merges,
+            what,
+            own.name,
             len(rows),
         )
-        yield Rejoin()
         shared.forget()
-    yield Commit(is_good=False)
+    yield Commit(is_good=False, problem=f"members have different {what}")
 
 
 def _row(
@@ -187,6 +194,7 @@ def _row(
         member.name,
         shared.merges,
         shared.checksum(),
+        digest_of(describe_outer(shared.outer)),
         contribution=0 if sent is None else sent.number,
         samples=0 if sent is None else sent.samples,
         steps=0 if sent is None else sent.steps,

@@ -39,6 +39,7 @@ class Row:
         name: for messages, e.g. ``host-3:4711``.
         merges: number of merges that it has made.
         checksum: checksum of its anchors' bits.
+        outer: digest of its outer optimizer and the hyperparameters, with which it moves its anchors.
         contribution: number of its change, counted from 1; 0 if it sends none.
         samples: number of samples that the steps of its change have used, which is its weight.
         steps: number of those steps.
@@ -52,6 +53,7 @@ class Row:
     name: str
     merges: int
     checksum: int
+    outer: int = 0
     contribution: int = 0
     samples: int = 0
     steps: int = 0
@@ -66,6 +68,7 @@ class Row:
             self.identity,
             self.merges,
             self.checksum,
+            self.outer,
             self.contribution,
             self.samples,
             self.steps,
@@ -80,12 +83,13 @@ class Row:
     def of(cls, tensor: Tensor) -> Row:
         """Returns the row from the result of `tensor`."""
         values = _LAYOUT.unpack(tensor.cpu().contiguous().numpy().tobytes())
-        identity, merges, checksum, contribution, samples, steps, step_s, norm, flags, name = values
+        identity, merges, checksum, outer, contribution, samples, steps, step_s, norm, flags, name = values
         return cls(
             identity,
             name.rstrip(b"\0").decode(errors="replace"),
             merges,
             checksum,
+            outer,
             contribution,
             samples,
             steps,
@@ -95,12 +99,18 @@ class Row:
         )
 
     @property
+    def known(self) -> tuple[int, int, int]:
+        """What has to be equal on all members, so that they remain equal: the number of merges, the anchors, and the
+        outer optimizer."""
+        return self.merges, self.checksum, self.outer
+
+    @property
     def norm_per_step(self) -> float:
         """Norm of the change divided by the number of its steps."""
         return self.norm / max(1, self.steps)
 
 
-_LAYOUT = struct.Struct(f"<qqqqqqddq{_NAME_BYTES}s")
+_LAYOUT = struct.Struct(f"<qqqqqqqddq{_NAME_BYTES}s")
 
 
 @dataclass(frozen=True)
@@ -146,16 +156,16 @@ def shares_of(rows: Sequence[Row], outlier: float) -> Shares:
     return Shares(shares, left_out)
 
 
-def majority(rows: Sequence[Row]) -> tuple[int, int]:
-    """Returns the number of merges and the checksum of the anchors that most members have. All members get the same
-    result.
+def majority(rows: Sequence[Row]) -> tuple[int, int, int]:
+    """Returns what most members have of `Row.known`. All members get the same result.
 
     Anchors differ only if members were cut off from each other after one of them had made a merge that failed on the
-    others. If two groups have the same size, the group with the smallest identity wins.
+    others. Outer optimizers differ only if a member has changed its own. If two groups have the same size, the group
+    with the smallest identity wins.
     """
-    groups: dict[tuple[int, int], list[int]] = {}
+    groups: dict[tuple[int, int, int], list[int]] = {}
     for row in rows:
-        groups.setdefault((row.merges, row.checksum), []).append(row.identity)
+        groups.setdefault(row.known, []).append(row.identity)
     return min(groups, key=lambda group: (-len(groups[group]), min(groups[group])))
 
 
