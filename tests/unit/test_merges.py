@@ -102,6 +102,11 @@ def test_a_slow_member_is_no_outlier() -> None:
     assert reason == "is 15 times as large as the members' median, also for each step"
 
 
+def test_a_change_without_steps_has_no_usual_size() -> None:
+    shares = shares_of([row(1, steps=0, samples=3, norm=1e3), row(2), row(3, norm=20.0)], 10.0)
+    assert shares.of_members == (0.75, 0.25, 0.0)
+
+
 def test_most_members_are_right_and_all_conclude_the_same() -> None:
     rows = [row(5, checksum=1), row(6, checksum=2), row(7, checksum=1)]
     assert majority(rows) == (3, 1, 0)
@@ -172,6 +177,27 @@ def test_the_first_round_after_loading_is_as_long_as_that_number_of_merges_says(
         optimizer.step()
         merges.append(optimizer.averages.averages)
     assert merges == [3] * 7 + [4]
+    optimizer.close()
+
+
+@pytest.mark.parametrize("steps", [4, 5, 0])
+def test_weights_that_a_callback_sets_before_the_end_are_merged(
+    steps: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = alone(model, monkeypatch, every=4, bits=32)
+    for _ in range(steps):
+        model(torch.ones(1)).backward()
+        optimizer.step()
+    nn.init.constant_(model.weight, 3.0)
+    optimizer.finish()
+    assert model.weight.item() == pytest.approx(3.0)
+    assert optimizer.samples == steps
+    assert ("no optimizer step was counted" in caplog.text) == (not steps)
+    nn.init.constant_(model.weight, 4.0)
+    caplog.clear()
+    optimizer.finish()
+    assert "changed after finish(), and a second finish() does not merge this" in caplog.text
     optimizer.close()
 
 

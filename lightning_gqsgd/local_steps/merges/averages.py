@@ -152,6 +152,7 @@ class MergedAverages:
         self._starts: list[Tensor] = []
         self._samples_since = 0
         self._steps_since = 0
+        self._samples_before = 0  # those of the latest handover with steps
         self._known_version = 0
         self._finished_after: int | None = None
         self._has_started = False
@@ -337,8 +338,10 @@ class MergedAverages:
         """Merge the changes since the last merge, and wait until all members have finished. All then have the same
         bits.
 
-        Until then, this member takes part in the merges of the others, which continue to train. A second call in a row
-        does nothing.
+        Until then, this member takes part in the merges of the others, which continue to train. If parameters have
+        changed without a step since the last merge, for example by a callback that sets averaged weights, this change
+        has the weight of the round before. A second call in a row does nothing; if parameters have changed in between,
+        a warning says that this change is not merged.
 
         Raises:
             SystemExit: with ``elastic``, if this process was sent SIGTERM; see `advance`.
@@ -346,6 +349,11 @@ class MergedAverages:
         refuse_kept([self._fragment])
         self.check_open()
         if self.step == self._finished_after:
+            if self._has_changed():
+                logger.warning(
+                    "gqsgd: the model's weights were changed after finish(), and a second finish() does not merge this "
+                    "change, so each member has its own; change them before finish()"
+                )
             return
         self._thread.go_on()  # after an earlier `finish`, also if a state was loaded and no step was made since
         if self._pending is not None:
@@ -547,12 +555,18 @@ class MergedAverages:
                 "merge: call add_samples for every step, or never, so that each step counts as one",
                 counted(self._steps_since, "step"),
             )
+        weight = self._samples_since
+        if self._steps_since:
+            self._samples_before = weight
+        elif self._has_changed():
+            weight = max(weight, self._samples_before, 1)
+            self._say_not_counted()
         self._contributions += 1
         self._pending = Contribution(
             self._contributions,
             self._starts,
             [bundle.flat_tensors() for bundle in self._fragment.bundles],
-            self._samples_since,
+            weight,
             self._steps_since,
             self._integers.read(),
             has_finished,
@@ -560,6 +574,23 @@ class MergedAverages:
         self._samples_since = 0
         self._steps_since = 0
         self._thread.hand_over(self._pending)
+
+    def _has_changed(self) -> bool:
+        """Returns whether a parameter has changed since this member has last followed the anchors. Waits for a GPU."""
+        for bundle, start in zip(self._fragment.bundles, self._starts, strict=True):
+            count = parameters_in(bundle)
+            if not torch.equal(bundle.flat_tensors()[:count], start[:count]):
+                return True
+        return False
+
+    def _say_not_counted(self) -> None:
+        """Warn if the model was trained, as it seems, by steps that were not counted."""
+        if not self.step:
+            logger.warning(
+                "gqsgd: no optimizer step was counted, and the model has changed: it is merged now, for the first "
+                "time. Call step() of LocalSteps, or of the optimizer that fabric.setup returns, and not that of the "
+                "inner optimizer"
+            )
 
     def _settle(self) -> None:
         """Wait until the handed-over change is merged, and use the merge. After SIGTERM, `leave` waits instead, because

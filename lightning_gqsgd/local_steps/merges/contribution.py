@@ -20,7 +20,7 @@ class Contribution:
         number: number of this member's contribution, counted from 1.
         starts: the start of the change: the anchor from which the member started, a flat tensor for each bundle.
         positions: the end of the change: the member's tensors.
-        samples: number of samples that the steps in between have used.
+        samples: number of samples that the steps in between have used, or another weight if there were no steps.
         steps: number of those steps.
         integers: the member's buffers that are not averaged, as int64 numbers; see `buffers.IntegerValues`.
         has_finished: whether the member makes no more steps.

@@ -41,7 +41,8 @@ class Row:
         checksum: checksum of its anchors' bits.
         outer: digest of its outer optimizer and the hyperparameters, with which it moves its anchors.
         contribution: number of its change, counted from 1; 0 if it sends none.
-        samples: number of samples that the steps of its change have used, which is its weight.
+        samples: number of samples that the steps of its change have used, which is its weight. The weight of a change
+            without steps is that of the round before.
         steps: number of those steps.
         step_s: seconds that one of its steps takes.
         norm: l2 norm of its change, of the parameters only: running statistics soon stop changing, so their change for
@@ -104,11 +105,6 @@ class Row:
         outer optimizer."""
         return self.merges, self.checksum, self.outer
 
-    @property
-    def norm_per_step(self) -> float:
-        """Norm of the change divided by the number of its steps."""
-        return self.norm / max(1, self.steps)
-
 
 _LAYOUT = struct.Struct(f"<qqqqqqqddq{_NAME_BYTES}s")
 
@@ -132,7 +128,8 @@ def shares_of(rows: Sequence[Row], outlier: float) -> Shares:
     A change that is not finite is left out. So is one whose norm is more than ``outlier`` times the median of all
     members' norms, if this also holds for the norms per step. A fast member makes many steps, so its change may be much
     larger than those of others, but not for each step. A slow member makes few steps, and its change may be much larger
-    for each step, because the changes of many steps partly cancel, but not as a whole.
+    for each step, because the changes of many steps partly cancel, but not as a whole. A change without steps has no
+    usual size.
 
     Args:
         rows: the rows of all members, in order.
@@ -141,12 +138,13 @@ def shares_of(rows: Sequence[Row], outlier: float) -> Shares:
     senders = [number for number, row in enumerate(rows) if Flag.HAS_CHANGE in row.flags and row.samples > 0]
     left_out = {number: "is not finite" for number in senders if Flag.IS_FINITE not in rows[number].flags}
     finite = [number for number in senders if number not in left_out]
-    if finite:
+    learnt = [number for number in finite if rows[number].steps]
+    if learnt:
         # The lower of the two middle values: of two members, the one with the smaller change is trusted.
-        median = statistics.median_low(rows[number].norm for number in finite)
-        median_per_step = statistics.median_low(rows[number].norm_per_step for number in finite)
-        for number in finite:
-            usual = max(median, median_per_step * max(1, rows[number].steps))
+        median = statistics.median_low(rows[number].norm for number in learnt)
+        median_per_step = statistics.median_low(rows[number].norm / rows[number].steps for number in learnt)
+        for number in learnt:
+            usual = max(median, median_per_step * rows[number].steps)
             if usual > 0 and rows[number].norm > outlier * usual:
                 times = rows[number].norm / usual
                 left_out[number] = f"is {times:.3g} times as large as the members' median, also for each step"

@@ -123,7 +123,8 @@ class SharedState:
             is_usable = bool(means) and all(bool(mean.isfinite().all()) for mean in means)
             if is_usable:
                 used = [row for row, share in zip(rows, shares.of_members, strict=True) if share]
-                self.samples += sum(row.samples for row in used)
+                # The weight of a change without steps is no number of samples.
+                self.samples += sum(row.samples for row in used if row.steps)
                 self.mean_steps += sum(row.steps for row in used) / len(used)
                 # At the end, the anchor becomes the mean of the members' models, because momentum would move it too
                 # far.
