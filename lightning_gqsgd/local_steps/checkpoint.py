@@ -188,7 +188,10 @@ def load_gathered(
             for optimizer, saved in zip(optimizers, own["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
         for name, tensor in tensors.items():
-            tensor.copy_(own["model"][name])
+            # With another number of ranks, trained parameters start from their anchors. Those of another optimizer may
+            # have been loaded already.
+            if same or not tensor.requires_grad:
+                tensor.copy_(own["model"][name])
 
     rank = averages.rank if same else 0
     load_state(averages, {**common, "rank": rank, "memory": own["memory"], "rule": own["rule"]}, load_own)

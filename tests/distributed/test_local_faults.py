@@ -296,6 +296,30 @@ def _bad_states(rank: int) -> list[str]:
     return texts
 
 
+def _two_optimizers_of_one_model(_: int) -> list[bool]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].bias.requires_grad_(False)
+    heads = [LocalSteps(model, torch.optim.SGD(part.parameters(), 0.1), every=4) for part in model]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    states = [gathered_state(head.averages, model, [head.inner]) for head in heads]
+    nn.init.zeros_(model[0].bias)
+    frozen = states[0]["ranks"][0]["model"]["0.bias"].clone()
+    for head, state in zip(heads, states, strict=True):
+        of_two_ranks = {**state, "ranks": state["ranks"] * 2, "world_size": 2}
+        load_gathered(head.averages, of_two_ranks, model, [head.inner])
+    entries = [pair for head in heads for fragment in head.averages.fragments for pair in fragment.entries()]
+    found = [torch.equal(entry.tensor, anchor) for entry, anchor in entries]
+    for head in heads:
+        head.close()
+    return [*found, torch.equal(model[0].bias, frozen)]
+
+
+def test_two_optimizers_of_one_model_both_start_from_their_anchors_with_another_number_of_ranks(tmp_path: Path) -> None:
+    assert run(_two_optimizers_of_one_model, 1, tmp_path) == [[True] * (1 + 2 + 1)]
+
+
 def test_a_state_with_a_wrong_entry_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     for texts in run(_bad_states, 2, tmp_path):
         assert len(texts) == 15
