@@ -73,8 +73,9 @@ logger = logging.getLogger(__name__)
 _MESSAGES = Messages(
     "LocalSteps",
     "make a new LocalSteps",
-    "Ranks have made different numbers of optimizer steps, or a state was loaded, or the outer optimizer changed, on "
-    "some ranks only: give every rank the same number of steps, the same state and the same outer optimizer",
+    "Ranks have made different numbers of optimizer steps, or a state was loaded, or parameters were frozen, or the "
+    "outer optimizer changed, on some ranks only: give every rank the same number of steps, the same state, the same "
+    "frozen parameters and the same outer optimizer",
 )
 
 
@@ -529,8 +530,9 @@ class LocalAverages(AveragingLoop[Average]):
         return self._engine.reduce(asked.x, self._request(asked.segments, fragment, count))
 
     def _request(self, segments: tuple[Segment, ...], fragment: int, count: int = 0) -> Request:
-        # Each rank moves its anchors itself, so anchors stay equal only under equal outer optimizers.
-        digest = digest_of(f"{self._digest} {describe_outer(self.outer)}")
+        # Each rank moves its anchors itself, so anchors stay equal only if the outer optimizers are equal and leave out
+        # the same frozen parameters.
+        digest = digest_of(f"{self._digest} {describe_outer(self.outer)} {self.watched.frozen()}")
         entry, anchor = next(self.fragments[fragment].entries())
         weights = Weights.of(entry.name, anchor, self.averages)
         return Request(
@@ -562,7 +564,8 @@ class LocalAverages(AveragingLoop[Average]):
         values."""
         fragment = self.fragments[average.fragment]
         self._buffers.take_back()
-        fragment.move_anchors(average.changes, self.outer, plain=self._is_plain(average))
+        plain = self._is_plain(average)
+        fragment.move_anchors(average.changes, self.outer, plain=plain, frozen=self.watched.frozen())
         fragment.set_tensors(weight)
         if average.integers:
             self._integers.take(average.integers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -153,16 +153,19 @@ class Bundle:
                 return True
         return False
 
-    def set_gradients(self, change: Tensor, plain: bool) -> None:
+    def set_gradients(self, change: Tensor, plain: bool, frozen: Collection[str] = ()) -> None:
         """Set a mean change as the gradient of the parameters' anchors, and subtract it from the buffers' anchors.
 
         Args:
             change: the mean change, [numel].
             plain: also subtract it from the parameters' anchors, which become the mean of the ranks' parameters.
+            frozen: see `Fragment.move_anchors`.
         """
         for (entry, anchor), part in zip(self._pairs(), self.split(change), strict=True):
             if entry.is_buffer or plain:
                 anchor.sub_(_like(part, anchor))
+            elif entry.name in frozen and not bool(part.any()):
+                continue
             else:
                 anchor.grad = _like(part, anchor)
 
@@ -219,16 +222,22 @@ class Fragment:
         self.settled_after: int | None = 0
         self.is_kept = False
 
-    def move_anchors(self, means: Sequence[Tensor], outer: Optimizer, *, plain: bool = False) -> None:
+    def move_anchors(
+        self, means: Sequence[Tensor], outer: Optimizer, *, plain: bool = False, frozen: Collection[str] = ()
+    ) -> None:
         """Make a step of the outer optimizer by the mean changes.
 
         Args:
             means: the mean change of each bundle, [numel].
             outer: the outer optimizer of the anchors. Anchors of other fragments have no gradient, and do not change.
             plain: subtract the changes from the anchors instead, which become the mean of the ranks' parameters.
+            frozen: names of parameters that do not require a gradient. If the mean change of such a parameter is zero,
+                the outer optimizer leaves its anchor out, because its momentum would still move it. The change is not
+                zero if the parameter was frozen within the round, or if it is frozen for a moment only, as other
+                optimizers' parameters are by Lightning's ``toggle_optimizer``.
         """
         for bundle, mean in zip(self.bundles, means, strict=True):
-            bundle.set_gradients(mean, plain)
+            bundle.set_gradients(mean, plain, frozen)
         outer.step()
         for bundle in self.bundles:
             bundle.clear_gradients()

@@ -68,6 +68,10 @@ class WatchedModel:
         """Returns a digest of the values of the averaged parameters. Waits for a GPU."""
         return digest_of_tensors({entry.name: entry.tensor for entry, _ in self._averaged})
 
+    def frozen(self) -> tuple[str, ...]:
+        """Returns the names of the averaged parameters that do not require a gradient at the moment, in order."""
+        return tuple(entry.name for entry, _ in self._averaged if not entry.tensor.requires_grad)
+
     def say_if_others_were_loaded(self, *, is_at_anchor: bool) -> None:
         """Warn once after a state was loaded if the parameters are not those that were saved with it.
 

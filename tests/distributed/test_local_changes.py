@@ -151,6 +151,56 @@ def test_a_change_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
         assert first[name].startswith(("CollectiveError", "ConfigError")), name
 
 
+def _frozen(rank: int) -> list[Any]:
+    """A layer that is frozen after a round, on all ranks and on one; one that is frozen while others' steps average."""
+    fields: dict[str, Any] = {"every": 3, "outer_after": 0, "preset": "gqsgd_4bit", "min_numel": 16}
+    results: list[Any] = []
+    for frozen_on in ((), (0, 1), (1,)):
+        model = _model()
+        layer = model[2]
+        optimizer = LocalSteps(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), timeout=timedelta(seconds=20), **fields
+        )
+        _steps(model, optimizer, rank, range(6))
+        before = [bits_of_model(layer), bits_of_model(model[4])]
+        layer.requires_grad_(rank not in frozen_on)
+        try:
+            _steps(model, optimizer, rank, range(6, 12))
+            results.append([bits_of_model(layer) == before[0], bits_of_model(model[4]) == before[1]])
+        except (ConfigError, CollectiveError) as error:
+            results.append(str(error))
+        optimizer.close()
+    bits = []
+    for is_toggled in (False, True):
+        model = _model()
+        optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), **fields)
+        for step in range(6):
+            loss_of(model, rank, step).backward()
+            model[2].requires_grad_(not is_toggled)
+            optimizer.step()
+            optimizer.zero_grad()
+            model[2].requires_grad_(True)
+        optimizer.close()
+        bits.append(bits_of_model(model))
+    return [*results, bits[0] == bits[1]]
+
+
+def _steps(model: nn.Module, optimizer: Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_outer_momentum_leaves_out_what_all_ranks_have_frozen_and_still_moves_what_was_trained(tmp_path: Path) -> None:
+    for trained, frozen, on_one_rank, is_equal_if_toggled in run(_frozen, 2, tmp_path):
+        assert trained == [False, False]
+        assert frozen == [True, False]
+        assert "ranks 0 and 1 do not agree: digest" in on_one_rank
+        assert "parameters were frozen" in on_one_rank
+        assert is_equal_if_toggled
+
+
 class _Observer(nn.Module):
     """Gives a buffer its shape in its first forward pass, in place or anew, as observers of quantisation do."""
 
