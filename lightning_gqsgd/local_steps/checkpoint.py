@@ -75,7 +75,7 @@ def state_of(averages: LocalAverages) -> dict[str, Any]:
 @torch.inference_mode(False)  # training changes tensors that are created here
 @torch.no_grad()
 def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: Callable[[], object]) -> None:
-    """Continue from a rank's state. Not a collective.
+    """Continue from a rank's state. Not a collective, but it waits for the averages under way, which are lost.
 
     With the state of another rank, or of another number of ranks, this rank starts from the anchor, and its memory
     starts empty. A warning says so.
@@ -89,10 +89,12 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
     Raises:
         ConfigError: if ``state`` is no state, or does not fit this run (see `checking.check_local_state`). Nothing is
             changed then.
+        CollectiveError: if an average under way has failed. Nothing is changed then.
     """
     check_state(state, averages.requested, _ENTRIES)
     own = (state["rank"], state["world_size"]) == (averages.rank, averages.world_size)
     check_local_state(averages, state, own)
+    averages.waited_for()  # their jobs would write error memories, and those of the rule, after the state was loaded
     with all_or_nothing([averages.outer]):
         load_outer(averages.outer, state["outer"])
         load_beside()

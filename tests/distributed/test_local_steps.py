@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,36 @@ def test_a_memory_in_parts_starts_empty_where_other_ranks_would_own_them(tmp_pat
         "of the state has 2 owners of blocks of 256, and this run's has 2 owners of blocks of 1024"
     )
     assert own == []
+
+
+def _loaded_during_an_average(rank: int) -> bool:
+    """Whether the memories are the loaded ones if a state is loaded right after an average was started."""
+    torch.manual_seed(0)
+    model = nn.Linear(1000, 1000)
+    optimizer = local_steps(model, {"every": 2, "delay": 1, "preset": "signsgd_ef"})
+    state: dict[str, Any] = {}
+    for step in range(4):
+        model.weight.grad = torch.full_like(model.weight, float(rank + step))
+        optimizer.step()
+        if step == 2:
+            state = copy.deepcopy(optimizer.state_dict())
+    assert optimizer.averages.under_way
+    dist.barrier()
+    optimizer.load_state_dict(state)
+    dist.barrier()
+    time.sleep(0.5)  # what is under way would be over by then
+    same = _memories(optimizer.state_dict()) == _memories(state)
+    optimizer.close()
+    return same
+
+
+def _memories(state: dict[str, Any]) -> str:
+    memory = state["local_steps"]["memory"]
+    return bits_of(row for kind in sorted(memory) for row in memory[kind].values())
+
+
+def test_an_average_under_way_does_not_change_the_memories_of_a_state_that_is_loaded(tmp_path: Path) -> None:
+    assert run(_loaded_during_an_average, 2, tmp_path) == [True, True]
 
 
 def _weights_first(rank: int) -> list[list[str]]:
