@@ -103,6 +103,39 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(tmp_path: Path) -> Non
         assert all(results.values()), results
 
 
+def _saved_by_two(rank: int, folder: Path) -> None:
+    model = Point()
+    torch.nn.init.ones_(model.x)  # ten times as far from zero as a step goes
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), preset="gqsgd_chb")
+    for _ in range(2):
+        model.x.grad = torch.ones_like(model.x)
+        optimizer.step()
+    if rank == 0:
+        torch.save([model.state_dict(), optimizer.state_dict()], folder / "two.pt")
+    optimizer.close()
+
+
+def _loaded_by_three(rank: int, folder: Path) -> int:
+    """Bytes that a rank sends in its first average, in which its change is as large as before."""
+    model = Point()
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), preset="gqsgd_chb")
+    weights, state = torch.load(folder / "two.pt", weights_only=True)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    before = optimizer.telemetry.totals()["bytes_sent"]
+    model.x.grad = torch.ones_like(model.x)
+    optimizer.step()
+    sent = optimizer.telemetry.totals()["bytes_sent"] - before
+    optimizer.close()
+    return sent
+
+
+def test_with_another_number_of_ranks_all_changes_are_new_and_sent(tmp_path: Path) -> None:
+    run(_saved_by_two, 2, tmp_path, tmp_path)
+    for sent in run(_loaded_by_three, 3, tmp_path, tmp_path):
+        assert sent >= 2 * (1 + 8000)
+
+
 def _quiet(rank: int) -> list[int]:
     """Bytes that censored ranks send: rank 1 changes in the second step only."""
     model = Point()

@@ -87,7 +87,7 @@ class Averager(ABC):
         return {}
 
     def take(self, state: Mapping[str, Tensor]) -> None:
-        """Load a memory from `state`. Missing names are set to zero, as at the start."""
+        """Load a memory from `state`. Missing names are set to their values at the start, which are zero here."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name]) if name in state else tensor.zero_()
 

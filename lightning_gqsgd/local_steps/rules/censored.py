@@ -17,6 +17,7 @@ sends its difference uncompressed to every other rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -77,6 +78,11 @@ class _CensoredAverager(Averager):
     def state(self) -> dict[str, Tensor]:
         """Returns the memory by name, as `Averager.state` specifies: h_i, h̄, and the anchor at the latest average."""
         return {"sent": self._sent, "mean": self._mean, "anchors": self._anchors}
+
+    def take(self, state: Mapping[str, Tensor]) -> None:
+        """Load a memory, as `Averager.take` specifies. At the start, the anchor at the latest average is the current
+        one: with zeros, it would seem to have moved by its whole norm, and no change would be large enough to send."""
+        super().take({"anchors": self._bundle.flat_anchors(), **state})
 
     def requests(self, change: Tensor) -> RuleRequests:
         """Yield the requests of one average, as `Averager.requests` specifies."""
