@@ -108,8 +108,8 @@ class AveragingLoop(ABC, Generic[AnyPending]):
                 self._wait(average)
             if average.is_finite():
                 self._apply(average, weight)
-                if not weight:
-                    self.fragments[average.fragment].settled_after = self.step
+                # With a weight, ranks keep a part of their own values, also after a `_go_back` in this step.
+                self.fragments[average.fragment].settled_after = None if weight else self.step
             else:
                 self.skipped += 1
                 self._go_back(average)

@@ -61,6 +61,25 @@ def test_where_a_ranks_change_is_not_finite_all_ranks_go_back_to_the_anchor(tmp_
         assert "cleared" in other[4][0]
 
 
+def _left_out_beside_another(rank: int) -> list[bool]:
+    """At the end, an average that is not finite is under way, and one that is finite after it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = local_steps(model, {"every": 4, "fragments": 2, "delay": 3, "outer": "sgd", "bits": 32})
+    for step in range(4):
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, torch.nan if (rank, step, number) == (0, 1, 0) else 0.1 * step)
+        optimizer.step()
+    optimizer.finish()
+    averages = optimizer.averages
+    at_anchor = [torch.equal(entry.tensor, anchor) for part in averages.fragments for entry, anchor in part.entries()]
+    optimizer.close()
+    return [averages.skipped == 1, *at_anchor]
+
+
+def test_the_last_average_is_made_of_what_moves_after_ranks_have_gone_back_to_the_anchor(tmp_path: Path) -> None:
+    assert run(_left_out_beside_another, 2, tmp_path) == [[True] * 5] * 2
+
+
 def _left_out_with_errors(rank: int) -> list[bool]:
     model = WithBuffers(rank)
     optimizer = local_steps(model, {"every": 3, "outer_after": 0, "preset": "signsgd_ef"})
