@@ -262,9 +262,10 @@ class LocalAverages(AveragingLoop[Average]):
         self._notice_changes()
         super().finish()
         if self._is_preserved():
-            take_off_anchors(self.fragments, self._errors())
-            self.store.forget(Keeps.DOWN_ERROR)
-            self.start_from_anchors()
+            with self._or_broken():
+                take_off_anchors(self.fragments, self._errors())
+                self.store.forget(Keeps.DOWN_ERROR)
+                self.start_from_anchors()
 
     def check_start(self) -> None:
         """Check before the very first step that parameters are equal to the anchors on all ranks. A collective; it runs
@@ -361,7 +362,7 @@ class LocalAverages(AveragingLoop[Average]):
         return f"{text}; outer {describe_outer(self.outer)}{after}{self._note}"
 
     def check_open(self) -> None:
-        """Raise RuntimeError if this was closed, or if an error or a signal has ended the wait for an average."""
+        """Raise RuntimeError if this was closed, or if an error or a signal has ended an average on this rank only."""
         if self.is_closed:
             raise RuntimeError(
                 "gqsgd: this LocalSteps was closed, or belongs to the process that this one was forked from; "
@@ -369,8 +370,8 @@ class LocalAverages(AveragingLoop[Average]):
             )
         if self.is_broken:
             raise RuntimeError(
-                "gqsgd: an exception has ended this rank's wait for an average, and other ranks may have used that "
-                f"average; close this LocalSteps, and {_MESSAGES.remedy} on every rank"
+                "gqsgd: an exception has ended an average on this rank (its start, the wait for it or its use), and "
+                f"other ranks may have used it; close this LocalSteps, and {_MESSAGES.remedy} on every rank"
             )
 
     def close(self) -> None:
@@ -504,12 +505,13 @@ class LocalAverages(AveragingLoop[Average]):
         numbers = [entry.segment.parameter for entry, _ in fragment.entries() if not entry.segment.raw]
         average = Average(number, self.step + delay, errors=self.store.errors(numbers))
         put = partial(self._put, fragment=number)
-        for bundle, averager in zip(fragment.bundles, self.averagers[number], strict=True):
-            average.pending_means.append(PendingMean(averager.requests(bundle.change()), put))
-        if self.options.inner_state == "average":
-            self._start_inner(average)
-        if number == len(self.fragments) - 1:
-            average.integers, average.works = self._integers.start()
+        with self._or_broken():
+            for bundle, averager in zip(fragment.bundles, self.averagers[number], strict=True):
+                average.pending_means.append(PendingMean(averager.requests(bundle.change()), put))
+            if self.options.inner_state == "average":
+                self._start_inner(average)
+            if number == len(self.fragments) - 1:
+                average.integers, average.works = self._integers.start()
         return average
 
     def _start_inner(self, average: Average) -> None:

@@ -50,7 +50,8 @@ class AveragingLoop(ABC, Generic[AnyPending]):
         step: number of optimizer steps so far.
         averages: number of averages that were started.
         skipped: number of averages that were not used, because a rank's change was not finite.
-        is_broken: whether an exception has ended the wait for an average, which other ranks may have used.
+        is_broken: whether an exception has ended the start of an average, the wait for it or its use, which other ranks
+            may have made.
     """
 
     def __init__(self, options: LocalOptions, fragments: Sequence[Fragment]) -> None:
@@ -106,21 +107,22 @@ class AveragingLoop(ABC, Generic[AnyPending]):
         for average in list(averages):
             with self._or_broken():
                 self._wait(average)
-            if average.is_finite():
-                self._apply(average, weight)
-                # With a weight, ranks keep a part of their own values, also after a `_go_back` in this step.
-                self.fragments[average.fragment].settled_after = None if weight else self.step
-            else:
-                self.skipped += 1
-                self._go_back(average)
-                for fragment in self.fragments:
-                    fragment.settled_after = self.step
-            self.under_way.remove(average)
+                is_finite = average.is_finite()
+                self.under_way.remove(average)  # before it moves anything, so that no state has it twice
+                if is_finite:
+                    self._apply(average, weight)
+                    # With a weight, ranks keep a part of their own values, also after a `_go_back` in this step.
+                    self.fragments[average.fragment].settled_after = None if weight else self.step
+                else:
+                    self.skipped += 1
+                    self._go_back(average)
+                    for fragment in self.fragments:
+                        fragment.settled_after = self.step
 
     @contextmanager
     def _or_broken(self) -> Iterator[None]:
-        """Returns a context for a wait. If an exception leaves it, even from a signal handler, this object is
-        broken."""
+        """Returns a context for what all ranks do with an average. If an exception leaves it, even from a signal
+        handler, this object is broken, because other ranks may have gone on."""
         try:
             yield
         except BaseException:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.errors import CollectiveError, ConfigError
-from tests.distributed.local_models import bits_of_model, local_steps, train
+from tests.distributed.local_models import bits_of_anchors, bits_of_model, local_steps, train
 from tests.distributed.models import batch, mlp
 from tests.distributed.ranks import logged, run, run_alike
 from tests.errors import error_text
@@ -173,7 +173,33 @@ def _interrupted(rank: int) -> list[str]:
 def test_after_an_exception_in_a_wait_nothing_is_averaged_any_more(tmp_path: Path) -> None:
     texts, _ = run(_interrupted, 2, tmp_path, collective_timeout=10)
     assert len(texts) == 2
-    assert all("has ended this rank's wait for an average" in text for text in texts)
+    assert all("has ended an average on this rank" in text for text in texts)
+
+
+def _interrupted_in_use(rank: int) -> list[Any]:
+    """An exception leaves the outer optimizer's step, after it has moved the anchor."""
+    model = mlp()
+    optimizer = local_steps(model, {"every": 2, "outer_after": 0})
+
+    def interrupt(*_: Any) -> None:
+        raise _Alarm
+
+    train(model, optimizer, rank, range(1))
+    optimizer.averages.outer.register_step_post_hook(interrupt)
+    with pytest.raises(_Alarm):
+        train(model, optimizer, rank, range(1, 2))
+    anchors = bits_of_anchors(optimizer)
+    texts = [error_text(RuntimeError, call) for call in (optimizer.step, optimizer.finish)]
+    saved = optimizer.state_dict()["local_steps"]["under_way"]
+    optimizer.close()
+    return [texts, bits_of_anchors(optimizer) == anchors, saved]
+
+
+def test_an_average_is_not_used_twice_after_an_exception_in_its_use(tmp_path: Path) -> None:
+    for texts, is_same, saved in run(_interrupted_in_use, 2, tmp_path):
+        assert all("has ended an average on this rank" in text for text in texts)
+        assert is_same
+        assert saved == []
 
 
 def _elsewhere(rank: int) -> list[list[str]]:
