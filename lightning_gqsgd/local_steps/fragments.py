@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, groupby
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,7 +22,7 @@ class AnchorOptions(Protocol):
 
     Attributes:
         fragments: number of parts.
-        anchor_dtype: dtype of the anchor; None means the compute dtype of the parameters.
+        anchor_dtype: dtype of the parameters' anchors; None means their compute dtype.
         anchor_device: device of the anchor; None means the device of the parameters.
     """
 
@@ -70,12 +71,27 @@ class Bundle:
         self._numel = sum(segment.numel for segment in self.segments)
         self._dtype = COMPUTE_DTYPES[entries[0].tensor.dtype]
         self._device = entries[0].tensor.device
-        dtype = options.anchor_dtype or self._dtype
         device = options.anchor_device or self._device
-        self._flat = torch.empty(self._numel, dtype=dtype, device=device)  # of all anchors, which are views of it
-        self.anchors = list(self.split(self._flat))
+        self._runs = [list(run) for _, run in groupby(self.entries, partial(self._anchor_dtype, options=options))]
+        # Of the anchors of one run, which are views of it.
+        self._flats = [
+            torch.empty(
+                sum(entry.segment.numel for entry in run), dtype=self._anchor_dtype(run[0], options), device=device
+            )
+            for run in self._runs
+        ]
+        self.anchors = list(self._views())
         self.take_anchors()
         self._check_range()
+
+    def _anchor_dtype(self, entry: Entry, options: AnchorOptions) -> torch.dtype:
+        """Returns the dtype of a tensor's anchor.
+
+        A buffer has no fewer bits than its compute dtype, because it may be a constant, such as a table of positions,
+        which the model would get back rounded.
+        """
+        chosen = options.anchor_dtype or self._dtype
+        return torch.promote_types(chosen, self._dtype) if entry.is_buffer else chosen
 
     def take_anchors(self) -> None:
         """Set the anchors to the current values of the tensors."""
@@ -88,7 +104,7 @@ class Bundle:
         for entry, anchor in self._pairs():
             limit = torch.finfo(anchor.dtype).max
             if limit >= torch.finfo(self._dtype).max:
-                return  # the usual case
+                continue  # the usual case
             lost = torch.isinf(anchor).to(entry.tensor.device) & torch.isfinite(entry.tensor.detach())
             if lost.any():
                 largest = entry.tensor.detach().abs()[lost].max().item()
@@ -98,12 +114,13 @@ class Bundle:
                 )
 
     def bits(self) -> Tensor:
-        """Returns the anchors as bytes, uint8: a view of their memory."""
-        return self._gathered().view(torch.uint8)
+        """Returns the anchors as bytes, uint8: a view of their memory, or a copy if they have two dtypes."""
+        flats = [flat.view(torch.uint8) for flat in self._gathered()]
+        return flats[0] if len(flats) == 1 else torch.cat(flats)
 
     def flat_anchors(self) -> Tensor:
-        """Returns the anchors as one flat tensor on the tensors' device, in the compute dtype, [numel]."""
-        return self._gathered().to(self._device, self._dtype, copy=True)
+        """Returns a copy of the anchors as one flat tensor on the tensors' device, in the compute dtype, [numel]."""
+        return torch.cat([flat.to(self._device, self._dtype) for flat in self._gathered()])
 
     def zeros(self) -> Tensor:
         """Returns zeros for all tensors, in the compute dtype, [numel]."""
@@ -187,15 +204,19 @@ class Bundle:
 
     def split(self, flat: Tensor) -> Iterator[Tensor]:
         """Returns the part of each tensor in a flat tensor, as a view with the tensor's shape."""
-        parts = flat.split([segment.numel for segment in self.segments])
-        return (part.view(entry.tensor.shape) for entry, part in zip(self.entries, parts, strict=True))
+        return _split(flat, self.entries)
 
-    def _gathered(self) -> Tensor:
-        """Returns the anchors as one flat tensor, in their own dtype, without a copy."""
-        for anchor, part in zip(self.anchors, self.split(self._flat), strict=True):
-            if anchor.data_ptr() != part.data_ptr():  # an outer optimizer has replaced its memory
-                part.copy_(anchor)
-        return self._flat
+    def _views(self) -> Iterator[Tensor]:
+        """Returns the place of each anchor in the flat tensors, as a view with the tensor's shape."""
+        for run, flat in zip(self._runs, self._flats, strict=True):
+            yield from _split(flat, run)
+
+    def _gathered(self) -> list[Tensor]:
+        """Returns the anchors as flat tensors, one for each run of one dtype, without a copy."""
+        for anchor, view in zip(self.anchors, self._views(), strict=True):
+            if anchor.data_ptr() != view.data_ptr():  # an outer optimizer has replaced its memory
+                view.copy_(anchor)
+        return self._flats
 
     def _pairs(self) -> Iterator[tuple[Entry, Tensor]]:
         return zip(self.entries, self.anchors, strict=True)
@@ -300,6 +321,12 @@ def fragments_of(parameters: Sequence[Entry], buffers: Sequence[Entry], options:
     parts = [list(parameters[start:end]) for start, end in zip(cuts, cuts[1:], strict=False)]
     parts[-1] += buffers
     return [Fragment(part, options) for part in parts]
+
+
+def _split(flat: Tensor, entries: Sequence[Entry]) -> Iterator[Tensor]:
+    """Returns the part of each tensor in a flat tensor, as a view with the tensor's shape."""
+    parts = flat.split([entry.segment.numel for entry in entries])
+    return (part.view(entry.tensor.shape) for entry, part in zip(entries, parts, strict=True))
 
 
 def _like(tensor: Tensor, other: Tensor) -> Tensor:

@@ -82,7 +82,8 @@ class LocalOptions:
             and its numbers.
         anchor_device: device of the anchor and of the outer optimizer's state, e.g. ``"cpu"``. None: the device of the
             parameters.
-        anchor_dtype: dtype of both, e.g. ``torch.bfloat16``. None: fp64 for fp64 parameters, and otherwise fp32.
+        anchor_dtype: dtype of both, e.g. ``torch.bfloat16``. None: fp64 for fp64 parameters, and otherwise fp32. The
+            anchors of buffers have at least fp32, so that constants are not rounded.
         elastic: whether ranks may leave and join while training runs. They meet at torchft's lighthouse, whose address
             is in the environment variable TORCHFT_LIGHTHOUSE, and not in a process group of torch.distributed.
         min_replicas: with ``elastic``, the least number of ranks for a merge, 1 or more.

@@ -126,6 +126,24 @@ def test_the_anchor_may_have_a_dtype_of_its_own() -> None:
     assert bundle.anchors[0].dtype == torch.bfloat16
 
 
+def test_buffers_are_not_rounded_to_the_anchors_dtype() -> None:
+    table = torch.arange(1000.0) + 1e5  # more than float16 holds, and no bf16 numbers
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        buffer = table.clone()
+        bundle = Bundle(
+            [*entries([5]), Entry(Segment(1, 1000, True), "table", buffer, True)], LocalOptions(anchor_dtype=dtype)
+        )
+        bundle.set_tensors()
+        assert torch.equal(buffer, table)
+        assert not bundle.change().any()
+        assert bundle.anchors[0].dtype == dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        assert torch.equal(bundle.flat_anchors(), torch.cat([torch.zeros(5), table]))
+        bundle.anchors[1].data = bundle.anchors[1] + 1  # as an outer optimizer that replaces the memory
+        assert torch.equal(bundle.flat_anchors()[5:], table + 1)
+        assert torch.equal(bundle.bits()[5 * dtype.itemsize :].clone().view(wide), (table + 1).to(wide))
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
