@@ -67,13 +67,17 @@ class AveragingLoop(ABC, Generic[AnyPending]):
         """Count an optimizer step; use the averages whose delay is over, and start those that are due."""
         self.step += 1
         due = self.rounds.due_after(self.step)
-        # If rounds get shorter, an average may be due although the previous average of its fragment is not used yet.
-        self._use([average for average in self.under_way if average.use_after <= self.step or average.fragment in due])
-        for fragment in due:
-            self._begin(fragment, self.options.delay)
-        if not self.options.delay:
-            self._use(self.under_way)
-        self.rounds.end_step(self.step)
+        try:
+            # If rounds get shorter, an average may be due although the previous one of its fragment is not used yet.
+            under_way = self.under_way
+            self._use([average for average in under_way if average.use_after <= self.step or average.fragment in due])
+            for fragment in due:
+                self._begin(fragment, self.options.delay)
+            if not self.options.delay:
+                self._use(self.under_way)
+        finally:
+            # Also if an average was refused, whose cause may be mended: the next round is as long as any other.
+            self.rounds.end_step(self.step)
 
     @torch.no_grad()
     def finish(self) -> None:

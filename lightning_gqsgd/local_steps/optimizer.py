@@ -175,9 +175,15 @@ class LocalSteps(Optimizer):
         """
         if is_called_by_it():  # a step of zeros that creates the inner optimizer's state, perhaps on one rank only
             return self._step_inner(closure)
-        self.averages.check_start()
-        result = self._step_inner(closure)
-        self.averages.advance()
+        try:
+            self.averages.check_start()
+            result = self._step_inner(closure)
+            self.averages.advance()
+        except BaseException:
+            # GradScaler deletes them after a step that succeeds, and would multiply the next step's scale by this one.
+            self.__dict__.pop("grad_scale", None)
+            self.__dict__.pop("found_inf", None)
+            raise
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -138,6 +138,36 @@ def test_a_grad_scaler_that_skips_a_step_on_one_rank_leaves_ranks_in_step(tmp_pa
     assert second[2] == [step == 6 for step in range(12)]
 
 
+def _refused_under_a_scaler(rank: int) -> list[Any]:
+    """An average is refused, because a parameter is unfrozen for a step."""
+    model = nn.Linear(4, 4)
+    model.bias.requires_grad_(False)
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=4, outer="sgd")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    moved, averages = [], []
+    for step in range(8):
+        model.bias.requires_grad_(step == 3)
+        before = model.weight.detach().clone()
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        if step == 3:
+            with pytest.raises(ConfigError, match="that were frozen"):
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved.append(bool(((model.weight - before + 0.2).abs() < 1e-5).all()))
+        averages.append(optimizer.averages.averages)
+    optimizer.close()
+    return [moved, averages]
+
+
+def test_after_a_refused_average_steps_under_a_scaler_and_rounds_are_as_before(tmp_path: Path) -> None:
+    for moved, averages in run(_refused_under_a_scaler, 2, tmp_path):
+        assert moved == [True] * 8
+        assert averages == [0] * 7 + [1]
+
+
 def _scaled_as_without(rank: int) -> list[bool]:
     """A scaler whose scale is a power of two changes nothing; fused inner optimizers scale by themselves."""
     same = []
