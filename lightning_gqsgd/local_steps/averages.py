@@ -387,6 +387,23 @@ class LocalAverages(AveragingLoop[Average]):
                 self._wait(average)
         return self.under_way
 
+    def succeeded(self) -> list[Average]:
+        """Wait for the averages under way, and return those that have not failed, e.g. because a rank has died.
+
+        The anchors do not include a failed average, and never will, because this object is broken then. What it would
+        have compensated is put back into the error memories.
+        """
+        succeeded = []
+        for average in self.under_way:
+            try:
+                with self._or_broken():
+                    self._wait(average)
+                succeeded.append(average)
+            except (ConfigError, RuntimeError) as error:  # a CollectiveError is a RuntimeError
+                self.store.put_back(average.errors)
+                logger.warning("gqsgd: the state does not include an average that has failed: %s", error)
+        return succeeded
+
     def take_counters(self, state: Mapping[str, Any]) -> None:
         """Load the seed and the counters of a state (see `checkpoint.state_of`)."""
         self.config = replace(self.config, seed=state["seed"])

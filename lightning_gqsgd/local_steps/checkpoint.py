@@ -44,9 +44,10 @@ def state_of(averages: LocalAverages) -> dict[str, Any]:
     """Returns the state that this rank needs to continue, in addition to models and optimizers: plain values and
     tensors.
 
-    Not a collective; waits for the averages under way, whose means are part of the state.
+    Not a collective; waits for the averages under way, whose means are part of the state. If an average has failed,
+    e.g. because a rank has died, the state has the anchor without it, and a warning says so.
     """
-    saved = [_saved(average, averages.fragments[average.fragment]) for average in averages.waited_for()]
+    saved = [_saved(average, averages.fragments[average.fragment]) for average in averages.succeeded()]
     return {
         "schema": STATE_SCHEMA,
         "seed": averages.config.seed,

@@ -242,7 +242,8 @@ class LocalSteps(Optimizer):
         """Returns this rank's state: the inner optimizer's state and, under ``"local_steps"``, the state of the
         averages.
 
-        This is no collective, but it waits for averages under way. To resume with the same bits, each rank has to save
+        This is no collective, but it waits for averages under way. If a rank has died, it still returns the latest
+        anchor. To resume with the same bits, each rank has to save
         its own model and its own state. A rank that loads the state of another rank starts from the anchor.
 
         ``get_state_dict`` and ``set_state_dict`` of torch.distributed.checkpoint keep this state, too; see

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
+from tests.bits import bits_of
 from tests.distributed.local_models import (
     WithBuffers,
     bits_of_model,
@@ -514,21 +515,36 @@ def test_integer_buffers_may_have_any_strides(tmp_path: Path) -> None:
 
 def _dying(rank: int) -> list[Any]:
     model = mlp()
-    optimizer = local_steps(model, {"every": 3, "delay": 1})
-    train(model, optimizer, rank, range(2))
+    optimizer = local_steps(model, {"every": 3, "delay": 1, "preset": "signsgd_ef"})
+    train(model, optimizer, rank, range(5))
+    before = _common(optimizer.state_dict())
     if rank == 1:
         os._exit(3)
     text = error_text(CollectiveError, train, model, optimizer, rank, range(4))
     finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    said = logged()
+    state = optimizer.state_dict()
+    saved = [_common(state) == before, state["local_steps"]["under_way"], state["local_steps"]["step"], list(said)]
     optimizer.close()
-    return [text, finite]
+    return [text, finite, saved]
 
 
-def test_a_rank_that_dies_is_an_error_on_the_others_whose_parameters_stay(tmp_path: Path) -> None:
-    (text, finite), _ = run(_dying, 2, tmp_path, dies=(1,), collective_timeout=20)
-    assert "average 0 (fragment 0, after step 3)" in text
+def _common(state: dict[str, Any]) -> str:
+    """A hash of the bits of a state's anchors and error memories."""
+    own = state["local_steps"]
+    return bits_of([*own["anchors"].values(), *(row for kind in own["memory"].values() for row in kind.values())])
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others_whose_parameters_and_state_stay(tmp_path: Path) -> None:
+    (text, finite, (is_same, under_way, step, said)), _ = run(_dying, 2, tmp_path, dies=(1,), collective_timeout=20)
+    assert "average 1 (fragment 0, after step 6)" in text
     assert "rank 0 of 2" in text
     assert finite
+    assert is_same
+    assert under_way == []
+    assert step == 7
+    assert len(said) == 1
+    assert "does not include an average that has failed: gqsgd: average 1" in said[0]
 
 
 def test_without_a_process_group_there_is_an_error() -> None:
