@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import setting_of
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop
@@ -601,14 +601,25 @@ class LocalAverages(AveragingLoop[Average]):
         cleared = self._inner.clear_what_is_not_finite()
         own = f" and cleared its optimizer's state of {cleared} parameters" if cleared else ""
         logger.warning(
-            "gqsgd: the mean change of fragment %d is not finite after step %d, because some rank's is not: all ranks "
-            "left this average out (%d so far) and went back to the anchor; rank %d did so%s",
+            "gqsgd: the mean change of fragment %d is not finite after step %d (%s), because some rank's is not: all "
+            "ranks left this average out (%d so far) and went back to the anchor; rank %d did so%s",
             average.fragment,
             self.step,
+            self._names_of_not_finite(average),
             self.skipped,
             self.rank,
             own,
         )
+
+    def _names_of_not_finite(self, average: Average) -> str:
+        """Returns the names of tensors whose mean change is not finite, for a message."""
+        names = [
+            entry.name
+            for bundle, mean in zip(self.fragments[average.fragment].bundles, average.changes, strict=True)
+            for entry, part in zip(bundle.entries, bundle.split(mean), strict=True)
+            if not bool(part.isfinite().all())
+        ]
+        return listed(names) if names else "in the inner optimizer's state"
 
 
 def open_meeting(model: object, group: dist.ProcessGroup, timeout: timedelta | None) -> Meeting:

@@ -146,14 +146,15 @@ class Bundle:
     def change(self) -> Tensor:
         """Returns the change of this rank since the anchor: the values at the anchor minus the current values, [numel].
 
-        A buffer may hold infinities, such as an attention mask; the difference of two equal infinities is set to 0.
+        A buffer may hold infinities, such as an attention mask, or NaN, as a sign that it has no value yet; the
+        difference of two equal infinities, and of NaN and NaN, is set to 0.
         """
         flat = torch.empty(self._numel, dtype=self._dtype, device=self._device)
         for (entry, anchor), part in zip(self._pairs(), self.split(flat), strict=True):
             start = _like(anchor, entry.tensor)
             torch.sub(start.to(self._dtype), entry.tensor.to(self._dtype), out=part)
             if entry.is_buffer:
-                part.masked_fill_(start == entry.tensor, 0.0)
+                part.masked_fill_(is_same(start, entry.tensor), 0.0)
         return flat
 
     def has_changed(self, buffers: bool, tolerance: float) -> bool:
@@ -327,6 +328,11 @@ def _split(flat: Tensor, entries: Sequence[Entry]) -> Iterator[Tensor]:
     """Returns the part of each tensor in a flat tensor, as a view with the tensor's shape."""
     parts = flat.split([entry.segment.numel for entry in entries])
     return (part.view(entry.tensor.shape) for entry, part in zip(entries, parts, strict=True))
+
+
+def is_same(first: Tensor, second: Tensor) -> Tensor:
+    """Returns where two tensors are equal, as booleans; NaN is equal to NaN."""
+    return (first == second) | (first.isnan() & second.isnan())
 
 
 def _like(tensor: Tensor, other: Tensor) -> Tensor:

@@ -62,8 +62,9 @@ def test_where_a_ranks_change_is_not_finite_all_ranks_go_back_to_the_anchor(tmp_
         assert "cleared" in other[4][0]
 
 
-def _left_out_beside_another(rank: int) -> list[bool]:
+def _left_out_beside_another(rank: int) -> list[Any]:
     """At the end, an average that is not finite is under way, and one that is finite after it."""
+    said = logged()
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = local_steps(model, {"every": 4, "fragments": 2, "delay": 3, "outer": "sgd", "bits": 32})
     for step in range(4):
@@ -74,11 +75,14 @@ def _left_out_beside_another(rank: int) -> list[bool]:
     averages = optimizer.averages
     at_anchor = [torch.equal(entry.tensor, anchor) for part in averages.fragments for entry, anchor in part.entries()]
     optimizer.close()
-    return [averages.skipped == 1, *at_anchor]
+    return [averages.skipped, at_anchor, said]
 
 
 def test_the_last_average_is_made_of_what_moves_after_ranks_have_gone_back_to_the_anchor(tmp_path: Path) -> None:
-    assert run(_left_out_beside_another, 2, tmp_path) == [[True] * 5] * 2
+    for skipped, at_anchor, said in run(_left_out_beside_another, 2, tmp_path):
+        assert skipped == 1
+        assert at_anchor == [True] * 4
+        assert "fragment 0 is not finite after step 4 ('0.weight'), because some rank's is not" in said[0]
 
 
 def _left_out_with_errors(rank: int) -> list[bool]:
@@ -452,13 +456,14 @@ def test_outer_optimizers_of_other_tensors_and_of_other_checkpoints(tmp_path: Pa
 
 
 class _WithMaskAndMean(nn.Module):
-    """A mask of infinities, and a running mean that is assigned anew in each forward pass."""
+    """A mask of infinities, a running mean that is assigned anew in each forward pass, and one that has no value."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(32, 10)
         self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
         self.register_buffer("mean", torch.zeros(32))
+        self.register_buffer("last", torch.tensor([torch.nan, 1.0]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
@@ -474,12 +479,13 @@ def _masked(rank: int) -> list[Any]:
         train(model, optimizer, rank, range(8))
         optimizer.finish()
         whole = bool((model.mask == torch.full((4, 4), -torch.inf).triu(1)).all())
+        whole = whole and model.last.isnan().tolist() == [True, False]
         results.append([bits_of_model(model), whole, optimizer.averages.skipped, bits_of_model(model.layer) != start])
         optimizer.close()
     return results
 
 
-def test_buffers_may_hold_infinities_and_be_assigned_anew(tmp_path: Path) -> None:
+def test_buffers_may_hold_infinities_and_nan_and_be_assigned_anew(tmp_path: Path) -> None:
     result = run_alike(_masked, 2, tmp_path)
     for _, whole, skipped, moved in result:
         assert whole

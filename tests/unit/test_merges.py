@@ -384,7 +384,11 @@ def test_a_hook_of_the_outer_optimizer_changes_its_learning_rate_in_each_merge(m
     optimizer.close()
 
 
-def test_infinities_that_stay_are_no_difference() -> None:
+def test_infinities_and_nan_that_stay_are_no_difference() -> None:
+    assert difference(torch.tensor([math.nan, math.nan]), torch.tensor([math.nan, 1.0])).isnan().tolist() == [
+        False,
+        True,
+    ]
     start = torch.tensor([math.inf, -math.inf, 1.0])
     assert difference(start, start.clone()).tolist() == [0.0, 0.0, 0.0]
     assert norm_of([torch.tensor([3.0]), torch.tensor([4.0])]) == 5.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.local_steps.fragments import Bundle
+from lightning_gqsgd.local_steps.fragments import Bundle, is_same
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Contribution:
         moved the anchors since the handover. Parameters then keep both changes, and the anchors of buffers become the
         mean of the members' values: the sum of two changes of a variance may be negative.
 
-        A buffer may hold infinities, such as an attention mask; the difference of two equal infinities is set to 0.
+        A buffer may hold infinities or NaN, see `Bundle.change`; where start and position are equal, the result is 0.
 
         Args:
             bundles: the bundles, with their present anchors.
@@ -62,8 +62,8 @@ def with_buffers_of_anchors(bundle: Bundle, flat: Tensor) -> Tensor:
 
 
 def difference(start: Tensor, end: Tensor) -> Tensor:
-    """Returns ``start − end``, with 0 where both are equal, also where both are infinite."""
-    return torch.where(start == end, torch.zeros((), dtype=start.dtype, device=start.device), start - end)
+    """Returns ``start − end``, with 0 where both are equal, also where both are infinite, or NaN."""
+    return torch.where(is_same(start, end), torch.zeros((), dtype=start.dtype, device=start.device), start - end)
 
 
 def norm_of(changes: Sequence[Tensor]) -> float:
