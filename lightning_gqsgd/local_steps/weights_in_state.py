@@ -157,6 +157,7 @@ def _refusal(optimizer: Optimizer, name: str, count: int, distance: float, delay
     remedy = "take inner_state='average', which averages it with the parameters"
     if delay:
         remedy += f", and delay=0 instead of delay={delay}, which inner_state='average' needs"
+    remedy += "; or, if it is a copy that a step needs until it ends, as in SAM, let the step delete it from the state"
     return (
         f"the inner optimizer {type(optimizer).__name__} keeps weights in its state: {name!r} of {count} parameters "
         f"was {100 * distance:.2g} % away from them when it was seen first (limit: {100 * _FAR:.0f} %), and has moved "

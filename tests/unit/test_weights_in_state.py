@@ -75,6 +75,25 @@ class KeepsTheStart(torch.optim.SGD):
         super().step()
 
 
+class SharpnessAware(torch.optim.SGD):
+    """Moves the weights, and gets them back from a copy in its state; the second pass is left out here."""
+
+    def __init__(self, parameters: Any, deletes: bool) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.deletes = deletes
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Move, move back, and make a step."""
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["old_p"] = p.clone()
+            p.add_(p.grad, alpha=0.05)
+            p.copy_(self.state[p]["old_p"])
+            if self.deletes:
+                del self.state[p]["old_p"]
+        super().step()
+
+
 def _network(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     layers = (nn.Linear(16, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
@@ -115,6 +134,12 @@ def test_weights_in_a_state_are_found(make: Any, name: str, dtype: torch.dtype) 
         ConfigError, match=f"keeps weights in its state: '{name}' of 8 parameters.*inner_state='average'"
     ):
         _steps(make, _network(dtype))
+
+
+def test_a_copy_that_only_a_step_needs_is_to_be_deleted() -> None:
+    with pytest.raises(ConfigError, match="'old_p' of 8 parameters.*as in SAM, let the step delete it from the state"):
+        _steps(partial(SharpnessAware, deletes=False), _network())
+    _steps(partial(SharpnessAware, deletes=True), _network())
 
 
 #: Each of torch's optimizers that keeps something, at usual and at large numbers.
