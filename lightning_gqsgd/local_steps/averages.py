@@ -535,9 +535,11 @@ class LocalAverages(AveragingLoop[Average]):
         """Start to average the inner optimizers' state of a fragment, uncompressed."""
         tensors = self._inner.tensors(entry.tensor for entry, _ in self.fragments[average.fragment].entries())
         one = torch.zeros(1, device=self.device)  # so that the message is not empty
-        flat = torch.cat([tensor.flatten().to(self.device, torch.float32) for tensor in [*tensors, one]])
+        dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+        flat = torch.cat([tensor.flatten().to(self.device, dtype) for tensor in [*tensors, one]])
         # If a rank has not used a parameter, its state is missing there, and messages would differ in size.
-        card = Card("LocalSteps(inner_state='average')", {"values of the inner optimizer's state": flat.numel()})
+        facts = {"values of the inner optimizer's state": flat.numel(), "dtype of their mean": str(dtype)}
+        card = Card("LocalSteps(inner_state='average')", facts)
         average.inner = (tensors, flat)
         request = self._request((Segment(0, flat.numel(), raw=True),), average.fragment)
         average.inner_job = self._engine.reduce(flat, request._replace(agreement=card))

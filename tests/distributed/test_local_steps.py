@@ -155,6 +155,27 @@ def test_formulas_of_diloco_and_of_a_delay(tmp_path: Path) -> None:
         assert results == [(True, True)] * 4
 
 
+def _mean_of_states(rank: int) -> list[bool]:
+    """Momenta of fp64 and of both dtypes, which are the mean of all ranks' exactly."""
+    same = []
+    for dtypes in ((torch.float64, torch.float64), (torch.float32, torch.float64)):
+        model = nn.ParameterList([torch.zeros(3, dtype=dtype) for dtype in dtypes])
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = LocalSteps(model, inner, every=1, outer="sgd", inner_state="average", **NATIVE)
+        for parameter in model:
+            parameter.grad = torch.full_like(parameter, (1 + 2 * rank) / 3)
+        optimizer.step()
+        for parameter in model:
+            mean = (torch.full_like(parameter, 1 / 3) + torch.full_like(parameter, 1.0)) / 2
+            same.append(torch.equal(inner.state[parameter]["momentum_buffer"], mean))
+        optimizer.close()
+    return same
+
+
+def test_inner_states_are_averaged_in_their_own_precision(tmp_path: Path) -> None:
+    assert run(_mean_of_states, 2, tmp_path) == [[True] * 4] * 2
+
+
 def _unbiased(rank: int) -> list[float]:
     """Errors of one average, and of the mean of many averages of the same change."""
     torch.manual_seed(rank)
