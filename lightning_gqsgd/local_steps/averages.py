@@ -329,7 +329,10 @@ class LocalAverages(AveragingLoop[Average]):
         self._buffers.take_back()
         with kept(self.fragments):
             self.start_from_anchors()
-            yield
+            try:
+                yield
+            finally:
+                self._buffers.take_back()  # the tensors that get their values back are the model's again
 
     @contextmanager
     def at_preserved(self) -> Iterator[None]:

@@ -240,6 +240,7 @@ class OwnBuffers:
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
         self._places = {name: place_of(buffer) for name, buffer in self._buffers.items()}
 
+    @torch.no_grad()  # a value that was assigned may have a gradient's history
     def take_back(self) -> None:
         """If the model has assigned new tensors to buffers, copy their values to the averaged tensors.
 

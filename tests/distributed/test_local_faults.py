@@ -493,6 +493,23 @@ def test_buffers_may_hold_infinities_and_nan_and_be_assigned_anew(tmp_path: Path
         assert moved
 
 
+def _assigned_at_anchor(rank: int, every: int | str) -> list[bool]:
+    model = _WithMaskAndMean()
+    optimizer = local_steps(model, {"every": every})
+    train(model, optimizer, rank, range(2))
+    before = bits_of_model(model)
+    with optimizer.averages.at_anchor():
+        model(torch.ones(2, 32, requires_grad=True))
+    result = [bits_of_model(model) == before, not model.mean.requires_grad]
+    optimizer.close()
+    return result
+
+
+@pytest.mark.parametrize("every", [4, "1h"])
+def test_a_buffer_that_is_assigned_anew_at_the_anchor_gets_its_value_back(every: int | str, tmp_path: Path) -> None:
+    assert run(_assigned_at_anchor, 1, tmp_path, every) == [[True, True]]
+
+
 class _WithTurnedMask(nn.Module):
     """A buffer of integers that is not contiguous."""
 

@@ -453,7 +453,10 @@ class MergedAverages:
         with kept([self._fragment]):
             with torch.no_grad(), self._shared.lock:
                 self._fragment.set_tensors()
-            yield
+            try:
+                yield
+            finally:
+                self._buffers.take_back()  # the tensors that get their values back are the model's again
 
     def report(self) -> str:
         """Returns one line that says how often merges are made, and how changes are compressed."""
