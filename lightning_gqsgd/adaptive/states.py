@@ -121,16 +121,21 @@ class Watch:
     Args:
         keeps: number of durations that are kept.
         reference_s: the duration of steps with which others are compared, in seconds; None means the next median.
+        began_s: see below.
 
     Attributes:
         reference_s: see above.
         is_refined: whether the reference is a median of steps after the decision.
+        is_plain: whether the reference is a median of plain DDP's steps.
+        began_s: the median of plain DDP's steps that began the latest trial; None if something else began it.
         window: durations of the latest steps with the hook.
     """
 
-    def __init__(self, keeps: int, reference_s: float | None = None) -> None:
+    def __init__(self, keeps: int, reference_s: float | None = None, began_s: float | None = None) -> None:
         self.reference_s = reference_s
         self.is_refined = False
+        self.is_plain = False
+        self.began_s = began_s
         self.window: deque[float] = deque(maxlen=keeps)
 
     def length(self, lengths: Sequence[float], rules: Rules, *, at_once: bool) -> float | None:
@@ -149,23 +154,30 @@ class Watch:
                 return now
         return median(lengths) if len(lengths) == rules.window else None
 
-    def change(self, now: float, rules: Rules, *, expects_shorter: bool = False) -> float | None:
+    def change(self, now: float, rules: Rules, *, is_plain: bool = False) -> float | None:
         """Returns the relative change of the duration of steps if it is large enough for a trial, and otherwise None.
 
         Args:
             now: the median duration of the latest steps, in seconds.
             rules: the numbers.
-            expects_shorter: whether to start no trial if steps are shorter than those of the decision.
+            is_plain: whether these are steps of plain DDP. They may be shorter than steps with the hook by
+                `Rules.hook`, because they do not include the cost of the hook.
         """
         if self.reference_s is None:
             self.reference_s = now
         change = now / self.reference_s - 1
-        if abs(change) > rules.drift and not (expects_shorter and change < 0):
+        leaves_hook = is_plain and not self.is_plain
+        is_shorter = change < -(rules.hook if leaves_hook else rules.drift)
+        if leaves_hook and self.began_s is not None and abs(now / self.began_s - 1) <= rules.drift:
+            # The trial that these steps began has kept 32 bits, so the hook costs more than is assumed.
+            is_shorter = False
+        if change > rules.drift or is_shorter:
             return change
         # Once, steps after a decision replace those of the trial, because they are a better reference.
-        if not self.is_refined:
+        if not self.is_refined or is_plain != self.is_plain:
             self.reference_s = now
             self.is_refined = True
+            self.is_plain = is_plain
         return None
 
 

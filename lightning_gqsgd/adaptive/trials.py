@@ -19,7 +19,8 @@ steps is enough. Trials cost steps, so there is a credit of steps: each step add
 to be paid for.
 
 Rest: if 32 bits were kept, plain DDP may replace the hook. Steps are then not chosen one by one. Every tenth step,
-ranks exchange how long their latest steps took, and the watch uses these lengths.
+ranks exchange how long their latest steps took, and the watch uses these lengths. The first median may be shorter than
+that of the decision by the share of a step that the hook may cost. If it is even shorter, there is a new trial.
 
 Challenge: trials measure 32 bits with the hook, and plain DDP is faster because it has no hook. If other bits win by
 less than the hook may cost, plain DDP reduces the gradients until the median of 20 of its steps is known. It is kept
@@ -183,7 +184,6 @@ class Trials:
 
     def begin_rest(self) -> None:
         """Forget the durations of the hook's steps, because plain DDP has replaced the hook."""
-        self._watch.is_refined = False
         self._enter(self.state if isinstance(self.state, Challenge) else Rest())
 
     def end_rest(self) -> None:
@@ -206,8 +206,7 @@ class Trials:
             if seconds is not None:
                 self._end_challenge(self.state, step, seconds)
         elif seconds is not None and self.is_resting:
-            # The steps of the trial included the cost of the hook, so the first median may be shorter.
-            self._compare(seconds, expects_shorter=not self._watch.is_refined)
+            self._compare(seconds, is_plain=True)
 
     def watched(self, lengths: Sequence[float]) -> float | None:
         """Returns the duration of steps that the watch compares with that of the decision; see `Watch.length`."""
@@ -248,22 +247,24 @@ class Trials:
                 decision = replace(decision, predicted=latest.predicted, at_least=latest.at_least)
             self._decide(decision, self.state)
 
-    def _compare(self, now: float, *, expects_shorter: bool = False) -> None:
+    def _compare(self, now: float, *, is_plain: bool = False) -> None:
         """Begin a trial if the median duration of steps has changed, and if the credit is enough; see
         `Watch.change`."""
-        change = self._watch.change(now, self.rules, expects_shorter=expects_shorter)
+        change = self._watch.change(now, self.rules, is_plain=is_plain)
         if change is not None and self._credit >= self._cost:
-            self._begin(f"steps became {abs(change):.0%} {'longer' if change > 0 else 'shorter'}")
+            why = f"steps became {abs(change):.0%} {'longer' if change > 0 else 'shorter'}"
+            self._begin(why, plain_s=now if is_plain else None)
 
-    def _begin(self, why: str) -> None:
-        """Begin a trial."""
+    def _begin(self, why: str, plain_s: float | None = None) -> None:
+        """Begin a trial. If steps of plain DDP began it, ``plain_s`` is their median."""
         self._asked = None
+        self._watch.began_s = plain_s
         self._enter(Try(why, deque(self.permitted), hopeless=set(self.allow) - set(self.permitted)))
 
     def _decide(self, decision: Decision, state: State) -> None:
         """Record a decision, and watch the following steps."""
         self.decisions.append(decision)
-        self._watch = Watch(self.rules.window, decision.seconds.get(self.bits))
+        self._watch = Watch(self.rules.window, decision.seconds.get(self.bits), self._watch.began_s)
         self._enter(state)
 
     def _end_trial(self, trial: Try, step: int, plain: PlainDDP) -> None:
@@ -310,7 +311,10 @@ class Trials:
         latest = self.decisions[-1]
         decision = replace(latest, step=step, bits=self.bits, seconds=medians, reason=reason)
         self._decide(decision, Rest() if stays else Stay())
-        self._watch.is_refined = stays  # the reference is a median of plain DDP's steps
+        if seconds is not None and stays:
+            # The trial measured the other bits. If steps have become much shorter since then, it is no longer valid.
+            self._watch.reference_s = challenge.seconds.get(self.bits)
+            self._compare(seconds, is_plain=True)
 
     # --- a trial -----------------------------------------------------------------------------------------------------
 
@@ -426,8 +430,9 @@ class Trials:
     def describe_rest(self) -> str:
         """Returns the state that ranks must share to find the next trial due at the same step."""
         challenge = self.state if isinstance(self.state, Challenge) else None
-        facts = (self.bits, self._watch.reference_s, self._credit, self._watch.is_refined, challenge)
-        return f"{len(self.decisions)} {facts}"
+        watch = self._watch
+        reference = (watch.reference_s, watch.is_refined, watch.is_plain, watch.began_s)
+        return f"{len(self.decisions)} {self.bits} {reference} {self._credit} {challenge}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the state for a resumed run, as plain values."""
@@ -436,6 +441,8 @@ class Trials:
             "allow": list(self.allow),
             "bits": self.decisions[-1].bits if self.decisions else None,
             "reference_s": self._watch.reference_s,
+            "is_plain": self._watch.is_plain,
+            "began_s": self._watch.began_s,
             "credit": self._credit,
             "challenge": None if challenge is None else {"bits": challenge.bits, "seconds": challenge.seconds},
             "decisions": [decision.to_dict() for decision in self.decisions],
@@ -471,6 +478,10 @@ class Trials:
             credit = _credit(state["credit"])
             bits = None if bits is None else width(bits)
             reference_s = None if reference_s is None else positive(reference_s)
+            # States of earlier versions do not have these two entries.
+            is_plain = bool(state.get("is_plain", False))
+            began_s = state.get("began_s")
+            began_s = None if began_s is None else positive(began_s)
             tried = tuple(map(width, state.get("allow", allow)))
             challenge = Challenge.from_state(state.get("challenge"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -491,6 +502,8 @@ class Trials:
             trials.state = Settle(f"{', '.join(map(str, fresh))} bits are allowed now", trials.rules.settling)
         else:
             trials._watch.reference_s = reference_s
+            trials._watch.is_refined = trials._watch.is_plain = is_plain
+            trials._watch.began_s = began_s
             trials.state = challenge if challenge is not None and challenge.bits in trials.allow else Stay()
         return trials
 

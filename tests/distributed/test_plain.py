@@ -128,7 +128,9 @@ def _has_its_turn(rank: int, least: float) -> dict[str, Any]:
     saved = state.state_dict()
     rows = [Decision(3, 32, {32: 0.1, 4: least}, "made up").to_dict()]
     challenge = {"bits": 4, "seconds": {32: 0.1, 4: least}}
-    state.load_state_dict({**saved, "auto": {**saved["auto"], "bits": 32, "decisions": rows, "challenge": challenge}})
+    # Without credit, there is no new trial, although steps are much shorter than these lengths.
+    entries = {"bits": 32, "decisions": rows, "challenge": challenge, "credit": 0.0}
+    state.load_state_dict({**saved, "auto": {**saved["auto"], **entries}})
     carriers, trying = [], []
     for step in range(LEAVES_AFTER + 40):
         train(model, rank, range(step, step + 1))

@@ -44,6 +44,16 @@ def test_plain_ddp_has_its_turn_where_other_bits_win_by_less_than_the_hook_may_c
     assert not trials.is_resting
 
 
+def test_steps_that_are_shorter_than_the_hook_explains_begin_another_trial_at_the_end_of_plain_ddps_turn() -> None:
+    trials = _challenged()
+    trials.begin_rest()
+    trials.rest(10, 0.4, 80)  # the trial has measured all bits while steps were slow
+    assert (len(trials.decisions), trials.is_resting) == (2, False)
+    run(trials, range(80, 180), constant({32: 0.4, 16: 0.5, 8: 0.5, 4: 0.1}))
+    assert "steps became 60% shorter" in trials.decisions[-1].reason
+    assert trials.bits == 4
+
+
 def test_bits_that_are_shorter_than_plain_ddp_are_taken_after_its_turn_which_costs_credit() -> None:
     trials = _challenged()
     trials.begin_rest()

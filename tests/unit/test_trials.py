@@ -354,11 +354,11 @@ def _resting(native_s: float) -> Trials:
 def test_without_the_hook_steps_may_become_shorter_at_first_and_a_later_change_begins_a_trial() -> None:
     trials = _resting(1.0)
     trials.rest(10, None, 200)
-    trials.rest(10, 0.5, 200)  # the trial's steps had the cost of the hook in them
+    trials.rest(10, 0.76, 200)  # the trial's steps had the cost of the hook in them
     assert trials.is_resting
-    trials.rest(10, 0.55, 200)
+    trials.rest(10, 0.87, 200)
     assert trials.is_resting
-    trials.rest(10, 0.7, 200)
+    trials.rest(10, 1.064, 200)
     assert not trials.is_resting
     assert trials.is_trying
     run(trials, range(200, 300), constant({32: 3.0, 16: 2.0, 8: 2.0, 4: 1.0}))
@@ -366,6 +366,46 @@ def test_without_the_hook_steps_may_become_shorter_at_first_and_a_later_change_b
     assert trials.bits == 4
     assert not trials.is_resting
     assert "plain DDP" not in trials.decisions[-1].reason
+
+
+def test_without_the_hook_steps_that_are_shorter_than_the_hook_explains_begin_a_trial() -> None:
+    trials = _resting(1.0)
+    trials.rest(10, 1 - Rules().hook - 0.01, 200)
+    assert not trials.is_resting
+    run(trials, range(200, 300), constant({32: 0.74, 16: 0.5, 8: 0.5, 4: 0.3}))
+    assert "steps became 26% shorter" in trials.decisions[-1].reason
+    assert trials.bits == 4
+
+
+def test_a_hook_that_costs_more_than_is_assumed_costs_one_trial_more_and_not_one_after_another() -> None:
+    trials = _resting(1.0)
+    trials.rest(10, 0.6, 200)
+    assert not trials.is_resting
+    run(trials, range(200, 300), constant({32: 1.0, 16: 2.0, 8: 2.0, 4: 2.0}), plain=PlainDDP("", is_countable=True))
+    assert (trials.bits, len(trials.decisions)) == (32, 2)
+    trials.begin_rest()
+    trials.rest(10, 0.6, 300)
+    assert trials.is_resting
+    trials.rest(10, 0.5, 400)  # the reference is plain DDP's now
+    assert not trials.is_resting
+
+
+@pytest.mark.parametrize("has_reference", [True, False])
+def test_a_resumed_run_compares_plain_ddp_with_plain_ddp_if_the_saved_run_had_its_length(has_reference: bool) -> None:
+    trials = _resting(1.0)
+    if has_reference:
+        trials.rest(10, 0.9, 200)
+    again = Trials.resumed(ALLOW, json.loads(json.dumps(trials.to_dict())), is_same_world=True)
+    assert again._watch.is_plain == has_reference
+    run(again, range(200, 206), constant({32: 0.5}))
+    again.begin_rest()
+    again.rest(10, 0.76, 210)
+    assert again.is_resting != has_reference
+    older = {key: value for key, value in trials.to_dict().items() if key not in ("is_plain", "began_s")}
+    again = Trials.resumed(ALLOW, older, is_same_world=True)
+    again.begin_rest()
+    again.rest(10, 0.76, 210)
+    assert again.is_resting
 
 
 def test_without_the_hook_longer_steps_begin_a_trial_at_once_if_the_credit_of_steps_is_enough() -> None:
