@@ -161,6 +161,10 @@ def over_probe(costs: Costs, measured_ranks: int, per_node: int) -> Any:
             else replace(cost, beta_s=cost.beta_s / factor, alone_s=cost.alone_s / factor)
             for key, cost in scaled.collectives.items()
         }
+        if nodes == 1:
+            # Nothing travels between nodes, so the costs that were measured inside a node hold for all ranks.
+            inside = {key.removeprefix("node "): cost for key, cost in faster.items() if key.startswith("node ")}
+            faster |= {f"all {kind}": cost for kind, cost in inside.items()}
         return replace(scaled, collectives=faster).on(nodes)
 
     return costs_at

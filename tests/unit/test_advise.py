@@ -141,6 +141,25 @@ def test_a_probe_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Probe.load(tmp_path / "p.json") == probe
 
 
+def _probe_of_nodes(path: Path) -> Probe:
+    """A probe of two nodes with four ranks each. Collectives inside a node are a hundred times faster."""
+    of_links = {f"{scope} {kind}": Collective(1e-2, 1e-8) for scope in ("all", "peers") for kind in KINDS}
+    inside = {f"node {kind}": Collective(1e-4, 1e-10) for kind in KINDS}
+    costs = replace(_probe(path).costs, collectives=of_links | inside)
+    return _probe(path, costs=costs, ranks=8, per_node=4)
+
+
+def test_a_probe_of_several_nodes_predicts_one_node_without_the_network_between_nodes(tmp_path: Path) -> None:
+    probe = _probe_of_nodes(tmp_path / "p.json")
+    costs_at = advice.over_probe(probe.costs, probe.ranks, probe.per_node)
+    for factor in (1.0, 0.1):  # the link between nodes has no effect on a single node
+        assert {costs_at(1, factor).collective("all", kind) for kind in KINDS} == {Collective(1e-4, 1e-10)}
+    assert costs_at(2, 1.0).collective("all", "max") == Collective(1e-2, 1e-8)
+    plain = _json("--probe", str(tmp_path / "p.json"), "--nodes", "1")["candidates"][0]
+    assert plain["exposed_s"] < 0.01
+    assert advice.over_probe(_probe(tmp_path / "q.json").costs, 2, 2)(1, 1.0).collective("all", "max").beta_s == 1e-8
+
+
 def test_a_link_takes_the_place_of_the_one_that_was_measured(tmp_path: Path) -> None:
     _probe(tmp_path / "p.json")
     slow = _json("--probe", str(tmp_path / "p.json"), "--link", "10mbit")
