@@ -154,7 +154,7 @@ def over_probe(costs: Costs, measured_ranks: int, per_node: int) -> Any:
     """Returns the function `Cluster.costs_at` for a measured link."""
 
     def costs_at(nodes: int, factor: float) -> Costs:
-        scaled = at_ranks(costs, measured_ranks, nodes * per_node) if nodes * per_node > 1 else costs
+        scaled = at_ranks(costs, measured_ranks, nodes * per_node, per_node) if nodes * per_node > 1 else costs
         faster = {
             key: cost
             if key.startswith("node ")

@@ -271,20 +271,30 @@ def collectives_between(nodes: int, per_node: int, link: Link, inside: Link) -> 
     return costs
 
 
-def at_ranks(costs: Costs, measured: int, ranks: int) -> Costs:
+def at_ranks(costs: Costs, measured: int, ranks: int, per_node: int = 1) -> Costs:
     """Convert costs that were measured at one number of ranks to another number of ranks on links of the same kind.
 
     The cost per byte that a rank sends stays the same. The start of a collective takes a number of consecutive
-    messages: n-1 over Gloo, whose collectives are rings and pairs; log2 n over NCCL, where it is a tree.
+    messages: n-1 over Gloo, whose collectives are rings and pairs; log2 n over NCCL, where it is a tree. n is the
+    number of its members: all ranks, or one rank of each node.
+
+    Args:
+        costs: the costs.
+        measured: number of ranks in the measurement.
+        ranks: number of ranks.
+        per_node: number of ranks on each node, in both cases.
     """
-    hops: tuple[float, float] = (measured - 1, ranks - 1)
-    if costs.on_streams:
-        hops = (math.log2(measured), math.log2(ranks))
-    scale = hops[1] / hops[0]
-    scaled = {
-        key: replace(cost, alpha_s=cost.alpha_s * scale, cpu_s=cost.cpu_s * scale) if key.startswith("all ") else cost
-        for key, cost in costs.collectives.items()
-    }
+
+    def hops(members: int) -> float:
+        return math.log2(members) if costs.on_streams else members - 1
+
+    scales = {"all": hops(ranks) / hops(measured)}
+    if measured > per_node:  # otherwise, nothing was measured between nodes
+        scales["peers"] = hops(ranks // per_node) / hops(measured // per_node)
+    scaled = {}
+    for key, cost in costs.collectives.items():
+        scale = scales.get(key.partition(" ")[0], 1.0)
+        scaled[key] = replace(cost, alpha_s=cost.alpha_s * scale, cpu_s=cost.cpu_s * scale)
     return replace(costs, collectives=scaled)
 
 

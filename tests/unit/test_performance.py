@@ -248,6 +248,17 @@ def test_starting_a_collective_takes_longer_with_more_ranks() -> None:
     assert at_ranks(streams, 2, 8).collective("all", "max").alpha_s == pytest.approx(3)
 
 
+@pytest.mark.parametrize(("on_streams", "of_all", "of_peers"), [(False, 31 / 7, 7), (True, 5 / 3, 3)])
+def test_starting_a_collective_between_nodes_takes_longer_with_more_nodes(
+    on_streams: bool, of_all: float, of_peers: float
+) -> None:
+    collectives = {f"{scope} max": Collective(1.0, BETA, cpu_s=0.5) for scope in ("all", "peers", "node")}
+    costs = at_ranks(_costs(on_streams=on_streams, collectives=collectives), 8, 32, per_node=4)
+    for scope, scale in (("all", of_all), ("peers", of_peers), ("node", 1)):
+        cost = costs.collective(scope, "max")
+        assert (cost.alpha_s, cost.cpu_s, cost.beta_s) == (pytest.approx(scale), pytest.approx(scale / 2), BETA)
+
+
 def test_missing_costs_are_named_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"codec 'eden/2'.*gqsgd probe --bits"):
         predict(_timeline(5000), _costs(), RANKS, GQSGDConfig(bits=2))
