@@ -11,7 +11,7 @@ import torch
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.predict.costs import Costs, Link, at_ranks, on_links
+from lightning_gqsgd.predict.costs import Costs, Link, at_ranks, on_faster_link, on_links
 from lightning_gqsgd.predict.device_times import TRELLIS, codec_of_bits, codec_of_config
 from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, Interval, interval
 from lightning_gqsgd.predict.model import BF16, NATIVE, Prediction, predict
@@ -156,9 +156,7 @@ def over_probe(costs: Costs, measured_ranks: int, per_node: int) -> Any:
     def costs_at(nodes: int, factor: float) -> Costs:
         scaled = at_ranks(costs, measured_ranks, nodes * per_node, per_node) if nodes * per_node > 1 else costs
         faster = {
-            key: cost
-            if key.startswith("node ")
-            else replace(cost, beta_s=cost.beta_s / factor, alone_s=cost.alone_s / factor)
+            key: cost if key.startswith("node ") else on_faster_link(cost, factor, scaled.cores)
             for key, cost in scaled.collectives.items()
         }
         if nodes == 1:

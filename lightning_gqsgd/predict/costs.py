@@ -298,6 +298,16 @@ def at_ranks(costs: Costs, measured: int, ranks: int, per_node: int = 1) -> Cost
     return replace(costs, collectives=scaled)
 
 
+def on_faster_link(cost: Collective, factor: float, cores: float) -> Collective:
+    """Returns the cost of a collective on a link whose rate is ``factor`` times the rate in the measurement.
+
+    Processors feed the link, and they stay as they are. So a byte takes at least the time that ``cores`` processors
+    need for it, or the measured time if that is shorter, because ranks then shared processors in the measurement.
+    """
+    fed_s = min(cost.beta_s, cost.cpu_beta_s / cores)
+    return replace(cost, beta_s=max(cost.beta_s / factor, fed_s), alone_s=cost.alone_s / factor)
+
+
 #: The latency of a link between nodes, in seconds, if it is unknown.
 LATENCY_S = 50e-6
 #: Bits per second between the ranks of a node, in each direction: NVLink's rated speed for these devices. Processes on

@@ -160,6 +160,16 @@ def test_a_probe_of_several_nodes_predicts_one_node_without_the_network_between_
     assert advice.over_probe(_probe(tmp_path / "q.json").costs, 2, 2)(1, 1.0).collective("all", "max").beta_s == 1e-8
 
 
+def test_a_sweep_of_a_probe_ends_where_processors_feed_no_more_bytes(tmp_path: Path) -> None:
+    kinds = {f"all {kind}": Collective(1e-3, 1e-8, cpu_beta_s=1e-9) for kind in KINDS}
+    probe = _probe(tmp_path / "p.json", costs=replace(_probe(tmp_path / "p.json").costs, collectives=kinds))
+    made = advice.candidates(
+        advice.Cluster(probe.timelines[0], advice.over_probe(probe.costs, 2, 1), 2, 1, 8), factor=100
+    )
+    plain = made[0].prediction
+    assert plain.wire_s == pytest.approx(1e-9 * plain.sent_bytes)  # on one processor
+
+
 def test_a_link_takes_the_place_of_the_one_that_was_measured(tmp_path: Path) -> None:
     _probe(tmp_path / "p.json")
     slow = _json("--probe", str(tmp_path / "p.json"), "--link", "10mbit")

@@ -28,7 +28,7 @@ from lightning_gqsgd.predict import (
     estimated,
     predict,
 )
-from lightning_gqsgd.predict.costs import BF16_HOOK, ESTIMATES, KINDS, at_ranks
+from lightning_gqsgd.predict.costs import BF16_HOOK, ESTIMATES, KINDS, at_ranks, on_faster_link
 from lightning_gqsgd.predict.paper import tree_gains, tree_seconds
 from lightning_gqsgd.predict.probe import measure
 from lightning_gqsgd.predict.profile import bucket_profiles
@@ -257,6 +257,15 @@ def test_starting_a_collective_between_nodes_takes_longer_with_more_nodes(
     for scope, scale in (("all", of_all), ("peers", of_peers), ("node", 1)):
         cost = costs.collective(scope, "max")
         assert (cost.alpha_s, cost.cpu_s, cost.beta_s) == (pytest.approx(scale), pytest.approx(scale / 2), BETA)
+
+
+def test_a_faster_link_carries_no_more_bytes_than_processors_can_feed() -> None:
+    cost = Collective(1.0, beta_s=8e-9, cpu_beta_s=1e-9, alone_s=2e-9)
+    assert on_faster_link(cost, 10, cores=2.0) == replace(cost, beta_s=8e-10, alone_s=2e-10)
+    assert on_faster_link(cost, 100, cores=2.0).beta_s == pytest.approx(5e-10)
+    assert on_faster_link(cost, 0.1, cores=2.0).beta_s == pytest.approx(8e-8)
+    shared = replace(cost, cpu_beta_s=32e-9)  # processor-seconds of several ranks in turns
+    assert [on_faster_link(shared, factor, cores=2.0).beta_s for factor in (1, 100)] == [8e-9, 8e-9]
 
 
 def test_missing_costs_are_named_with_the_remedy() -> None:
