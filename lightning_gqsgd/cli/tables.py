@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import typer
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 
@@ -22,9 +22,37 @@ PIPED_WIDTH = 200
 _DISPENSABLE = ("paper", "scale shared by", "bias", "state")
 
 
+class TableOfNumbers(Table):
+    """A table that never shortens a number. If a line has no room for all columns, the last ones are left out, and the
+    caption says which."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Returns the columns for which a line has room, and at least two."""
+        unlimited = options.update(width=PIPED_WIDTH)
+        count = len(self.columns)
+        shown = self._first(count)
+        while count > 2 and Measurement.get(console, unlimited, shown).maximum > options.max_width:
+            count -= 1
+            shown = self._first(count)
+        yield shown
+
+    def _first(self, count: int) -> Table:
+        """Returns a table with the first ``count`` columns."""
+        shown = Table(title=self.title, title_justify=self.title_justify, box=self.box)
+        left_out = [str(column.header) for column in self.columns[count:]]
+        if left_out:
+            shown.caption = f"No room for {', '.join(left_out)}: a wider terminal shows more, and so does a pipe."
+            shown.caption_justify = "left"
+        for column in self.columns[:count]:
+            shown.add_column(column.header, justify=column.justify, no_wrap=True)
+        for cells in zip(*(column.cells for column in self.columns[:count]), strict=True):
+            shown.add_row(*cells)
+        return shown
+
+
 def plain_table(title: str, headings: Sequence[str]) -> Table:
     """Returns an empty table whose first column is text, and whose other columns are numbers."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    made = TableOfNumbers(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for number, heading in enumerate(headings):
         made.add_column(heading, justify="right" if number else "left", no_wrap=True)
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import math
 import subprocess
@@ -13,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import lightning_gqsgd
-from lightning_gqsgd.cli import probing
+from lightning_gqsgd.cli import probing, tables
 from lightning_gqsgd.cli.app import app, main
 from lightning_gqsgd.cli.facts import HEADINGS, facts_of
 from lightning_gqsgd.cli.listing import LOCAL_STEPS, OTHER_SYSTEMS
@@ -33,6 +35,25 @@ _run = partial(output_of, "presets")
 
 def _json(*arguments: str) -> Any:
     return json.loads(_run(*arguments, "--json"))
+
+
+@pytest.mark.parametrize(("width", "left_out"), [(80, 3), (60, 5), (36, 6), (120, 0)])
+def test_a_narrow_terminal_gets_whole_numbers_and_the_names_of_the_columns_that_are_left_out(
+    width: int, left_out: int
+) -> None:
+    headings = ["gradients", *(f"quantity {number}" for number in range(7))]
+    table = tables.plain_table("predicted", headings)
+    table.add_row("4 bit, hierarchical", *(f"{10_000 + number}.0" for number in range(7)))
+    written = io.StringIO()
+    Console(file=written, width=width).print(table)
+    lines = written.getvalue().splitlines()
+    assert "…" not in written.getvalue()
+    assert max(map(len, lines)) <= width
+    (row,) = (line.split() for line in lines if "hierarchical" in line)
+    assert row[3:] == [f"{10_000 + number}.0" for number in range(7 - left_out)]
+    said = " ".join(written.getvalue().split())
+    named = f"No room for {', '.join(headings[len(headings) - left_out :])}: a wider terminal shows more"
+    assert (named in said) == (left_out > 0)
 
 
 def test_the_table_has_every_preset_in_a_line_of_its_own_and_nothing_is_cut_off() -> None:
