@@ -15,8 +15,8 @@ a:
 
 with the smoothness L, the bound of gradients G, the deviation of a sample's gradient σ and the step γ. The formulas
 are those of the released code, CuiYing123456/GenQSGD, which solves the problem by geometric programming. Here, workers
-with equal numbers make equally many steps, and all combinations of K_i are tried: for each of them, the fewest rounds
-and the best batch have a closed form.
+with equal numbers make equally many steps, and all combinations of K_i are tried. For each of them, the best real
+numbers of rounds and samples have a closed form, and the integers around it are searched, see `_Search`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,8 @@ from lightning_gqsgd.errors import ConfigError, check_real, did_you_mean
 
 #: The largest number of combinations of steps that are tried.
 _MOST_COMBINATIONS = 2_000_000
+#: Plans whose energies differ by less than this share count as equal.
+_CLOSE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -162,45 +164,34 @@ class LocalProblem:
         seconds = rounds * (batch * each.batch_seconds + each.seconds)
         return energy, seconds, c.by_rounds / rounds + c.fixed + c.by_batch / batch
 
-    def best(self, steps: Sequence[int], batch: int | None = None) -> LocalPlan | None:
+    def best(self, steps: Sequence[int], batch: int | None = None, below: float = math.inf) -> LocalPlan | None:
         """Returns the plan of least energy with these steps of each kind of workers; None if no plan keeps the limits.
 
         Args:
             steps: K_i of each kind.
-            batch: B; None means the best one. As a real number, the best B is the positive root of a R B² - 2 a c B - b
-                c = 0, where (a B + b) is a round's energy, c/B the error by batches, and R the error that is left for
-                rounds and batches: the minimum of (a B + b) B / (R B - c).
+            batch: B; None means the best one.
+            below: the energy of another plan, in joules; plans that need as much are not returned.
         """
-        each = self._round(steps)
         c = self._errors(steps)
         left = self.limits.error - c.fixed
         if left <= 0:
             return None
+        search = _Search(self._round(steps), c, left, self.limits.seconds, below)
         if batch is None:
-            a = each.batch_energy
-            b = each.energy
-            root = (a * c.by_batch + math.sqrt((a * c.by_batch) ** 2 + a * left * b * c.by_batch)) / (a * left)
-            batches: Iterable[int] = {max(1, math.floor(root)), max(1, math.ceil(root))}
+            search.over_batches()
+            search.over_rounds()
         else:
-            batches = (batch,)
-        plans = [plan for plan in (self._with_fewest_rounds(steps, size, left, c) for size in batches) if plan]
-        return min(plans, key=lambda plan: plan.energy, default=None)
+            search.try_batch(batch)
+        if search.found is None:
+            return None
+        rounds, size = search.found
+        return LocalPlan(rounds, tuple(steps), size, *self.cost(rounds, steps, size))
 
     def most_steps(self) -> int:
         """Returns the largest number of steps of a worker that the limit of the error allows, for any other choices."""
         learning = self.learning
         c2 = 4 * learning.gradient_bound**2 * learning.smoothness**2
         return max(1, math.floor(math.sqrt(self.limits.error / c2) / learning.lr))
-
-    def _with_fewest_rounds(self, steps: Sequence[int], batch: int, left: float, c: _Errors) -> LocalPlan | None:
-        remaining = left - c.by_batch / batch
-        if remaining <= 0:
-            return None
-        rounds = max(1, math.ceil(c.by_rounds / remaining))
-        energy, seconds, error = self.cost(rounds, steps, batch)
-        if seconds > self.limits.seconds:
-            return None
-        return LocalPlan(rounds, tuple(steps), batch, energy, seconds, error)
 
     def _errors(self, steps: Sequence[int]) -> _Errors:
         of = self.learning
@@ -266,6 +257,123 @@ class _Round:
     seconds: float
 
 
+class _Search:
+    """Searches the integers K_0 and B of least energy, for given steps of all workers.
+
+    Let R be the error that is left for rounds and batches, r/K_0 + c/B <= R. A round takes (a B + b) joules. As real
+    numbers, K_0 = r B / (R B - c), so the energy is r (a B + b) B / (R B - c), with its minimum at the positive root of
+    a R B² - 2 a c B - b c = 0. On both sides of it, the energy rises.
+
+    An integer plan needs at least as much energy and time as the real numbers at the same B or K_0. So the search goes
+    from the root to both sides, until the energy of the real numbers exceeds that of the best plan, or until their time
+    exceeds the limit. Where B is small, it goes over B, and where K_0 is small, over K_0, because the smaller number
+    changes most by being rounded up. They meet at (K_0 - r/R) = (B - c/R).
+
+    Args:
+        each: energy and seconds of a round.
+        c: the errors.
+        left: R.
+        seconds: the limit of time.
+        below: the energy of the best plan so far, in joules.
+
+    Attributes:
+        found: K_0 and B of the best plan; None if there is none.
+    """
+
+    def __init__(self, each: _Round, c: _Errors, left: float, seconds: float, below: float) -> None:
+        self.found: tuple[int, int] | None = None
+        self._each = each
+        self._c = c
+        self._left = left
+        self._seconds = seconds
+        self._below = below
+        self._root = c.by_batch / left * (1 + math.sqrt(1 + left * each.energy / (each.batch_energy * c.by_batch)))
+        self._spread = math.sqrt(c.by_rounds * c.by_batch) / left
+
+    def over_batches(self) -> None:
+        """Search over B, where it is small."""
+        c = self._c
+        each = self._each
+        window = _between_roots(
+            c.by_rounds * each.batch_seconds / self._seconds,
+            c.by_rounds * each.seconds / self._seconds - self._left,
+            c.by_batch,
+        )
+        self._outward(self._root, c.by_batch / self._left, window, self.try_batch)
+
+    def over_rounds(self) -> None:
+        """Search over K_0, where it is small."""
+        c = self._c
+        each = self._each
+        window = _between_roots(
+            (c.by_batch * each.batch_seconds + each.seconds * self._left) / self._seconds,
+            -c.by_rounds * each.seconds / self._seconds - self._left,
+            c.by_rounds,
+        )
+        start = c.by_rounds / (self._left - c.by_batch / self._root)
+        self._outward(start, c.by_rounds / self._left, window, self._try_rounds)
+
+    def try_batch(self, batch: int) -> float:
+        """Try B with the fewest rounds. Returns the energy of the real numbers."""
+        remaining = self._left - self._c.by_batch / batch
+        if remaining <= 0:
+            return 0.0
+        rounds = self._c.by_rounds / remaining
+        self._try(max(1, math.ceil(rounds)), batch)
+        return self._energy(max(1.0, rounds), batch)
+
+    def _try_rounds(self, rounds: int) -> float:
+        """Try K_0 with the smallest batch. Returns the energy of the real numbers."""
+        remaining = self._left - self._c.by_rounds / rounds
+        if remaining <= 0:
+            return 0.0
+        batch = self._c.by_batch / remaining
+        self._try(rounds, max(1, math.ceil(batch)))
+        return self._energy(rounds, max(1.0, batch))
+
+    def _try(self, rounds: int, batch: int) -> None:
+        """Keep a plan that keeps the limit of time and needs less energy than the best one."""
+        each = self._each
+        energy = self._energy(rounds, batch)
+        if energy < self._below and rounds * (batch * each.batch_seconds + each.seconds) <= self._seconds:
+            self._below = energy
+            self.found = rounds, batch
+
+    def _energy(self, rounds: float, batch: float) -> float:
+        return rounds * (batch * self._each.batch_energy + self._each.energy)
+
+    def _outward(
+        self, start: float, above: float, window: tuple[float, float] | None, attempt: Callable[[int], float]
+    ) -> None:
+        """Try integers from ``start`` to both sides.
+
+        Args:
+            start: the real number of least energy.
+            above: all numbers have to be larger.
+            window: the smallest and the largest number that may keep the limit of time; None if there are none.
+            attempt: tries a number, and returns the energy of the real numbers.
+        """
+        if window is None:
+            return
+        first = max(1, math.floor(above) + 1, math.floor(window[0]))
+        last = math.ceil(min(above + self._spread, window[1]))
+        begin = max(first, math.ceil(min(start, last)))
+        for numbers in (range(begin, last + 1), range(min(begin, last + 1) - 1, first - 1, -1)):
+            for number in numbers:
+                if attempt(number) > self._below * (1 - _CLOSE):
+                    break
+
+
+def _between_roots(square: float, linear: float, constant: float) -> tuple[float, float] | None:
+    """Returns the positive numbers x with ``square`` x² + ``linear`` x + ``constant`` <= 0, as an interval; None if
+    there are none. ``square`` is at least 0, and ``constant`` is above 0."""
+    inner = linear * linear - 4 * square * constant
+    if linear >= 0 or inner < 0:
+        return None
+    numerator = -linear + math.sqrt(inner)
+    return 2 * constant / numerator, numerator / (2 * square) if square else math.inf
+
+
 def plan(problem: LocalProblem, *, batch: int | None = None, most_steps: int | None = None) -> LocalPlan:
     """Returns the plan of least energy that keeps the limits; see the module's docstring.
 
@@ -285,8 +393,9 @@ def plan(problem: LocalProblem, *, batch: int | None = None, most_steps: int | N
             f"{kinds} kinds of workers with up to {most} steps each are {most**kinds:,} plans, more than "
             f"{_MOST_COMBINATIONS:,}; join kinds that are alike, or give most_steps"
         )
-    candidates = (problem.best(steps, batch) for steps in itertools.product(range(1, most + 1), repeat=kinds))
-    best = min((found for found in candidates if found), key=lambda found: found.energy, default=None)
+    best = None
+    for steps in itertools.product(range(1, most + 1), repeat=kinds):
+        best = problem.best(steps, batch, math.inf if best is None else best.energy) or best
     if best is None:
         raise ConfigError(
             f"no plan keeps an error of {problem.limits.error:g} within {problem.limits.seconds:g} s; allow more, take "

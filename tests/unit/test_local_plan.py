@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.predict.local_plan import LocalProblem, plan
+from lightning_gqsgd.predict.local_plan import Learning, Limits, LocalProblem, Machine, plan
 
 #: Ten workers, half of them five times as fast, and the constants of the released code, CuiYing123456/GenQSGD.
 WORKER: dict[str, Any] = {"cycles": 1e8, "power": 1.5, "rate": 5e6, "levels": 2**14, "count": 5}
@@ -67,6 +69,43 @@ def test_no_neighbour_of_the_plan_is_better_within_the_limits(path: Path) -> Non
         if min(batch, *steps) >= 1:
             energy, seconds, error = problem.cost(rounds, steps, batch)
             assert energy >= best.energy or seconds > 1900 or error > 0.25
+
+
+def _least_energy(problem: LocalProblem, steps: tuple[int, ...]) -> float:
+    """The least energy of all plans with at most 300 rounds and batches of at most 300; infinity if there is none."""
+    numbers = torch.arange(1, 301, dtype=torch.float64)
+    energy, seconds, error = map(torch.as_tensor, problem.cost(numbers[:, None], steps, numbers))  # type: ignore[arg-type]
+    kept = (error <= problem.limits.error) & (seconds <= problem.limits.seconds)
+    return float(energy[kept].min()) if kept.any() else math.inf
+
+
+@pytest.mark.parametrize("seconds", [3, 30, 300, math.inf])
+@pytest.mark.parametrize("noise", [1, 10, 30])
+@pytest.mark.parametrize("cycles", [1e6, 1e8, 1e9])
+def test_no_plan_that_keeps_the_limits_is_cheaper(seconds: float, noise: float, cycles: float) -> None:
+    """With few rounds or small batches, it matters most that both are integers."""
+    worker = Machine(cycles=cycles, frequency=2e9, power=1, rate=1e7, levels=100, count=4)
+    server = Machine(cycles=1e8, frequency=3e9, power=20, rate=1e8, levels=100)
+    for error in (2, 5, 20, 100):
+        learning = Learning(1000, 2, gradient_bound=0.5, smoothness=0.5, noise=noise, lr=0.1, energy_coefficient=1e-28)
+        problem = LocalProblem((worker,), server, learning, Limits(seconds, error))
+        for steps in ((1,), (2,), (4,)):
+            least = _least_energy(problem, steps)
+            best = problem.best(steps)
+            assert (best is None) == math.isinf(least)
+            assert best is None or best.energy <= least * (1 + 1e-6)
+
+
+def test_a_plan_of_one_round_is_found_within_a_limit_of_time() -> None:
+    """There had been none, because only batches around the best real number were tried."""
+    worker = Machine(cycles=1e9, frequency=1e9, power=50, rate=1e5, levels=100, count=4)  # a second for a sample
+    server = Machine(cycles=1, frequency=1e9, power=1, rate=1e6, levels=100)
+    learning = Learning(
+        dimension=1000, gap=1, gradient_bound=0.1, smoothness=0.1, noise=100, lr=0.1, energy_coefficient=1e-30
+    )
+    made = plan(LocalProblem((worker,), server, learning, Limits(seconds=90, error=5)))
+    assert (made.rounds, made.steps, made.batch) == (1, (7,), 12)
+    assert (made.seconds <= 90, made.error <= 5) == (True, True)
 
 
 def test_slow_workers_make_fewer_steps_where_time_is_short(path: Path) -> None:
