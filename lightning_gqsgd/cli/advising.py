@@ -324,7 +324,7 @@ def to_dict(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | N
         "recommendation_of_local_steps": advice_on_local_steps(choices, local),
         "codec": cluster.codec,
         "notes": list(cluster.notes),
-        # From this rate of the links on, nothing is worth a change; None: something is, even on the fastest links.
+        # From this rate of the links on, nothing is worth a change; None: no rate of the sweep separates the two.
         "break_even": None if limit is None else _rate(cluster, limit),
         "over_nodes": [{"nodes": nodes, "candidates": _rows(made)} for nodes, made in sweeps.nodes.items()],
         "over_rates": [{**_rate(cluster, at), "candidates": _rows(made)} for at, made in sweeps.rates.items()],

@@ -381,14 +381,17 @@ class Sweeps:
 
 
 def break_even(sweep: dict[float, list[Candidate]]) -> float | None:
-    """Returns the smallest factor above which no candidate is worth a change; None if one is, even on the fastest
-    links."""
+    """Returns the smallest factor from which on no candidate is worth a change.
+
+    The result is None if a candidate is worth a change even on the fastest links, or if none is even on the slowest
+    ones. On one node, the rate of the links between nodes has no effect, so one of the two holds.
+    """
     limit = None
     for factor, choices in sorted(sweep.items(), reverse=True):
         if best_of(choices) is not choices[0]:
-            break
+            return limit
         limit = factor
-    return limit
+    return None
 
 
 def _ms(seconds: float) -> str:

@@ -201,6 +201,18 @@ def test_the_break_even_is_where_plain_ddp_begins_to_be_the_best() -> None:
     assert limit > 1
     for factor, advised in sweep.items():
         assert (advice.best_of(advised) is advised[0]) == (factor >= limit)
+    slower = {factor: advised for factor, advised in sweep.items() if factor < limit}
+    faster = {factor: advised for factor, advised in sweep.items() if factor >= limit}
+    assert advice.break_even(slower) is None  # something is worth a change on all of them
+    assert advice.break_even(faster) is None  # nothing is, so the break-even is below them
+
+
+def test_one_node_has_no_break_even_because_the_link_between_nodes_has_no_effect(tmp_path: Path) -> None:
+    advised = _json(*USUAL, "--link", "1gbit", "--nodes", "1", "--gpus-per-node", "4", "--codec", "h100")
+    assert advised["recommendation"].startswith("Not worth it")
+    assert advised["break_even"] is None
+    _run(*USUAL, "--link", "1gbit", "--nodes", "1", "--gpus-per-node", "4", "--plot", str(tmp_path / "sweep.svg"))
+    assert "break-even" not in (tmp_path / "sweep.svg").read_text()
 
 
 def test_faster_links_never_lead_to_fewer_bits() -> None:
