@@ -168,8 +168,8 @@ class NoiseGauge:
 
     @property
     def sampling_variance(self) -> float:
-        """V, smoothed. Its scale is only meaningful in ratios to other smoothed numbers. It may be negative by
-        chance."""
+        """V relative to |g|², smoothed. It is only meaningful in ratios to other smoothed numbers, and may be negative
+        by chance."""
         square, inner, *_ = self._sums
         return (square - inner) / max(1, self.ranks - 1)
 
@@ -203,8 +203,10 @@ class NoiseGauge:
             return
         mean = NoiseSums.mean(of_ranks)
         keep = self.rules.decay
-        # Sums start at zero. So all of them are too small by the same factor at first, which does not change ratios.
-        fresh = (mean.square, mean.inner, *mean.errors)
+        # Sums are relative to |g|². Otherwise, measurements of larger gradients would count more, and hide for hundreds
+        # of steps what changes as gradients become smaller. Sums start at zero. So all of them are too small by the
+        # same factor at first, which does not change ratios.
+        fresh = (1.0, *(value / mean.square for value in (mean.inner, *mean.errors)))
         self._sums = [keep * old + (1 - keep) * new for old, new in zip(self._sums, fresh, strict=True)]
         self.count += 1
         if self.count >= self.rules.least:
@@ -228,7 +230,8 @@ class NoiseGauge:
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a resumed run, as plain values."""
-        return {"bits": list(self.ways), "floor": self.floor, "count": self.count, "sums": list(self._sums)}
+        state = {"bits": list(self.ways), "floor": self.floor, "count": self.count, "sums": list(self._sums)}
+        return {**state, "is_relative": True}
 
     def resume(self, state: object, *, is_same_world: bool) -> None:
         """Load a `state`. Start again if it is None or has other numbers of bits.
@@ -250,6 +253,8 @@ class NoiseGauge:
             floor = int(saved["floor"])
             count = int(saved["count"])
             sums = [float(value) for value in saved["sums"]]
+            if not saved.get("is_relative", False):  # earlier versions saved sums of absolute numbers
+                sums = self._relative(sums, count)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"the gqsgd state's entry 'auto' has a 'noise' that cannot be read ({type(error).__name__}: {error}); "
@@ -261,3 +266,10 @@ class NoiseGauge:
         if is_same_world:
             self.count = count
             self._sums = sums
+
+    def _relative(self, sums: Sequence[float], count: int) -> list[float]:
+        """Returns sums of absolute numbers as sums relative to |g|², after ``count`` measurements."""
+        if not count or not sums or sums[0] <= 0:
+            return list(sums)
+        weight = 1 - self.rules.decay**count
+        return [weight * value / sums[0] for value in sums]

@@ -200,6 +200,35 @@ def test_measurements_are_smoothed_and_the_first_ones_change_nothing() -> None:
     assert state.floor == 8
 
 
+@pytest.mark.parametrize("shrinks_by", [1.0, 1e-4, 1e4])
+def test_a_change_of_the_noise_shows_as_soon_whatever_the_norm_of_the_gradients_becomes(shrinks_by: float) -> None:
+    state = gauge(least=5, decay=0.9)
+    for _ in range(100):
+        state.observe(sums_with_ratio(0.01, state))
+    assert state.floor == 4
+    for _ in range(10):
+        state.observe([_scaled(sums, shrinks_by) for sums in sums_with_ratio(0.2, state)])
+    assert state.floor == 8
+
+
+def _scaled(sums: NoiseSums, factor: float) -> NoiseSums:
+    return NoiseSums(factor * sums.square, factor * sums.inner, tuple(factor * error for error in sums.errors))
+
+
+def test_a_state_of_an_earlier_version_goes_on_with_the_same_ratios() -> None:
+    state, again = gauge(least=5, decay=0.9), gauge(least=5, decay=0.9)
+    for _ in range(7):
+        state.observe(sums_with_ratio(0.01, state))
+    saved = state.state()
+    absolute = {**saved, "sums": [1e6 * value for value in saved["sums"]]}
+    del absolute["is_relative"]
+    again.resume(json.loads(json.dumps(absolute)), is_same_world=True)
+    for ratio in (0.01, 0.2, 0.2):
+        state.observe(sums_with_ratio(ratio, state))
+        again.observe(sums_with_ratio(ratio, again))
+        assert again.ratio(4) == pytest.approx(state.ratio(4))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
 def test_a_measurement_that_one_rank_lacks_is_left_out_on_all(bad: float) -> None:
     state = gauge()
