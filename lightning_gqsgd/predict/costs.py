@@ -442,4 +442,5 @@ def on_links(costs: Costs, nodes: int, per_node: int, link: Link, inside: Link) 
     counted = replace(link, latency_s=0.0) if costs.latency_s else link
     made = collectives_between(nodes, per_node, counted, inside)
     terms = terms_of(nodes, nodes * per_node, link.bytes_per_s) if costs.on_streams else None
-    return replace(costs.on(nodes), collectives=made, terms=terms)
+    latency_s = costs.latency_s if nodes > 1 else 0.0  # of messages between nodes, of which one node has none
+    return replace(costs.on(nodes), collectives=made, terms=terms, latency_s=latency_s)

@@ -192,6 +192,13 @@ def test_a_given_latency_counts_for_each_segment_over_gloo_and_for_each_level_of
     assert alphas == pytest.approx({"h100": 0.08, "a100": 0.08, "cpu": 0.0})
 
 
+def test_a_latency_between_nodes_has_no_effect_on_a_single_node() -> None:
+    words = [*USUAL, "--nodes", "1", "--gpus-per-node", "4", "--link", "1gbit", "--codec", "cpu", "--latency"]
+    short, long = (_json(*words, latency) for latency in ("1ms", "200ms"))
+    assert short["candidates"] == long["candidates"]
+    assert short["over_nodes"][1]["candidates"] != long["over_nodes"][1]["candidates"]
+
+
 def test_the_break_even_is_where_plain_ddp_begins_to_be_the_best() -> None:
     question = {"model": f"{HERE}:network", "batch": 8, "probe": None, "link": "1gbit", "latency": "10us"}
     rest = {"intra": "100gbit", "nodes": 4, "gpus_per_node": 1, "backward": "50ms", "forward": None, "codec": "h100"}
