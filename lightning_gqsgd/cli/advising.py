@@ -87,6 +87,10 @@ class Question:
         per_node = (probe.per_node if probe else 1) if self.gpus_per_node is None else self.gpus_per_node
         nodes = (probe.ranks // probe.per_node if probe else 2) if self.nodes is None else self.nodes
         check_size(nodes, per_node)
+        if self.intra is not None and per_node == 1:
+            raise ConfigError(
+                f"--intra {self.intra} has no effect on nodes with one rank; leave it out, or give --gpus-per-node"
+            )
         codec = self.codec or (MEASURED if probe else ASSUMED)
         if codec == MEASURED and probe is None:
             raise ConfigError("--codec measured needs a measurement; give --probe FILE, or --codec h100 or cpu")
@@ -155,7 +159,8 @@ class Question:
             link = Link(bytes_per_second(self.link, "--link"), latency_s)
             inside = self._inside(codec, probe, link)
             costs = _costs(codec, probe)
-            # One that is only assumed counts as in the start of a training, which compares ways to reduce by it.
+            # One that is only assumed counts as in the start of a training, which compares ways to reduce by it
+            # (docs/performance.md). Predictions with both differ by a few percent, and by more on many nodes.
             if self.latency and not costs.on_streams:
                 costs = replace(costs, latency_s=latency_s)
             return over_links(costs, per_node, link, inside), link.bytes_per_s

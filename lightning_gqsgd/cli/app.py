@@ -264,7 +264,13 @@ def advise(
     ] = None,
     probe: Annotated[Path | None, typer.Option(help="File that `gqsgd probe` has written.")] = None,
     link: Annotated[str | None, typer.Option(help="Rate of a node's link, e.g. 10gbit.")] = None,
-    latency: Annotated[str | None, typer.Option(help="Latency of the link.  [default: 50us]")] = None,
+    latency: Annotated[
+        str | None,
+        typer.Option(
+            help="Latency of the link. With --codec cpu, one that you give counts more often than the default, see "
+            "docs/performance.md.  [default: 50us]"
+        ),
+    ] = None,
     intra: Annotated[
         str | None,
         typer.Option(

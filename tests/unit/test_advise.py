@@ -201,7 +201,7 @@ def test_a_latency_between_nodes_has_no_effect_on_a_single_node() -> None:
 
 def test_the_break_even_is_where_plain_ddp_begins_to_be_the_best() -> None:
     question = {"model": f"{HERE}:network", "batch": 8, "probe": None, "link": "1gbit", "latency": "10us"}
-    rest = {"intra": "100gbit", "nodes": 4, "gpus_per_node": 1, "backward": "50ms", "forward": None, "codec": "h100"}
+    rest = {"intra": None, "nodes": 4, "gpus_per_node": 1, "backward": "50ms", "forward": None, "codec": "h100"}
     sweep = advice.over_rates(Question(**{**question, **rest}).cluster())
     limit = advice.break_even(sweep)
     assert limit is not None
@@ -224,7 +224,7 @@ def test_one_node_has_no_break_even_because_the_link_between_nodes_has_no_effect
 
 def test_faster_links_never_lead_to_fewer_bits() -> None:
     question = {"model": f"{HERE}:network", "batch": 8, "probe": None, "link": "100mbit", "latency": "10us"}
-    rest = {"intra": "100gbit", "nodes": 2, "gpus_per_node": 1, "backward": "50ms", "forward": None, "codec": "h100"}
+    rest = {"intra": None, "nodes": 2, "gpus_per_node": 1, "backward": "50ms", "forward": None, "codec": "h100"}
     cluster = Question(**{**question, **rest}).cluster()
     places = []
     for exponent in range(40):
@@ -372,6 +372,12 @@ def test_a_probe_without_a_batch_says_no_samples_unless_the_batch_is_given(tmp_p
     assert (advised["batch"], advised["candidates"][0]["samples_per_s"]) == (None, None)
     assert "Note: samples/s: not known, because the probe does not say its batch; give --batch." in _run(*words)
     assert _json(*words, "--batch", "4")["candidates"][0]["samples_per_s"] > 0
+
+
+def test_a_rate_inside_nodes_is_refused_where_nodes_have_one_rank() -> None:
+    line = _refusal(*USUAL, "--link", "1gbit", "--intra", "5gbit")
+    assert "--intra 5gbit has no effect on nodes with one rank; leave it out, or give --gpus-per-node" in line
+    _run(*USUAL, "--link", "1gbit", "--intra", "5gbit", "--gpus-per-node", "2")
 
 
 @pytest.mark.parametrize(
