@@ -160,7 +160,7 @@ class Question:
             inside = self._inside(codec, probe, link)
             costs = _costs(codec, probe)
             # One that is only assumed counts as in the start of a training, which compares ways to reduce by it
-            # (docs/performance.md). Predictions with both differ by a few percent, and by more on many nodes.
+            # (docs/performance.md).
             if self.latency and not costs.on_streams:
                 costs = replace(costs, latency_s=latency_s)
             return over_links(costs, per_node, link, inside), link.bytes_per_s

@@ -68,6 +68,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         # Constants of the rules, which tests/unit hold.
         r"waits for 1 % of its time|equal within 2 %|below 0\.8 `max_slowdown`",
         r"\(5 % at most\)|less than 25 %|at most 5 % longer|50 steps is 15 % longer|at most 5 % of all steps",
+        r"up to 25 % shorter than the trial's",
         r"3 bits, which need 0\.1 and more",  # a value of max_slowdown
     ),
     "docs/choosing.md": (
