@@ -405,7 +405,8 @@ class GQSGDState:
         This is a collective on the process group. The step, the seed, the counters and the memory of each parameter are
         kept. A parameter that is new in the module gets the values of the group's first rank and an empty memory. If a
         parameter was frozen and still has a gradient, that gradient is averaged now, because no later step would
-        average it. Do not use the old DDP model any more. Add new parameters to the optimizer yourself.
+        average it. If an exception has ended the last backward pass, all gradients are set to None. Do not use the old
+        DDP model any more. Add new parameters to the optimizer yourself.
 
         Args:
             build: a function that wraps a module in DDP as the old model was wrapped, e.g. ``DistributedDataParallel``.
@@ -444,9 +445,14 @@ class GQSGDState:
             }
             meeting.agree([facts])
             # A collective of DDP's, in which a rank that refuses would leave the others waiting.
-            left = before.trained.left_behind(old.reducer)
-            meeting.agree([{"frozen with a gradient": digest(left)}])
+            has_ended = before.trained.has_ended(old.reducer)
+            left = before.trained.left_behind()
+            meeting.agree(
+                [{"frozen with a gradient": digest(left), "the last backward pass has ended": str(has_ended)}]
+            )
             compile_together(meeting, {self._engine: self._candidates}, dtypes)
+        if not has_ended:
+            before.trained.drop_gradients(old.reducer)
         average(left.values(), self._group)
         take_from_first_rank(new.values(), self._group)
         del old

@@ -123,18 +123,15 @@ class TrainedParameters:
                     f"batch, for what was {done} by then.)"
                 )
 
-    def left_behind(self, reducer: Any) -> dict[str, Tensor]:
-        """Returns the gradients of the parameters in `frozen`, by name; of those that have one.
-
-        In the middle of an accumulation they are this rank's own, which DDP would have averaged later.
+    def has_ended(self, reducer: Any) -> bool:
+        """Returns whether the last backward pass has reached all parameters; False after an exception in it.
 
         Args:
             reducer: DDP's, which is not used any more.
 
         Raises:
-            ConfigError: DDP still waits for gradients of the last backward pass.
+            ConfigError: if it has not, and parameters were frozen.
         """
-        frozen = self.frozen
         try:
             # The only way to ask, which the next forward pass would go. After the first step it is a collective, which
             # all ranks come to because wrapping anew is one.
@@ -142,9 +139,29 @@ class TrainedParameters:
         except RuntimeError as error:
             if _UNFINISHED not in str(error):
                 raise  # of the network
-            raise ConfigError(_still_waits(frozen)) from error
-        gradients = {name: self.reduced[name].grad for name in frozen}
+            if self.frozen:
+                raise ConfigError(_still_waits(self.frozen)) from error
+            return False
+        return True
+
+    def left_behind(self) -> dict[str, Tensor]:
+        """Returns the gradients of the parameters in `frozen`, by name; of those that have one.
+
+        In the middle of an accumulation they are this rank's own, which DDP would have averaged later.
+        """
+        gradients = {name: self.reduced[name].grad for name in self.frozen}
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+    def drop_gradients(self, reducer: Any) -> None:
+        """Set the gradients of a backward pass that has not ended to None, because they are not averaged.
+
+        Args:
+            reducer: DDP's, which is not used any more. It would wait for the end in the backward passes of other DDP
+                models of these parameters.
+        """
+        reducer._remove_autograd_hooks()
+        for parameter in self.reduced.values():
+            parameter.grad = None
 
     def new_in(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Returns the parameters of a module that this object has not seen, by name."""
@@ -214,9 +231,9 @@ def _still_waits(frozen: list[str]) -> str:
         )
     return (
         "DistributedDataParallel still waits for gradients of some parameters, so this step's gradients are not "
-        "averaged: either these parameters took no part in the step, or an exception ended the backward pass. Wrap the "
-        "model anew, with find_unused_parameters=True if some parameters do not take part in every step: `model = "
-        "DistributedDataParallel(model.module, ...)`, then register_gqsgd(model), and load state.state_dict() there"
+        "averaged. Parameters that do not take part in every step need find_unused_parameters=True, or "
+        "state.rewrap(DistributedDataParallel). After an exception in a backward pass, state.rewrap drops the pass's "
+        "gradients, and training goes on"
     )
 
 

@@ -150,12 +150,11 @@ def fed_back(name: str) -> Rows:
     yield Row("without its memory, the loss is larger", f"{loss:.3g}, {lost:.3g}", lost > 1.3 * loss)
 
 
-def walk(distance: float) -> list[Tensor]:
-    """Returns nine vectors of norm sqrt(4096), each at the given relative ``distance`` from the previous one."""
-    numel = 4096
+def walk(distance: float, numel: int = 4096, steps: int = 8) -> list[Tensor]:
+    """Returns ``steps`` + 1 vectors of norm sqrt(numel), each at the given relative ``distance`` from the previous one."""
     generator = torch.Generator().manual_seed(0)
     vectors = [torch.randn(numel, generator=generator)]
-    for _ in range(8):
+    for _ in range(steps):
         moved = vectors[-1] + distance * torch.randn(numel, generator=generator)
         vectors.append(moved * math.sqrt(numel) / moved.norm())
     return vectors
