@@ -84,6 +84,8 @@ def test_where_parameters_have_no_names_bits_by_name_are_refused() -> None:
         ("b-b", 1),
         ("-b", 1),
         ("-a", 1),
+        ("a-b", 2),  # it joins one of two, and the other keeps its own bits
+        ("a-bb-a", 3),
         ("--b-ba", 2),
         ("n-a", 2),  # n is not quantised, and so takes the small ones at full precision as they are
         ("n-n", 3),
