@@ -294,6 +294,7 @@ def test_stream_runner_has_no_more_pieces_under_way_than_its_window() -> None:
 
 def test_several_pieces_are_computed_at_once_and_no_more_than_threads(sequencer: Sequencer) -> None:
     wire, threads = FakeCommunicator(), THREADS.get()
+    count = threads + 2
     inside, most, gate = 0, 0, threading.Condition()
 
     def meeting(number: int) -> Callable[[], Steps]:
@@ -303,16 +304,18 @@ def test_several_pieces_are_computed_at_once_and_no_more_than_threads(sequencer:
                 inside += 1
                 most = max(most, inside)
                 gate.notify_all()
-                gate.wait_for(lambda: inside >= threads or number >= threads, timeout=10)
+                gate.wait_for(lambda: most >= threads, timeout=10)
+                gate.wait_for(lambda: most > threads, timeout=0.05)  # so long, one too many may come
+                inside -= 1
             yield (Exchange("sum", torch.tensor([number]), torch.tensor([number])),)
             return 0
 
         return steps
 
-    sequencer.submit(wire, job([meeting(number) for number in range(threads)]))  # type: ignore[arg-type]
-    works = wire.wait_for(threads)
+    sequencer.submit(wire, job([meeting(number) for number in range(count)]))  # type: ignore[arg-type]
+    works = wire.wait_for(count)
     assert most == threads
-    assert wire.started == [(1, number) for number in range(threads)]
+    assert wire.started == [(1, number) for number in range(count)]
     for work in works:
         work.complete()
 
@@ -338,8 +341,8 @@ def test_a_worker_that_is_late_writes_nothing_into_a_result_that_failed() -> Non
     threading.Timer(0.2, goes_on.set).start()
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         one.future.wait()
+    sequencer.stop()  # waits for the worker, too: by now, it has written
     assert tensor.isnan().all()
-    sequencer.stop()
 
 
 @pytest.mark.parametrize(
