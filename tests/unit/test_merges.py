@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from lightning_gqsgd.local_steps.fragments import fragments_of
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.merges.contribution import Contribution, difference, norm_of
 from lightning_gqsgd.local_steps.merges.fixed import FixedMembers
-from lightning_gqsgd.local_steps.merges.merge import Member, merge
+from lightning_gqsgd.local_steps.merges.merge import Member, Merge, merge
 from lightning_gqsgd.local_steps.merges.rounds import ByClock, BySteps, MergeRounds
 from lightning_gqsgd.local_steps.merges.rows import Flag, Row, fastest_step_s, majority, shares_of
 from lightning_gqsgd.local_steps.merges.shared import SharedState
@@ -417,6 +417,126 @@ def test_buffers_are_no_part_of_the_size_of_a_change_but_have_to_be_finite(varia
     assert isinstance(gather, Gather)
     row = Row.of(gather.row)
     assert (row.norm, row.flags) == (2.0, flags)
+
+
+def went(end: float, **fields: Any) -> Contribution:
+    """The contribution of a member that has started at 3."""
+    return replace(_handed_over([3.0], [end]), **fields)
+
+
+def merged(
+    states: Sequence[SharedState],
+    sent: Sequence[Contribution | None],
+    overflow: float = 0.0,
+    sums: list[int] | None = None,
+) -> list[Any]:
+    """The merge of each of several members, which ask at once; ``overflow`` is added to each sum, whose number is
+    noted."""
+    members = [merge(state, Member(own, f"host-{own}"), sent[own]) for own, state in enumerate(states)]
+    answers: list[Any] = [None] * len(members)
+    found: list[Merge | None] = []
+    while not found:
+        requests: list[Request] = []
+        for member, answer in zip(members, answers, strict=True):
+            try:
+                request = member.send(answer)
+                requests.append(member.send(None) if isinstance(request, Rejoin) else request)
+            except StopIteration as end:
+                found.append(end.value)
+        for own, request in enumerate(requests):
+            if isinstance(request, Meet):
+                answers[own] = Quorum(own)
+            elif isinstance(request, Gather):
+                answers[own] = torch.stack([each.row for each in requests])
+            elif isinstance(request, Sum):
+                answers[own] = torch.stack([each.x for each in requests]).sum(0) + overflow
+            else:
+                answers[own] = request.is_good
+        if sums is not None:
+            sums += [request.number for request in requests if isinstance(request, Sum)]
+    return found
+
+
+def anchors(states: Sequence[SharedState]) -> list[float]:
+    return [float(state.fragment.bundles[0].flat_anchors()) for state in states]
+
+
+def test_members_weigh_what_their_samples_do_and_steps_are_a_mean() -> None:
+    states = [state_of(3.0), state_of(3.0)]
+    found = merged(states, [went(1.0, samples=3, steps=4), went(5.0, steps=2)])
+    assert [(one.is_used, one.is_left_out) for one in found] == [(True, False)] * 2
+    assert anchors(states) == [2.0, 2.0]
+    assert [(state.samples, state.mean_steps, state.merges) for state in states] == [(4, 3.0, 1)] * 2
+
+
+def test_a_contribution_that_is_in_the_anchors_enters_them_once() -> None:
+    states = [state_of(3.0), state_of(3.0)]
+    merged(states, [went(1.0), None])
+    again, _ = merged(states, [went(1.0), None])  # the member has not heard that the merge was valid
+    assert [row.contribution for row in again.rows] == [0, 0]
+    assert anchors(states) == [1.0, 1.0]
+    joined = state_of(0.0)
+    joined.load_state_dict(states[0].state_dict())
+    assert joined.has_settled(0, 1)
+
+
+def test_a_change_that_is_not_finite_is_left_out_and_spoils_no_mean() -> None:
+    states = [state_of(3.0), state_of(3.0)]
+    found = merged(states, [went(2.0), went(math.nan)])
+    assert [(one.is_used, one.is_left_out) for one in found] == [(True, False), (True, True)]
+    assert anchors(states) == [2.0, 2.0]
+    assert [state.left_out for state in states] == [1, 1]
+
+
+def test_a_mean_that_is_not_finite_is_used_by_nobody() -> None:
+    states = [state_of(3.0) for _ in range(3)]
+    found = merged(states, [went(2.0), went(1.0), None], overflow=math.inf)
+    assert [(one.is_used, one.is_left_out) for one in found] == [(False, True), (False, True), (False, False)]
+    assert anchors(states) == [3.0] * 3
+    assert [(state.left_out, state.merges) for state in states] == [(2, 1)] * 3
+
+
+def test_members_with_other_anchors_than_most_load_those_in_the_next_merge() -> None:
+    states = [state_of(3.0), state_of(4.0), state_of(3.0)]
+    for state in states:
+        state.merges = 5
+    assert merged(states, [None] * 3) == [None] * 3
+    assert [state.merges for state in states] == [5, 0, 5]
+
+
+@pytest.mark.parametrize(("has_finished", "end"), [(False, 2.0), (True, 1.0)])
+def test_the_last_merge_is_the_mean_of_models_whatever_the_outer_optimizer(has_finished: bool, end: float) -> None:
+    states = [state_of(3.0), state_of(3.0)]
+    for state in states:
+        state.outer.param_groups[0]["lr"] = 0.5
+    found = merged(states, [went(1.0, has_finished=has_finished)] * 2)
+    assert [one.is_last for one in found] == [has_finished] * 2
+    assert anchors(states) == [end] * 2
+
+
+def test_counters_are_those_of_the_first_member_whose_change_is_used() -> None:
+    states = [state_of(3.0) for _ in range(3)]
+    for state in states:
+        state.integers = torch.tensor([1])
+    merged(states, [None, *(went(2.0, integers=torch.tensor([count])) for count in (7, 8))])
+    assert [state.integers.tolist() for state in states] == [[7]] * 3
+
+
+def test_no_two_sums_of_a_training_have_the_same_dither() -> None:
+    states, sums = [state_of(3.0)], []
+    for number in (1, 2, 3):
+        merged(states, [went(2.0, number=number)], sums=sums)
+    assert len(set(sums)) == 3
+
+
+def test_a_state_that_was_given_away_stays_as_it_was_and_its_checksum_is_that_of_who_loads_it() -> None:
+    own, other = state_of(3.0), state_of(0.0)
+    other.checksum()
+    given, before = own.state_dict(), own.checksum()
+    merged([own], [went(2.0)])
+    other.load_state_dict(given)
+    assert anchors([own, other]) == [2.0, 3.0]
+    assert other.checksum() == before != own.checksum()
 
 
 def test_a_member_that_was_late_keeps_the_statistics_that_it_has_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
