@@ -17,9 +17,16 @@ from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import Segment, cut, owners, runs
 from lightning_gqsgd.presets import FIXED, PRESETS
 from lightning_gqsgd.reducers import new_store
-from lightning_gqsgd.reducers.memory import MemoryStore, StabilityWarning, kinds
+from lightning_gqsgd.reducers.memory import Keeps, MemoryStore, StabilityWarning, kinds
 from lightning_gqsgd.research.simulation import VirtualRanks
-from lightning_gqsgd.session.checkpoint import check_state, take_memory
+from lightning_gqsgd.session.checkpoint import (
+    check_memory,
+    check_state,
+    memory_digest,
+    say_what_is_missing,
+    take_memory,
+)
+from lightning_gqsgd.session.parameters import Parameter
 from lightning_gqsgd.wire.plan import Plan
 
 SEGMENTS = [Segment(0, 5000, False), Segment(1, 300, True), Segment(2, 2300, False)]
@@ -286,7 +293,8 @@ def test_a_shared_reference_that_may_amplify_its_noise_comes_with_a_warning() ->
     [
         (lambda rows: rows.to("meta"), r"is .* and no floating-point tensor \[ranks, numel\] with values"),
         (lambda rows: rows.to_sparse(), r"is .* and no floating-point tensor \[ranks, numel\] with values"),
-        (lambda rows: rows.clone().index_fill_(1, torch.tensor(5), math.nan), "has values that are not finite"),
+        (lambda rows: rows.int(), r"is .* and no floating-point tensor \[ranks, numel\] with values"),
+        (lambda rows: torch.stack([rows[0], rows[1] * math.nan]), "has values that are not finite"),
         (lambda rows: rows.half() * math.inf, "has values that are not finite"),
     ],
 )
@@ -302,6 +310,50 @@ def test_a_memory_without_numbers_is_refused_before_anything_is_taken(
     with pytest.raises(ConfigError, match=f"(?s)of parameter 2 {words}"):
         take_memory(store, {"memory": saved}, 0, 2)
     assert all(bool((row == 3).all()) for row in kept)
+
+
+def test_memories_of_different_parameters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'up_error', 'up_mean' are of different parameters"):
+        check_memory({"up_error": {0: torch.zeros(2, 3)}, "up_mean": {1: torch.zeros(2, 3)}})
+
+
+def small_store() -> MemoryStore:
+    """The errors of one parameter with three values."""
+    return MemoryStore([Keeps.UP_ERROR], 256, 1, {0: 3}, torch.float32, torch.device("cpu"))
+
+
+def test_each_rank_takes_its_own_memory_and_only_from_rank_0s_state() -> None:
+    store = small_store()
+    assert take_memory(store, {"memory": {"up_error": {0: torch.tensor([[1.0, 2, 3], [4, 5, 6]])}}}, 1, 2) == {0}
+    assert store.row(Keeps.UP_ERROR, 0).tolist() == [4, 5, 6]
+    with pytest.raises(ConfigError, match="not rank 0's"):
+        take_memory(store, {"memory": None}, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},  # of a run without a memory
+        {"memory": {"up_error": {0: torch.ones(3, 3)}}},  # of three ranks
+        {"memory": {"up_reference": {0: torch.ones(2, 3)}}},  # of another preset
+    ],
+)
+def test_a_memory_that_does_not_fit_leaves_an_empty_one(state: dict[str, Any]) -> None:
+    store = small_store()
+    store.row(Keeps.UP_ERROR, 0).fill_(7)
+    assert take_memory(store, state, 1, 2) is None
+    assert not store.row(Keeps.UP_ERROR, 0).any()
+
+
+def test_ranks_that_have_read_parts_of_a_memory_compare_its_name() -> None:
+    parts = ({"memory_name": "step 3", "memory": {"up_error": {0: torch.full((2, 3), value)}}} for value in (1.0, 2.0))
+    assert {memory_digest(part) for part in parts} == {"step 3"}
+
+
+def test_only_compressed_parameters_are_said_to_have_no_memory(caplog: pytest.LogCaptureFixture) -> None:
+    trained = [Parameter(0, "a", 9, False), Parameter(1, "b", 1, True), Parameter(2, "c", 9, False)]
+    say_what_is_missing(trained, {0})
+    assert "the memory of parameter 'c' starts empty" in caplog.text
 
 
 @pytest.mark.parametrize("layout", [{"memory_layout": 3}, {"memory_layout": [2]}, {"memory_layout": [2, -1]}])
