@@ -1,4 +1,4 @@
-"""Cards on the wire."""
+"""Cards and stamps: what ranks tell each other, and what follows from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ import pytest
 import torch
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.wire.agreement import CARD_BYTES, Card, compared
+from lightning_gqsgd.wire.agreement import (
+    CARD_BYTES,
+    STEPS_KEPT,
+    Agreed,
+    Card,
+    Stamp,
+    StampCheck,
+    StepCounter,
+    Weights,
+    compared,
+    verdict,
+)
 
 
 @pytest.mark.parametrize("error", ["short", "ω" * 1000, "\U0001f600" * 1000, "\n" * 1000, "x" * 5000])
@@ -34,3 +45,51 @@ def test_a_card_that_fits_travels_as_it_is() -> None:
     card = Card("all_reduce", {"bits": 4}, "too few", is_own=False)
     (exchange,) = next(compared(card, 2, torch.device("cpu")))
     assert json.loads(bytes(exchange.input.tolist())) == ["all_reduce", {"bits": 4}, "too few", False, {}]
+
+
+def test_only_the_ranks_that_refuse_for_the_first_reason_are_named() -> None:
+    assert verdict([Card("f", {}, error) for error in ("", "one", "two", "one")]) == "ranks 1, 3 refused: one"
+
+
+def stamped(check: StampCheck, *stamps: Stamp) -> None:
+    """Let a check compare the stamps of all ranks, the first of which is this rank's."""
+    steps = check.steps(stamps[0])
+    (exchange,) = next(steps)
+    for row, stamp in zip(exchange.output, stamps, strict=True):
+        row.copy_(exchange.input)
+        row[: len(stamp.row())] = torch.tensor(stamp.row())
+    with pytest.raises(StopIteration):
+        next(steps)
+
+
+def test_a_step_lasts_as_long_as_on_the_slowest_rank_and_is_unknown_where_one_rank_does_not_know() -> None:
+    check = StampCheck(2, torch.device("cpu"))
+    stamped(check, Stamp(1, 5, 7, 300, (1,)), Stamp(1, 5, 7, 400, (2,)))
+    stamped(check, Stamp(1, 6, 7, 300, (3,)), Stamp(1, 6, 7, 0, (4,)))
+    assert check.take(5) == {5: Agreed(400, ((1,), (2,)))}
+    assert check.take(6) == {6: Agreed(0, ((3,), (4,)))}
+    assert check.take(9) == {}
+
+
+def test_stamps_that_nobody_takes_are_forgotten() -> None:
+    check = StampCheck(1, torch.device("cpu"))
+    for step in range(2 * STEPS_KEPT):
+        stamped(check, Stamp(0, step, 0))
+    assert list(check.take(2 * STEPS_KEPT)) == list(range(STEPS_KEPT, 2 * STEPS_KEPT))
+
+
+def test_only_the_step_after_a_jump_is_compared_first() -> None:
+    steps = StepCounter()
+    steps.go_to(7)
+    assert (steps.number, steps.compares_first) == (7, True)
+    steps.end()
+    assert (steps.number, steps.compares_first) == (8, False)
+
+
+def test_weights_of_a_tensor_subclass_are_not_compared() -> None:
+    class Sharded(torch.Tensor):
+        pass
+
+    weights = torch.ones(4)
+    assert Weights.of("name", weights, 0) is not None
+    assert Weights.of("name", weights.as_subclass(Sharded), 0) is None
