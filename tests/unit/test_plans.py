@@ -1,0 +1,74 @@
+"""Plans: which parameters and buckets become which pieces, and how long plans are kept."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import setting_of
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import PIECE_NUMEL, Segment
+from lightning_gqsgd.session.parameters import number_parameters
+from lightning_gqsgd.wire.plan import MAX_PLAN_BYTES, Plan, PlanCache, ScatterPlan, check_parameters
+
+
+def use(cache: PlanCache, keys: str, step: int = 0, nbytes: int = 1) -> str:
+    """Use the plans of some keys in a step; those that had to be made, of so many bytes each."""
+    made = []
+
+    def make() -> SimpleNamespace:
+        made.append(key)
+        return SimpleNamespace(nbytes=nbytes)
+
+    for key in keys:
+        cache.get(key, step, make)  # type: ignore[arg-type]
+    return "".join(made)
+
+
+def test_the_plans_that_were_not_used_for_longest_make_room() -> None:
+    cache = PlanCache()
+    assert use(cache, "abac", nbytes=MAX_PLAN_BYTES // 2) == "abc"
+    cache.trim()
+    assert len(cache) == 2
+    assert use(cache, "acb") == "b"
+
+
+def test_a_plan_that_is_too_large_alone_stays() -> None:
+    cache = PlanCache()
+    use(cache, "ab", nbytes=2 * MAX_PLAN_BYTES)
+    cache.trim()
+    assert use(cache, "ba") == "a"
+
+
+def test_plans_that_no_step_has_used_since_are_dropped() -> None:
+    cache = PlanCache()
+    for step, keys in ((0, "abc"), (3, "a"), (4, "b")):
+        use(cache, keys, step)
+    cache.drop_unused(4)
+    assert use(cache, "bac") == "ac"
+
+
+@pytest.mark.parametrize("kind", [Plan, ScatterPlan])
+def test_a_plan_takes_about_a_byte_per_coordinate(kind: type[Plan]) -> None:
+    setting = setting_of(GQSGDConfig(reducer="gather"), 2, torch.float32)
+    plan = kind([Segment(0, 100_000, False), Segment(1, 100_000, False)], setting)
+    assert 0.1 < plan.nbytes / plan.numel < 2
+
+
+@pytest.mark.parametrize(("per", "pieces"), [("bucket", 1), ("block", 4)])
+def test_a_bucket_with_one_scale_is_one_piece(per: str, pieces: int) -> None:
+    setting = setting_of(GQSGDConfig(reducer="gather", scale_per=per), 2, torch.float32)
+    assert len(Plan([Segment(0, 3 * PIECE_NUMEL, False), Segment(1, 10, False)], setting)._pieces) == pieces
+
+
+def test_a_parameter_of_min_numel_values_is_compressed_and_a_smaller_one_is_not() -> None:
+    named = {"a": torch.zeros(99), "b": torch.zeros(100)}
+    assert [entry.raw for entry in number_parameters(named, GQSGDConfig(min_numel=100))] == [True, False]
+
+
+def test_parameters_on_several_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"on several devices \(.*\); use one"):
+        check_parameters({"a": torch.zeros(2), "b": torch.zeros(2, device="meta")})
