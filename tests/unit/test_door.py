@@ -26,6 +26,8 @@ Manager: http://10.0.0.1:2 <br/>
 </li>
 """
 
+MEMBER = "<b>{}</b> <br/>\nStep: {} <br/>\nManager: http://10.0.0.{}:2 <br/>\n"
+
 
 @contextmanager
 def answering(answer: bytes) -> Iterator[str]:
@@ -54,6 +56,12 @@ def answering(answer: bytes) -> Iterator[str]:
 def page(text: str) -> bytes:
     """An answer of HTTP."""
     return b"HTTP/1.0 200 OK\r\n\r\n" + text.encode()
+
+
+def page_of(*members: tuple[str, int, str]) -> bytes:
+    """The page of members: their names, their numbers of merges, and how long ago they were seen."""
+    merged = "".join(MEMBER.format(name, merges, place) for place, (name, merges, _) in enumerate(members))
+    return page(f"{merged}<h2>Heartbeats</h2>\n" + "".join(f"  {name}: seen {ago} ago\n" for name, _, ago in members))
 
 
 @pytest.mark.parametrize(
@@ -125,3 +133,18 @@ def test_members_are_asked_for_their_state_and_for_their_merges() -> None:
         assert door.check_others(address, OWN, 5.0) == ["http://10.0.0.1:2"]
         assert door.merges_at(address, 5.0) == 7
         assert door.own_host(address, 5.0) == "127.0.0.1"
+
+
+def test_members_with_the_most_merges_are_asked_first_and_those_that_are_gone_never() -> None:
+    members = [(f"{OWN}:1", 3, "1.5s"), (f"{OWN}:2", 9, "20ms"), (f"{OWN}:3", 11, "8.5s"), ("gqsgd-other:4", 12, "9s")]
+    with answering(page_of(*members)) as address:
+        assert door.check_others(address, OWN, 5.0) == ["http://10.0.0.1:2", "http://10.0.0.0:2"]
+        assert door.merges_at(address, 5.0) == 9
+        assert door.members_at(address, 5.0) == [f"{OWN}:1", f"{OWN}:2"]
+        assert len(door.members_at(address, 5.0, alive_s=60.0)) == 4
+
+
+def test_a_member_of_another_training_that_is_there_is_an_error() -> None:
+    members = [(f"{OWN}:1", 3, "1.5s"), ("gqsgd-other:4", 12, "4.9s")]
+    with answering(page_of(*members)) as address, pytest.raises(ConfigError, match="members that do not fit"):
+        door.check_others(address, OWN, 5.0)

@@ -13,7 +13,7 @@ from lightning_gqsgd.config.choosing import between_nodes
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.reducers import stages
 from lightning_gqsgd.research.simulation import average, relative_error
-from lightning_gqsgd.session.nodes import Layout, link_rate, with_nodes
+from lightning_gqsgd.session.nodes import Layout, _layout, link_rate, with_nodes
 from lightning_gqsgd.wire.node import this_node
 
 SHAPES = [(4, 2), (6, 2), (6, 3), (8, 4), (8, 2)]
@@ -144,6 +144,13 @@ def test_the_rate_of_a_node_is_that_of_its_infiniband_ports_or_of_its_fastest_ca
         (port / "rate").write_text("100 Gb/sec (4X EDR)")
         (port / "state").write_text(state)
     assert link_rate(tmp_path) == 200e9 / 8
+
+
+def test_the_rate_of_a_group_is_that_of_its_slowest_link_that_is_known() -> None:
+    rates = [("a", 3e9), ("b", 0.0), ("a", 2e9)]
+    told = [{"node": node, "bytes_per_s": rate, "device": "cpu"} for node, rate in rates]
+    assert _layout(told) == Layout((0, 1, 0), 2e9)
+    assert _layout(told[1:2]).bytes_per_s == 0
 
 
 def test_stages_of_two_levels() -> None:
