@@ -98,8 +98,12 @@ def _native(rank: int) -> tuple[str, str, str]:
     train(native, rank, range(8))
     warm, other = wrapped({}, {"warmup_steps": 8})
     train(warm, rank, range(8))
+    found = fingerprint(plain), finish(state, native)["bits"], fingerprint(warm)
+    for model in (plain, warm):
+        train(model, rank, range(8, 9))
     other.close()
-    return fingerprint(plain), finish(state, native)["bits"], fingerprint(warm)
+    assert fingerprint(plain) != fingerprint(warm)  # the warm-up is over
+    return found
 
 
 def test_native_reducer_and_warm_up_are_plain_ddp_to_the_bit(tmp_path: Path) -> None:
@@ -158,6 +162,18 @@ def _interrupted(rank: int, path: Path, reducer: str) -> tuple[str, str]:
 def test_interrupted_and_resumed_gives_the_same_bits(reducer: str, tmp_path: Path) -> None:
     for whole, resumed in run(_interrupted, 3, tmp_path, tmp_path / "checkpoint.pt", reducer):
         assert resumed == whole
+
+
+def _loaded(rank: int) -> None:
+    _, state = wrapped({}, {"bits": 4})
+    state.load_state_dict({**state.state_dict(), "seed": 5, "step": 7})
+    saved = state.state_dict()
+    assert (saved["seed"], saved["step"], saved["config"]["seed"]) == (5, 7, 5)
+    state.close()
+
+
+def test_a_state_is_saved_again_as_it_was_loaded(tmp_path: Path) -> None:
+    run(_loaded, 1, tmp_path)
 
 
 def _many_small_buckets(rank: int) -> list[str]:
@@ -394,6 +410,8 @@ def _mismatch(rank: int) -> str:
     other = DistributedDataParallel(mlp())
     with pytest.raises(ConfigError, match="parameters"):
         register_gqsgd(other, exclude=["0.weight"] if rank == 0 else ["2.weight"])
+    with pytest.raises(ConfigError, match="bucket_cap_mb: 25.0 != 24.0"):
+        register_gqsgd(DistributedDataParallel(mlp(), bucket_cap_mb=25 - rank))
     return text
 
 

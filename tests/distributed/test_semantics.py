@@ -587,6 +587,9 @@ def _post_local_that_differs(rank: int) -> list[list[float]]:
         state.load_state_dict(loaded)
         train(model, rank, range(2, 3))
         weights.append([float(parameter.detach().sum()) for parameter in model.parameters()])
+        # A state from before steps of post-local SGD were counted.
+        state.load_state_dict({name: value for name, value in loaded.items() if name != "post_local_iter"})
+        assert local.iter == 3
         # One rank, while the others are in steps that are averaged.
         state.load_state_dict({**loaded, "step": 2, "post_local_iter": 2 + (rank == 0)})
         with pytest.raises((ConfigError, RuntimeError), match="do not agree"):
