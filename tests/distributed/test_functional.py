@@ -20,7 +20,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp import functional
 from lightning_gqsgd.ddp.functional import Reduction, all_reduce, close
 from lightning_gqsgd.ddp.hook import register_gqsgd
-from lightning_gqsgd.wire import engine
+from lightning_gqsgd.wire import engine, plan
 from lightning_gqsgd.wire.communicator import CollectiveError
 from tests.distributed.ranks import run, run_alike
 
@@ -92,6 +92,10 @@ def _shapes(rank: int) -> bool:
     assert torch.equal(negated, all_reduce(-x, step=3))
     learned = x.clone().requires_grad_()
     assert not all_reduce(learned, step=3).requires_grad
+    native = all_reduce(x, step=3, reducer="native")
+    with torch.inference_mode():
+        made_there = x.clone()
+        assert torch.equal(all_reduce(made_there, step=3, reducer="native", out=made_there), native)
     # The counter numbers calls without a step.
     assert not torch.equal(all_reduce(x), all_reduce(x))
     assert torch.equal(all_reduce(x, step=3), plain)
@@ -237,6 +241,21 @@ def _interrupted(rank: int) -> None:
 
 def test_calls_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     run(_interrupted, 2, tmp_path)
+
+
+def _many_sizes(rank: int) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "MAX_PLAN_BYTES", 0)
+        for numel in (2000, 2001):
+            all_reduce(torch.ones(numel), reducer="native")
+        (reductions,) = functional._reductions.values()
+        kept = len(reductions.engine.plans)
+    close()
+    return kept
+
+
+def test_plans_of_tensors_of_many_sizes_do_not_pile_up(tmp_path: Path) -> None:
+    assert run_alike(_many_sizes, 2, tmp_path) == 1
 
 
 class _Wrapped(torch.Tensor):
