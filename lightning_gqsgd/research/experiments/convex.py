@@ -151,7 +151,7 @@ def fed_back(name: str) -> Rows:
 
 
 def walk(distance: float, numel: int = 4096, steps: int = 8) -> list[Tensor]:
-    """Returns ``steps`` + 1 vectors of norm sqrt(numel), each at the given relative ``distance`` from the previous one."""
+    """Returns ``steps`` + 1 vectors of norm sqrt(numel), each at a relative ``distance`` from the previous one."""
     generator = torch.Generator().manual_seed(0)
     vectors = [torch.randn(numel, generator=generator)]
     for _ in range(steps):
