@@ -381,10 +381,10 @@ SENTENCES: Sentences = {
     ],
     (
         "docs/benchmarks.md",
-        r"validation loss ends at ([\d.]+) and ([\d.]+) nats per byte,\s+where fp32 ends at ([\d.]+) and bf16 at "
-        r"([\d.]+)\..*At 2 bits the loss is ([\d.]+), and with DiLoCo at 4 bits\s+([\d.]+), after a (\d+)th of",
+        r"validation loss ends at ([\d.]+), ([\d.]+) and ([\d.]+) nats per byte, where fp32 ends at ([\d.]+) and bf16 "
+        r"at ([\d.]+)\..*At 2 bits the loss is ([\d.]+), and with DiLoCo at 4 bits\s+([\d.]+), after a (\d+)th of",
     ): [
-        *(partial(trained, way) for way in ("8 bit", "4 bit", "ddp", "ddp_bf16", "2 bit", DILOCO)),
+        *(partial(trained, way) for way in ("8 bit", "4 bit", "3 bit", "ddp", "ddp_bf16", "2 bit", DILOCO)),
         lambda: trained("ddp", "sent (MB)") / trained(DILOCO, "sent (MB)"),
     ],
     (
