@@ -442,6 +442,9 @@ class GQSGDState:
                 "new parameters": digest(new),
                 "dtypes": ", ".join(map(str, dtypes)),
                 "parameters with a memory": digest(sorted(self._parameters.remembered)),
+                "places of parameters that were there before": digest(
+                    self._parameters.moved_to(numbered, named.values()).items()
+                ),
             }
             meeting.agree([facts])
             # A collective of DDP's, in which a rank that refuses would leave the others waiting.

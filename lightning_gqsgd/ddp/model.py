@@ -7,7 +7,7 @@ Another DDP model may be wrapped around the same module later. `NumberedParamete
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -71,15 +71,21 @@ class NumberedParameters:
         self.buckets[ids] = segments_of([self.entries[number] for number in ids], self._choices)
         return self.buckets[ids]
 
+    def moved_to(self, numbered: Sequence[Parameter], parameters: Collection[nn.Parameter]) -> dict[int, int]:
+        """Returns the new number of each parameter that was there before, by its old number; see `renumber`."""
+        after = _by_id(numbered, parameters)
+        return {entry.number: after[key].number for key, entry in self.entries.items() if key in after}
+
     def renumber(
         self,
         numbered: Sequence[Parameter],
-        parameters: Iterable[nn.Parameter],
+        parameters: Collection[nn.Parameter],
         dtype: torch.dtype,
         communicator: Communicator,
     ) -> bool:
         """Give parameters new numbers, and keep what is remembered of those that were there before. A collective, if
-        there is a memory whose parts move to other ranks with the numbers. `remembered` has to be equal on all ranks.
+        there is a memory whose parts move to other ranks with the numbers. `remembered` and `moved_to` have to be equal
+        on all ranks.
 
         Returns:
             Whether anything has changed.
@@ -87,15 +93,14 @@ class NumberedParameters:
         Raises:
             CollectiveError: if other ranks do not arrive. Parameters keep their numbers then.
         """
-        before = self.entries
         after = _by_id(numbered, parameters)
         # Parameters are compared in order: two of equal size may have changed places.
-        is_same = list(after.items()) == list(before.items())
+        is_same = list(after.items()) == list(self.entries.items())
         self.buckets.clear()
         if is_same and dtype == self._setting.dtype:
             return False
-        same = {entry.number: after[key].number for key, entry in before.items() if key in after}
-        same = {number: same[number] for number in self.remembered if number in same}
+        moved_to = self.moved_to(numbered, parameters)
+        same = {number: moved_to[number] for number in self.remembered if number in moved_to}
         setting = replace(self._setting, dtype=dtype)
         store = self._new_store(setting, after.values())
         store.take_from(self.store, same, communicator.rank, partial(communicator.gather, purpose=_MOVING))

@@ -528,6 +528,21 @@ def test_the_memory_goes_with_layers_that_change_places(tmp_path: Path) -> None:
     run(_changed_places, 2, tmp_path)
 
 
+def _changed_places_on_one_rank(rank: int) -> str:
+    module = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 40, bias=False))
+    model = DistributedDataParallel(module)
+    state = register_gqsgd(model, bits=4, memory="diana", reducer="two_shot", timeout=timedelta(seconds=20))
+    model(torch.randn(8, 40)).square().sum().backward()
+    if rank:
+        module[0], module[1] = module[1], module[0]
+    return error_text(ConfigError, state.rewrap, DistributedDataParallel)
+
+
+def test_layers_that_change_places_on_one_rank_are_an_error_of_all(tmp_path: Path) -> None:
+    text = run_alike(_changed_places_on_one_rank, 2, tmp_path)
+    assert "do not agree: places of parameters that were there before" in text
+
+
 # --- post-local SGD --------------------------------------------------------------------------------------------------
 
 
