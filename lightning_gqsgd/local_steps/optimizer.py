@@ -243,8 +243,8 @@ class LocalSteps(Optimizer):
         averages.
 
         This is no collective, but it waits for averages under way. If a rank has died, it still returns the latest
-        anchor. To resume with the same bits, each rank has to save
-        its own model and its own state. A rank that loads the state of another rank starts from the anchor.
+        anchor. To resume with the same bits, each rank has to save its own model and its own state. A rank that loads
+        the state of another rank starts from the anchor.
 
         ``get_state_dict`` and ``set_state_dict`` of torch.distributed.checkpoint keep this state, too; see
         `distributed_checkpoint`.

@@ -323,17 +323,23 @@ def test_what_was_merged_apart_from_others_and_is_lost_is_said(
     assert [("after 9" in line and "of 1 member, not all" in line) for line in said] == [True] * is_apart
 
 
-def test_two_members_with_one_identity_are_an_error_of_both() -> None:
-    merges = [merge(state_of(1.0), Member(1, name), None) for name in ("one", "fork of one")]
+def met(merges: Sequence[Any]) -> torch.Tensor:
+    """The rows of members that have met, [members, bytes]; each merge asks for them."""
     rows = []
     for own, requests in enumerate(merges):
         assert isinstance(next(requests), Meet)
         gather = requests.send(Quorum(own))
         assert isinstance(gather, Gather)
         rows.append(gather.row)
+    return torch.stack(rows)
+
+
+def test_two_members_with_one_identity_are_an_error_of_both() -> None:
+    merges = [merge(state_of(1.0), Member(1, name), None) for name in ("one", "fork of one")]
+    rows = met(merges)
     for requests in merges:
         with pytest.raises(CollectiveError, match="two members have one identity, as after a fork; make LocalSteps"):
-            requests.send(torch.stack(rows))
+            requests.send(rows)
 
 
 @pytest.mark.parametrize("waits_for_all", [True, False])
@@ -343,13 +349,8 @@ def test_an_outer_optimizer_that_one_member_has_changed_is_named(
     states = [state_of(1.0), state_of(1.0)]
     states[1].outer.param_groups[0]["lr"] = 0.5
     merges = [merge(state, Member(number, f"m{number}"), None) for number, state in enumerate(states)]
-    rows = []
-    for own, requests in enumerate(merges):
-        assert isinstance(next(requests), Meet)
-        gather = requests.send(Quorum(own))
-        assert isinstance(gather, Gather)
-        rows.append(gather.row)
-    answers = [requests.send(torch.stack(rows)) for requests in merges]
+    rows = met(merges)
+    answers = [requests.send(rows) for requests in merges]
     assert [type(answer) for answer in answers] == [Commit, Rejoin]
     for answer, words in zip(answers, ("SGD(lr=1.0)", "SGD(lr=0.5)"), strict=True):
         assert answer.problem == f"members have different outer optimizers (here {words})"

@@ -65,7 +65,8 @@ def bias(preset: str, ranks: int = 3, **fields: Any) -> Row:
     If errors are independent with mean zero, the squared error of the mean over N steps is 1/N of the squared error of
     one step.
     """
-    numel, steps = 4096, 100
+    numel = 4096
+    steps = 100
     ranks_of = virtual(ranks, numel, preset, **fields)
     gradients = [normal(rank, numel) for rank in range(ranks)]
     exact = torch.stack(gradients).double().mean(0)
