@@ -133,7 +133,14 @@ def levels_per_unit(scale, middle, up):
 
 @inlined
 def step_of(scale, middle, stochastic, up):
-    """Returns Δ. In a block that was rounded stochastically, the last level has to decode to the scale, exactly."""
+    """Returns Δ. In a block that was rounded stochastically, the last level has to decode to the scale, exactly.
+
+    Args:
+        scale: the scale times the factor of all coordinates.
+        middle: the code that stands for zero.
+        stochastic: whether the block was rounded stochastically.
+        up: 1 + 2 ulp.
+    """
     step = scale / middle
     if stochastic and step * middle < scale:
         step = step * up
@@ -179,7 +186,8 @@ def _decode(scale, stochastic, block, key, c, s, add, out):
     else:
         dither(key, block, out.size, float32(c.middle) + (FIRST - float32(0.5)), s.u)
     limit = scale if stochastic else c.form.largest * c.each  # the sum of all messages stays finite
-    _decode_block(scale, c.odd_middle if stochastic else c.middle, stochastic, limit, c, s, add, out)
+    step = step_of(scale, c.odd_middle if stochastic else c.middle, stochastic, c.up)
+    dequantise(s.codes, s.u, step, limit, add, out)
 
 
 @inlined
@@ -192,24 +200,8 @@ def _decode_sum(scale, block, keys, c, s, out):
         for rank in range(keys.shape[0]):
             dither(keys[rank], block, out.size, FIRST - float32(0.5), s.other)
             add_scaled(part(s.other, 0, out.size), float32(1), True, u)
-    _decode_block(scale, c.sum_middle, stochastic, scale if stochastic else c.form.largest, c, s, False, out)
-
-
-@inlined
-def _decode_block(scale, middle, stochastic, limit, c, s, add, out):
-    """Decode ``s.codes`` under a scale.
-
-    Args:
-        scale: the scale times the factor of all coordinates.
-        middle: the code that stands for zero. ``s.u`` has this code plus the dither of each coordinate.
-        stochastic: whether the codes were rounded stochastically.
-        limit: coordinates are clamped to this magnitude.
-        c: constants.
-        s: scratch space.
-        add: whether to add the coordinates to ``out`` instead of replacing it.
-        out: receives the coordinates.
-    """
-    dequantise(s.codes, s.u, step_of(scale, middle, stochastic, c.up), limit, add, out)
+    limit = scale if stochastic else c.form.largest
+    dequantise(s.codes, s.u, step_of(scale, c.sum_middle, stochastic, c.up), limit, False, out)
 
 
 @loop

@@ -159,27 +159,15 @@ def _values(code, offset, scale, middle, stochastic, c: tl.constexpr):
         middle: the code of zero, [rows].
         stochastic: which blocks are rounded stochastically, [rows].
     """
-    return coordinates((byte_as_float(code) - offset).to(c.number.compute), scale, middle, stochastic, c)
-
-
-@triton.jit
-def coordinates(y, scale, middle, stochastic, c: tl.constexpr):
-    """Returns the coordinates of one half for numbers of levels that are counted from zero.
-
-    Args:
-        y: numbers of levels without dither, [rows, half].
-        scale: scales, [rows].
-        middle: the code of zero, [rows].
-        stochastic: which blocks are rounded stochastically, [rows].
-    """
+    y = (byte_as_float(code) - offset).to(c.number.compute)
     step, limit = _corrected(divided(scale, middle, c), scale, middle, stochastic, c)
     return clamped(y * step[:, None], limit[:, None])
 
 
 @triton.jit
 def step_and_limit(scale, stochastic, c: tl.constexpr):
-    """Returns the distance of levels and the largest magnitude of each block, [rows]; see `coordinates`. ``scale`` is
-    the received scale times ``c.mean.each``."""
+    """Returns the distance of levels and the largest magnitude of each block, [rows]. ``scale`` is the received scale
+    times ``c.mean.each``."""
     middle = middle_of(stochastic, c)
     if c.number.compute == tl.float32 and c.mean.each == 1:  # otherwise, a small scale's quotient may lose bits
         EVEN: tl.constexpr = 2 / (c.family.levels - 1)
