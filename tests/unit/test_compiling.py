@@ -20,6 +20,7 @@ from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels import cpu, readable_kernels
 from lightning_gqsgd.kernels.cpu import cache, jit, stages
+from lightning_gqsgd.kernels.cpu.blocks import codec_kernel
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.reducers.scatter import Scatter
@@ -48,7 +49,7 @@ def no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget() -> None:
     """Forget the kernel of the codec top_k, as in a new process."""
-    top_k._codec.cache_clear()
+    top_k._kernel = codec_kernel("top_k", top_k._write, top_k._read)
     stages._coder.cache_clear()
 
 

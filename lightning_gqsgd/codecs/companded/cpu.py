@@ -86,15 +86,8 @@ def constants(q: CompandedQuantiser, dtype: torch.dtype, sources: int) -> Compan
 
 
 def codec(q: CompandedQuantiser) -> Any:
-    """Returns the kernel that encodes, reduces and decodes."""
-    return _codec()
-
-
-@lru_cache
-def _codec() -> Any:
-    """Returns the kernel of `codec`, compiled once for all companded quantisers."""
-    write = record_writer(is_stochastic, _encode, pack_planes)
-    return codec_kernel("companded", write, record_reader(_decode, unpack_planes))
+    """Returns the kernel that encodes, reduces and decodes, which is the same for all companded quantisers."""
+    return _kernel
 
 
 @inlined
@@ -150,3 +143,8 @@ def _expanded(code, u, step, limit, c):
     r = np.floor(z + c.half)
     value = (z * c.slope + abs(r) * (z + (z - r))) * c.shrink
     return clamped(value * step, limit)
+
+
+_kernel = codec_kernel(
+    "companded", record_writer(is_stochastic, _encode, pack_planes), record_reader(_decode, unpack_planes)
+)

@@ -83,14 +83,8 @@ def rotating_constants(q: RotatingQuantiser, dtype: torch.dtype, sources: int) -
 
 
 def codec(q: EdenQuantiser) -> Any:
-    """Returns the kernel that encodes, reduces and decodes."""
-    return _codec()
-
-
-@lru_cache
-def _codec() -> Any:
-    """Returns the kernel of `codec`, compiled once for all EDEN quantisers."""
-    return rotating_kernel("eden", _choose, _look_up)
+    """Returns the kernel that encodes, reduces and decodes, which is the same for all EDEN quantisers."""
+    return _kernel
 
 
 @inlined
@@ -437,3 +431,6 @@ def folded_sum(terms):
             store(terms, j, load(terms, j) + load(terms, j + half))
         half //= 2
     return folded(load(terms, 0))
+
+
+_kernel = rotating_kernel("eden", _choose, _look_up)

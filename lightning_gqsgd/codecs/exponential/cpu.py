@@ -95,13 +95,13 @@ def is_for_sums(q: ExponentialQuantiser) -> bool:
 
 
 def codec(q: ExponentialQuantiser) -> Any:
-    """Returns the kernel that encodes, reduces and decodes."""
-    return _codec()
+    """Returns the kernel that encodes, reduces and decodes, which is the same for all exponential quantisers."""
+    return _kernel
 
 
 def summed(q: ExponentialQuantiser) -> Any:
-    """Returns the kernel that decodes sums of codes."""
-    return _summed()
+    """Returns the kernel that decodes sums of codes, which is the same for all exponential quantisers."""
+    return _sum_kernel
 
 
 def combine(mine: np.ndarray, theirs: np.ndarray, blocks: np.ndarray, q: Quantiser, key: np.ndarray) -> None:
@@ -115,19 +115,6 @@ def combine(mine: np.ndarray, theirs: np.ndarray, blocks: np.ndarray, q: Quantis
     magnitudes = np.int32(cast("ExponentialQuantiser", q).magnitudes)
     codes, others = np.empty((2, q.block_size + 1), np.uint8)
     _combine(mine, theirs, blocks, key, q.bits, magnitudes, codes, others)
-
-
-@lru_cache
-def _codec() -> Any:
-    """Returns the kernel of `codec`, compiled once for all exponential quantisers."""
-    write = record_writer(_no_flag, _encode, pack_planes)
-    return codec_kernel("exponential", write, record_reader(_decode, unpack_planes))
-
-
-@lru_cache
-def _summed() -> Any:
-    """Returns the kernel of `summed`, compiled once for all exponential quantisers."""
-    return sum_kernel("exponential_sum", sum_reader(_decode_sum, unpack_planes))
 
 
 @inlined
@@ -234,3 +221,9 @@ def _add_codes(codes, others, key, block, bits, magnitudes):
             elif fires:
                 result = result - 1 if opposite else min(result + 1, magnitudes)
         codes[j] = uint8(result | (large & sign)) if result > 0 else uint8(0)
+
+
+_kernel = codec_kernel(
+    "exponential", record_writer(_no_flag, _encode, pack_planes), record_reader(_decode, unpack_planes)
+)
+_sum_kernel = sum_kernel("exponential_sum", sum_reader(_decode_sum, unpack_planes))

@@ -47,14 +47,8 @@ def constants(q: TopKQuantiser, dtype: torch.dtype, sources: int) -> TopK:
 
 
 def codec(q: TopKQuantiser) -> Any:
-    """Returns the kernel that encodes, reduces and decodes."""
-    return _codec()
-
-
-@lru_cache
-def _codec() -> Any:
-    """Returns the kernel of `codec`, compiled once for all top-k quantisers."""
-    return codec_kernel("top_k", _write, _read)
+    """Returns the kernel that encodes, reduces and decodes, which is the same for all top-k quantisers."""
+    return _kernel
 
 
 @inlined
@@ -127,3 +121,6 @@ def _read(wire, at, block, key, c, s, add, out):
             fill(out, np.nan)
             break
         out[place] += value * c.each
+
+
+_kernel = codec_kernel("top_k", _write, _read)
