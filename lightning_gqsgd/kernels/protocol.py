@@ -56,7 +56,6 @@ class Quantiser(Protocol):
     Attributes:
         kind: the family.
         is_whole: True for a `WholeQuantiser`, and False for a `ScaledQuantiser`.
-        has_scale: whether each block has a scale in the message, at the place in the block table.
         bits: bits of one code on the wire.
         block_size: the largest number of coordinates in a block.
         summable: whether codes are in lanes, so that messages can be added without a carry from lane to lane.
@@ -67,9 +66,6 @@ class Quantiser(Protocol):
 
     @property
     def is_whole(self) -> bool: ...
-
-    @property
-    def has_scale(self) -> bool: ...
 
     @property
     def bits(self) -> int: ...

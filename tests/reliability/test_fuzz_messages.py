@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.codecs.top_k.sparsifier import Sparsifier
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.kernels import cpu, reference
@@ -66,7 +67,7 @@ def drawn_layout(numbers: random.Random, q: Quantiser, dtype: torch.dtype) -> tu
         for _ in range(numbers.randrange(1, 5))
     ]
     form = scale_format(dtype)
-    sizes = {"scale_bytes": form.nbytes if q.has_scale else 0, "raw_bytes": form.raw_bytes}
+    sizes = {"scale_bytes": 0 if isinstance(q, Sparsifier) else form.nbytes, "raw_bytes": form.raw_bytes}
     return segments, place(cut(segments, q.block_size), q, shards=1, **sizes)
 
 

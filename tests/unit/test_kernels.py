@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec, CompandedCodec, ExponentialCodec, LinearCodec, SignCodec, TopKCodec
+from lightning_gqsgd.codecs.top_k.sparsifier import Sparsifier
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.dither import uniform
@@ -42,7 +43,7 @@ def layout_of(segments: list[Segment], q: Quantiser, dtype: torch.dtype, shards:
         table,
         q,
         shards=shards,
-        scale_bytes=0 if q.summable or not q.has_scale else form.nbytes,
+        scale_bytes=0 if q.summable or isinstance(q, Sparsifier) else form.nbytes,
         raw_bytes=form.raw_bytes,
     )
 

@@ -124,7 +124,6 @@ class CompandedQuantiser:
 
     kind: ClassVar[Kind] = Kind("companded", __package__)
     is_whole: ClassVar[bool] = False
-    has_scale: ClassVar[bool] = True
     summable: ClassVar[bool] = False
 
     @property

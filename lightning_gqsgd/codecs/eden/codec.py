@@ -74,7 +74,6 @@ class RotatingQuantiser(ABC):
 
     kind: ClassVar[Kind]
     is_whole: ClassVar[bool] = True
-    has_scale: ClassVar[bool] = True
     summable: ClassVar[bool] = False
 
     @abstractmethod

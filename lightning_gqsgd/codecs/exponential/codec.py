@@ -58,7 +58,6 @@ class ExponentialQuantiser:
 
     kind: ClassVar[Kind] = Kind("exponential", __package__)
     is_whole: ClassVar[bool] = False
-    has_scale: ClassVar[bool] = True
     summable: ClassVar[bool] = False
 
     def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:

@@ -60,7 +60,6 @@ class LinearQuantiser:
 
     kind: ClassVar[Kind] = Kind("linear", __package__)
     is_whole: ClassVar[bool] = False
-    has_scale: ClassVar[bool] = True
 
     @property
     def always_stochastic(self) -> bool:

@@ -34,7 +34,6 @@ class Sparsifier(ABC):
     kept: int
 
     is_whole: ClassVar[bool] = True
-    has_scale: ClassVar[bool] = False
     summable: ClassVar[bool] = False
 
     @abstractmethod
