@@ -189,15 +189,7 @@ class CompandedCodec(Codec):
 
     @classmethod
     def of(cls, bits: int, *, dither: str = "adaptive") -> CompandedCodec:
-        """Returns the codec with ``bits`` bits.
-
-        Args:
-            bits: bits of a code, 2 to 8.
-            dither: one of `DITHERS`.
-
-        Raises:
-            ConfigError: if the codec cannot have this number of bits or this dither.
-        """
+        """Returns the codec with these attributes; see `Codec.of`."""
         check_code_bits("companded", bits, cls.widths)
         if bits < 2:
             raise ConfigError(
@@ -212,15 +204,11 @@ class CompandedCodec(Codec):
         return cls(bits, dither)
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
+        """Returns the bits per coordinate, and words that describe the codec; see `Codec.describe`."""
         return f"{self.bits}", ["companded", f"{self.dither} dither"]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> CompandedQuantiser:
-        """Returns the quantiser: the codec at one block size, as kernels see it.
-
-        Args:
-            block_size: the largest number of coordinates in a block.
-            summed: number of ranks whose codes are added; only None works.
+        """Returns the quantiser; see `Codec.quantiser`.
 
         Raises:
             ConfigError: if codes are to be added. A sum of codes has no meaning, because levels are not equidistant.
@@ -240,7 +228,7 @@ class CompandedCodec(Codec):
         return _gaussian_variance(self._levels)
 
     def omega(self, dimension: int, summed: int = 1) -> float:
-        """Returns ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale.
+        """Returns ω; see `Codec.omega`.
 
         ω is the larger of `variance.omega_companded` and, for adaptive dither, the ω of stochastic rounding of the
         non-zero coordinates in a block of mostly zeros.

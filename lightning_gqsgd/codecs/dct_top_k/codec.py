@@ -128,15 +128,7 @@ class DctTopKCodec(TopKCodec):
 
     @classmethod
     def of(cls, bits: int, *, density: float = 0.01) -> Self:
-        """Returns the codec that keeps a share of all coordinates.
-
-        Args:
-            bits: 32.
-            density: the share.
-
-        Raises:
-            ConfigError: if ``bits`` is not 32, or if ``density`` is 0.
-        """
+        """Returns the codec that keeps the share ``density`` of all coordinates, at 32 bits; see `TopKCodec.of`."""
         if bits != 32:
             raise ConfigError(
                 f"codec='dct_top_k' sends whole what it keeps, which is bits=32, not bits={bits}; leave bits out, or "
@@ -145,10 +137,10 @@ class DctTopKCodec(TopKCodec):
         return super().of(bits, density=density)
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
+        """Returns the bits per coordinate, and words that describe the codec; see `Codec.describe`."""
         bits, _ = super().describe()
         return bits, [f"dct_top_k, {self.density:.3g} of all coordinates of a cosine transform"]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> DctTopKQuantiser:
-        """Returns the quantiser: the codec at one block size, as kernels see it."""
+        """Returns the quantiser; see `Codec.quantiser`."""
         return DctTopKQuantiser(block_size, self.kept)

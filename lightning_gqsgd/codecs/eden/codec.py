@@ -284,14 +284,7 @@ class EdenCodec(Codec):
 
     @classmethod
     def of(cls, bits: int) -> Self:
-        """Returns the codec with ``bits`` bits.
-
-        Args:
-            bits: bits of a code, 1 to 4.
-
-        Raises:
-            ConfigError: if the codec has no levels for this number of bits.
-        """
+        """Returns the codec with ``bits`` bits, 1 to 4; see `Codec.of`."""
         check_code_bits(cls.name, bits, cls.widths)
         if bits not in cls.widths:
             raise ConfigError(
@@ -312,15 +305,11 @@ class EdenCodec(Codec):
             )
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
+        """Returns the bits per coordinate, and words that describe the codec; see `Codec.describe`."""
         return f"{self.bits}", [self.name]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> RotatingQuantiser:
-        """Returns the quantiser: the codec at one block size, as kernels see it.
-
-        Args:
-            block_size: the largest number of coordinates in a block.
-            summed: number of ranks whose codes are added; only None works.
+        """Returns the quantiser; see `Codec.quantiser`.
 
         Raises:
             ConfigError: if codes are to be added. A sum of codes has no meaning, because every rank has another
@@ -339,7 +328,7 @@ class EdenCodec(Codec):
         return gaussian_distortion(self.bits)
 
     def error_variance(self, summed: int = 1) -> float:
-        """Returns the mean square error of one rank's coordinate, in units of the squared scale.
+        """Returns the mean square error; see `Codec.error_variance`.
 
         The error is D/(1-D) σ² with the distortion D (`distortion`). The mean of z_j q_j is (1-D) σ, so the scale is
         about σ²/((1-D) σ) = σ/(1-D). The quotient is D (1-D).
@@ -348,8 +337,7 @@ class EdenCodec(Codec):
         return distortion * (1 - distortion)
 
     def omega(self, dimension: int, summed: int = 1) -> float:
-        """Returns ω with E|Q(x) - x|² = ω |x|², averaged over rotations, for long blocks: D/(1-D), see
-        `variance.omega_eden`.
+        """Returns ω, see `Codec.omega`, averaged over rotations, for long blocks: D/(1-D), see `variance.omega_eden`.
 
         If a block of m coordinates gets a dither, the dither adds at most 4/3 max|x|²/(m |x|²).
         """

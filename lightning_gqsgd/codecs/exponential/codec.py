@@ -143,16 +143,7 @@ class ExponentialCodec(Codec):
 
     @classmethod
     def of(cls, bits: int, *, levels: int | None = None, mantissa: int = 0) -> ExponentialCodec:
-        """Returns the codec with ``bits`` bits.
-
-        Args:
-            bits: bits of a code, 2 to 8.
-            levels: see ``most``.
-            mantissa: bits between two powers of two.
-
-        Raises:
-            ConfigError: if the codec cannot have this number of bits or of levels.
-        """
+        """Returns the codec with these attributes; see `Codec.of`. ``levels`` becomes ``most``."""
         check_code_bits("exponential", bits, cls.widths)
         if bits < 2:
             raise ConfigError(
@@ -163,11 +154,11 @@ class ExponentialCodec(Codec):
 
     @property
     def adds_in_pairs(self) -> bool:
-        """True if codes can be added in pairs."""
+        """True if codes can be added in pairs; see `Codec.adds_in_pairs`. The rule is for codes without mantissa."""
         return self.mantissa == 0
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
+        """Returns the bits per coordinate, and words that describe the codec; see `Codec.describe`."""
         return f"{self.bits}", ["exponential", f"{self.mantissa} mantissa bits"]
 
     @property
@@ -177,12 +168,7 @@ class ExponentialCodec(Codec):
         return min(self.most or fitting, fitting)
 
     def quantiser(self, block_size: int, summed: int | None = None) -> ExponentialQuantiser:
-        """Returns the quantiser: the codec at one block size, as kernels see it.
-
-        Args:
-            block_size: the largest number of coordinates in a block.
-            summed: number of ranks whose codes are added in pairs, under a scale that all ranks share. None: no codes
-                are added.
+        """Returns the quantiser; see `Codec.quantiser`. Codes are added in pairs.
 
         Raises:
             ConfigError: if fewer than two magnitudes are left for each rank's own codes.
@@ -201,16 +187,7 @@ class ExponentialCodec(Codec):
         return max(relative_variance(self.mantissa), smallest_level(self.magnitudes, self.mantissa) ** 2 / 4)
 
     def omega(self, dimension: int, summed: int = 1) -> float:
-        """Returns ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; see
-        `variance.omega_exponential`.
-
-        Args:
-            dimension: number of coordinates that share a scale.
-            summed: number of ranks whose codes are added before they are decoded. ω describes the codes of one rank.
-
-        Raises:
-            ConfigError: see `quantiser`.
-        """
+        """Returns ω, see `Codec.omega`: the result of `variance.omega_exponential`."""
         return omega_exponential(dimension, self.magnitudes - self._headroom(summed), self.mantissa)
 
     def _headroom(self, summed: int) -> int:

@@ -69,11 +69,7 @@ class FloatCodec(Codec):
 
     @classmethod
     def of(cls, bits: int) -> FloatCodec:
-        """Returns the codec of numbers with ``bits`` bits.
-
-        Raises:
-            ConfigError: if ``bits`` is not 16 or 32.
-        """
+        """Returns the codec of numbers with 16 or 32 bits; see `Codec.of`."""
         if bits not in REDUCER_OF_BITS:
             raise ConfigError(f"codec='float' has bits=16 or bits=32, not {bits}; leave codec out")
         return cls(bits)
@@ -85,7 +81,7 @@ class FloatCodec(Codec):
             raise ConfigError(f"rotation=True is for codes of 1 to 8 bits, not bits={self.bits}; leave it out")
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
+        """Returns the bits per coordinate, and words that describe the codec; see `Codec.describe`."""
         return str(self.bits), ["bf16, stochastic rounding" if self.bits == 16 else "as they are"]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> NoReturn:

@@ -176,16 +176,7 @@ class LinearCodec(Codec):
 
     @classmethod
     def of(cls, bits: int, *, levels: int | None = None, dither: str = "adaptive") -> LinearCodec:
-        """Returns the codec with ``bits`` bits.
-
-        Args:
-            bits: bits of a code, 1 to 8.
-            levels: see ``most``.
-            dither: see the class.
-
-        Raises:
-            ConfigError: if the codec cannot have this number of bits or of levels, or this combination.
-        """
+        """Returns the codec with these attributes; see `Codec.of`. ``levels`` becomes ``most``."""
         check_code_bits("linear", bits, cls.widths)
         if bits == 1 and dither == "stochastic":
             raise ConfigError(
@@ -201,7 +192,7 @@ class LinearCodec(Codec):
 
     @property
     def biased_by(self) -> str:
-        """The setting that makes the codec biased; empty if it is unbiased."""
+        """The setting that makes the codec biased, if any; see `Codec.biased_by`."""
         return "dither='nearest'" if self.dither == "nearest" else ""
 
     @property
@@ -215,7 +206,7 @@ class LinearCodec(Codec):
         return self.bits > 1
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
+        """Returns the bits per coordinate, and words that describe the codec; see `Codec.describe`."""
         dither = f"{self.dither} dither" if self.dither != "nearest" else "nearest level"
         return f"{self.bits}", ["linear", dither]
 
@@ -245,17 +236,10 @@ class LinearCodec(Codec):
         return levels
 
     def quantiser(self, block_size: int, summed: int | None = None) -> LinearQuantiser:
-        """Returns the quantiser: the codec at one block size, as kernels see it.
+        """Returns the quantiser; see `Codec.quantiser`.
 
         If codes are added, all blocks have the same dither, because a decoder of sums does not learn each rank's
         choice. Adaptive dither is subtractive then.
-
-        Args:
-            block_size: the largest number of coordinates in a block.
-            summed: number of ranks whose codes are added, under scales that all ranks share. None: no codes are added.
-
-        Raises:
-            ConfigError: see `levels`.
         """
         summable = summed is not None
         if self.dither == "stochastic":
@@ -273,30 +257,19 @@ class LinearCodec(Codec):
         return 2.0 / (self.levels(summed) - 1)
 
     def error_variance(self, summed: int = 1) -> float:
-        """Returns the mean square error of one rank's coordinate, in units of the squared scale, on dense gradients.
+        """Returns the mean square error on dense gradients; see `Codec.error_variance`.
 
         Subtractive dither: Δ²/12 for every coordinate. Stochastic rounding: f(1-f) Δ², with f Δ the distance to the
         level below, which is on average Δ²/6 for uniform f.
-
-        Raises:
-            ConfigError: see `levels`.
         """
         return self.step(summed) ** 2 / (6 if self.dither == "stochastic" else 12)
 
     def omega(self, dimension: int, summed: int = 1) -> float:
-        """Returns ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; infinite if the codec
-        is biased.
+        """Returns ω; see `Codec.omega`.
 
         For adaptive dither, ω is the larger one of subtractive dither and of stochastic rounding of the non-zero
         coordinates in a block of mostly zeros. On average over coordinates between two levels, stochastic rounding has
         the smaller error in such a block; if all of them lie halfway between two levels, it has the larger one.
-
-        Args:
-            dimension: number of coordinates that share a scale.
-            summed: number of ranks whose codes are added before they are decoded. ω describes the codes of one rank.
-
-        Raises:
-            ConfigError: see `levels`.
         """
         if self.biased_by:
             return math.inf

@@ -27,11 +27,7 @@ class SignCodec(Codec):
 
     @classmethod
     def of(cls, bits: int) -> SignCodec:
-        """Returns the codec.
-
-        Raises:
-            ConfigError: if ``bits`` is not 1.
-        """
+        """Returns the codec, whose number of bits is 1; see `Codec.of`."""
         if bits != 1:
             raise ConfigError(f"codec='sign' has bits=1, not {bits}; leave bits out")
         return cls()
@@ -47,11 +43,11 @@ class SignCodec(Codec):
         return False
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
+        """Returns the bits per coordinate, and words that describe the codec; see `Codec.describe`."""
         return "1", ["sign"]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> LinearQuantiser:
-        """Returns the quantiser: the codec at one block size, as kernels see it."""
+        """Returns the quantiser; see `Codec.quantiser`."""
         return LinearQuantiser(1, levels=2, odd_levels=2, stochastic_from=1.0, block_size=block_size, nearest=True)
 
     def error_variance(self, summed: int = 1) -> float:

@@ -98,14 +98,14 @@ class TopKCodec(Codec):
         return f"codec={self.name!r}"
 
     def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate as text, and a list of words that describe the codec."""
+        """Returns the bits per coordinate, and words that describe the codec; see `Codec.describe`."""
         what = f"top_k, {self.density:.3g} of all coordinates"
         if self.bits != 32:
             what += f" at {self.bits} bits"
         return f"{self.density * (self.bits + 8 * PLACE_BYTES):.3g}", [what]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> TopKQuantiser | CoarseTopKQuantiser:
-        """Returns the quantiser: the codec at one block size, as kernels see it."""
+        """Returns the quantiser; see `Codec.quantiser`."""
         if self.bits == 32:
             return TopKQuantiser(block_size, self.kept)
         return CoarseTopKQuantiser(block_size, self.kept, self.bits)
