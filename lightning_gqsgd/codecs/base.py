@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
@@ -124,6 +125,27 @@ class Codec(ABC):
     def delta(self, dimension: int) -> float:
         """Returns δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω). Biased codecs override this with their own δ."""
         return 1 / (1 + self.omega(dimension))
+
+
+class BiasedCodec(Codec):
+    """Base class of codecs whose error is a bias, and no variance. So they have a δ, and no ω."""
+
+    @property
+    def biased_by(self) -> str:
+        """The setting that makes the codec biased: the codec itself."""
+        return f"codec={self.name!r}"
+
+    def error_variance(self, summed: int = 1) -> float:
+        """Returns NaN: the error depends on the gradient alone, so it is not predicted."""
+        return math.nan
+
+    def omega(self, dimension: int, summed: int = 1) -> float:
+        """Returns infinity, because the codec is biased."""
+        return math.inf
+
+    @abstractmethod
+    def delta(self, dimension: int) -> float:
+        """Returns δ with E|C(x) - x|² <= (1-δ) |x|²."""
 
 
 def check_code_bits(codec: str, bits: int, widths: range) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from lightning_gqsgd.codecs import CODECS
+from lightning_gqsgd.codecs.base import BiasedCodec
 from lightning_gqsgd.codecs.companded.codec import DITHERS as COMPANDED_DITHERS
 from lightning_gqsgd.codecs.eden.codec import EdenCodec
 from lightning_gqsgd.codecs.exponential.codec import MAX_MANTISSA
@@ -37,8 +38,7 @@ _WIDTHS = (*CODE_BITS, *sorted(REDUCER_OF_BITS))
 _WIDTHS_IN_WORDS = f"{CODE_BITS[0]} to {CODE_BITS[-1]}, {', '.join(map(str, sorted(REDUCER_OF_BITS)))}"
 #: The share of further steps that rounding may cost with ``bits="auto"`` if it is not told.
 MAX_SLOWDOWN = 0.05
-#: The codecs whose error is a bias and no variance.
-BIASED_CODECS = ("sign", "top_k", "dct_top_k")
+_BIASED_CODECS = tuple(name for name, kind in CODECS.items() if issubclass(kind, BiasedCodec))
 #: The reducers whose sums of codes are rounded in ways that `adaptive.noise` does not predict.
 ADDING_REDUCERS = ("sum", "tree")
 _LARGEST = 2**63 - 1
@@ -418,7 +418,7 @@ class GQSGDConfig(Fields):
         """Check that the codec and the memory let bits change, before other fields are looked at."""
         remembers = [name for name in ("memory", "memory_down") if getattr(self, name) not in ("auto", "none")]
         name, fields = ("auto=True", "auto") if self.max_slowdown is None else ('bits="auto"', "bits and max_slowdown")
-        if self.codec in BIASED_CODECS:
+        if self.codec in _BIASED_CODECS:
             weighs = "does not work with a memory, and codec={!r} needs one"
             if self.max_slowdown is not None:
                 weighs = "weighs the variance of a rounding, and codec={!r} has a bias instead"

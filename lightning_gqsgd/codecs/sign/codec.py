@@ -7,17 +7,16 @@ is a linear codec with two levels.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_gqsgd.codecs.base import Codec
+from lightning_gqsgd.codecs.base import BiasedCodec
 from lightning_gqsgd.codecs.linear.codec import LinearQuantiser
 from lightning_gqsgd.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class SignCodec(Codec):
+class SignCodec(BiasedCodec):
     """One bit per coordinate."""
 
     name: ClassVar[str] = "sign"
@@ -33,11 +32,6 @@ class SignCodec(Codec):
         return cls()
 
     @property
-    def biased_by(self) -> str:
-        """The setting that makes the codec biased, if any; see `Codec.biased_by`."""
-        return "codec='sign'"
-
-    @property
     def leaves_room_for_sums(self) -> bool:
         """False: a code has one bit, which is not enough for a sum; see `Codec.leaves_room_for_sums`."""
         return False
@@ -49,14 +43,6 @@ class SignCodec(Codec):
     def quantiser(self, block_size: int, summed: int | None = None) -> LinearQuantiser:
         """Returns the quantiser; see `Codec.quantiser`."""
         return LinearQuantiser(1, levels=2, odd_levels=2, stochastic_from=1.0, block_size=block_size, nearest=True)
-
-    def error_variance(self, summed: int = 1) -> float:
-        """Returns NaN: the error depends on the gradient alone, so it is not predicted."""
-        return math.nan
-
-    def omega(self, dimension: int, summed: int = 1) -> float:
-        """Returns infinity, because the codec is biased."""
-        return math.inf
 
     def delta(self, dimension: int) -> float:
         """Returns δ = 1/d, with |C(x) - x|² <= (1-δ) |x|² for all x. For a given x, |x|_1²/(d |x|²) takes the place of

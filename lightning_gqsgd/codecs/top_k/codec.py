@@ -9,14 +9,13 @@ bits each. With ``bits`` from 2 to 4, kept coordinates are also rounded; see `co
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs.base import Codec
+from lightning_gqsgd.codecs.base import BiasedCodec
 from lightning_gqsgd.codecs.top_k.coarse import CoarseTopKQuantiser
 from lightning_gqsgd.codecs.top_k.sparsifier import PLACE_BYTES, Sparsifier, numbers_of, rows_of_bytes
 from lightning_gqsgd.errors import ConfigError
@@ -51,7 +50,7 @@ class TopKQuantiser(Sparsifier):
 
 
 @dataclass(frozen=True)
-class TopKCodec(Codec):
+class TopKCodec(BiasedCodec):
     """Keeps the largest share ``density`` of the coordinates of every block. Their number is rounded up. ``density`` is
     rounded down to a multiple of 1/65536, but not to 0."""
 
@@ -92,11 +91,6 @@ class TopKCodec(Codec):
                 "rotation=True leaves no large coordinates for codec='top_k' to keep; take rotation=False"
             )
 
-    @property
-    def biased_by(self) -> str:
-        """The setting that makes the codec biased, if any; see `Codec.biased_by`."""
-        return f"codec={self.name!r}"
-
     def describe(self) -> tuple[str, list[str]]:
         """Returns the bits per coordinate, and words that describe the codec; see `Codec.describe`."""
         what = f"top_k, {self.density:.3g} of all coordinates"
@@ -114,14 +108,6 @@ class TopKCodec(Codec):
     def kept(self) -> int:
         """Number of coordinates that are kept out of 65536; 1 or more."""
         return max(1, int(self.density * 65536))
-
-    def error_variance(self, summed: int = 1) -> float:
-        """Returns NaN: the error depends on the gradient alone, so it is not predicted."""
-        return math.nan
-
-    def omega(self, dimension: int, summed: int = 1) -> float:
-        """Returns infinity, because the codec is biased."""
-        return math.inf
 
     def delta(self, dimension: int) -> float:
         """Returns δ with |C(x) - x|² <= (1-δ) |x|²: k/d where the kept coordinates travel whole.
