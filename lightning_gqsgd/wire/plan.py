@@ -90,12 +90,18 @@ class Plan:
         setting: reducer, codec, number of ranks and dtype.
         *others: the settings of segments whose choice is 1, 2 and so on. All settings have the same seed and the same
             ``sample_every``. All coordinates of a piece have the same setting.
+
+    Attributes:
+        setting: see above.
+        numel: number of coordinates.
+        nbytes: approximate number of bytes that the tables of all pieces take.
     """
 
     def __init__(self, segments: Sequence[Segment], setting: Setting, *others: Setting) -> None:
         self.setting = setting
         self._settings = (setting, *others)
         self.numel = sum(segment.numel for segment in segments)
+        self.nbytes = 0
         self._pieces = self._cut(segments)
 
     def starts(
@@ -173,11 +179,6 @@ class Plan:
         is_native = all(setting.reducer is Native for setting in self._settings)
         return is_native and len(self._pieces) == 1
 
-    @property
-    def nbytes(self) -> int:
-        """Approximate number of bytes that the tables of all pieces take."""
-        return self._table_bytes
-
     @staticmethod
     def parts(ranks: int) -> int:
         """Returns into how many parts of equal segments a tensor is divided. After a step, part r holds the mean on
@@ -186,7 +187,6 @@ class Plan:
 
     def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
         made = []
-        self._table_bytes = 0
         for run in _runs(segments, self._settings):
             setting = self._settings[run.choice]
             reducer = setting.reducer
@@ -194,7 +194,7 @@ class Plan:
             for piece in pieces_of(segments[run.first : run.end], setting):
                 # A reducer sees only its own piece, so the table counts coordinates from the start of the piece.
                 table = table_of(piece, setting.block_size)
-                self._table_bytes += 3 * table.nbytes
+                self.nbytes += 3 * table.nbytes
                 part = slice(start, start + sum(blocks.numel for blocks in piece))
                 start = part.stop
                 made.append(_Piece(part, reducer(table, setting), [_middle(part)] if reducer.compresses else []))
@@ -229,7 +229,6 @@ class ScatterPlan(Plan):
 
     def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
         each = len(segments) // self.setting.ranks
-        self._table_bytes = 0
         return [piece for run in _runs(segments[:each], self._settings) for piece in self._cut_run(segments, each, run)]
 
     def _cut_run(self, segments: Sequence[Segment], each: int, run: _Run) -> list[_Piece]:
@@ -239,7 +238,7 @@ class ScatterPlan(Plan):
         share = self.numel // setting.ranks
         of_ranks = [segments[rank * each + run.first : rank * each + run.end] for rank in range(ranks)]
         tables = [cut(of_rank, setting.block_size) for of_rank in of_ranks]
-        self._table_bytes += 3 * sum(table.nbytes for table in tables)
+        self.nbytes += 3 * sum(table.nbytes for table in tables)
         numel = max(1, setting.piece_size.within(ranks * int(tables[0][:, LENGTH].sum())) // ranks)
         lengths = [sum(blocks.blocks for blocks in piece) for piece in _cut(of_ranks[0], numel, setting)]
         made = []
