@@ -115,7 +115,8 @@ class Meeting:
             self._say_last_words(error)
             return
         try:
-            self._hold([{}] * len(self._circles), str(error) or type(error).__name__, REFUSAL_PATIENCE_S)
+            patience_s = min(self._timeout_s, REFUSAL_PATIENCE_S)
+            self._hold([{}] * len(self._circles), str(error) or type(error).__name__, patience_s)
         except CollectiveError as unheard:
             logger.warning("gqsgd: not all ranks have heard of the error: %s", unheard)
             self._say_last_words(error)
@@ -210,16 +211,13 @@ class Meeting:
         there = list(range(len(self._circles)))
         for index in [*there, *there[-2::-1]]:
             card = Card(self._purpose, facts[index], problem, is_own, news)
-            key, heard = self._circles[index].round(card, min(patience_s, self._patience_of(error)))
+            key, heard = self._circles[index].round(card, patience_s)
             keys.setdefault(index, key)
             # The first problem is reported to all ranks, also on the way back.
             if heard and not problem:
                 problem = heard
                 is_own = False
         return [keys[index] for index in there], problem
-
-    def _patience_of(self, error: str) -> float:
-        return min(self._timeout_s, REFUSAL_PATIENCE_S) if error else float("inf")
 
 
 class _Circle:
