@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -160,6 +160,10 @@ class Layout:
     shard_bytes: int
     block_size: int
     device: torch.device = torch.device("cpu")
+    _copies: dict[torch.device, Layout] = field(default_factory=dict, init=False, repr=False)
+    _parts: dict[tuple[int, ...], Part] = field(default_factory=dict, init=False, repr=False)
+    # The number of tables that were recorded for each stream.
+    _recorded: dict[torch.cuda.Stream, int] = field(default_factory=dict, init=False, repr=False)
 
     def on(self, device: torch.device) -> Layout:
         """Returns the layout for tensors on a device, for use on the current stream. Reducers call this in every step.
@@ -185,19 +189,6 @@ class Layout:
     def blocks(self) -> Tensor:
         """The block table of `whole` on the device."""
         return self.whole.blocks
-
-    @cached_property
-    def _copies(self) -> dict[torch.device, Layout]:
-        return {}
-
-    @cached_property
-    def _recorded(self) -> dict[torch.cuda.Stream, int]:
-        """The number of tables that were recorded for each stream."""
-        return {}
-
-    @cached_property
-    def _parts(self) -> dict[tuple[int, ...], Part]:
-        return {}
 
     @property
     def shards(self) -> int:

@@ -175,7 +175,7 @@ def test_a_table_is_copied_to_a_device_once() -> None:
     assert layout.on(torch.device("cpu")) is layout
     assert np.shares_memory(layout.blocks.numpy(), layout.table)
     there = layout.on(torch.device("meta"))
-    assert "_parts" not in vars(there)  # not before the first use
+    assert not there._parts  # not before the first use
     assert there.blocks.device.type == there.shard(1).blocks.device.type == "meta"
     assert layout.on(torch.device("meta")) is there
     assert there.on(torch.device("meta")) is there
