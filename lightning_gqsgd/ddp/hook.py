@@ -77,15 +77,6 @@ class GQSGDState:
     """State of the hook on one DDP model.
 
     Creating a state is a collective on the model's process group. `register_gqsgd` describes the arguments.
-
-    Attributes:
-        requested: the configuration as it was given.
-        config: the configuration with the chosen reducer. With ``auto`` or ``bits="auto"``, it is the configuration of
-            the latest step; with bits by name, that of the first pattern.
-        step: number of reduced backward passes. The dither depends on it.
-        decisions: with ``auto`` or ``bits="auto"``, all decisions about the number of bits, in order: what was
-            predicted, what was measured, and the reason (see `spec.decisions.Decision`).
-        telemetry: counters of this process.
     """
 
     def __init__(
@@ -165,7 +156,8 @@ class GQSGDState:
 
     @property
     def config(self) -> GQSGDConfig:
-        """The configuration of the latest step, with the chosen reducer."""
+        """The configuration with the chosen reducer. With ``auto`` or ``bits="auto"``, it is the configuration of the
+        latest step; with bits by name, that of the first pattern."""
         return self._configs[0]
 
     @property
@@ -187,7 +179,8 @@ class GQSGDState:
 
     @property
     def step(self) -> int:
-        """Number of reduced backward passes. After setting it, a rank compares it with the others before it sends."""
+        """Number of reduced backward passes. The dither depends on it. After setting it, a rank compares it with the
+        others before it sends."""
         return self._steps.number
 
     @step.setter
@@ -199,7 +192,8 @@ class GQSGDState:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """All decisions about the number of bits so far, in order; empty if ``bits`` is fixed."""
+        """With ``auto`` or ``bits="auto"``, all decisions about the number of bits so far, in order: what was
+        predicted, what was measured, and the reason (see `spec.decisions.Decision`). Empty if ``bits`` is fixed."""
         return () if self._steering is None else self._steering.decisions
 
     @property
