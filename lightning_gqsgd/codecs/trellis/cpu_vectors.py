@@ -31,12 +31,23 @@ from lightning_gqsgd.codecs.trellis.codec import (
     thresholds_of,
 )
 from lightning_gqsgd.kernels.cpu.jit import instruction
-from lightning_gqsgd.kernels.cpu.vectors import Vector, features_of, filled_with, permuted, shuffled
+from lightning_gqsgd.kernels.cpu.vectors import (
+    EIGHT,
+    Vector,
+    bit_is_set,
+    by_bits,
+    features_of,
+    filled_with,
+    in_parts,
+    joined,
+    looked_up,
+    permuted,
+    repeated,
+    shuffled,
+)
 
 #: Adding this number to a float below 2^22 rounds the float to an integer, which is then in the lowest bits.
 _ROUNDER = 1.5 * 2**23
-#: Number of entries in the table of the shorter look-up instruction.
-_EIGHT = 8
 
 
 def _variant(window: int) -> tuple[int, bool]:
@@ -55,8 +66,8 @@ def units(code, vector, inverse):
     ±`FARTHEST`. NaN stays NaN."""
     product = code.fmul(vector, filled_with(code, inverse, vector.type))
     product = code.fptrunc(product, code.form) if product.type != code.form else product
-    highest = _all(code.form, FARTHEST)
-    lowest = _all(code.form, -FARTHEST)
+    highest = repeated(code.form, FARTHEST)
+    lowest = repeated(code.form, -FARTHEST)
     product = code.select(code.fcmp_ordered("<", product, lowest), lowest, product)
     return code.select(code.fcmp_ordered(">", product, highest), highest, product)
 
@@ -79,13 +90,13 @@ def _swapped(code, vector, number):
     if "+avx512f" in features:
         return permuted(code, "llvm.x86.avx512.permvar.sf.512", vector, _places_swapped(code, WINDOWS, number))
     if "+avx2" in features:
-        places = _places_swapped(code, _EIGHT, code.and_(number, number.type(_EIGHT - 1)))
-        halves = [shuffled(code, vector, range(first, first + _EIGHT)) for first in (0, _EIGHT)]
+        places = _places_swapped(code, EIGHT, code.and_(number, number.type(EIGHT - 1)))
+        halves = [shuffled(code, vector, range(first, first + EIGHT)) for first in (0, EIGHT)]
         halves = [permuted(code, "llvm.x86.avx2.permps", half, places) for half in halves]
-        vector = _joined(code, halves)
-        distances = [_EIGHT]
+        vector = joined(code, halves)
+        distances = [EIGHT]
     else:
-        distances = [1, 2, 4, _EIGHT]
+        distances = [1, 2, 4, EIGHT]
     for distance in distances:
         is_set = code.icmp_unsigned("!=", code.and_(number, number.type(distance)), number.type(0))
         other = shuffled(code, vector, [place ^ distance for place in range(vector.type.count)])
@@ -107,7 +118,7 @@ def costs(bits: int) -> Any:
 
     @instruction(lambda x: types.UniTuple(Vector(types.int32, x.lanes), len(_VARIANTS))(x))
     def costs_of_step(code, x):
-        negative = code.fcmp_ordered("<", x, _all(x.type, 0.0))
+        negative = code.fcmp_ordered("<", x, repeated(x.type, 0.0))
         lines = _Lines(code, code.select(negative, code.fneg(x), x))
         found = {}
         for subset, is_far in _VARIANTS:
@@ -134,7 +145,7 @@ class _Lines:
     def at(self, level):
         """Generate code for the costs at a level."""
         size = abs(level)
-        constant, slope = (_all(self._sizes.type, float(number)) for number in costs_of(np.float64(size)))
+        constant, slope = (repeated(self._sizes.type, float(number)) for number in costs_of(np.float64(size)))
         if size not in self._products:
             self._products[size] = self._code.fmul(self._sizes, slope)
         combine = self._code.fsub if level > 0 else self._code.fadd
@@ -161,15 +172,15 @@ def _smallest(code, vectors):
 def _rounded(code, cost):
     """Generate code for costs rounded to integers, times 2^`PATH`."""
     integer = ir.VectorType(ir.IntType(32), cost.type.count)
-    bits = code.bitcast(code.fadd(cost, _all(cost.type, _ROUNDER)), integer)
-    return code.shl(bits, _all(integer, PATH))
+    bits = code.bitcast(code.fadd(cost, repeated(cost.type, _ROUNDER)), integer)
+    return code.shl(bits, repeated(integer, PATH))
 
 
 @instruction(lambda like: types.UniTuple(Vector(types.int32, like.lanes), STATES)(like))
 def first_words(code, like):
     """Returns the words of all states before the first step, as vectors with as many numbers as ``like``."""
     form = ir.VectorType(ir.IntType(32), like.type.count)
-    words = [_all(form, NEVER << PATH if state else 0) for state in range(STATES)]
+    words = [repeated(form, NEVER << PATH if state else 0) for state in range(STATES)]
     return code.context.make_tuple(code, code.result, words)
 
 
@@ -177,10 +188,10 @@ def first_words(code, like):
 def renewed(code, words):
     """Returns the words at the start of a segment, from the words at the end of the segment before."""
     old = cgutils.unpack_tuple(code, words)
-    mask = _all(old[0].type, -1 << PATH)
+    mask = repeated(old[0].type, -1 << PATH)
     first = code.and_(old[0], mask)
     costs = [code.sub(code.and_(word, mask), first) for word in old]
-    new = [code.or_(cost, _all(cost.type, state)) for state, cost in enumerate(costs)]
+    new = [code.or_(cost, repeated(cost.type, state)) for state, cost in enumerate(costs)]
     return code.context.make_tuple(code, code.result, new)
 
 
@@ -207,7 +218,7 @@ def smallest_bits(code, words):
     least, *others = cgutils.unpack_tuple(code, words)
     for other in others:
         least = code.select(code.icmp_signed("<", other, least), other, least)
-    return code.and_(least, _all(least.type, (1 << PATH) - 1))
+    return code.and_(least, repeated(least.type, (1 << PATH) - 1))
 
 
 @instruction(lambda words, bits: words.dtype(words, bits))
@@ -216,9 +227,9 @@ def bits_of_state(code, words, bits):
     the segment that follows, select the state."""
     listed = cgutils.unpack_tuple(code, words)
     for place in range(MEMORY):
-        has_bit = _has_bit(code, bits, place)
-        listed = [code.select(has_bit, *pair) for pair in zip(listed[1::2], listed[::2], strict=True)]
-    return code.and_(listed[0], _all(listed[0].type, (1 << PATH) - 1))
+        is_set = bit_is_set(code, bits, place)
+        listed = [code.select(is_set, *pair) for pair in zip(listed[1::2], listed[::2], strict=True)]
+    return code.and_(listed[0], repeated(listed[0].type, (1 << PATH) - 1))
 
 
 @lru_cache
@@ -236,8 +247,8 @@ def numbers_of_levels(bits: int) -> Any:
             # The middle thresholds of the remaining ranges: one for each value of the bits that are already found.
             middle = thresholds[:, (1 << place) - 1 :: 2 << place]
             tables = [look_up(column, x.type) for column in middle.T]
-            threshold = _by_bits(code, tables, number, place + 1)
-            bit = code.select(code.fcmp_ordered(">=", x, threshold), _all(form, 1 << place), _all(form, 0))
+            threshold = by_bits(code, tables, number, place + 1)
+            bit = code.select(code.fcmp_ordered(">=", x, threshold), repeated(form, 1 << place), repeated(form, 0))
             number = code.or_(number, bit)
         return number
 
@@ -254,26 +265,9 @@ def levels(bits: int) -> Any:
     def levels_of_codes(code, codes, windows, like):
         look_up = _finder(code, windows, single=isinstance(like.type.element, ir.FloatType))
         tables = [look_up(column, like.type) for column in alphabet.T]
-        return _by_bits(code, tables, codes, 0)
+        return by_bits(code, tables, codes, 0)
 
     return levels_of_codes
-
-
-def _by_bits(code, vectors, numbers, first):
-    """Generate code that selects each number from one of 2^k vectors. The k bits from bit ``first`` on of the integer
-    in ``numbers`` select the vector."""
-    place = first
-    while len(vectors) > 1:
-        has_bit = _has_bit(code, numbers, place)
-        vectors = [code.select(has_bit, *pair) for pair in zip(vectors[1::2], vectors[::2], strict=True)]
-        place += 1
-    return vectors[0]
-
-
-def _has_bit(code, numbers, place):
-    """Generate code that tests whether bit ``place`` is set in each integer."""
-    form = numbers.type
-    return code.icmp_unsigned("!=", code.and_(numbers, _all(form, 1 << place)), _all(form, 0))
 
 
 def _finder(code, windows, *, single: bool):
@@ -298,14 +292,8 @@ def _finder(code, windows, *, single: bool):
 
     def look_up(table, form):
         numbers = [float(table[first]) for first in firsts]
-        numbers += [0.0] * (_EIGHT - len(numbers))
-        if not single and "+avx512f" in features:
-            wide = code.zext(places, ir.VectorType(ir.IntType(64), form.count))
-            return permuted(code, "llvm.x86.avx512.permvar.df.512", ir.Constant(form, numbers), wide)
-        if single and "+avx2" in features:
-            eight = ir.Constant(ir.VectorType(form.element, _EIGHT), numbers)
-            return _in_parts(code, places, lambda part: permuted(code, "llvm.x86.avx2.permps", eight, part))
-        return _by_bits(code, [_all(form, number) for number in numbers], places, 0)
+        numbers += [0.0] * (EIGHT - len(numbers))
+        return looked_up(code, places, ir.Constant(form, numbers * (form.count // EIGHT)))
 
     return look_up
 
@@ -313,30 +301,12 @@ def _finder(code, windows, *, single: bool):
 def _sixteen(code, table, windows, *, has_permutes: bool):
     """Generate code that looks up an integer for each window, in a table of sixteen."""
     if not has_permutes:
-        return _by_bits(code, [_all(windows.type, number) for number in table], windows, 0)
-    eight = ir.VectorType(windows.type.element, _EIGHT)
-    low, high = (ir.Constant(eight, half) for half in (table[:_EIGHT], table[_EIGHT:]))
+        return by_bits(code, [repeated(windows.type, number) for number in table], windows, 0)
+    eight = ir.VectorType(windows.type.element, EIGHT)
+    low, high = (ir.Constant(eight, half) for half in (table[:EIGHT], table[EIGHT:]))
 
     def of_part(part):
         halves = [permuted(code, "llvm.x86.avx2.permd", half, part) for half in (low, high)]
-        return code.select(_has_bit(code, part, MEMORY), halves[1], halves[0])
+        return code.select(bit_is_set(code, part, MEMORY), halves[1], halves[0])
 
-    return _in_parts(code, windows, of_part)
-
-
-def _in_parts(code, places, generate_part):
-    """Generate code for a vector from parts of eight places."""
-    count = places.type.count
-    parts = [generate_part(shuffled(code, places, range(first, first + _EIGHT))) for first in range(0, count, _EIGHT)]
-    return parts[0] if len(parts) == 1 else _joined(code, parts)
-
-
-def _joined(code, parts):
-    """Generate code that concatenates two vectors."""
-    count = 2 * parts[0].type.count
-    return code.shuffle_vector(*parts, ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(count))))
-
-
-def _all(form, number):
-    """Returns the constant vector of the type ``form`` whose numbers are all ``number``."""
-    return ir.Constant(form, [number] * form.count)
+    return in_parts(code, windows, of_part)

@@ -26,6 +26,8 @@ from lightning_gqsgd.kernels.cpu.jit import instruction
 
 #: Number of bytes of a vector of coordinates.
 VECTOR_BYTES = 64
+#: Number of entries in the table of the shorter look-up instruction.
+EIGHT = 8
 
 _LANE = ir.IntType(32)
 
@@ -164,7 +166,7 @@ def are_at_least(code, left, right):
 @instruction(lambda vector: Vector(types.boolean, vector.lanes)(vector))
 def are_negative(code, vector):
     """Returns whether each float is below zero. -0 is not below zero."""
-    return code.fcmp_ordered("<", vector, ir.Constant(vector.type, [0.0] * vector.type.count))
+    return code.fcmp_ordered("<", vector, repeated(vector.type, 0.0))
 
 
 @instruction(lambda condition, yes, no: yes(condition, yes, no))
@@ -184,7 +186,7 @@ def code_of(code, condition, value):
     """Returns a vector of 32-bit integers: ``value`` at places where ``condition`` is true, and 0 at other places."""
     form = code.form
     value = filled_with(code, code.trunc(value, form.element), form)
-    return code.select(condition, value, ir.Constant(form, [0] * form.count))
+    return code.select(condition, value, repeated(form, 0))
 
 
 @instruction(lambda vector, place: Vector(types.boolean, vector.lanes)(vector, types.int64))
@@ -193,7 +195,7 @@ def has_bit(code, vector, place):
     element = vector.type.element
     bit = code.shl(element(1), code.trunc(place, element))
     bits = code.and_(vector, filled_with(code, bit, vector.type))
-    return code.icmp_unsigned("!=", bits, ir.Constant(vector.type, [0] * vector.type.count))
+    return code.icmp_unsigned("!=", bits, repeated(vector.type, 0))
 
 
 @instruction(lambda vector, count: vector(vector, types.int64))
@@ -216,23 +218,7 @@ def one_of_eight(code, places, table):
         places: the integers, as many as a vector of floats has numbers.
         table: a vector whose first eight numbers are the table. If it has more numbers, it repeats the table.
     """
-    features = features_of(code)
-    single = code.types[1].dtype == types.float32
-    if single and "+avx512f" in features:
-        return permuted(code, "llvm.x86.avx512.permvar.sf.512", table, places)
-    if not single and "+avx512f" in features:
-        wide = code.zext(places, ir.VectorType(ir.IntType(64), places.type.count))
-        return permuted(code, "llvm.x86.avx512.permvar.df.512", table, wide)
-    if single and "+avx2" in features:
-        eight = shuffled(code, table, range(8))
-        halves = [shuffled(code, places, range(first, first + 8)) for first in (0, 8)]
-        low, high = (permuted(code, "llvm.x86.avx2.permps", eight, half) for half in halves)
-        return code.shuffle_vector(low, high, ir.Constant(ir.VectorType(_LANE, 16), list(range(16))))
-    numbers = [shuffled(code, table, [place] * table.type.count) for place in range(8)]
-    for bit in range(3):
-        has_bit = code.trunc(code.lshr(places, places.type([bit] * places.type.count)), _truths(places.type))
-        numbers = [code.select(has_bit, *pair) for pair in zip(numbers[1::2], numbers[::2], strict=True)]
-    return numbers[0]
+    return looked_up(code, places, table)
 
 
 @instruction(lambda vector, count: vector(vector, types.int64))
@@ -274,9 +260,54 @@ def permuted(code, name, table, places):
     return code.call(cgutils.get_or_insert_function(code.module, function, name), [table, places])
 
 
-def _truths(form):
-    """Returns LLVM's type of a vector of truth values, with as many numbers as ``form``."""
-    return ir.VectorType(ir.IntType(1), form.count)
+def looked_up(code, places, table):
+    """Generate code that looks up numbers of a table of eight floats; the arguments are those of `one_of_eight`."""
+    features = features_of(code)
+    single = table.type.element == ir.FloatType()
+    if single and "+avx512f" in features and table.type.count == 2 * EIGHT:
+        return permuted(code, "llvm.x86.avx512.permvar.sf.512", table, places)
+    if not single and "+avx512f" in features:
+        wide = code.zext(places, ir.VectorType(ir.IntType(64), places.type.count))
+        return permuted(code, "llvm.x86.avx512.permvar.df.512", table, wide)
+    if single and "+avx2" in features:
+        eight = shuffled(code, table, range(EIGHT))
+        return in_parts(code, places, lambda part: permuted(code, "llvm.x86.avx2.permps", eight, part))
+    return by_bits(code, [shuffled(code, table, [place] * table.type.count) for place in range(EIGHT)], places, 0)
+
+
+def by_bits(code, vectors, numbers, first):
+    """Generate code that selects each number from one of 2^k vectors. The k bits from bit ``first`` on of the integer
+    in ``numbers`` select the vector."""
+    place = first
+    while len(vectors) > 1:
+        is_set = bit_is_set(code, numbers, place)
+        vectors = [code.select(is_set, *pair) for pair in zip(vectors[1::2], vectors[::2], strict=True)]
+        place += 1
+    return vectors[0]
+
+
+def bit_is_set(code, numbers, place):
+    """Generate code that tests whether bit ``place`` is set in each integer."""
+    form = numbers.type
+    return code.icmp_unsigned("!=", code.and_(numbers, repeated(form, 1 << place)), repeated(form, 0))
+
+
+def in_parts(code, places, generate_part):
+    """Generate code for a vector from parts of eight places."""
+    count = places.type.count
+    parts = [generate_part(shuffled(code, places, range(first, first + EIGHT))) for first in range(0, count, EIGHT)]
+    return parts[0] if len(parts) == 1 else joined(code, parts)
+
+
+def joined(code, parts):
+    """Generate code that concatenates two vectors."""
+    count = 2 * parts[0].type.count
+    return code.shuffle_vector(*parts, ir.Constant(ir.VectorType(_LANE, count), list(range(count))))
+
+
+def repeated(form, number):
+    """Returns the constant vector of the type ``form`` whose numbers are all ``number``."""
+    return ir.Constant(form, [number] * form.count)
 
 
 def _with_signs(code, vector, words, shift, signs_of):
@@ -287,7 +318,7 @@ def _with_signs(code, vector, words, shift, signs_of):
     shift = code.add(shift, shift.type(integer.width - 32))
     shift = code.trunc(shift, integer) if integer.width < 64 else shift
     bits = signs_of(code.shl(words, filled_with(code, shift, form)))
-    highest = ir.Constant(form, [-(1 << (integer.width - 1))] * form.count)
+    highest = repeated(form, -(1 << (integer.width - 1)))
     changed = code.xor(code.bitcast(vector, form), code.and_(bits, highest))
     return code.bitcast(changed, vector.type)
 
