@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -186,3 +187,13 @@ def in_finite_range(values: Tensor, dtype: torch.dtype) -> Tensor:
 def scale_format(dtype: torch.dtype) -> ScaleFormat:
     """Returns the scale format for gradients of ``dtype``."""
     return SCALE_FORMATS[COMPUTE_DTYPES[dtype]]
+
+
+def float_type(dtype: torch.dtype) -> type[np.floating]:
+    """Returns the NumPy type of the compute dtype of a gradient dtype."""
+    return np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
+
+
+def integer_type(dtype: torch.dtype) -> type[np.signedinteger]:
+    """Returns the signed NumPy integer as wide as the compute dtype of a gradient dtype."""
+    return np.int64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.int32

@@ -17,8 +17,8 @@ from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.cpu.loops import fill
 from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
 from lightning_gqsgd.kernels.cpu.records import record_reader, record_writer
-from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of
-from lightning_gqsgd.kernels.wire import Share
+from lightning_gqsgd.kernels.cpu.scales import Form, form_of
+from lightning_gqsgd.kernels.wire import Share, float_type
 
 if TYPE_CHECKING:
     from lightning_gqsgd.codecs.companded.codec import CompandedQuantiser

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +23,7 @@ from lightning_gqsgd.kernels.cuda.ptx import (
 )
 from lightning_gqsgd.kernels.cuda.scales import send_scales
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.kernels.wire import float_type
 
 
 class Companded(NamedTuple):
@@ -54,7 +53,7 @@ class Companded(NamedTuple):
 
 def numbers_of(q: Any, dtype: torch.dtype) -> Companded:
     """Returns the constants of the family for a `CompandedQuantiser` and gradients of a dtype."""
-    real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
+    real = float_type(dtype)
     curve = q.curve
     return Companded(
         levels=q.levels,

@@ -17,11 +17,11 @@ from lightning_gqsgd.kernels.cpu.dither import block_keys, hashes, word
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.cpu.loops import add_scaled, fill, maximum
 from lightning_gqsgd.kernels.cpu.rotation import load_in_a_row, load_quarters, roots_of, store_quarters, transform
-from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of, received, rounded_up, sent
+from lightning_gqsgd.kernels.cpu.scales import Form, form_of, received, rounded_up, sent
 from lightning_gqsgd.kernels.cpu.vectors import clamped, filled, flipped, folded, lanes, load, load_like, store
 from lightning_gqsgd.kernels.layout import CODES, LENGTH, SCALE
 from lightning_gqsgd.kernels.rotation import FEW, SHORTEST, smallness
-from lightning_gqsgd.kernels.wire import SCALE_PLACE, Share, scale_format
+from lightning_gqsgd.kernels.wire import SCALE_PLACE, Share, float_type, scale_format
 
 if TYPE_CHECKING:
     from lightning_gqsgd.codecs.eden.codec import EdenQuantiser, RotatingQuantiser

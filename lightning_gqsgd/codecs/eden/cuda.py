@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +19,7 @@ from lightning_gqsgd.kernels.cuda.scales import Scales, code_of, send_scales
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
 from lightning_gqsgd.kernels.cuda.tiles import RAGGED
 from lightning_gqsgd.kernels.rotation import FEW
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.kernels.wire import float_type
 
 _SCALE_PLACE = tl.constexpr(wire.SCALE_PLACE)
 _FEW = tl.constexpr(FEW)
@@ -40,7 +39,7 @@ class Eden(NamedTuple):
 
 def numbers_of(q: Any, dtype: torch.dtype) -> Eden:
     """Returns the constants of the family for an `EdenQuantiser` and gradients of a dtype."""
-    real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
+    real = float_type(dtype)
     return Eden(tuple(float(real(size)) for size in q.magnitudes), tuple(float(real(size)) for size in q.thresholds))
 
 

@@ -24,10 +24,10 @@ from lightning_gqsgd.kernels.cpu.dither import FIRST, block_keys, dither, word
 from lightning_gqsgd.kernels.cpu.jit import inlined, kernel, loop
 from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
 from lightning_gqsgd.kernels.cpu.records import record_reader, record_writer, sum_reader
-from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of, integer_type
+from lightning_gqsgd.kernels.cpu.scales import Form, form_of
 from lightning_gqsgd.kernels.layout import CODES, LENGTH
 from lightning_gqsgd.kernels.protocol import Quantiser
-from lightning_gqsgd.kernels.wire import Share
+from lightning_gqsgd.kernels.wire import Share, float_type, integer_type
 
 if TYPE_CHECKING:
     from lightning_gqsgd.codecs.exponential.codec import ExponentialQuantiser

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +13,7 @@ from lightning_gqsgd.kernels.cuda.hashing import draws
 from lightning_gqsgd.kernels.cuda.ptx import unknown
 from lightning_gqsgd.kernels.cuda.scales import send_scales
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, DITHER_FIRST, scale_format
+from lightning_gqsgd.kernels.wire import DITHER_FIRST, float_type, integer_type, scale_format
 
 _FIRST = tl.constexpr(DITHER_FIRST)
 
@@ -42,10 +41,10 @@ class Magnitudes(NamedTuple):
 def magnitudes_of(q: Any, dtype: torch.dtype) -> Magnitudes:
     """Returns the constants of the family for an `ExponentialQuantiser` and gradients of a dtype."""
     form = scale_format(dtype)
-    real, integer = (np.float64, np.int64) if COMPUTE_DTYPES[dtype] == torch.float64 else (np.float32, np.int32)
+    real = float_type(dtype)
     cut = form.mantissa - q.mantissa
     offset = (form.infinity >> form.mantissa >> 1 << q.mantissa) - q.magnitudes
-    smallest = integer((offset + 1) << cut).view(real)
+    smallest = integer_type(dtype)((offset + 1) << cut).view(real)
     return Magnitudes(q.magnitudes, cut, offset, float(smallest), float(real(1) / smallest), 2.0**-q.headroom)
 
 

@@ -16,8 +16,8 @@ from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.cpu.loops import add_scaled, fill
 from lightning_gqsgd.kernels.cpu.packing import pack_lanes, pack_planes, unpack_lanes, unpack_planes
 from lightning_gqsgd.kernels.cpu.records import record_reader, record_writer, sum_reader
-from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of
-from lightning_gqsgd.kernels.wire import Share
+from lightning_gqsgd.kernels.cpu.scales import Form, form_of
+from lightning_gqsgd.kernels.wire import Share, float_type
 
 if TYPE_CHECKING:
     from lightning_gqsgd.codecs.linear.codec import LinearQuantiser

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +20,7 @@ from lightning_gqsgd.kernels.cuda.floats import (
 from lightning_gqsgd.kernels.cuda.hashing import draws
 from lightning_gqsgd.kernels.cuda.scales import send_scales
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, DITHER_FIRST
+from lightning_gqsgd.kernels.wire import DITHER_FIRST, float_type
 
 _FIRST = tl.constexpr(DITHER_FIRST)
 
@@ -48,7 +47,7 @@ class Levels(NamedTuple):
 
 def levels_of(q: Any, dtype: torch.dtype) -> Levels:
     """Returns the constants of the family for a `LinearQuantiser` and gradients of a dtype."""
-    real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
+    real = float_type(dtype)
     return Levels(
         levels=q.levels,
         odd_levels=q.odd_levels,

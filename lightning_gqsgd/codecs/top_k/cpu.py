@@ -13,9 +13,9 @@ from lightning_gqsgd.kernels.cpu.blocks import codec_kernel
 from lightning_gqsgd.kernels.cpu.casts import narrowed, numbers
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.cpu.loops import fill
-from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of
+from lightning_gqsgd.kernels.cpu.scales import Form, form_of
 from lightning_gqsgd.kernels.layout import CODES
-from lightning_gqsgd.kernels.wire import Share
+from lightning_gqsgd.kernels.wire import Share, float_type
 
 if TYPE_CHECKING:
     from lightning_gqsgd.codecs.top_k.codec import TopKQuantiser

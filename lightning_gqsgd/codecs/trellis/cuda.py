@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +20,7 @@ from lightning_gqsgd.kernels.cuda.floats import divided
 from lightning_gqsgd.kernels.cuda.hashing import block_keys, words
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
 from lightning_gqsgd.kernels.cuda.tiles import RAGGED
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.kernels.wire import float_type
 
 _ORDER_PLACE = tl.constexpr(wire.ORDER_PLACE)
 
@@ -63,7 +62,7 @@ class Trellis(NamedTuple):
 
 def numbers_of(q: Any, dtype: torch.dtype) -> Trellis:
     """Returns the constants of the family for a `TrellisQuantiser` and gradients of a dtype."""
-    real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
+    real = float_type(dtype)
     usual = {codec.subset_of(window): window for window in range(codec.WINDOWS) if window not in codec.FAR_WINDOWS}
     alphabets = q.alphabets[[usual[0], usual[1], usual[2], usual[3], _FAR_WINDOW_0.value, _FAR_WINDOW_3.value]]
     constants, slopes = codec.costs_of(alphabets)

@@ -17,10 +17,9 @@ from numba import uint32
 from lightning_gqsgd.kernels.cpu.casts import numbers, part
 from lightning_gqsgd.kernels.cpu.dither import hashes
 from lightning_gqsgd.kernels.cpu.jit import called, inlined, kernel, loop
-from lightning_gqsgd.kernels.cpu.scales import float_type
 from lightning_gqsgd.kernels.cpu.vectors import butterflies, filled, lanes, load, store
 from lightning_gqsgd.kernels.layout import LENGTH, RAW, START
-from lightning_gqsgd.kernels.wire import Key
+from lightning_gqsgd.kernels.wire import Key, float_type
 
 
 class Rotation(NamedTuple):

@@ -10,7 +10,7 @@ from numba import int64
 
 from lightning_gqsgd.kernels.cpu.casts import larger
 from lightning_gqsgd.kernels.cpu.jit import inlined
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, scale_format
+from lightning_gqsgd.kernels.wire import float_type, integer_type, scale_format
 
 
 class Form(NamedTuple):
@@ -33,16 +33,6 @@ class Form(NamedTuple):
     shift: int
     infinity: int
     tiny: int
-
-
-def float_type(dtype: torch.dtype) -> type[np.floating]:
-    """Returns the NumPy type of the compute dtype of a gradient dtype."""
-    return np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
-
-
-def integer_type(dtype: torch.dtype) -> type[np.signedinteger]:
-    """Returns the signed NumPy integer as wide as the compute dtype of a gradient dtype."""
-    return np.int64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.int32
 
 
 def form_of(dtype: torch.dtype) -> Form:

@@ -20,13 +20,13 @@ from lightning_gqsgd.kernels import reference
 from lightning_gqsgd.kernels.cpu.blocks import LONGEST_TOGETHER, TOGETHER, Received, Scratch, Sent
 from lightning_gqsgd.kernels.cpu.narrow import round_blocks
 from lightning_gqsgd.kernels.cpu.rotation import Rotation, rotate_blocks
-from lightning_gqsgd.kernels.cpu.scales import float_type, form_of, integer_type
+from lightning_gqsgd.kernels.cpu.scales import form_of
 from lightning_gqsgd.kernels.cpu.statistics import LANES, maxima, moments
 from lightning_gqsgd.kernels.cpu.vectors import VECTOR_BYTES
 from lightning_gqsgd.kernels.families import cpu_family
 from lightning_gqsgd.kernels.layout import LENGTH, START
 from lightning_gqsgd.kernels.protocol import Own, Quantiser
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, scale_format
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, float_type, integer_type, scale_format
 
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from lightning_gqsgd.kernels.protocol import Quantiser
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Share, scale_format
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Share, float_type, integer_type, scale_format
 
 #: Number of coordinates of a tile, unless blocks are larger.
 _TILE = 4096
@@ -136,8 +136,8 @@ def number_of(dtype: torch.dtype) -> Number:
     form = scale_format(dtype)
     compute = COMPUTE_DTYPES[dtype]
     double = compute == torch.float64
-    real, integer = (np.float64, np.int64) if double else (np.float32, np.int32)
-    one, root = (int(real(value).view(integer)) for value in (1.0, 2**-0.5))
+    integer = integer_type(dtype)
+    one, root = (int(float_type(dtype)(value).view(integer)) for value in (1.0, 2**-0.5))
     return Number(
         compute=tl.float64 if double else tl.float32,
         integer=tl.int64 if double else tl.int32,
