@@ -27,6 +27,7 @@ from lightning_gqsgd.wire import compiling
 from lightning_gqsgd.wire.plan import Plan, ScatterPlan
 from tests.processes import ended_well
 from tests.unit import ptx
+from tests.unit.interpreter import fma_32
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu asks Triton itself", allow_module_level=True)
@@ -118,22 +119,6 @@ def _compare_compilations(config: GQSGDConfig, dtype: torch.dtype, plan: type[Pl
     assert compilations.known - warm == set()
 
 
-def _fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """Returns x y + z of fp32 numbers, rounded once.
-
-    The product is exact in fp64. The sum is rounded there to an odd last bit where it is not exact, so that rounding it
-    to fp32 goes the right way.
-    """
-    product, addend = np.float64(x) * np.float64(y), np.float64(z)
-    total = product + addend
-    other = total - product
-    error = (product - (total - other)) + (addend - other)
-    bits = total.view(np.int64)
-    towards = np.where((error > 0) == (total > 0), 1, -1)
-    odd = np.where((error != 0) & (bits & 1 == 0), bits + towards, bits)
-    return odd.view(np.float64).astype(np.float32)
-
-
 def test_the_root_without_branches_is_exact_over_all_mantissas() -> None:
     """As `floats.positive_root` computes it, of both parities of the exponent."""
     mantissas = np.arange(1 << 23, dtype=np.int32)
@@ -141,7 +126,7 @@ def test_the_root_without_branches_is_exact_over_all_mantissas() -> None:
         x = ((exponent << 23) | mantissas).astype(np.int32).view(np.float32)
         inverse = (1 / np.sqrt(x.astype(np.float64))).astype(np.float32)
         y = x * inverse
-        assert np.array_equal(_fused(_fused(-y, y, x), inverse * np.float32(0.5), y), np.sqrt(x))
+        assert np.array_equal(fma_32(fma_32(-y, y, x), inverse * np.float32(0.5), y), np.sqrt(x))
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -153,7 +138,7 @@ def test_distances_of_levels_are_exact_for_all_scales_that_are_sent(bits: int) -
     for levels in (1 << bits, (1 << bits) - 1):
         middle, inverse = np.full_like(scales, (levels - 1) / 2), np.float32(2 / (levels - 1))
         about = scales * inverse
-        assert np.array_equal(_fused(_fused(-about, middle, scales), inverse, about), scales / middle)
+        assert np.array_equal(fma_32(fma_32(-about, middle, scales), inverse, about), scales / middle)
 
 
 @pytest.mark.parametrize("middle", [0.5, 1, 3.5, 7.5, 127, 127.5])
@@ -168,9 +153,9 @@ def test_levels_per_unit_are_exact_quotients(middle: float) -> None:
     y = scales * np.float32(2**-8)
     for last_bit in (-1, 0, 1) if middle > 1 else (0,):
         inverse = ((np.float32(1) / y).view(np.int32) + last_bit).view(np.float32)
-        inverse = _fused(_fused(-y, inverse, np.ones_like(y)), inverse, inverse)
+        inverse = fma_32(fma_32(-y, inverse, np.ones_like(y)), inverse, inverse)
         about = x * inverse
-        assert np.array_equal(_fused(_fused(-about, y, x), inverse, about), np.float32(middle) / scales)
+        assert np.array_equal(fma_32(fma_32(-about, y, x), inverse, about), np.float32(middle) / scales)
 
 
 def test_a_sum_is_rounded_downwards() -> None:
