@@ -159,13 +159,6 @@ def test_several_communicators_share_one_stream(cuda: FakeCuda) -> None:
     assert {where for wire in wires for where, _ in wire.done} == {"own 0"}
 
 
-def test_pieces_take_a_stage_each_before_the_next(cuda: FakeCuda) -> None:
-    wire = Wire(cuda)
-    StreamRunner([cuda.new_stream()]).submit(wire, job(wire, 0, 1))  # type: ignore[arg-type,list-item]
-    starts = [what for _, what in wire.done if what.startswith("start")]
-    assert starts == ["start 1 0", "start 1 1", "start 2 0", "start 2 1"]
-
-
 def test_exposed_time_runs_from_the_last_bucket_to_its_result(cuda: FakeCuda) -> None:
     wire = Wire(cuda)
     one = job(wire, 0, last=True)

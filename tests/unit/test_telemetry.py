@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
 from lightning_gqsgd.wire.telemetry import MAX_MEASURING, BucketCounters, Meter, Tally, Telemetry, moment
@@ -124,10 +123,3 @@ def test_steps_of_plain_ddp_are_counted_and_leave_times_out() -> None:
     telemetry.end_step()
     assert meter.read()["gqsgd/exposed_s"] == 0.5  # of the one step that was timed
     assert telemetry.totals()["steps"] == 3
-
-
-@pytest.mark.parametrize("value", [0, torch.tensor(0)])
-def test_an_empty_count_is_zero(value: int | torch.Tensor) -> None:
-    counters = BucketCounters()
-    counters.add_nonfinite(value)
-    assert counters.nonfinite_blocks == 0
