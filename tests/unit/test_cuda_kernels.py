@@ -24,17 +24,17 @@ from lightning_gqsgd.codecs import (
     TopKCodec,
     TrellisCodec,
 )
-from lightning_gqsgd.codecs.floats.codec import largest
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels import cpu
-from lightning_gqsgd.kernels.layout import Segment, cut
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.wire.plan import Plan
 from tests.unit import test_kernels as plain
 from tests.unit import test_kernels_of_codecs as of_codecs
 from tests.unit.interpreter import fast, rounds_like_a_gpu  # noqa: F401
+from tests.unit.test_floats import check_rounding
 
 if torch.cuda.is_available():
     pytest.skip("Triton compiles where there is a GPU: see tests/gpu", allow_module_level=True)
@@ -349,17 +349,7 @@ def test_stages_work_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rounding_to_bf16(ranks: int) -> None:
-    rows = [Segment(0, 8192, False), Segment(1, 3, True), Segment(2, 1500, False)]
-    numel = sum(segment.numel for segment in rows)
-    x = torch.randn(numel, generator=torch.Generator().manual_seed(0)) * torch.logspace(-40, 38, numel)
-    x[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    x[3] = torch.tensor(0x7F800001, dtype=torch.int32).view(torch.float32)
-    blocks, results = torch.from_numpy(cut(rows, 1024)), []
-    for module in PAIR:
-        out = torch.zeros(numel, dtype=torch.bfloat16)
-        module.narrow(x, blocks, out, (3, 2**32 - 4), 1 / ranks, largest(ranks))
-        results.append(out.view(torch.int16))
-    assert torch.equal(*results)
+    check_rounding(ranks, PAIR)
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,6 @@ from lightning_gqsgd.codecs.floats.codec import largest
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut
 from lightning_gqsgd.kernels.narrowing import rounded
 from lightning_gqsgd.predict.costs import ESTIMATES, Link, collectives_between
@@ -18,6 +19,7 @@ from lightning_gqsgd.predict.model import NATIVE, predict
 from lightning_gqsgd.predict.timeline import Bucket, Timeline
 from lightning_gqsgd.research.simulation import average, relative_error
 from tests.errors import check_refused_in_one_line
+from tests.unit.test_kernels import BOTH
 
 ROWS = [Segment(0, 5001, raw=False), Segment(3, 1, raw=True), Segment(7, 3 * 1024, raw=False), Segment(9, 1023, False)]
 NUMEL = sum(segment.numel for segment in ROWS)
@@ -35,9 +37,14 @@ def _gradient(seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 1000])
 def test_numba_gives_the_bits_of_the_reference(ranks: int) -> None:
+    check_rounding(ranks, BOTH)
+
+
+def check_rounding(ranks: int, both: list[Any]) -> None:
+    """Both kernels round to the same bits."""
     x, blocks = _gradient(), torch.from_numpy(cut(ROWS, 1024))
     results = []
-    for kernels in (reference, cpu):
+    for kernels in both:
         out = torch.full((NUMEL,), torch.nan, dtype=torch.bfloat16)
         kernels.narrow(x, blocks, out, (3, 2**32 - 4), 1 / ranks, largest(ranks))
         results.append(out.view(torch.int16))
