@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from tests.bits import bits_of
 
@@ -99,3 +100,25 @@ def finish(state: GQSGDState, model: nn.Module) -> dict[str, Any]:
     totals = state.telemetry.totals()
     state.close()
     return {"bits": fingerprint(model), "totals": totals}
+
+
+def means_of(cases: list[dict[str, Any]]) -> list[list[float]]:
+    """Means of one tensor of several pieces in each case, and of several tensors at once."""
+    x = torch.randn(1_200_000, generator=torch.Generator().manual_seed(dist.get_rank()))
+    results = [all_reduce(x, step=1, bits=6, **fields)[::1000].tolist() for fields in cases]
+    waiting = [all_reduce(x[: 5000 + number], step=number, async_op=True) for number in range(10)]
+    results += [one.wait().tolist() for one in waiting]
+    close()
+    return results
+
+
+def trained_under(hooks: list[dict[str, Any]]) -> list[str]:
+    """The bits of a model that is trained under each hook."""
+    bits = []
+    for hook in hooks:
+        model, state = wrapped({"bucket_cap_mb": 0.03}, {"sample_every": 2, **hook})
+        train(model, dist.get_rank(), range(6))
+        result = finish(state, model)
+        assert result["totals"]["rel_l2"] > 0
+        bits.append(result["bits"])
+    return bits

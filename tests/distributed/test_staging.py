@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire import communicator
 from lightning_gqsgd.wire.agreement import Card, compared
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.staging import StagedWork, Staging
-from tests.distributed.models import finish, train, wrapped
+from tests.distributed.models import means_of, train, trained_under, wrapped
 from tests.distributed.ranks import run
 from tests.errors import error_text
 
@@ -177,35 +176,19 @@ def test_closing_fails_what_has_not_started_and_all_that_comes_after() -> None:
     assert not _threads()
 
 
-def _reductions() -> list[list[float]]:
-    results = []
-    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    x = torch.randn(1_200_000, generator=generator)  # several pieces
-    for fields in ({"reducer": "two_shot"}, {"reducer": "gather"}, {"reducer": "sum"}, {"reducer": "native"}):
-        results.append(all_reduce(x, step=1, bits=6, **fields)[::1000].tolist())
-    results.append(all_reduce(x, step=1, reducer="tree", codec="exponential")[::1000].tolist())
-    waiting = [all_reduce(x[: 5000 + number], step=number, async_op=True) for number in range(10)]
-    results += [one.wait().tolist() for one in waiting]
-    close()
-    return results
-
-
-def _bits() -> list[str]:
-    bits = []
-    for hook in ({"bits": 4}, {"reducer": "sum"}, {"memory": "ef", "codec": "sign", "bits": 1}):
-        model, state = wrapped({"bucket_cap_mb": 0.03}, {"sample_every": 2, **hook})
-        train(model, torch.distributed.get_rank(), range(6))
-        bits.append(finish(state, model)["bits"])
-    return bits
+#: Cases of `means_of`, and hooks.
+CASES: list[dict[str, Any]] = [{"reducer": name} for name in ("two_shot", "gather", "sum", "native")]
+CASES.append({"reducer": "tree", "codec": "exponential"})
+HOOKS: list[dict[str, Any]] = [{"bits": 4}, {"reducer": "sum"}, {"memory": "ef", "codec": "sign", "bits": 1}]
 
 
 def _both_ways(rank: int) -> bool:
-    plain = _reductions(), _bits()
+    plain = means_of(CASES), trained_under(HOOKS)
     communicator.needs_staging = lambda *_: True
     started = []
     first_start = Staging.start
     Staging.start = lambda *args: started.append(1) or first_start(*args)
-    staged = _reductions(), _bits()
+    staged = means_of(CASES), trained_under(HOOKS)
     assert len(started) > 100
     assert not _threads()
     return staged == plain

@@ -7,35 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.wire import communicator, pipeline
 from lightning_gqsgd.wire.pipeline import Job, StreamRunner
-from tests.distributed.models import finish, train, wrapped
+from tests.distributed.models import means_of, trained_under
 from tests.distributed.ranks import run
-
-
-def _reductions(cases: list[dict[str, Any]]) -> list[list[float]]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(1_200_000, generator=generator)  # three pieces over Gloo
-    results = [all_reduce(x, step=1, bits=6, **fields)[::1000].tolist() for fields in cases]
-    waiting = [all_reduce(x[: 5000 + number], step=number, async_op=True) for number in range(5)]
-    results += [one.wait().tolist() for one in waiting]
-    close()
-    return results
-
-
-def _bits(hooks: list[dict[str, Any]]) -> list[str]:
-    bits = []
-    for hook in hooks:
-        model, state = wrapped({"bucket_cap_mb": 0.03}, {"sample_every": 2, **hook})
-        train(model, dist.get_rank(), range(6))
-        result = finish(state, model)
-        assert result["totals"]["rel_l2"] > 0
-        bits.append(result["bits"])
-    return bits
 
 
 def _as_over_nccl() -> list[Job]:
@@ -55,9 +32,9 @@ def _as_over_nccl() -> list[Job]:
 
 
 def _both_ways(rank: int, cases: list[dict[str, Any]], hooks: list[dict[str, Any]]) -> bool:
-    expected = _reductions(cases), _bits(hooks)
+    expected = means_of(cases), trained_under(hooks)
     jobs = _as_over_nccl()
-    found = _reductions(cases), _bits(hooks)
+    found = means_of(cases), trained_under(hooks)
     assert len(jobs) > 20
     assert all(len(job.pieces) <= 1 for job in jobs)  # none in a job that compares cards only
     return found == expected
