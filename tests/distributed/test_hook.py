@@ -194,28 +194,6 @@ def test_60_steps_of_many_small_buckets_at_different_speeds(tmp_path: Path) -> N
     run_alike(_many_small_buckets, 2, tmp_path, timeout=240)
 
 
-def _no_sync(rank: int) -> tuple[int, int, str, str]:
-    model, state = wrapped({}, {"reducer": "native"})
-    plain = DistributedDataParallel(mlp())
-    for one in (model, plain):
-        for step in range(4):
-            if step % 4 < 3:
-                with one.no_sync():
-                    loss_of(one, rank, step).backward()
-            else:
-                loss_of(one, rank, step).backward()
-    gradients = [torch.cat([p.grad.flatten() for p in one.parameters()]) for one in (model, plain)]
-    steps = state.step
-    state.close()
-    return steps, int(torch.equal(*gradients)), "", ""
-
-
-def test_no_sync_accumulates_without_the_hook(tmp_path: Path) -> None:
-    for steps, equal, *_ in run(_no_sync, 2, tmp_path):
-        assert steps == 1
-        assert equal
-
-
 def _unused(rank: int) -> str:
     model, state = wrapped({"find_unused_parameters": True}, {}, Branches())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

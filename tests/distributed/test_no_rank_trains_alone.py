@@ -79,6 +79,8 @@ def test_a_changed_model_is_an_error_on_all_ranks_and_goes_on_when_wrapped_anew(
         for text in texts[::2]:
             assert text.startswith("parameter '"), name
             assert "state.rewrap(DistributedDataParallel)" in text, name
+    named = "parameter '0.weight', '0.bias', '2.weight' and 1 more requires a gradient"
+    assert all(text.startswith(named) for text in result["all is unfrozen"][::2])
 
 
 def _written_into_the_dictionary(rank: int) -> tuple[int, str]:

@@ -69,26 +69,6 @@ def test_plain_ddp_lets_ranks_drift_apart_after_unfreezing(tmp_path: Path) -> No
     assert drifted != other
 
 
-def _unfrozen_late(rank: int) -> list[str]:
-    texts = []
-    for hook in ({"reducer": "native"}, {"reducer": "two_shot"}):
-        module = mlp()
-        _set_trained(module, 4)
-        model, state = wrapped({"bucket_cap_mb": 0.03}, hook, module)
-        train(model, rank, range(2))
-        _set_trained(module, 0, 2, 4)
-        texts.append(error_text(ConfigError, train, model, rank, range(2, 3)))
-        state.close()
-    return texts
-
-
-def test_unfreezing_without_wrapping_anew_is_an_error(tmp_path: Path) -> None:
-    for texts in run(_unfrozen_late, 2, tmp_path):
-        for text in texts:
-            assert text.startswith("parameter '0.weight', '0.bias', '2.weight' and 1 more requires a gradient")
-            assert "state.rewrap(DistributedDataParallel)" in text
-
-
 #: Layers that are trained, by step.
 SCHEDULE = [(4,), (4,), (2, 4), (2, 4), (0, 2, 4), (0, 2), (0, 2)]
 
