@@ -58,9 +58,6 @@ class FakeNCCL:
         self.number, self.rank, self.size, self.timeout = FakeNCCL.made, rank, size, timeout
         FakeNCCL.made += 1
 
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
-
     def allreduce(self, tensors: list[torch.Tensor], op: Any) -> FakeWork:
         FakeNCCL.log.append(("start", self.number, self.timeout))
         return FakeWork(self.number)

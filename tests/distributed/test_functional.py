@@ -129,7 +129,6 @@ def _groups(rank: int) -> list[float]:
     mine = all_reduce(x, group=low if rank < 2 else high, bits=8)
     everyone = all_reduce(x)
     close()
-    # A group that its owner destroys takes our groups over it along, and a new one starts anew.
     return [float(mine.mean()), float(everyone.mean())]
 
 

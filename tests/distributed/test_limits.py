@@ -36,7 +36,6 @@ CALLS: list[dict[str, Any]] = [
 
 def _many_sizes(rank: int) -> tuple[float, int]:
     process = psutil.Process()
-    latest = None
     for number in range(60):
         x = torch.ones(2_000_000 + 1000 * number)
         all_reduce(x, bits=4)

@@ -154,7 +154,6 @@ def test_a_rank_whose_kernels_cannot_be_compiled_tells_the_others(tmp_path: Path
 
 def _stale_store(rank: int) -> list[Any]:
     """Cards and keys that processes left in the store before they died."""
-    store = dist.PrefixStore("gqsgd/meeting", dist.distributed_c10d._get_default_store())
     model = DistributedDataParallel(mlp())
     circle = Meeting("x", [model.process_group], timedelta(seconds=1))._circles[0]
     if rank == 0:
@@ -164,7 +163,6 @@ def _stale_store(rank: int) -> list[Any]:
         circle._store.set("minutes", '["feedfeed", ["0123456789abcdef", "0123456789abcdef"], "old", [{}, {}]]')
         circle._store.set("done/feedfeed", "1")
         circle._store.set("acknowledged/1", "feedfeed")
-    del store
     dist.barrier()
     time.sleep(rank * 0.3)
     state = register_gqsgd(model, bits=5)

@@ -15,20 +15,16 @@ from lightning_gqsgd.reducers import stages
 from lightning_gqsgd.research.simulation import average, relative_error
 from lightning_gqsgd.session.nodes import Layout, _layout, link_rate, with_nodes
 from lightning_gqsgd.wire.node import this_node
+from tests.unit.test_scatter import gaussian
 
 SHAPES = [(4, 2), (6, 2), (6, 3), (8, 4), (8, 2)]
-
-
-def randn(ranks: int, numel: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(numel)
-    return [torch.randn(numel, generator=generator).to(dtype) for _ in range(ranks)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numel", [0, 1, 257, 1000, 70_001])
 @pytest.mark.parametrize(("ranks", "size"), SHAPES)
 def test_all_ranks_get_the_same_mean(ranks: int, size: int, numel: int, dtype: torch.dtype) -> None:
-    gradients = randn(ranks, numel, dtype)
+    gradients = gaussian(ranks, numel, dtype)
     for scale in ("auto", "global"):
         means = average(gradients, reducer="hierarchical", node_size=size, scale=scale)
         assert all(torch.equal(means[0], mean) for mean in means)
@@ -52,7 +48,7 @@ def test_it_is_the_reducer_between_nodes_of_the_nodes_means(ranks: int, size: in
 
 def test_error_is_less_than_that_of_one_level() -> None:
     """A node's mean is rounded once, and is smaller than what its ranks would have rounded."""
-    gradients = randn(8, 100_000)
+    gradients = gaussian(8, 100_000)
     errors = {
         reducer: relative_error(average(gradients, bits=4, reducer=reducer, **more)[0], gradients)
         for reducer, more in (("two_shot", {}), ("hierarchical", {"node_size": 4}))
@@ -62,7 +58,7 @@ def test_error_is_less_than_that_of_one_level() -> None:
 
 @pytest.mark.slow
 def test_mean_of_many_estimates_is_the_mean() -> None:
-    gradients = randn(4, 4096)
+    gradients = gaussian(4, 4096)
     exact = torch.stack(gradients).mean(0)
     repeats = [average(gradients, step=s, reducer="hierarchical", node_size=2, bits=3)[0] for s in range(200)]
     errors = torch.stack(repeats) - exact
