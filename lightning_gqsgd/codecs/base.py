@@ -79,7 +79,7 @@ class Codec(ABC):
     @property
     def leaves_room_for_sums(self) -> bool:
         """True if a code has enough bits for the sum of two ranks' codes."""
-        return True
+        return self.bits > 1
 
     @abstractmethod
     def describe(self) -> tuple[str, list[str]]:

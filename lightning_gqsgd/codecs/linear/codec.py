@@ -200,11 +200,6 @@ class LinearCodec(Codec):
         """True if all blocks have an odd number of levels, which Elias codes need."""
         return self.dither == "stochastic"
 
-    @property
-    def leaves_room_for_sums(self) -> bool:
-        """True if a code has enough bits for the sum of two ranks' codes."""
-        return self.bits > 1
-
     def describe(self) -> tuple[str, list[str]]:
         """Returns the bits per coordinate, and words that describe the codec; see `Codec.describe`."""
         dither = f"{self.dither} dither" if self.dither != "nearest" else "nearest level"

@@ -31,11 +31,6 @@ class SignCodec(BiasedCodec):
             raise ConfigError(f"codec='sign' has bits=1, not {bits}; leave bits out")
         return cls()
 
-    @property
-    def leaves_room_for_sums(self) -> bool:
-        """False: a code has one bit, which is not enough for a sum; see `Codec.leaves_room_for_sums`."""
-        return False
-
     def describe(self) -> tuple[str, list[str]]:
         """Returns the bits per coordinate, and words that describe the codec; see `Codec.describe`."""
         return "1", ["sign"]
