@@ -86,6 +86,7 @@ class Average:
     Attributes:
         fragment: number of the fragment.
         use_after: the step after which it is used.
+        frozen: names of the parameters that did not require a gradient when it was started.
         changes: the mean change of each bundle of the fragment, a flat tensor; empty while the average is under way.
         pending_means: for each bundle, the object that computes its mean change; empty once the means are complete.
         inner_job: the job that averages the inner optimizers' tensors; None if there is none, or if it has ended.
@@ -98,6 +99,7 @@ class Average:
 
     fragment: int
     use_after: int
+    frozen: tuple[str, ...]
     changes: list[Tensor] = field(default_factory=list)
     pending_means: list[PendingMean] = field(default_factory=list)
     inner_job: Job | None = None
@@ -480,7 +482,8 @@ class LocalAverages(AveragingLoop[Average]):
         changed = [float(any(bundle.has_changed(buffers, tolerance) for bundle in bundles)) for bundles in parts]
         sums = torch.tensor(changed, device=self.device)
         # Other ranks may be averaging in a step, so steps are compared before this is sent.
-        request = self._request((Segment(0, len(numbers), raw=True),), numbers[0])._replace(varies=True)
+        segments = (Segment(0, len(numbers), raw=True),)
+        request = self._request(segments, numbers[0], self.watched.frozen())._replace(varies=True)
         with self._or_broken():
             self._engine.reduce(sums, request).wait()
         return [bool(share) for share in sums.tolist()]
@@ -497,7 +500,7 @@ class LocalAverages(AveragingLoop[Average]):
         everyone = own.repeat(self.world_size, 1)
         exchanges = gathered_errors(own, everyone)
         # Other ranks may be averaging in a step, so steps are compared before this is sent.
-        request = self._request((), 0)._replace(varies=True)
+        request = self._request((), 0, self.watched.frozen())._replace(varies=True)
         with self._or_broken():
             self._engine.run(exchanges.x, request, exchanges.counted).wait()
         return errors_by_parameter(self.store, self.compressed_numbers, everyone)
@@ -523,8 +526,8 @@ class LocalAverages(AveragingLoop[Average]):
         self._buffers.take_back()
         fragment = self.fragments[number]
         numbers = [entry.segment.parameter for entry, _ in fragment.entries() if not entry.segment.raw]
-        average = Average(number, self.step + delay, errors=self.store.errors(numbers))
-        put = partial(self._put, fragment=number)
+        average = Average(number, self.step + delay, self.watched.frozen(), errors=self.store.errors(numbers))
+        put = partial(self._put, average=average)
         with self._or_broken():
             for bundle, averager in zip(fragment.bundles, self.averagers[number], strict=True):
                 average.pending_means.append(PendingMean(averager.requests(bundle.change()), put))
@@ -544,19 +547,22 @@ class LocalAverages(AveragingLoop[Average]):
         facts = {"values of the inner optimizer's state": flat.numel(), "dtype of their mean": str(dtype)}
         card = Card("LocalSteps(inner_state='average')", facts)
         average.inner = (tensors, flat)
-        request = self._request((Segment(0, flat.numel(), raw=True),), average.fragment)
+        request = self._request((Segment(0, flat.numel(), raw=True),), average.fragment, average.frozen)
         average.inner_job = self._engine.reduce(flat, request._replace(agreement=card))
 
-    def _put(self, asked: RuleRequest, count: int, fragment: int) -> Job:
+    def _put(self, asked: RuleRequest, count: int, average: Average) -> Job:
         """Start to answer a rule's request; ``count`` is the number of the request in one bundle's average."""
         if isinstance(asked, Exchanges):
-            return self._engine.run(asked.x, self._request((), fragment)._replace(varies=True), asked.counted)
-        return self._engine.reduce(asked.x, self._request(asked.segments, fragment, count))
+            request = self._request((), average.fragment, average.frozen)
+            return self._engine.run(asked.x, request._replace(varies=True), asked.counted)
+        return self._engine.reduce(asked.x, self._request(asked.segments, average.fragment, average.frozen, count))
 
-    def _request(self, segments: tuple[Segment, ...], fragment: int, count: int = 0) -> Request:
+    def _request(
+        self, segments: tuple[Segment, ...], fragment: int, frozen: tuple[str, ...], count: int = 0
+    ) -> Request:
         # Each rank moves its anchors itself, so anchors stay equal only if the outer optimizers are equal and leave out
         # the same frozen parameters.
-        digest = digest_of(f"{self._digest} {describe_outer(self.outer)} {self.watched.frozen()}")
+        digest = digest_of(f"{self._digest} {describe_outer(self.outer)} {frozen}")
         entry, anchor = next(self.fragments[fragment].entries())
         weights = Weights.of(entry.name, anchor, self.averages)
         return Request(
@@ -589,7 +595,7 @@ class LocalAverages(AveragingLoop[Average]):
         fragment = self.fragments[average.fragment]
         self._buffers.take_back()
         plain = self._is_plain(average)
-        fragment.move_anchors(average.changes, self.outer, plain=plain, frozen=self.watched.frozen())
+        fragment.move_anchors(average.changes, self.outer, plain=plain, frozen=average.frozen)
         fragment.set_tensors(weight)
         if average.integers:
             self._integers.take(average.integers)

@@ -105,6 +105,9 @@ def _check_average(averages: LocalAverages, saved: Any) -> None:
         raise ConfigError(f"the state of local steps has an average under way that is {saved!r:.100}; {REMEDY}")
     here = {entry.name: anchor for entry, anchor in averages.fragments[number].entries()}
     check_tensors(here, saved.get("means"), "parameters or buffers under way")
+    frozen = saved.get("frozen", [])  # states of earlier versions have none
+    if not isinstance(frozen, list) or not all(isinstance(name, str) for name in frozen):
+        raise ConfigError(f"the state of local steps has frozen={frozen!r:.100} under way; {REMEDY}")
     integers = saved.get("integers")
     if not isinstance(integers, list) or not all(isinstance(value, Tensor) for value in integers):
         raise ConfigError(f"the state of local steps has integers={integers!r:.100} under way; {REMEDY}")

@@ -104,7 +104,7 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
         for entry, anchor in fragment.entries():
             anchor.copy_(state["anchors"][entry.name])
     averages.take_counters(state)
-    averages.under_way[:] = [_loaded(saved, averages.fragments[saved["fragment"]]) for saved in state["under_way"]]
+    averages.under_way[:] = [_loaded(averages, saved) for saved in state["under_way"]]
     # Ranks that load different states would keep different anchors for ever, so ranks also compare this.
     averages.mix_into_digest(digest_of_tensors(state["anchors"]))
     averages.watched.expects = state.get(_WEIGHTS) if own else None
@@ -211,15 +211,23 @@ def _saved(average: Average, fragment: Fragment) -> dict[str, Any]:
     for bundle, change in zip(fragment.bundles, average.changes, strict=True):
         parts = zip(bundle.entries, bundle.split(change), strict=True)
         means.update({entry.name: part.clone() for entry, part in parts})
-    integers = [value.clone() for value in average.integers]
-    return {"fragment": average.fragment, "use_after": average.use_after, "means": means, "integers": integers}
+    return {
+        "fragment": average.fragment,
+        "use_after": average.use_after,
+        "frozen": list(average.frozen),
+        "means": means,
+        "integers": [value.clone() for value in average.integers],
+    }
 
 
-def _loaded(saved: Mapping[str, Any], fragment: Fragment) -> Average:
+def _loaded(averages: LocalAverages, saved: Mapping[str, Any]) -> Average:
     """Returns the average from the result of `_saved`."""
+    fragment = averages.fragments[saved["fragment"]]
+    # States of earlier versions do not say which parameters were frozen.
+    frozen = tuple(saved.get("frozen", averages.watched.frozen()))
     changes = [torch.cat([saved["means"][entry.name].flatten() for entry in part.entries]) for part in fragment.bundles]
     changes = [change.to(part.entries[0].tensor.device) for change, part in zip(changes, fragment.bundles, strict=True)]
-    return Average(saved["fragment"], saved["use_after"], changes, integers=list(saved["integers"]))
+    return Average(saved["fragment"], saved["use_after"], frozen, changes, integers=list(saved["integers"]))
 
 
 def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -253,10 +253,10 @@ class Fragment:
             means: the mean change of each bundle, [numel].
             outer: the outer optimizer of the anchors. Anchors of other fragments have no gradient, and do not change.
             plain: subtract the changes from the anchors instead, which become the mean of the ranks' parameters.
-            frozen: names of parameters that do not require a gradient. If the mean change of such a parameter is zero,
-                the outer optimizer leaves its anchor out, because its momentum would still move it. The change is not
-                zero if the parameter was frozen within the round, or if it is frozen for a moment only, as other
-                optimizers' parameters are by Lightning's ``toggle_optimizer``.
+            frozen: names of parameters that did not require a gradient when the average was started. If the mean change
+                of such a parameter is zero, the outer optimizer leaves its anchor out, because its momentum would still
+                move it. The change is not zero if the parameter was frozen within the round, or if it was frozen for a
+                moment only, as other optimizers' parameters are by Lightning's ``toggle_optimizer``.
         """
         for bundle, mean in zip(self.bundles, means, strict=True):
             bundle.set_gradients(mean, plain, frozen)

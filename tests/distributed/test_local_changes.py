@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.errors import CollectiveError, ConfigError
-from tests.distributed.local_models import bits_of_model
+from tests.distributed.local_models import bits_of_anchors, bits_of_model
 from tests.distributed.models import batch, loss_of
 from tests.distributed.ranks import run, run_alike
 
@@ -199,6 +200,42 @@ def test_outer_momentum_leaves_out_what_all_ranks_have_frozen_and_still_moves_wh
         assert "ranks 0 and 1 do not agree: digest" in on_one_rank
         assert "parameters were frozen" in on_one_rank
         assert is_equal_if_toggled
+
+
+def _frozen_while_under_way(rank: int) -> list[str]:
+    """Anchors if a layer that was frozen through a round is trained again, on one rank, until that average is used; and
+    if a state of that time is loaded, also one of an earlier version, while the layer is trained or frozen."""
+    way = {"every": 3, "delay": 1, "mixing": 0.0, "outer_after": 0, "preset": "gqsgd_4bit", "min_numel": 16}
+
+    def made() -> tuple[nn.Sequential, LocalSteps]:
+        model = _model()
+        return model, LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), **way)
+
+    model, optimizer = made()
+    _steps(model, optimizer, rank, range(7))
+    model[2].requires_grad_(False)
+    _steps(model, optimizer, rank, range(7, 9))
+    weights, state = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    model[2].requires_grad_(rank == 1)
+    _steps(model, optimizer, rank, range(9, 10))
+    bits = [bits_of_anchors(optimizer)]
+    optimizer.close()
+    for is_earlier in (False, True):
+        model, optimizer = made()
+        model.load_state_dict(weights)
+        saved = copy.deepcopy(state)
+        if is_earlier:
+            del saved["local_steps"]["under_way"][0]["frozen"]
+            model[2].requires_grad_(False)
+        optimizer.load_state_dict(saved)
+        _steps(model, optimizer, rank, range(9, 10))
+        bits.append(bits_of_anchors(optimizer))
+        optimizer.close()
+    return bits
+
+
+def test_an_average_leaves_out_what_was_frozen_when_it_was_started(tmp_path: Path) -> None:
+    assert len(set(run_alike(_frozen_while_under_way, 2, tmp_path))) == 1
 
 
 class _Observer(nn.Module):

@@ -330,6 +330,7 @@ def _bad_states(rank: int) -> list[str]:
         (("under_way",), [3]),
         (("under_way", 0, "means", name), torch.zeros(1)),
         (("under_way", 0, "integers"), None),
+        (("under_way", 0, "frozen"), [1]),
         (("outer",), {}),
         (("memory",), {"no such memory": {0: torch.zeros(3)}}),
         (("memory",), {"up": 3}),
@@ -376,7 +377,7 @@ def test_two_optimizers_of_one_model_both_start_from_their_anchors_with_another_
 
 def test_a_state_with_a_wrong_entry_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     for texts in run(_bad_states, 2, tmp_path):
-        assert len(texts) == 15
+        assert len(texts) == 16
         assert all("state of local steps" in text or "the checkpoint" in text for text in texts)
 
 
