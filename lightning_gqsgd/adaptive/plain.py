@@ -149,7 +149,6 @@ class PlainPath:
         is_countable: the value of this attribute on the previous DDP model of the same module.
 
     Attributes:
-        is_on: whether plain DDP replaces the hook.
         is_countable: whether the latest steps of the hook would have been counted correctly without it.
     """
 
@@ -162,7 +161,6 @@ class PlainPath:
         *,
         is_countable: bool = False,
     ) -> None:
-        self.is_on = False
         self.is_countable = is_countable
         self._steps = steps
         self._engine = engine
@@ -225,7 +223,7 @@ class PlainPath:
         self._expects = model.require_backward_grad_sync and not model._join_config.enable
         if not self._expects or self._engine.is_closed:  # if it is closed, the backward pass raises the error
             return False
-        if self.is_on:
+        if self._steering.is_plain:
             return self._goes_back or self._counted != self._seen
         return self._steering.leaves_hook
 
@@ -240,7 +238,7 @@ class PlainPath:
         Raises:
             ConfigError: if ranks do not agree, because a state was loaded on some of them only.
         """
-        if not self.is_on:
+        if not self._steering.is_plain:
             self._leave_hook(model, stamp.step)
             return
         if not self._goes_back:
@@ -254,7 +252,7 @@ class PlainPath:
             return
         self._expects = False
         self._counted += 1
-        if self.is_on:
+        if self._steering.is_plain:
             self._engine.check_open()
             self._steps.number += 1
             self._steering.count_step()
@@ -264,12 +262,11 @@ class PlainPath:
     def _leave_hook(self, model: DistributedDataParallel, step: int) -> None:
         if not rebuild_reducer(model, self._parameters, None):
             return
-        self.is_on = True
+        self._steering.begin_plain()
         self._since = 0
         self._lengths.clear()
         self._engine.agreed()
         self._engine.plans.clear()
-        self._steering.begin_plain()
         self._engine.telemetry.choice = self._steering.choice()
         self._steering.say(f"plain DDP carries the gradients from step {step} on")
 
@@ -302,12 +299,11 @@ class PlainPath:
     def _return_to_hook(self, model: DistributedDataParallel, step: int, hook: Hook) -> None:
         if not rebuild_reducer(model, self._parameters, hook):
             return
-        self.is_on = False
+        self._steering.end_plain()
         self._goes_back = False
         self._matches = 0
         self.is_countable = False
         self._steps.compares_first = True  # before the hook sends any message again
-        self._steering.end_plain()
         self._steering.say(f"the hook carries the gradients again from step {step} on")
 
 

@@ -380,7 +380,7 @@ class GQSGDState:
             plain.go_on(model, self._stamp(), (self, gqsgd_hook))
         watch = self._attachment.watch
         if not is_closed and watch is not None:
-            watch.before_forward(model, has_hook=plain is None or not plain.is_on)
+            watch.before_forward(model, has_hook=not self.is_plain)
 
     # --- which parameters are trained --------------------------------------------------------------------------------
 
