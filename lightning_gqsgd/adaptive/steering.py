@@ -136,7 +136,7 @@ class Steering:
         self.bits = self._fewest() if self.trials is None else self.trials.choose(step, self._plain)
         self.count_step()
         self._say_from(known)
-        told = (int(is_countable),) if self.gauge is None else self._sums(step)
+        told = (int(is_countable),) if self.gauge is None else self._sums(self.gauge, step)
         numbers = (*self._waits(exposed_s), *told)
         self.clock.skip(time.perf_counter() - begun)  # a prediction takes some time, once per trial
         return Stamp(self.config.seed, step, digest_of(f"{digest} {self.bits}"), period_us, numbers)
@@ -165,12 +165,12 @@ class Steering:
         sums = [row[2:] for row in agreed.numbers]
         if self.trials is not None:
             # If a rank waits longer than others, it waits for them, and not only for the link.
-            exposed_s = _seconds(min((row[0] for row in waits), default=0))
-            backward_s = _seconds(max((row[1] for row in waits), default=0))
+            exposed_s = _seconds(min(row[0] for row in waits))
+            backward_s = _seconds(max(row[1] for row in waits))
             period_s = agreed.period_us * 1e-6 if agreed.period_us else None
             self.trials.observe(compared_in - 1, period_s, exposed_s, backward_s)
-            self._plain = self._plain._replace(is_countable=bool(sums) and all(map(any, sums)))
-        if self.gauge is not None and sums and all(map(any, sums)):
+            self._plain = self._plain._replace(is_countable=all(map(any, sums)))
+        if self.gauge is not None and all(map(any, sums)):
             self.gauge.observe([_sums_of(row) for row in sums])
             self._permit(step)
 
@@ -202,26 +202,30 @@ class Steering:
             return 0, 0
         return 1 + round(1e6 * max(0.0, exposed_s - before)), 1 + round(1e6 * self.clock.backward_s)
 
-    def _sums(self, step: int) -> tuple[int, ...]:
+    def _sums(self, gauge: NoiseGauge, step: int) -> tuple[int, ...]:
         """Returns the sums of the previous step, as integers with the bits of fp64 numbers; zeros if there are none."""
-        if self.gauge is None:
-            return ()
         measured = self._measuring
         self._measuring = None
         sums = self.sampler.collect() if measured == step - 1 else None
         if sums is None:
             self.sampler.drop()
-            return (0,) * (2 + len(self.gauge.coded))
+            return (0,) * (2 + len(gauge.coded))
         numbers = (sums.square, sums.inner, *sums.errors)
         return struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers))
 
     # --- steps without the hook --------------------------------------------------------------------------------------
 
     @property
+    def _timed(self) -> Trials:
+        """The trials. Plain DDP takes the hook's place only where the duration of steps alone chooses bits."""
+        assert self.trials is not None
+        return self.trials
+
+    @property
     def rests(self) -> bool:
-        """Returns whether 32 bits were kept because of their duration alone, so that the hook is not needed until the
+        """Returns whether 32 bits were kept because of their duration, so that the hook is not needed until the
         duration of steps changes."""
-        return self.trials is not None and self.gauge is None and self.trials.is_resting
+        return self._timed.is_resting
 
     @property
     def leaves_hook(self) -> bool:
@@ -234,8 +238,7 @@ class Steering:
 
     def begin_plain(self) -> None:
         """Note that plain DDP has replaced the hook, and forget the durations of the hook's steps."""
-        assert self.trials is not None
-        self.trials.begin_rest()
+        self._timed.begin_rest()
         self.is_plain = True
         self._plain = self._plain._replace(is_countable=False)
         self._inbox.clear()
@@ -243,8 +246,7 @@ class Steering:
 
     def end_plain(self) -> None:
         """Note that the hook has replaced plain DDP."""
-        if self.trials is not None:
-            self.trials.end_rest()
+        self._timed.end_rest()
         self.is_plain = False
         self.clock.interrupt()
 
@@ -261,10 +263,9 @@ class Steering:
             period_us: the result of `watched_us`, as a maximum over ranks.
             step: the step that begins.
         """
-        if self.trials is not None:
-            known = len(self.decisions)
-            self.trials.rest(steps, period_us * 1e-6 if period_us else None, step)
-            self._say_from(known)
+        known = len(self.decisions)
+        self._timed.rest(steps, period_us * 1e-6 if period_us else None, step)
+        self._say_from(known)
 
     def watched_us(self, lengths_us: Sequence[int]) -> int:
         """Returns the duration that this rank reports for plain DDP's steps, in microseconds; 0 if too few are known.
@@ -272,13 +273,13 @@ class Steering:
         Args:
             lengths_us: durations of the latest steps.
         """
-        seconds = None if self.trials is None else self.trials.watched([1e-6 * length for length in lengths_us])
+        seconds = self._timed.watched([1e-6 * length for length in lengths_us])
         return 0 if seconds is None else round(1e6 * seconds)
 
     def plain_digest(self, digest: int) -> int:
         """Returns the digest that ranks compare while plain DDP replaces the hook; ``digest`` is the digest of all
         other facts."""
-        return digest_of(f"{digest} {None if self.trials is None else self.trials.describe_rest()}")
+        return digest_of(f"{digest} {self._timed.describe_rest()}")
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
