@@ -196,7 +196,8 @@ class LocalAverages(AveragingLoop[Average]):
         self._dtype = dtype
         self.compressed_numbers = tuple(self._sizes)
         self._inner = InnerState(optimizers)
-        self._weights_in_state = WeightsInState(optimizers)
+        # A single rank differs from no other one.
+        self._weights_in_state = WeightsInState(optimizers if self.world_size > 1 else [], options)
         self.watched = WatchedModel(model, optimizers, parameters, self.group)
         self._buffers = OwnBuffers(model)
         self._integers = IntegerBuffers(model, self.group)
@@ -240,7 +241,7 @@ class LocalAverages(AveragingLoop[Average]):
         refuse_kept(self.fragments)
         self.check_open()
         if not self.step:
-            self._check_state()  # after one step, state that holds weights is closest to the parameters
+            self._weights_in_state.check()  # after one step, state that holds weights is closest to the parameters
         super().advance()
 
     @untraced
@@ -445,13 +446,7 @@ class LocalAverages(AveragingLoop[Average]):
         If the other ranks made the same change, they raise the same error; otherwise, their error names this rank.
         """
         self.watched.check()
-        self._check_state()
-
-    def _check_state(self) -> None:
-        """Raise ConfigError if the inner optimizers keep weights in their state, because each rank would keep its
-        own."""
-        if self.options.inner_state == "keep" and self.world_size > 1:
-            self._weights_in_state.check(self.options.delay)
+        self._weights_in_state.check()
 
     def _notice_changes(self) -> None:
         """Find the fragments whose tensors have left the anchor on some rank since the last average. A collective."""

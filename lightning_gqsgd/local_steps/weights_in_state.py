@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.local_steps.options import LocalOptions
 
 #: The largest distance between state and parameters, relative to the parameters, at which the state may be weights.
 #: Momentum and second moments are at a distance of 1 or more, because they have another pattern.
@@ -35,21 +36,20 @@ class WeightsInState:
 
     Args:
         optimizers: the inner optimizers.
+        options: the options of local steps. With another ``inner_state`` than ``"keep"``, there is nothing to look for.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = list(optimizers)
+    def __init__(self, optimizers: Sequence[Optimizer], options: LocalOptions) -> None:
+        self._optimizers = list(optimizers) if options.inner_state == "keep" else []
+        self._delay = options.delay
         self._seen: dict[tuple[int, str], _Seen] = {}
         self._others: set[tuple[int, str]] = set()
 
     @torch.no_grad()
-    def check(self, delay: int) -> None:
+    def check(self) -> None:
         """Check the current state. New state tensors are judged, and those that may be weights are watched.
 
         Waits for a GPU. All ranks get the same result, because they run the same optimizer from the same parameters.
-
-        Args:
-            delay: steps between the start of an average and its use, for the remedy.
 
         Raises:
             ConfigError: if an optimizer keeps weights in its state.
@@ -62,7 +62,7 @@ class WeightsInState:
                 if key not in self._seen:
                     self._judge(key, kept)
                 elif self._seen[key].has_moved(kept):
-                    raise ConfigError(_refusal(optimizer, name, len(kept), self._seen[key].distance, delay))
+                    raise ConfigError(_refusal(optimizer, name, len(kept), self._seen[key].distance, self._delay))
 
     def _judge(self, key: tuple[int, str], kept: list[tuple[Tensor, Tensor]]) -> None:
         """Decide whether new state may be weights. If it also looks like gradients, decide later."""

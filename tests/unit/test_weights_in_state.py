@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
 
 
@@ -105,7 +106,7 @@ def _steps(
 ) -> None:
     """Train, and look at the state after the first step and after every fourth."""
     optimizer = make(model.parameters())
-    watch = WeightsInState([optimizer])
+    watch = WeightsInState([optimizer], LocalOptions())
     dtype = next(model.parameters()).dtype
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
@@ -117,7 +118,7 @@ def _steps(
             model(x).sub(1.0).square().mean().backward()
         optimizer.step()
         if step % 4 == 3 or not step:
-            watch.check(delay=0)
+            watch.check()
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ class MergedAverages:
         self._facts = trained.facts
         self.outer = trained.outer
         self._watched = WatchedModel(model, optimizers, trained.parameters, parent)
-        self._weights_in_state = WeightsInState(optimizers)
+        self._weights_in_state = WeightsInState(optimizers, options)
         self._inner = InnerState(optimizers)
         self._buffers = OwnBuffers(model)
         self._contributions = 0
@@ -316,7 +316,7 @@ class MergedAverages:
         refuse_kept([self._fragment])
         self.check_open()
         if not self.step:
-            self._check_state()
+            self._weights_in_state.check()
         self._thread.go_on()
         self.step += 1
         self._steps_since += 1
@@ -546,7 +546,7 @@ class MergedAverages:
         """
         try:
             self._watched.check()
-            self._check_state()
+            self._weights_in_state.check()
             self._buffers.take_back()
         except ConfigError:
             self.close()
@@ -664,12 +664,6 @@ class MergedAverages:
             self._known_version = self._shared.version
         self._samples_since = 0
         self._steps_since = 0
-
-    def _check_state(self) -> None:
-        """Raise ConfigError if the inner optimizers keep weights in their state, because each member would keep its
-        own."""
-        if self.options.inner_state == "keep":
-            self._weights_in_state.check(self.options.delay)
 
     def _say_left_out(self, settled: Merge) -> None:
         self.skipped += 1
