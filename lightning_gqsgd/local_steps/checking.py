@@ -28,7 +28,8 @@ def check_local_state(averages: LocalAverages, state: Mapping[str, Any], own: bo
         ConfigError: if it is the state of another model, rule, number of fragments or, with a memory, rank; or if it
             has nested entries that `checkpoint.state_of` does not write.
     """
-    _check_anchors(averages, state["anchors"])
+    here = {entry.name: anchor for fragment in averages.fragments for entry, anchor in fragment.entries()}
+    check_tensors(here, state["anchors"], "trained parameters or buffers")
     if state["fragments"] != averages.options.fragments:
         raise ConfigError(
             f"the state of local steps was written with fragments={state['fragments']}, this run has "
@@ -51,37 +52,28 @@ def check_tensors(here: Mapping[str, Tensor], saved: object, what: str) -> None:
 
     Args:
         here: this run's tensors by name.
-        saved: the checkpoint's entry for them.
+        saved: the state's entry for them.
         what: a word for the tensors, for the error.
 
     Raises:
         ConfigError: if names or shapes differ.
     """
-    if not isinstance(saved, Mapping) or set(saved) != set(here):
-        raise ConfigError(f"the checkpoint is that of a model with other {what}; resume with that model")
-    for name, tensor in here.items():
-        _check_tensor(name, saved[name], tensor)
-
-
-def _check_anchors(averages: LocalAverages, anchors: Mapping[str, Any]) -> None:
-    here = {entry.name: anchor for fragment in averages.fragments for entry, anchor in fragment.entries()}
-    missing = sorted(set(here) ^ set(anchors))
+    if not isinstance(saved, Mapping):
+        raise ConfigError(f"the state of local steps has {saved!r:.100}, which is not {what} by name; {REMEDY}")
+    missing = sorted(set(here) ^ set(saved), key=str)
     if missing:
         raise ConfigError(
-            f"the state of local steps is that of a model with other trained parameters or buffers ({missing[0]!r} is "
-            "on one side only); resume with the model that wrote it"
+            f"the state of local steps is that of a model with other {what} ({missing[0]!r} is on one side only); "
+            "resume with the model that wrote it"
         )
-    for name, anchor in here.items():
-        _check_tensor(name, anchors[name], anchor)
-
-
-def _check_tensor(name: str, saved: object, here: Tensor) -> None:
-    if not isinstance(saved, Tensor) or saved.shape != here.shape:
-        shape = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
-        raise ConfigError(
-            f"the state of local steps has {shape} for {name!r}, this model {tuple(here.shape)}; resume with the model "
-            "that wrote it"
-        )
+    for name, tensor in here.items():
+        found = saved[name]
+        if not isinstance(found, Tensor) or found.shape != tensor.shape:
+            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigError(
+                f"the state of local steps has {shape} for {name!r}, this model {tuple(tensor.shape)}; resume with the "
+                "model that wrote it"
+            )
 
 
 def _check_order(averages: LocalAverages, state: Mapping[str, Any]) -> None:
