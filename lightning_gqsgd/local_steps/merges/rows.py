@@ -6,7 +6,7 @@ import math
 import statistics
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntFlag
 
 import torch
@@ -64,40 +64,16 @@ class Row:
 
     def tensor(self) -> Tensor:
         """Returns the row as int64 numbers, [numel]."""
-        name = self.name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-        packed = _LAYOUT.pack(
-            self.identity,
-            self.merges,
-            self.checksum,
-            self.outer,
-            self.contribution,
-            self.samples,
-            self.steps,
-            self.step_s,
-            self.norm,
-            int(self.flags),
-            name,
-        )
+        identity, name, *numbers = astuple(self)
+        packed = _LAYOUT.pack(identity, *numbers, name.encode()[:_NAME_BYTES])
         return torch.frombuffer(bytearray(packed), dtype=torch.int64)
 
     @classmethod
     def of(cls, tensor: Tensor) -> Row:
         """Returns the row from the result of `tensor`."""
-        values = _LAYOUT.unpack(tensor.cpu().contiguous().numpy().tobytes())
-        identity, merges, checksum, outer, contribution, samples, steps, step_s, norm, flags, name = values
-        return cls(
-            identity,
-            name.rstrip(b"\0").decode(errors="replace"),
-            merges,
-            checksum,
-            outer,
-            contribution,
-            samples,
-            steps,
-            step_s,
-            norm,
-            Flag(flags),
-        )
+        identity, *numbers, flags, name = _LAYOUT.unpack(tensor.cpu().contiguous().numpy().tobytes())
+        fields = (identity, name.rstrip(b"\0").decode(errors="replace"), *numbers, Flag(flags))
+        return cls(*fields)
 
     @property
     def known(self) -> tuple[int, int, int]:
@@ -106,6 +82,7 @@ class Row:
         return self.merges, self.checksum, self.outer
 
 
+#: The fields of a row, in order, except that the name is at the end.
 _LAYOUT = struct.Struct(f"<qqqqqqqddq{_NAME_BYTES}s")
 
 
