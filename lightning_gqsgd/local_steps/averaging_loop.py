@@ -92,7 +92,7 @@ class AveragingLoop(ABC, Generic[AnyPending]):
             if fragment.settled_after != self.step:
                 self._begin(number, delay=0)
                 self.under_way[-1].is_last = True
-        self._use(self.under_way, mixing=0.0)
+        self._use(self.under_way)
         self.rounds.begin_anew(self.step)
 
     def _begin(self, fragment: int, delay: int) -> None:
@@ -100,15 +100,11 @@ class AveragingLoop(ABC, Generic[AnyPending]):
         self.under_way.append(self._start(fragment, delay))
         self.averages += 1
 
-    def _use(self, averages: Sequence[AnyPending], mixing: float | None = None) -> None:
-        """Wait for some averages, and move the anchor by them, in the order in which they were started.
-
-        Args:
-            averages: the averages to use.
-            mixing: weight of a rank's own parameters; None means the weight of the options.
-        """
-        weight = (self.options.mixing if self.options.delay else 0.0) if mixing is None else mixing
+    def _use(self, averages: Sequence[AnyPending]) -> None:
+        """Wait for some averages, and move the anchor by them, in the order in which they were started."""
         for average in list(averages):
+            # Without a delay, a rank has made no step of its own since the average was started.
+            weight = self.options.mixing if self.options.delay and not average.is_last else 0.0
             with self._or_broken():
                 self._wait(average)
                 is_finite = average.is_finite()

@@ -37,14 +37,13 @@ class Rounds:
             ConfigError: if ``every`` returns an invalid number of steps for the next round.
         """
         if step - self.begun_after >= self._options.steps_of_round(self.number):
-            self.number = self.number + 1
-            self.begun_after = step
+            self.begin_anew(step)
             self._options.steps_of_round(self.number)
 
     def begin_anew(self, step: int) -> None:
-        """End the current round early after a step, and begin the next round."""
+        """End the current round after a step, and begin the next round, unless the current one has just begun."""
         if step > self.begun_after:
-            self.number = self.number + 1
+            self.number += 1
             self.begun_after = step
 
     def state_dict(self) -> dict[str, int]:
