@@ -35,8 +35,8 @@ class InnerState:
         return [
             value
             for parameter in parameters
-            for state in self._states_of(parameter)
-            for _, value in sorted(state.items())
+            for optimizer in self._optimizers
+            for _, value in sorted(optimizer.state.get(parameter, {}).items())
             if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
         ]
 
@@ -51,9 +51,6 @@ class InnerState:
                     del optimizer.state[parameter]
                     cleared += 1
         return cleared
-
-    def _states_of(self, parameter: Tensor) -> Iterator[dict[str, object]]:
-        return (optimizer.state[parameter] for optimizer in self._optimizers if parameter in optimizer.state)
 
 
 @contextmanager

@@ -91,6 +91,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
 
     Attributes:
         config: the compression, as requested.
+        resolved: the compression, with the chosen reducer for the current number of ranks.
         telemetry: counters of this process.
 
     Raises:
@@ -109,24 +110,19 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         _end_requests_of(process_group)
         super().__init__(pg=process_group)
         self.config = config
+        self.resolved = config
         self.telemetry = Telemetry()
         self._device = device
         self._facts = {"device": device.type, **(facts or {})}
         self._engines: list[Engine] = []  # the engine of the current ranks, if there is one
         self._closing: list[threading.Thread] = []  # threads that close the engines of earlier ranks
         self._peers: Peers  # the current ranks, once there are some
-        self._resolved = config  # for the current number of ranks
         self._prepared: set[torch.dtype] = set()  # dtypes that kernels are compiled for
         self._compiled: set[tuple[GQSGDConfig, int]] = set()  # for fp32, see `_kernels_of`
         self._calls = 0
         self._error: Exception | None = None
         # This also runs at exit, because Gloo groups that are still open then can abort the process.
         weakref.finalize(self, _close_all, self._engines, self._closing)
-
-    @property
-    def resolved(self) -> GQSGDConfig:
-        """The compression, with the chosen reducer for the current number of ranks."""
-        return self._resolved
 
     @torch.no_grad()
     def sum(self, flat: Tensor, segments: Sequence[Segment], number: int) -> Tensor:
@@ -148,7 +144,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             engine = self._engine_for(flat)
             if flat.dtype not in self._prepared:
                 self._prepare(engine, flat.dtype, _card(flat, number))
-            request = Request(f"sum number {number}", (self._resolved,), tuple(segments), number)
+            request = Request(f"sum number {number}", (self.resolved,), tuple(segments), number)
             return self._started(engine, request, flat, flat, is_sum=True).take_now()
         except Exception as error:
             self._note(error)
@@ -294,7 +290,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             self._compiled.add(self._kernels_of(side.configs[0], peers.size()))
         self._calls = seen.calls
         engine.telemetry = self.telemetry  # the counters of earlier ranks are continued
-        self._resolved = side.configs[0]
+        self.resolved = side.configs[0]
         self._prepared = {torch.float32}
         self._engines[:] = [engine]
 
@@ -344,14 +340,14 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         """Start to replace one tensor, which has no name."""
         # Kernels read memory directly, so a lazy negation has to be resolved.
         flat = tensor.detach().resolve_neg().contiguous().view(-1)
-        segment = Segment(0, flat.numel(), raw=flat.numel() < self._resolved.min_numel)
+        segment = Segment(0, flat.numel(), raw=flat.numel() < self.resolved.min_numel)
         engine = self._engine_for(tensor)
         number = self._calls
         self._calls += 1
         card = _card(tensor, number)
         if tensor.dtype not in self._prepared:
             self._prepare(engine, tensor.dtype, card)
-        request = Request(f"all-reduce number {number}", (self._resolved,), (segment,), number, agreement=card)
+        request = Request(f"all-reduce number {number}", (self.resolved,), (segment,), number, agreement=card)
         return self._started(engine, request, tensor, flat, is_sum=is_sum)
 
     def _engine_for(self, tensor: Tensor) -> Engine:
@@ -381,7 +377,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
     def _prepare(self, engine: Engine, dtype: torch.dtype, card: Card) -> None:
         """Compile kernels for another dtype, after all ranks have agreed on it. A collective."""
         try:
-            prepare_later(engine, self._peers, card, self._resolved, dtype)
+            prepare_later(engine, self._peers, card, self.resolved, dtype)
         except Exception as error:
             self._note(error)
             raise

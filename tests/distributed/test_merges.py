@@ -151,7 +151,7 @@ def _many_merges(rank: int) -> tuple[float, float]:
                 anchor.zero_()
             shared.version += 1
         mine = Contribution(number, [start], [-changes[rank]], samples[rank], 1, torch.empty(0, dtype=torch.int64))
-        with thread.between_merges():
+        with thread.between_merges:
             thread._members.run(merge(shared, thread._member, mine))
         moved = -shared.fragment.bundles[0].flat_anchors().double()
         total += moved

@@ -523,7 +523,7 @@ class MergedAverages:
                 "a state of merges was loaded when steps had been made since the last merge; load it before the first "
                 "step, or call finish() first"
             )
-        with self._thread.between_merges():
+        with self._thread.between_merges:
             with all_or_nothing(self._optimizers):
                 load_beside()
                 self._shared.load_state_dict(state["merged"])

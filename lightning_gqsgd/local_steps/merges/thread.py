@@ -6,8 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_gqsgd.errors import CollectiveError, ConfigError
@@ -37,6 +36,7 @@ class MergeThread:
         outlier: see `rows.shares_of`.
 
     Attributes:
+        between_merges: a lock that is held during each merge.
         latest: the latest merge; None before the first one.
         failed: number of failed merges.
     """
@@ -50,7 +50,7 @@ class MergeThread:
         self._rounds = rounds
         self._outlier = outlier
         self._changed = threading.Condition()
-        self._between = threading.Lock()  # held during a merge
+        self.between_merges = threading.Lock()
         self._contribution: Contribution | None = None
         self._settled_by: Merge | None = None
         self._has_finished = False
@@ -171,12 +171,6 @@ class MergeThread:
             self.check()
             return self._rests
 
-    @contextmanager
-    def between_merges(self) -> Iterator[None]:
-        """Returns a context in which no merge is under way."""
-        with self._between:
-            yield
-
     def close(self) -> None:
         """End the thread. If a merge is under way, it fails, also on the other members. Does nothing in a forked
         process."""
@@ -253,7 +247,7 @@ class MergeThread:
         )
         problem: Exception | None = None
         try:
-            with self._between:
+            with self.between_merges:
                 found = self._members.run(requests)
         except MergeFailed as error:
             problem = error
