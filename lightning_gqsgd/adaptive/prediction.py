@@ -30,7 +30,7 @@ from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.meta import codec_name
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.predict.costs import Costs
+    from lightning_gqsgd.predict.model import Prediction
 
 #: Buckets of the model, and coordinates of each; a bucket is one piece.
 BUCKETS = 4
@@ -115,24 +115,20 @@ class _Model:
     def largest_beta_s(self, step_s: float) -> float:
         """Returns a cost of a byte at which a step of 32 bits takes longer than ``step_s``, even if part of the
         exchange is hidden."""
-        from lightning_gqsgd.predict.model import predict
-
-        sent = predict(self._timeline, self._costs(0.0, 0.0), self._ranks, self._candidates[32]).sent_bytes
-        return 2 * step_s / sent
+        return 2 * step_s / self._predicted(32, 0.0, 0.0).sent_bytes
 
     def step_s(self, bits: int, beta_s: float, gamma_s: float) -> float:
         """Returns the seconds of a step."""
-        from lightning_gqsgd.predict.model import predict
+        return self._predicted(bits, beta_s, gamma_s).step_s
 
-        costs = self._costs(beta_s, gamma_s)
-        return predict(self._timeline, costs, self._ranks, self._candidates[bits]).step_s
-
-    def _costs(self, beta_s: float, gamma_s: float) -> Costs:
+    def _predicted(self, bits: int, beta_s: float, gamma_s: float) -> Prediction:
         from lightning_gqsgd.predict.costs import KINDS, Collective, Costs, Gamma
+        from lightning_gqsgd.predict.model import predict
 
         collectives = {f"all {kind}": Collective(0.0, beta_s) for kind in KINDS}
         gammas = dict.fromkeys(self._codecs, Gamma(gamma_s, gamma_s, gamma_s))
-        return Costs(collectives, gammas, source="the training's own steps")
+        costs = Costs(collectives, gammas, source="the training's own steps")
+        return predict(self._timeline, costs, self._ranks, self._candidates[bits])
 
 
 def _solved(excess: Callable[[float], float], most: float) -> float:
