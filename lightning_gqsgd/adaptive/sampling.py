@@ -57,14 +57,12 @@ class Taken(NamedTuple):
 
     Attributes:
         runs: the coordinates, by parameter.
-        values: the rank's own gradient at these places, one run after the other, in fp64, the dtype of sums.
-        original: the same values in the gradient's dtype.
+        values: the rank's own gradient at these places, one run after the other.
         step: number of the step.
     """
 
     runs: tuple[Run, ...]
     values: Tensor
-    original: Tensor
     step: int
 
 
@@ -99,18 +97,18 @@ class GradientSampler:
         runs = tuple(_runs(segments, step, seed))
         if not runs:
             return None
-        original = _sampled(x, runs)
-        return Taken(runs, original.double(), original, step)
+        return Taken(runs, _sampled(x, runs), step)
 
     def measure(self, taken: Taken) -> None:
         """Measure the sums that only need this rank's gradient: its square, and its rounding error at each number of
         bits."""
         numels = [run.numel for run in taken.runs]
         segments = tuple(Segment(run.parameter, run.numel, False) for run in taken.runs)
-        rows = [_squares(taken.values, numels)]
+        values = taken.values.double()  # the dtype of sums
+        rows = [_squares(values, numels)]
         for config in self._coded.values():
-            rounded = self._rounded(taken.original, config, segments, taken.step)
-            rows.append(_squares(rounded.double() - taken.values, numels))
+            rounded = self._rounded(taken.values, config, segments, taken.step)
+            rows.append(_squares(rounded.double() - values, numels))
         for run, sums in zip(taken.runs, torch.stack(rows, dim=1), strict=True):
             self._own[run.parameter] = sums * run.weight
 
