@@ -22,7 +22,7 @@ this ("How few bits the noise allows", after McCandlish et al., arXiv 1812.06162
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -69,18 +69,24 @@ class NoiseSums(NamedTuple):
     @property
     def is_usable(self) -> bool:
         """Returns whether all numbers are finite, and the gradient is not zero."""
-        return all(map(math.isfinite, (self.square, self.inner, *self.errors))) and self.square > 0
+        return all(map(math.isfinite, self.numbers)) and self.square > 0
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All sums, in order."""
+        return (self.square, self.inner, *self.errors)
+
+    @classmethod
+    def of(cls, numbers: Iterable[float]) -> NoiseSums:
+        """Returns the sums from their `numbers`."""
+        square, inner, *errors = numbers
+        return cls(square, inner, tuple(errors))
 
     @classmethod
     def mean(cls, several: Sequence[NoiseSums]) -> NoiseSums:
         """Returns the mean over ranks. It does not depend on the order of the ranks."""
-        square, inner, *errors = (
-            math.fsum(column) / len(several) for column in zip(*map(NoiseSums._row, several), strict=True)
-        )
-        return cls(square, inner, tuple(errors))
-
-    def _row(self) -> tuple[float, ...]:
-        return (self.square, self.inner, *self.errors)
+        columns = zip(*(sums.numbers for sums in several), strict=True)
+        return cls.of(math.fsum(column) / len(several) for column in columns)
 
 
 @dataclass(frozen=True)
@@ -206,7 +212,7 @@ class NoiseGauge:
         # Sums are relative to |g|². Otherwise, measurements of larger gradients would count more, and hide for hundreds
         # of steps what changes as gradients become smaller. Sums start at zero. So all of them are too small by the
         # same factor at first, which does not change ratios.
-        fresh = (1.0, *(value / mean.square for value in (mean.inner, *mean.errors)))
+        fresh = [value / mean.square for value in mean.numbers]
         self._sums = [keep * old + (1 - keep) * new for old, new in zip(self._sums, fresh, strict=True)]
         self.count += 1
         if self.count >= self.rules.least:
@@ -230,8 +236,13 @@ class NoiseGauge:
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a resumed run, as plain values."""
-        state = {"bits": list(self.ways), "floor": self.floor, "count": self.count, "sums": list(self._sums)}
-        return {**state, "is_relative": True}
+        return {
+            "bits": list(self.ways),
+            "floor": self.floor,
+            "count": self.count,
+            "sums": list(self._sums),
+            "is_relative": True,
+        }
 
     def resume(self, state: object, *, is_same_world: bool) -> None:
         """Load a `state`. Start again if it is None or has other numbers of bits.

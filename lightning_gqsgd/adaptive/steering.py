@@ -210,7 +210,7 @@ class Steering:
         if sums is None:
             self.sampler.drop()
             return (0,) * (2 + len(gauge.coded))
-        numbers = (sums.square, sums.inner, *sums.errors)
+        numbers = sums.numbers
         return struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers))
 
     # --- steps without the hook --------------------------------------------------------------------------------------
@@ -417,8 +417,7 @@ def _seconds(microseconds: int) -> float:
 
 def _sums_of(row: Sequence[int]) -> NoiseSums:
     """Returns the sums whose fp64 numbers have the bits of these integers."""
-    square, inner, *errors = struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}q", *row))
-    return NoiseSums(square, inner, tuple(errors))
+    return NoiseSums.of(struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}q", *row)))
 
 
 def _told(value: Any) -> int:

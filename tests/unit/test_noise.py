@@ -290,9 +290,7 @@ def numbers_of(deviation: float, step: int, bits: int = 4) -> tuple[tuple[int, .
 
 
 def _as_numbers(sums: NoiseSums) -> list[int]:
-    values = torch.tensor([sums.square, sums.inner, *sums.errors], dtype=torch.float64)
-    numbers: list[int] = values.view(torch.int64).tolist()
-    return numbers
+    return torch.tensor(sums.numbers, dtype=torch.float64).view(torch.int64).tolist()
 
 
 def test_a_resumed_run_chooses_as_the_run_does_that_was_not_interrupted() -> None:
