@@ -31,7 +31,7 @@ from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop
+from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop, Pending
 from lightning_gqsgd.local_steps.fragments import kept, refuse_kept
 from lightning_gqsgd.local_steps.inner_state import InnerState
 from lightning_gqsgd.local_steps.options import LocalOptions
@@ -80,12 +80,10 @@ _MESSAGES = Messages(
 
 
 @dataclass(eq=False)
-class Average:
-    """The average of a fragment's changes, which is under way or not used yet.
+class Average(Pending):
+    """The average of a fragment's changes between processes, which is under way or not used yet.
 
     Attributes:
-        fragment: number of the fragment.
-        use_after: the step after which it is used.
         frozen: names of the parameters that did not require a gradient when it was started.
         changes: the mean change of each bundle of the fragment, a flat tensor; empty while the average is under way.
         pending_means: for each bundle, the object that computes its mean change; empty once the means are complete.
@@ -93,12 +91,9 @@ class Average:
         integers: the first rank's values of buffers that are not averaged.
         works: the broadcasts that send them.
         inner: the inner optimizers' tensors, and their mean as one flat tensor; None if they are not averaged.
-        is_last: whether the average ends a round early. Then the anchor becomes the mean of the ranks' models.
         errors: the error memories before the average, by kind and parameter number; empty once the mean is complete.
     """
 
-    fragment: int
-    use_after: int
     frozen: tuple[str, ...]
     changes: list[Tensor] = field(default_factory=list)
     pending_means: list[PendingMean] = field(default_factory=list)
@@ -106,7 +101,6 @@ class Average:
     integers: list[Tensor] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
     inner: tuple[list[Tensor], Tensor] | None = None
-    is_last: bool = False
     errors: dict[tuple[Keeps, int], Tensor] = field(default_factory=dict)
 
     def wait(self) -> None:
@@ -126,7 +120,7 @@ class Average:
         self.works = []
 
     def is_finite(self) -> bool:
-        """Returns True if all means are finite, which is the same on all ranks. Waits for a GPU."""
+        """Returns whether all means are finite, as `Pending.is_finite` specifies."""
         means = self.changes if self.inner is None else [*self.changes, self.inner[1]]
         return all(bool(mean.isfinite().all()) for mean in means)
 

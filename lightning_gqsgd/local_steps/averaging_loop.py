@@ -9,7 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 
@@ -18,7 +19,8 @@ from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.schedule import Rounds
 
 
-class Pending(Protocol):
+@dataclass(eq=False)
+class Pending(ABC):
     """An average that was started and not used yet.
 
     Attributes:
@@ -29,11 +31,11 @@ class Pending(Protocol):
 
     fragment: int
     use_after: int
-    is_last: bool
+    is_last: bool = field(default=False, kw_only=True)
 
+    @abstractmethod
     def is_finite(self) -> bool:
-        """Returns whether all means are finite, which is the same on all ranks."""
-        ...
+        """Returns whether all means are finite, which is the same on all ranks. Waits for a GPU."""
 
 
 AnyPending = TypeVar("AnyPending", bound=Pending)
@@ -81,12 +83,7 @@ class AveragingLoop(ABC, Generic[AnyPending]):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Use the averages under way, and average the changes since. Then all ranks have the same bits.
-
-        The round ends early; if training continues, the next round begins. The anchor becomes the mean of the ranks'
-        models, because the outer optimizer's momentum is meant for whole rounds and would move the anchor too far. A
-        second call in a row does nothing.
-        """
+        """Use the averages under way, and average the changes since; see `averages.LocalAverages.finish`."""
         self._use(self.under_way)
         for number, fragment in enumerate(self.fragments):
             if fragment.settled_after != self.step:

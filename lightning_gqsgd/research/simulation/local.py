@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, check_integer
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop
+from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop, Pending
 from lightning_gqsgd.local_steps.fragments import Entry, Fragment, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import make_outer
@@ -308,13 +308,10 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
 
 
 @dataclass(eq=False)
-class VirtualAverage:
-    """An average that is not used yet; see `averaging_loop.Pending`."""
+class VirtualAverage(Pending):
+    """An average that is not used yet."""
 
-    fragment: int
-    use_after: int
     mean: Tensor
-    is_last: bool = False
 
     def is_finite(self) -> bool:
         """Returns whether the mean is finite."""
