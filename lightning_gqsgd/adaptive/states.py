@@ -119,7 +119,7 @@ class Watch:
     """Detects that the duration of steps has changed since a decision.
 
     Args:
-        keeps: number of durations that are kept.
+        rules: the numbers.
         reference_s: the duration of steps with which others are compared, in seconds; None means the next median.
         began_s: see below.
 
@@ -131,35 +131,34 @@ class Watch:
         window: durations of the latest steps with the hook.
     """
 
-    def __init__(self, keeps: int, reference_s: float | None = None, began_s: float | None = None) -> None:
+    def __init__(self, rules: Rules, reference_s: float | None = None, began_s: float | None = None) -> None:
+        self._rules = rules
         self.reference_s = reference_s
         self.is_refined = False
         self.is_plain = False
         self.began_s = began_s
-        self.window: deque[float] = deque(maxlen=keeps)
+        self.window: deque[float] = deque(maxlen=rules.window)
 
-    def length(self, lengths: Sequence[float], rules: Rules, *, at_once: bool) -> float | None:
+    def length(self, lengths: Sequence[float], *, at_once: bool) -> float | None:
         """Returns the duration of steps to compare; None if too few steps are known.
 
         Args:
             lengths: durations of the latest steps, in seconds, at most `Rules.window`.
-            rules: the numbers.
             at_once: whether few steps are always enough, and not only if their duration is very different.
         """
-        if len(lengths) >= rules.latest:
-            now = median(list(lengths)[-rules.latest :])
+        if len(lengths) >= self._rules.latest:
+            now = median(list(lengths)[-self._rules.latest :])
             decided = self.reference_s
-            jumps = decided is not None and max(now / decided, decided / now) > 1 + rules.jump
+            jumps = decided is not None and max(now / decided, decided / now) > 1 + self._rules.jump
             if jumps or at_once:
                 return now
-        return median(lengths) if len(lengths) == rules.window else None
+        return median(lengths) if len(lengths) == self._rules.window else None
 
-    def change(self, now: float, rules: Rules, *, is_plain: bool = False) -> float | None:
+    def change(self, now: float, *, is_plain: bool) -> float | None:
         """Returns the relative change of the duration of steps if it is large enough for a trial, and otherwise None.
 
         Args:
             now: the median duration of the latest steps, in seconds.
-            rules: the numbers.
             is_plain: whether these are steps of plain DDP. They may be shorter than steps with the hook by
                 `Rules.hook`, because they do not include the cost of the hook.
         """
@@ -167,11 +166,11 @@ class Watch:
             self.reference_s = now
         change = now / self.reference_s - 1
         leaves_hook = is_plain and not self.is_plain
-        is_shorter = change < -(rules.hook if leaves_hook else rules.drift)
-        if leaves_hook and self.began_s is not None and abs(now / self.began_s - 1) <= rules.drift:
+        is_shorter = change < -(self._rules.hook if leaves_hook else self._rules.drift)
+        if leaves_hook and self.began_s is not None and abs(now / self.began_s - 1) <= self._rules.drift:
             # The trial that these steps began has kept 32 bits, so the hook costs more than is assumed.
             is_shorter = False
-        if change > rules.drift or is_shorter:
+        if change > self._rules.drift or is_shorter:
             return change
         # Once, steps after a decision replace those of the trial, because they are a better reference.
         if not self.is_refined or is_plain != self.is_plain:

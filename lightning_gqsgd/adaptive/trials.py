@@ -99,7 +99,7 @@ class Trials:
         self.bits = self.allow[0]
         self.decisions: list[Decision] = []
         self.state: State = Settle("first trial", self.rules.settling)
-        self._watch = Watch(self.rules.window)
+        self._watch = Watch(self.rules)
         self._cost = self.rules.longest_trial(len(self.allow)) + (2 * LAG if predictor else 0)
         self._credit = float(self.rules.most_trials * self._cost)
         self._asked: str | None = None  # why a trial is due as soon as the credit is enough
@@ -210,7 +210,7 @@ class Trials:
 
     def watched(self, lengths: Sequence[float]) -> float | None:
         """Returns the duration of steps that the watch compares with that of the decision; see `Watch.length`."""
-        return self._watch.length(lengths, self.rules, at_once=isinstance(self.state, Challenge))
+        return self._watch.length(lengths, at_once=isinstance(self.state, Challenge))
 
     # --- from state to state -----------------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class Trials:
     def _compare(self, now: float, *, is_plain: bool = False) -> None:
         """Begin a trial if the median duration of steps has changed, and if the credit is enough; see
         `Watch.change`."""
-        change = self._watch.change(now, self.rules, is_plain=is_plain)
+        change = self._watch.change(now, is_plain=is_plain)
         if change is not None and self._credit >= self._cost:
             why = f"steps became {abs(change):.0%} {'longer' if change > 0 else 'shorter'}"
             self._begin(why, plain_s=now if is_plain else None)
@@ -264,7 +264,7 @@ class Trials:
     def _decide(self, decision: Decision, state: State) -> None:
         """Record a decision, and watch the following steps."""
         self.decisions.append(decision)
-        self._watch = Watch(self.rules.window, decision.seconds.get(self.bits), self._watch.began_s)
+        self._watch = Watch(self.rules, decision.seconds.get(self.bits), self._watch.began_s)
         self._enter(state)
 
     def _end_trial(self, trial: Try, step: int, plain: PlainDDP) -> None:

@@ -40,7 +40,7 @@ def _watches_nothing(state: GQSGDState) -> None:
     assert state._steering is not None
     trials = state._steering.trials
     assert trials is not None
-    trials.rules = replace(trials.rules, drift=math.inf, jump=math.inf)
+    trials.rules = trials._watch._rules = replace(trials.rules, drift=math.inf, jump=math.inf)
 
 
 def _try_all(state: GQSGDState) -> None:
