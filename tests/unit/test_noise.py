@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_gqsgd.adaptive.noise import NoiseGauge, NoiseRules, NoiseSums, Way
-from lightning_gqsgd.adaptive.sampling import SAMPLE_NUMEL, GradientSampler
+from lightning_gqsgd.adaptive.sampling import SAMPLE_NUMEL, GradientSampler, Taken
 from lightning_gqsgd.adaptive.steering import Steering
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
@@ -47,18 +47,27 @@ def gradients(deviation: float, draw: int, ranks: int = RANKS, mean: float = 1.0
 
 def measured(deviation: float, draw: int, bits: int = 4, mean: float = 1.0) -> list[NoiseSums]:
     """What each rank measures of one step that is compressed to ``bits`` bits."""
-    each, sums = gradients(deviation, draw, mean=mean), []
+    each = gradients(deviation, draw, mean=mean)
     sampler = GradientSampler(candidates())
     decoded = average([x.clone() for x in each], bits=bits, step=draw)[0]
-    for x in each:
-        taken = sampler.take(x, SEGMENTS, draw, seed=0)
-        assert taken is not None
-        sampler.measure(taken)
-        sampler.watch(taken)(decoded)
-        collected = sampler.collect()
-        assert collected is not None
-        sums.append(collected)
+    return [collected(sampler, x, decoded, draw) for x in each]
+
+
+def collected(sampler: GradientSampler, x: Tensor, decoded: Tensor, step: int) -> NoiseSums:
+    """What a rank measures of its gradient."""
+    measure(sampler, x, decoded, SEGMENTS, step)
+    sums = sampler.collect()
+    assert sums is not None
     return sums
+
+
+def measure(sampler: GradientSampler, x: Tensor, mean: Tensor, segments: Sequence[Segment], step: int) -> Taken:
+    """Measure one bucket, and return its sample."""
+    taken = sampler.take(x, segments, step, seed=1)
+    assert taken is not None
+    sampler.measure(taken)
+    sampler.watch(taken)(mean)
+    return taken
 
 
 def observations(deviation: float, count: int, bits: int = 4) -> Iterator[NoiseSums]:
@@ -104,12 +113,7 @@ def test_the_variance_of_rounding_is_predicted_for_widths_that_are_not_in_use(ra
             rounded = average([x.clone() for x in each], bits=bits, step=draw)[0]
             errors.append(float((rounded - mean)[700:].square().sum()))
             mean_squares.append(float(mean[700:].square().sum()))
-            taken = sampler.take(each[0], SEGMENTS, draw, seed=0)
-            assert taken is not None
-            sampler.measure(taken)
-            sampler.watch(taken)(mean)
-            sums = sampler.collect()
-            assert sums is not None
+            sums = collected(sampler, each[0], mean, draw)
             relative.append(sums.errors[(8, 4).index(bits)] / sums.square)
             squares.append(float(torch.stack(each)[:, 700:].square().sum()) / ranks)
         square, inner = sum(squares) / 6, sum(mean_squares) / 6
@@ -252,10 +256,7 @@ def test_samples_do_not_depend_on_buckets_and_have_every_coordinate_as_often_as_
         for segments in buckets:
             at = 0 if segments[0] is one else 9000
             part = slice(at, at + sum(segment.numel for segment in segments))
-            taken = sampler.take(x[part], segments, 4, seed=1)
-            assert taken is not None
-            sampler.measure(taken)
-            sampler.watch(taken)(mean[part])
+            measure(sampler, x[part], mean[part], segments, 4)
     assert together.collect() == apart.collect()
     assert together.collect() is None
     counts, draws = torch.zeros(700 + NUMEL), 200
