@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gqsgd import CollectiveError, ConfigError, LocalSteps
+from lightning_gqsgd.local_steps.merges.contribution import Contribution
+from lightning_gqsgd.local_steps.merges.merge import merge
 from tests.distributed.local_models import bits_of_model
-from tests.distributed.ranks import RankFailed, logged, run, run_alike
+from tests.distributed.ranks import logged, run, run_alike
 from tests.errors import error_text
 
 
@@ -43,6 +46,13 @@ def network(rank: int) -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
 
 
+def merging(rank: int, every: int | str = "200ms", **fields: Any) -> tuple[nn.Module, LocalSteps, torch.Generator]:
+    """A network, its optimizer, and what draws a rank's own data."""
+    model = network(rank)
+    optimizer = LocalSteps(model, torch.optim.AdamW(model.parameters(), 1e-2), every=every, bits=4, **fields)
+    return model, optimizer, torch.Generator().manual_seed(rank)
+
+
 def train_step(model: nn.Module, optimizer: LocalSteps, generator: torch.Generator, pause_s: float = 0.0) -> float:
     """A step on data of the rank's own; its loss."""
     x = torch.randn(16, 32, generator=generator)
@@ -55,9 +65,7 @@ def train_step(model: nn.Module, optimizer: LocalSteps, generator: torch.Generat
 
 
 def _unequal(rank: int, delay: int) -> dict[str, Any]:
-    model = network(rank)
-    optimizer = LocalSteps(model, torch.optim.AdamW(model.parameters(), 1e-2), every="300ms", delay=delay, bits=4)
-    generator = torch.Generator().manual_seed(rank)
+    model, optimizer, generator = merging(rank, "300ms", delay=delay)
     start = bits_of_model(model)
     losses = []
     while optimizer.samples < 150:
@@ -128,9 +136,6 @@ def test_changes_are_weighted_by_samples(tmp_path: Path) -> None:
 
 def _many_merges(rank: int) -> tuple[float, float]:
     """How far the mean of many merges is from the weighted mean, in standard errors, at most and in the mean."""
-    from lightning_gqsgd.local_steps.merges.contribution import Contribution
-    from lightning_gqsgd.local_steps.merges.merge import merge
-
     torch.manual_seed(0)
     model = nn.Linear(64, 32, bias=False)
     fields = {"every": "1h", "outer": "sgd", "bits": 2, "min_numel": 0}
@@ -170,9 +175,7 @@ def test_a_weighted_merge_is_unbiased(tmp_path: Path) -> None:
 
 
 def _poisoned(rank: int, bad: float) -> dict[str, Any]:
-    model = network(rank)
-    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every="200ms", bits=4)
-    generator = torch.Generator().manual_seed(rank)
+    model, optimizer, generator = merging(rank)
     for step in range(30):
         if step == 10 and rank == 2:
             with torch.no_grad():
@@ -223,9 +226,7 @@ def test_nobody_waits_for_a_rank_that_is_late_and_what_it_learns_is_not_lost(tmp
 
 
 def _resumed(rank: int, folder: str) -> list[str]:
-    model = network(rank)
-    optimizer = LocalSteps(model, torch.optim.AdamW(model.parameters(), 1e-2), every="200ms", bits=4)
-    generator = torch.Generator().manual_seed(rank)
+    model, optimizer, generator = merging(rank)
     for _ in range(20):
         train_step(model, optimizer, generator, 0.02)
     optimizer.finish()
@@ -235,9 +236,8 @@ def _resumed(rank: int, folder: str) -> list[str]:
     end = bits_of_model(model)
     optimizer.close()
     saved = torch.load(path, weights_only=True)
-    again = network(rank + 5)
+    again, other, _ = merging(rank + 5)
     again.load_state_dict(saved["model"])
-    other = LocalSteps(again, torch.optim.AdamW(again.parameters(), 1e-2), every="200ms", bits=4)
     other.load_state_dict(saved["optimizer"])
     assert other.samples == samples
     assert bits_of_model(again) == end
@@ -291,9 +291,7 @@ def test_a_state_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 
 def _loaded_in_a_round(rank: int) -> list[str]:
-    model = network(rank)
-    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every="5s", bits=4)
-    generator = torch.Generator().manual_seed(rank)
+    model, optimizer, generator = merging(rank, "5s")
     saved = optimizer.state_dict()
     train_step(model, optimizer, generator, 0.0)
     refused = error_text(ConfigError, optimizer.load_state_dict, saved)
@@ -334,11 +332,7 @@ def test_a_state_that_goes_back_to_an_earlier_step_can_be_trained_to_the_same_st
 
 
 def _one_dies(rank: int) -> str:
-    import os
-
-    model = network(rank)
-    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every="200ms", bits=4)
-    generator = torch.Generator().manual_seed(rank)
+    model, optimizer, generator = merging(rank)
     for step in range(200):
         if rank and step == 5:
             os._exit(1)
@@ -377,14 +371,13 @@ def test_steps_whose_samples_are_not_counted_are_said_to_weigh_nothing(tmp_path:
     assert len([text for text in said if "add_samples has counted 0 samples in" in text]) == 1
 
 
-def _differ(rank: int) -> None:
-    model = network(rank)
-    LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every="1s" if rank else "2s", bits=4)
+def _differ(rank: int) -> str:
+    return error_text(ConfigError, merging, rank, "1s" if rank else "2s")
 
 
 def test_ranks_with_other_rounds_refuse_each_other(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match="every"):
-        run(_differ, 2, tmp_path)
+    for text in run(_differ, 2, tmp_path):
+        assert "do not agree: every" in text
 
 
 @pytest.mark.parametrize(
@@ -415,12 +408,10 @@ def test_values_that_cannot_work_are_named(fields: dict[str, Any], words: str, t
 
 
 def _by_steps(rank: int) -> str:
-    model = network(rank)
-    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every=2, bits=4)
-    with pytest.raises(ConfigError) as caught:
-        _ = optimizer.samples
+    _, optimizer, _ = merging(rank, 2)
+    text = error_text(ConfigError, lambda: optimizer.samples)
     optimizer.close()
-    return str(caught.value)
+    return text
 
 
 def test_samples_are_for_rounds_by_the_clock(tmp_path: Path) -> None:
@@ -429,9 +420,7 @@ def test_samples_are_for_rounds_by_the_clock(tmp_path: Path) -> None:
 
 
 def _changes_model(rank: int) -> str:
-    model = network(rank)
-    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every="200ms", bits=4)
-    generator = torch.Generator().manual_seed(rank)
+    model, optimizer, generator = merging(rank)
     for step in range(200):
         if rank and step == 5:
             model[0].add_module("more", nn.Linear(2, 2))
@@ -449,8 +438,6 @@ def test_a_model_that_one_rank_changes_is_an_error_on_all(tmp_path: Path) -> Non
 
 
 def _forks(rank: int) -> list[str]:
-    import os
-
     model, optimizer = counting(every="1s")
     optimizer.step()
     reader, writer = os.pipe()
