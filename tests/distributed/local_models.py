@@ -53,6 +53,23 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
         optimizer.step()
 
 
+def trained(rank: int, way: dict[str, Any], steps: int) -> tuple[WithBuffers, LocalSteps]:
+    """A model after some steps of a rank, and its optimizer."""
+    model = WithBuffers(rank)
+    optimizer = local_steps(model, way)
+    train(model, optimizer, rank, range(steps))
+    return model, optimizer
+
+
+def loaded(rank: int, way: dict[str, Any], checkpoint: Any) -> tuple[WithBuffers, LocalSteps]:
+    """A model and its optimizer with the weights and the state of a checkpoint."""
+    weights, state = checkpoint
+    model, optimizer = trained(rank, way, 0)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    return model, optimizer
+
+
 def bits_of_anchors(optimizer: LocalSteps) -> str:
     """Hash of all anchors' bits."""
     return bits_of(anchor for part in optimizer.averages.fragments for _, anchor in part.entries())

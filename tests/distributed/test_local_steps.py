@@ -23,8 +23,10 @@ from tests.distributed.local_models import (
     WithBuffers,
     bits_of_anchors,
     bits_of_model,
+    loaded,
     local_steps,
     train,
+    trained,
 )
 from tests.distributed.models import fingerprint, mlp
 from tests.distributed.ranks import logged, run, run_alike
@@ -37,8 +39,7 @@ from workloads.characters import CharacterTransformer, load_texts, windows
 def _equal(rank: int) -> list[dict[str, Any]]:
     results = []
     for way in WAYS:
-        model = WithBuffers(rank)
-        optimizer = local_steps(model, way)
+        model, optimizer = trained(rank, way, 0)
         seen: dict[str, Any] = {"start": bits_of_model(model), "anchors": [], "models": []}
         for step in range(STEPS):
             train(model, optimizer, rank, range(step, step + 1))
@@ -214,8 +215,7 @@ INTERRUPTED: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 2, "preset":
 
 
 def _resumed(rank: int) -> list[Any]:
-    model = WithBuffers(rank)
-    optimizer = local_steps(model, INTERRUPTED)
+    model, optimizer = trained(rank, INTERRUPTED, 0)
     states = []
     for step in range(STEPS):
         train(model, optimizer, rank, range(step, step + 1))
@@ -223,11 +223,8 @@ def _resumed(rank: int) -> list[Any]:
     whole = [bits_of_model(model), bits_of_anchors(optimizer)]
     optimizer.close()
     results = []
-    for step, (weights, state) in enumerate(states, start=1):
-        model = WithBuffers(7)
-        optimizer = local_steps(model, INTERRUPTED)
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
+    for step, state in enumerate(states, start=1):
+        model, optimizer = loaded(7, INTERRUPTED, state)
         train(model, optimizer, rank, range(step, STEPS))
         results.append([bits_of_model(model), bits_of_anchors(optimizer)] == whole)
         optimizer.close()
@@ -243,15 +240,11 @@ def _other_blocks(rank: int) -> list[list[str]]:
     """What is logged if a run goes on with other blocks, of which other ranks keep the references and errors."""
     found = []
     for fields in ({"preset": "dore"}, {"preset": "gqsgd_2bit", "memory": "ef", "reducer": "gather"}):
-        model = WithBuffers(rank)
-        optimizer = local_steps(model, {"every": 2, **fields})
-        train(model, optimizer, rank, range(2))
-        weights, state = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        model, optimizer = trained(rank, {"every": 2, **fields}, 2)
+        state = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
         optimizer.close()
         records = logged("lightning_gqsgd.local_steps.checkpoint")
-        optimizer = local_steps(model, {"every": 2, **fields, "block_size": 1024})
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
+        model, optimizer = loaded(rank, {"every": 2, **fields, "block_size": 1024}, state)
         assert any(bool(row.any()) for row in optimizer.averages.store._tensors.values()) == (not records)
         train(model, optimizer, rank, range(2, 4))
         found.append(list(records))
@@ -301,9 +294,7 @@ def test_an_average_under_way_does_not_change_the_memories_of_a_state_that_is_lo
 def _weights_first(rank: int) -> list[list[str]]:
     """What is logged if weights are loaded before local steps begin, if they are loaded after that, and if they are the
     anchor's."""
-    model = WithBuffers(rank)
-    optimizer = local_steps(model, INTERRUPTED)
-    train(model, optimizer, rank, range(2))
+    model, optimizer = trained(rank, INTERRUPTED, 2)
     weights, state = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     with optimizer.averages.at_anchor():
         anchors = copy.deepcopy(model.state_dict())
@@ -334,9 +325,7 @@ def test_weights_that_the_start_of_local_steps_has_replaced_are_named(tmp_path: 
 
 
 def _saved_for_more(rank: int, folder: Path) -> str:
-    model = WithBuffers(rank)
-    optimizer = local_steps(model, WAYS[3])
-    train(model, optimizer, rank, range(6))
+    model, optimizer = trained(rank, WAYS[3], 6)
     anchors = bits_of_anchors(optimizer)
     if rank == 0:
         torch.save([model.state_dict(), optimizer.state_dict()], folder / "state.pt")
@@ -346,11 +335,7 @@ def _saved_for_more(rank: int, folder: Path) -> str:
 
 def _continued_with_more(rank: int, folder: Path) -> list[Any]:
     texts = logged()
-    model = WithBuffers(rank)
-    optimizer = local_steps(model, WAYS[3])
-    weights, state = torch.load(folder / "state.pt", weights_only=True)
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(state)
+    model, optimizer = loaded(rank, WAYS[3], torch.load(folder / "state.pt", weights_only=True))
     start = bits_of_anchors(optimizer)
     train(model, optimizer, rank, range(6, 12))
     optimizer.finish()
@@ -374,17 +359,11 @@ def test_the_first_ranks_state_with_any_number_of_ranks_is_a_start_from_the_anch
 
 def _from_the_anchor_and_at_it(rank: int, folder: Path) -> list[Any]:
     """Rank 0's state from right after an average: on rank 0 its own, on rank 1 a start from the anchor."""
-    model = WithBuffers(rank)
-    optimizer = local_steps(model, {"every": 3})
-    train(model, optimizer, rank, range(3))
+    model, optimizer = trained(rank, {"every": 3}, 3)
     if rank == 0:
         torch.save([model.state_dict(), optimizer.state_dict()], folder / "settled.pt")
     optimizer.close()
-    model = WithBuffers(rank)
-    optimizer = local_steps(model, {"every": 3})
-    weights, state = torch.load(folder / "settled.pt", weights_only=True)
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(state)
+    model, optimizer = loaded(rank, {"every": 3}, torch.load(folder / "settled.pt", weights_only=True))
     optimizer.finish()  # nothing to average, on both ranks
     result = [optimizer.averages.averages, bits_of_model(model)]
     optimizer.close()
@@ -399,9 +378,7 @@ def test_ranks_at_the_anchor_agree_that_nothing_is_left_to_average(tmp_path: Pat
 def _different_states(rank: int) -> str:
     states = []
     for length in (5, 6):
-        model = WithBuffers(rank)
-        optimizer = local_steps(model, WAYS[1])
-        train(model, optimizer, rank, range(length))
+        model, optimizer = trained(rank, WAYS[1], length)
         states.append(optimizer.state_dict())
         optimizer.close()
     states[1]["local_steps"]["step"] = 5  # as if the same number of steps had been made otherwise
@@ -419,9 +396,7 @@ def test_ranks_that_load_different_anchors_find_out_in_the_next_average(tmp_path
 
 
 def _different_outers(rank: int) -> tuple[str, list[str]]:
-    model = WithBuffers(rank)
-    optimizer = local_steps(model, WAYS[1])
-    train(model, optimizer, rank, range(8))
+    model, optimizer = trained(rank, WAYS[1], 8)
     lines = logged()
     optimizer.averages.fragments[0].bundles[0].anchors[0].add_(rank)
     train(model, optimizer, rank, range(8, 12))
@@ -439,9 +414,7 @@ def test_ranks_whose_outer_optimizers_or_anchors_differ_hear_of_it_in_the_next_a
 
 
 def _at_anchor(rank: int) -> list[Any]:
-    model = WithBuffers(rank)
-    optimizer = local_steps(model, WAYS[3])
-    train(model, optimizer, rank, range(7))
+    model, optimizer = trained(rank, WAYS[3], 7)
     before = bits_of_model(model)
     with optimizer.averages.at_anchor():
         within = bits_of_model(model)
