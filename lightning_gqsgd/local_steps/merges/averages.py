@@ -616,7 +616,7 @@ class MergedAverages:
 
     @torch.no_grad()
     def _follow_anchors(self) -> None:
-        settled = self._thread.settled() if self._pending is not None else None
+        settled = self._thread.wait_settled(0.0) if self._pending is not None else None
         if self._pending is not None and settled is None:
             return  # its change starts at the previous anchors
         with self._shared.lock:

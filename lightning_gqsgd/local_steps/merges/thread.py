@@ -134,40 +134,31 @@ class MergeThread:
                 "new LocalSteps"
             )
 
-    def settled(self) -> Merge | None:
-        """Returns the merge that has settled the latest contribution; None if it is not settled yet.
-
-        Raises:
-            ConfigError, CollectiveError: if no further merge is possible.
-        """
-        with self._changed:
-            self.check()
-            return self._settled_by
-
     def wait_settled(self, within_s: float) -> Merge | None:
-        """Wait until the latest contribution is settled; see `settled`.
+        """Wait for the merge that settles the latest contribution. Returns None if it has not come in time.
 
         Args:
             within_s: how long to wait at most, in seconds.
+
+        Raises:
+            ConfigError, CollectiveError, RuntimeError: see `check`.
         """
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._settled_by is not None or self._error is not None or self._is_closing, within_s
-            )
+            self._changed.wait_for(lambda: self._settled_by is not None or self.is_closed, within_s)
             self.check()
             return self._settled_by
 
     def wait_finished(self, within_s: float) -> bool:
-        """Wait for the merge in which all members have finished; see `settled`.
+        """Wait for the merge in which all members have finished. Returns whether it has come in time.
 
         Args:
             within_s: how long to wait at most, in seconds.
 
-        Returns:
-            Whether all members have finished.
+        Raises:
+            ConfigError, CollectiveError, RuntimeError: see `check`.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._rests or self._error is not None or self._is_closing, within_s)
+            self._changed.wait_for(lambda: self._rests or self.is_closed, within_s)
             self.check()
             return self._rests
 
