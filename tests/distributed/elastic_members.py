@@ -35,6 +35,20 @@ def member(rank: int, lighthouse: str, **fields: Any) -> tuple[nn.Module, LocalS
     return model, LocalSteps(model, torch.optim.AdamW(model.parameters(), 1e-2), **given)
 
 
+def finished(model: nn.Module, optimizer: LocalSteps) -> dict[str, Any]:
+    """What a member has after its last merge. The others may leave meanwhile, so failures are those of before."""
+    failed = optimizer.averages.failed
+    optimizer.finish()
+    result = {
+        "bits": bits_of_model(model),
+        "samples": optimizer.samples,
+        "steps": optimizer.averages.step,
+        "failed": failed,
+    }
+    optimizer.close()
+    return result
+
+
 def lighthouse_command(address: str, *options: str) -> list[str]:
     """The command of a lighthouse at an address, in a process of its own."""
     return [sys.executable, "-m", "lightning_gqsgd.cli", "lighthouse", "--bind", address, *options]
@@ -64,15 +78,7 @@ def death_and_newcomer(rank: int, lighthouse: str, folder: Path, delay: int) -> 
             os._exit(0)
         if rank == 2 and enough:
             (folder / "over").touch()
-    optimizer.finish()
-    result = {
-        "bits": bits_of_model(model),
-        "samples": optimizer.samples,
-        "joined with": joined_with,
-        "steps": optimizer.averages.step,
-    }
-    optimizer.close()
-    return result
+    return {**finished(model, optimizer), "joined with": joined_with}
 
 
 def death_in_a_merge(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
@@ -94,10 +100,7 @@ def death_in_a_merge(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]
     # A merge of four may be over and another one before a step of a busy machine ends, so that nobody sees it here.
     while not (folder / "dead").exists() or optimizer.averages.world_size != 3:
         train_step(model, optimizer, generator, 0.02)
-    optimizer.finish()
-    result = {"bits": bits_of_model(model), "samples": optimizer.samples, "failed": optimizer.averages.failed}
-    optimizer.close()
-    return result
+    return finished(model, optimizer)
 
 
 def notice(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
@@ -140,10 +143,7 @@ def strangers(
         (folder / "inside").touch()
         while not (folder / "refused").exists():
             train_step(model, optimizer, generator, 0.01)
-        failed = optimizer.averages.failed
-        optimizer.finish()
-        optimizer.close()
-        return {"failed": failed, "samples": optimizer.samples, "steps": optimizer.averages.step}
+        return finished(model, optimizer)
     wait_for(lambda: (folder / "inside").exists())
     if at_once:
         pytest.MonkeyPatch().setattr("lightning_gqsgd.membership.manager.check_others", lambda *_: [])
@@ -214,10 +214,7 @@ def compiling(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
         train_step(model, optimizer, generator, 0.02)
         if rank and optimizer.averages.step == 3:
             (folder / "trained").touch()
-    optimizer.finish()
-    result = {"bits": bits_of_model(model), "samples": optimizer.samples, "steps": optimizer.averages.step}
-    optimizer.close()
-    return result
+    return finished(model, optimizer)
 
 
 def without_a_lighthouse_for_a_while(rank: int, address: str, folder: Path) -> dict[str, Any]:
@@ -232,10 +229,7 @@ def without_a_lighthouse_for_a_while(rank: int, address: str, folder: Path) -> d
             (folder / f"merges{rank}").touch()
         if before is None and (folder / "again").exists():
             before = optimizer.averages.averages + 1  # one may be under way
-    optimizer.finish()
-    result = {"bits": bits_of_model(model), "samples": optimizer.samples, "steps": optimizer.averages.step}
-    optimizer.close()
-    return result
+    return finished(model, optimizer)
 
 
 def notice_without_a_lighthouse(rank: int, address: str, folder: Path, delay: int, steps: int) -> dict[str, Any]:
