@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 
-def error_text(kind: type[Exception], call: Callable[..., Any], *arguments: Any, **fields: Any) -> str:
-    """The text of the error of this kind that a call has to end with."""
+def error_text(
+    kind: type[Exception] | tuple[type[Exception], ...], call: Callable[..., Any], *arguments: Any, **fields: Any
+) -> str:
+    """The text of the error of this kind, or of one of these kinds, that a call has to end with."""
     with pytest.raises(kind) as error:
         call(*arguments, **fields)
     return str(error.value)

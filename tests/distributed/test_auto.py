@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import math
+import os
 import random
 import time
 from dataclasses import replace
@@ -18,13 +19,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.session.copies import DetachedState
 from lightning_gqsgd.wire.telemetry import Meter
 from tests.distributed.models import Branches, batch, fingerprint, mlp, resume, save, train, wrapped
 from tests.distributed.ranks import run, run_alike
 from tests.distributed.test_hook import DDP_OPTIONS
+from tests.errors import error_text
 
 STEPS = 120  # a trial of four candidates takes about 56, and plain DDP's turn about 40
 
@@ -258,13 +260,9 @@ def _native_loaded_on_one_rank(rank: int) -> str:
     train(model, rank, range(4))
     if rank == 1:
         state.step = 40
-    try:
-        train(model, rank, range(4, 8))
-    except (ConfigError, RuntimeError) as error:
-        return str(error)
-    finally:
-        state.close()
-    return "no error"
+    text = error_text((ConfigError, RuntimeError), train, model, rank, range(4, 8))
+    state.close()
+    return text
 
 
 def test_another_step_on_one_rank_is_an_error_on_all_while_gradients_travel_as_they_are(tmp_path: Path) -> None:
@@ -317,28 +315,17 @@ def test_unused_parameters_copies_and_a_new_wrapping_during_a_trial(tmp_path: Pa
     run_alike(_unused, 2, tmp_path)
 
 
-def _dies(rank: int) -> str:
+def _dies(rank: int) -> list[str]:
     model, state = wrapped({}, {"reducer": "native"})
     train(model, rank, range(3))
     if rank == 1:
-        import os
-
         os._exit(0)
-    try:
-        train(model, rank, range(3, 6))
-    except Exception as error:
-        second = ""
-        try:
-            train(model, rank, range(6, 7))
-        except Exception as again:
-            second = str(again)
-        state.close()
-        return f"{error} THEN {second}"
-    return "no error"
+    texts = [error_text(RuntimeError, train, model, rank, steps) for steps in (range(3, 6), range(6, 7))]
+    state.close()
+    return texts
 
 
 def test_a_rank_that_dies_is_an_error_that_names_the_bucket_also_without_codes(tmp_path: Path) -> None:
-    answer = run(_dies, 2, tmp_path, dies=(1,), collective_timeout=10)[0]
-    first, _, second = answer.partition(" THEN ")
+    (first, second), _ = run(_dies, 2, tmp_path, dies=(1,), collective_timeout=10)
     assert "gqsgd: bucket 0 of step 3 failed on rank 0 of 2" in first
     assert "after an earlier failure" in second

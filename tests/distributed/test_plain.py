@@ -27,6 +27,7 @@ from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.wire.telemetry import Meter
 from tests.distributed.models import Branches, batch, fingerprint, loss_of, mlp, train, wrapped
 from tests.distributed.ranks import run, run_alike
+from tests.errors import error_text
 
 #: Steps of the hook before plain DDP takes its place, where a decision for 32 bits was loaded.
 LEAVES_AFTER = 8
@@ -243,20 +244,16 @@ def _loaded_on_one_rank(rank: int) -> str:
     model, state = on_plain(rank)
     if rank == 1:
         state.step = 400
-    try:
-        train(model, rank, range(20, 33))
-    except ConfigError as error:
-        return f"{error}, with {carrier(model)}"
-    finally:
-        state.close()
-    return "no error"
+    text = error_text(ConfigError, train, model, rank, range(20, 33))
+    assert carrier(model) == "plain"
+    state.close()
+    return text
 
 
 @pytest.mark.slow
 def test_a_state_of_one_rank_only_is_an_error_on_all_at_the_next_comparison(tmp_path: Path) -> None:
     for answer in run(_loaded_on_one_rank, 2, tmp_path, timeout=60):
         assert "do not agree: step" in answer
-        assert answer.endswith("with plain")
 
 
 def _copied_and_closed(rank: int) -> dict[str, Any]:
@@ -265,10 +262,7 @@ def _copied_and_closed(rank: int) -> dict[str, Any]:
     known = state.step
     train(again, rank, range(20, 23))
     facts: dict[str, Any] = {"copy counts": state.step - known, "copy": fingerprint(again)}
-    try:
-        register_gqsgd(model, bits=8)
-    except ConfigError as error:
-        facts["second hook"] = str(error)
+    facts["second hook"] = error_text(ConfigError, register_gqsgd, model, bits=8)
     x, y = batch(rank, 30)
     if rank == 1:
         model(x)  # a forward pass for a look at outputs, on one rank only
@@ -287,10 +281,7 @@ def _copied_and_closed(rank: int) -> dict[str, Any]:
     state.close()
     with torch.no_grad():
         model(x)
-    try:
-        nn.functional.cross_entropy(model(x), y).backward()
-    except RuntimeError as error:
-        facts["closed"] = str(error)
+    facts["closed"] = error_text(RuntimeError, nn.functional.cross_entropy(model(x), y).backward)
     module = model.module
     assert state._attachment.plain is not None
     facts["keeps"] = len(state._attachment.plain._parameters)
@@ -431,10 +422,7 @@ def _rewrapped(rank: int) -> dict[str, Any]:
     module[0].weight.requires_grad_(False)
     model, state = on_plain(rank, module)
     module[0].weight.requires_grad_(True)
-    try:
-        train(model, rank, range(20, 22))
-    except ConfigError as error:
-        said = str(error)
+    said = error_text(ConfigError, train, model, rank, range(20, 22))
     model = state.rewrap(DistributedDataParallel)
     steps, carriers = [state.step], [carrier(model)]
     train(model, rank, range(30, 42))
