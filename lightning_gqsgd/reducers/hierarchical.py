@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.kernels.layout import LENGTH, BlockRun, block_runs_of, divided, table_of
 from lightning_gqsgd.kernels.protocol import Count
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Share
 from lightning_gqsgd.reducers.base import ALL, Exchange, Reducer, Scope, Setting, StepKeys, Steps, reduced
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.reducers.two_shot import TwoShot
@@ -135,8 +135,10 @@ def _between(setting: Setting) -> Setting:
 
 
 def _mean(parts: Tensor) -> Tensor:
-    """Returns the mean over the rows of [ranks, numel]. For all shapes, rows are added in rank order."""
-    total = parts[0].to(COMPUTE_DTYPES[parts.dtype], copy=True)
+    """Returns the mean over the rows of [ranks, numel]. For all shapes, rows are added in rank order. The mean of
+    finite numbers is finite."""
+    share = Share.of(len(parts))
+    total = parts[0].to(COMPUTE_DTYPES[parts.dtype]) * share.each
     for part in parts[1:]:
-        total += part
-    return total.div_(len(parts)).to(parts.dtype)
+        total.add_(part, alpha=share.each)
+    return total.div_(share.rest).to(parts.dtype)

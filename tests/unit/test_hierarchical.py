@@ -46,6 +46,13 @@ def test_it_is_the_reducer_between_nodes_of_the_nodes_means(ranks: int, size: in
     assert torch.equal(average(gradients, bits=4, reducer="hierarchical", node_size=size)[0], flat)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_large_numbers_stay_finite(dtype: torch.dtype) -> None:
+    x = torch.full((600,), torch.finfo(dtype).max, dtype=dtype)
+    means = average([x, x, x, x, x, x], reducer="hierarchical", node_size=3)
+    assert all(mean.isfinite().all() for mean in means)
+
+
 def test_error_is_less_than_that_of_one_level() -> None:
     """A node's mean is rounded once, and is smaller than what its ranks would have rounded."""
     gradients = gaussian(8, 100_000)
