@@ -12,7 +12,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import Part
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, in_finite_range
 from lightning_gqsgd.reducers import Setting, StepKeys, new_store
 from lightning_gqsgd.reducers.link import Link
 from lightning_gqsgd.reducers.memory import UP
@@ -89,7 +89,8 @@ class RowsOfBf16:
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
         """Write a rank's rows into ``message``, uint8 [nbytes], as bf16 numbers, rounded at random."""
-        wide = touched.values.float().view(-1)
+        # The kernels round only fp32 numbers. fp64 numbers that are too large for fp32 are clamped, to stay finite.
+        wide = in_finite_range(touched.values, torch.float32).float().view(-1)
         small = torch.empty(len(wide), dtype=torch.bfloat16)
         blocks = torch.from_numpy(cut_rows(self._table, touched.rows, self._block_size))
         kernels_for(wide.device).narrow(wide, blocks, small, self._keys.up[rank], 1.0, self._limit)

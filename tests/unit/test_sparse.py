@@ -176,6 +176,9 @@ def test_large_numbers_stay_finite() -> None:
     large = Touched(torch.arange(3), torch.full((3, 8), 3e38))
     assert _mean([large] * 4, 5).values.isfinite().all()
     assert _mean([large] * 4, 5, sparse="logarithmic", bits=8).values.isfinite().all()
+    larger = Touched(torch.arange(3), torch.full((3, 8), 1e300, dtype=torch.float64))
+    for bits in (8, 16):
+        assert _mean([larger] * 4, 5, bits=bits).values.isfinite().all()
 
 
 def test_ranks_without_rows_take_part() -> None:
