@@ -64,7 +64,7 @@ class RowsAsTheyAre:
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
         """Returns the rows that a rank has written, [rows, width], in the compute dtype."""
-        return message.clone().view(self._dtype).view(len(rows), self._width)
+        return message.view(self._dtype).view(len(rows), self._width)
 
 
 class RowsOfBf16:
@@ -98,7 +98,7 @@ class RowsOfBf16:
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
         """Returns the rows that a rank has written, [rows, width], in the compute dtype."""
-        return message.clone().view(torch.bfloat16).to(self._dtype).view(len(rows), self._table.width)
+        return message.view(torch.bfloat16).to(self._dtype).view(len(rows), self._table.width)
 
 
 class CodedRows:
@@ -157,7 +157,7 @@ def rows_for(table: Table, config: GQSGDConfig, dtype: torch.dtype, keys: StepKe
     """
     if not compressed or (table.raw and config.num_bits != 16) or config.reducer == "native":
         return RowsAsTheyAre(table, COMPUTE_DTYPES[dtype])
-    if config.codec != "float" and config.sparse == "logarithmic":
+    if config.sparse == "logarithmic":
         return LogarithmicRows(table, config.num_bits, COMPUTE_DTYPES[dtype], config.mantissa)
     setting = setting_of(config, len(keys.up), dtype)
     return RowsOfBf16(table, setting, keys) if config.codec == "float" else CodedRows(table, setting, keys)
