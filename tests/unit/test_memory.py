@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs.variance import omega_subtractive
 from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
 from lightning_gqsgd.config.resolving import resolve, setting_of
-from lightning_gqsgd.kernels.layout import Segment, cut, owners, runs
+from lightning_gqsgd.kernels.layout import USUAL_SIZE, PieceSize, Segment, cut, owners, runs
 from lightning_gqsgd.presets import FIXED, PRESETS
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.memory import Keeps, MemoryStore, StabilityWarning, kinds
@@ -160,6 +160,21 @@ def test_results_do_not_depend_on_buckets(preset: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("preset", REMEMBERING)
+def test_results_do_not_depend_on_pieces(preset: str) -> None:
+    config = resolve(PRESETS[preset].config, 3)
+    results = []
+    for size in (USUAL_SIZE, PieceSize(700, 700)):
+        setting = setting_of(config, 3, torch.float32, size)
+        stores = [new_store(setting, {0: 5000, 2: 2300}, torch.device("cpu")) for _ in range(3)]
+        plan = Plan(SEGMENTS, setting)
+        for step in range(3):
+            xs = gradients(3, step)
+            plan.average(xs, step, stores)
+        results.append(xs[0])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("preset", REMEMBERING)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_step_with_a_bad_value_on_one_rank_leaves_no_trace_there(preset: str, bad: float) -> None:
     """As GradScaler needs it: such a step is skipped, and the next one is as if there had been none."""
@@ -240,14 +255,33 @@ def test_a_shared_reference_is_the_running_mean_of_what_all_ranks_end_with(field
             assert torch.equal(*(remembered(each, "shared_reference") for each in (store, ranks.stores[0])))
 
 
+def test_a_memory_follows_its_formulas() -> None:
+    """u = x + α e - h;  e <- β e + (x - h - Q(u));  h <- h + ρ Q(u);  the receiver takes Q(u) + h."""
+    alpha, beta, rho = 0.3, 0.8, 0.2
+    fields: dict[str, Any] = {"bits": 4, "reducer": "gather"}
+    ranks = VirtualRanks(1, SEGMENTS, **fields, memory={"alpha": alpha, "beta": beta, "rho": rho})
+    without = VirtualRanks(1, SEGMENTS, **fields)
+    e = torch.zeros(NUMEL)
+    h = torch.zeros(NUMEL)
+    for step in range(4):
+        x = gradients(1, step)[0]
+        sent = without.average([x + alpha * e - h], step)[0]
+        result = ranks.average([x], step)[0]
+        assert torch.allclose(result[CODED], (sent + h)[CODED], atol=1e-5)
+        e = beta * e + (x - h - sent)
+        h = h + rho * sent
+        for kind, expected in (("up_error", e), ("up_reference", h), ("up_mean", h)):
+            assert torch.allclose(remembered(ranks.stores[0], kind), expected[CODED], atol=1e-5)
+
+
 @pytest.mark.parametrize("reducer", ["two_shot", "gather"])
 @pytest.mark.parametrize("memory", ["ef", "diana", "shared"])
 def test_a_memory_works_with_a_rotation(memory: str, reducer: str) -> None:
     ranks = VirtualRanks(3, SEGMENTS, torch.float32, bits=8, memory=memory, reducer=reducer, rotation=True)
-    for step in range(3):
+    for step in range(8):
         xs = gradients(3, step)
         exact = torch.stack(xs).mean(0)
-        assert float((ranks.mean(xs, step) - exact).norm() / exact.norm()) < 0.05
+        assert float((ranks.mean(xs, step) - exact).norm() / exact.norm()) < 0.02
 
 
 def test_the_way_back_has_the_shared_reference_of_the_way_up() -> None:
@@ -343,6 +377,111 @@ def test_a_memory_that_does_not_fit_leaves_an_empty_one(state: dict[str, Any]) -
     store.row(Keeps.UP_ERROR, 0).fill_(7)
     assert take_memory(store, state, 1, 2) is None
     assert not store.row(Keeps.UP_ERROR, 0).any()
+
+
+BOTH = [Keeps.UP_ERROR, Keeps.UP_MEAN]
+
+
+def stores_of(ranks: int, sizes: dict[int, int], block_size: int = 16) -> list[MemoryStore]:
+    """The memories of ranks that own shards. The value of each coordinate is its number, counted from 1."""
+    stores = [MemoryStore(BOTH, block_size, ranks, sizes, torch.float32, torch.device("cpu")) for _ in range(ranks)]
+    for number, size in sizes.items():
+        blocks = cut([Segment(number, size, False)], block_size)
+        owner = owners(blocks, ranks, striped=True)
+        values = torch.arange(1.0, size + 1)
+        for rank, store in enumerate(stores):
+            for block in blocks[owner == rank]:  # one at a time, as pieces may be cut anywhere
+                store.store(Keeps.UP_MEAN, runs(block[None], block_size), values)
+            store.store(Keeps.UP_ERROR, runs(blocks, block_size), values + 1000 * rank)
+    return stores
+
+
+def whole_mean(stores: list[MemoryStore], number: int) -> list[float]:
+    """What the owners keep of one parameter, put together."""
+    return stores[0].whole(number, torch.stack([store.row(Keeps.UP_MEAN, number) for store in stores])).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 16, 100, 2000, 3333])
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+def test_the_parts_of_all_owners_are_the_parameter(ranks: int, size: int) -> None:
+    stores = stores_of(ranks, {7: size})
+    assert whole_mean(stores, 7) == list(range(1, size + 1))
+    assert len({len(store.row(Keeps.UP_MEAN, 7)) for store in stores}) == 1
+
+
+def test_parameters_with_other_numbers_keep_their_memory_whoever_owns_them_then() -> None:
+    old = stores_of(3, {0: 500, 1: 700, 2: 90, 9: 40})
+    sizes = {0: 500, 3: 700, 4: 90}
+    moved = {9: 8, 2: 4, 1: 3, 0: 0, 5: 5}  # parameters 9 and 5 are not compressed here, or were not compressed there
+    for rank in range(3):
+        new = MemoryStore(BOTH, 16, 3, sizes, torch.float32, torch.device("cpu"))
+        gathered: list[int] = []
+
+        def gather(row: Tensor, gathered: list[int] = gathered) -> Tensor:
+            gathered.append(len(row))
+            number = {len(old[0].row(Keeps.UP_MEAN, number)): number for number in (1, 2)}[len(row)]
+            return torch.stack([store.row(Keeps.UP_MEAN, number) for store in old])
+
+        new.take_from(old[rank], moved, rank, gather)
+        expected = stores_of(3, sizes)[rank]
+        for number in sizes:
+            for kind in BOTH:
+                assert torch.equal(new.row(kind, number), expected.row(kind, number))
+        # Every rank gathers the same parameters in the same order, and only those whose owners are others now.
+        assert gathered == [len(old[0].row(Keeps.UP_MEAN, number)) for number in (1, 2)]
+
+
+def test_a_layout_says_whether_ranks_keep_other_coordinates() -> None:
+    def layout(kinds: list[Keeps], ranks: int) -> list[int]:
+        return MemoryStore(kinds, 16, ranks, {}, torch.float32, torch.device("cpu")).layout
+
+    assert layout(BOTH, 3) == [3, 16]
+    assert layout([Keeps.UP_ERROR], 3) == [1, 0]
+    assert layout(BOTH, 1) == [1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_memories_are_wide_and_may_change_if_a_state_was_saved_in_inference_mode(dtype: torch.dtype) -> None:
+    store = MemoryStore(BOTH, 16, 1, {0: 3}, dtype, torch.device("cpu"))
+    with torch.inference_mode():
+        row = store.row(Keeps.UP_ERROR, 0)
+    row.add_(1)
+    assert row.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_copies_of_a_memory_stay_as_they_are_and_can_be_put_back() -> None:
+    store = MemoryStore([*BOTH, Keeps.DOWN_ERROR], 16, 1, {0: 3, 1: 2}, torch.float32, torch.device("cpu"))
+    errors = store.errors([0])
+    rows = store.rows(0)
+    for kind in store.kinds:
+        for number in (0, 1):
+            store.row(kind, number).fill_(7)
+    store.put_back(errors)
+    assert {kind: row.tolist() for kind, row in rows.items()} == dict.fromkeys(store.kinds, [0, 0, 0])
+    now = {kind: [store.row(kind, number).tolist() for number in (0, 1)] for kind in store.kinds}
+    assert now == {
+        Keeps.UP_ERROR: [[0, 0, 0], [7, 7]],
+        Keeps.DOWN_ERROR: [[0, 0, 0], [7, 7]],
+        Keeps.UP_MEAN: [[7, 7, 7], [7, 7]],
+    }
+    store.forget(Keeps.UP_ERROR)
+    assert not store.row(Keeps.UP_ERROR, 1).any()
+    assert store.row(Keeps.UP_MEAN, 1).all()
+    store.forget()
+    assert not store.row(Keeps.UP_MEAN, 1).any()
+
+
+def test_what_a_saved_memory_does_not_have_is_empty_and_a_wrong_size_changes_nothing() -> None:
+    store = MemoryStore(BOTH, 16, 1, {0: 3, 1: 2}, torch.float32, torch.device("cpu"))
+    for kind in BOTH:
+        for number in (0, 1):
+            store.row(kind, number).fill_(7)
+    for wrong in ({0: torch.ones(1, 3), 1: torch.ones(1, 3)}, {0: torch.ones(1, 3), 5: torch.ones(1, 2)}):
+        with pytest.raises(ConfigError, match="resume with the model and the configuration that wrote it"):
+            store.take({kind.value: wrong for kind in BOTH}, 0)
+        assert all(bool((store.row(kind, number) == 7).all()) for kind in BOTH for number in (0, 1))
+    store.take({kind.value: {0: torch.ones(1, 3)} for kind in BOTH}, 0)
+    assert [store.row(kind, number).tolist() for kind in BOTH for number in (0, 1)] == [[1, 1, 1], [0, 0]] * 2
 
 
 def test_ranks_that_have_read_parts_of_a_memory_compare_its_name() -> None:
