@@ -3,7 +3,9 @@ import torch
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.choosing import choose_reducer
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.reducers.base import shared_scale_bytes
 from lightning_gqsgd.research.simulation import average, relative_error
 from tests.unit.test_kernels import check_sums
 
@@ -118,6 +120,46 @@ def test_step_seed_and_rank_enter_the_dither() -> None:
     # Equal gradients with independent roundings: the error falls by sqrt(2) from one rank to two.
     one, two = relative_error(average([x], reducer="gather")[0], [x]), relative_error(base, [x])
     assert 1.2 < one / two < 1.7
+
+
+@pytest.mark.parametrize("fields", [{"memory": "ef"}, {"reducer": "sum", "rotation": True}], ids=str)
+def test_a_mean_that_was_computed_on_a_wider_copy_stays_finite(fields: dict) -> None:
+    largest = torch.full((600,), torch.finfo(torch.float16).max, dtype=torch.float16)
+    means = [average([largest] * 3, step=step, bits=4, **fields)[0] for step in range(3)]
+    assert all(mean.isfinite().all() for mean in means)
+
+
+@pytest.mark.parametrize(
+    ("fields", "own", "sent"),
+    [
+        ({}, 10, 2 * 2 * 10 / 3),  # a ring of 3 ranks
+        ({"scale_per": "bucket"}, 1, 2 * 2 * 1 / 3),
+        ({"norm_over_ranks": "l2"}, 10, 2 * 10),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 4), (torch.float32, 4), (torch.float64, 8)])
+def test_bytes_of_shared_scales(fields: dict, own: int, sent: float, dtype: torch.dtype, size: int) -> None:
+    config = resolve(GQSGDConfig(reducer="sum", codec="linear", **fields), 3)
+    setting = setting_of(config, 3, dtype)
+    assert shared_scale_bytes(10, setting) == (own * size, int(sent * size))
+    assert shared_scale_bytes(0, setting) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reducer": "sum"},
+        {"reducer": "gather", "scale": "global"},
+        {"reducer": "two_shot", "codec": "linear", "norm": "l2"},
+    ],
+    ids=str,
+)
+def test_a_rotation_rounds_gradients_of_16_bits_no_further(fields: dict, dtype: torch.dtype) -> None:
+    gradients = [torch.randn(1000).to(dtype) for _ in range(3)]
+    mean = average(gradients, rotation=True, **fields)[0]
+    assert torch.equal(mean, average([one.float() for one in gradients], rotation=True, **fields)[0].to(dtype))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 8])
