@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,11 +12,18 @@ import pytest
 import torch
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.reducers import StepKeys
+from lightning_gqsgd.reducers.base import ring_bytes
+from lightning_gqsgd.research.experiments import tables
 from lightning_gqsgd.research.experiments.tables import dense, exact_mean, gathered, sketched, some_rows
 from lightning_gqsgd.sparse import row_numbers
+from lightning_gqsgd.sparse.logarithmic import LogarithmicRows
 from lightning_gqsgd.sparse.missing import empty_gradient
+from lightning_gqsgd.sparse.rows import CodedRows, RowsAsTheyAre, RowsOfBf16, rows_for
 from lightning_gqsgd.sparse.sketching import PARTS, places_of, rows_of, sketch_of
 from lightning_gqsgd.sparse.tables import Table, Touched, gradient_of, touched_rows
+from lightning_gqsgd.wire.telemetry import BucketCounters
 
 # --- row numbers -----------------------------------------------------------------------------------------------------
 
@@ -83,6 +91,27 @@ def test_streams_that_were_changed_or_cut_raise_or_stay_in_the_table(kind: str) 
     assert refused > 100
 
 
+def test_of_forms_of_equal_length_the_packed_one_is_taken() -> None:
+    assert row_numbers.write(np.array([0])).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("stream", "count"),
+    [
+        (row_numbers.write(np.array([0, 1000])), 2),  # one row beyond the last
+        (np.append(row_numbers.write(np.array([5, 700])), 0), 2),  # packed, and one byte more
+        (np.append(row_numbers.write(np.arange(1000)), 0), 1000),  # in Elias codes, and one byte more
+        (np.append(0, row_numbers._write_packed(np.full(8, 2**61))), 8),  # the sum of these gaps is 0 in 64 bits
+        (np.array([0, 64] + [255] * 256), 1),  # a gap of 64 bits, which is -1
+        (np.array([1] + [0] * 7 + [1] + [0] * 8), 1),  # a gap of 63 digits, whose number is negative
+    ],
+    ids=["height", "packed", "gamma", "sum", "packed 64", "gamma 63"],
+)
+def test_streams_that_are_never_written_are_refused(stream: np.ndarray, count: int) -> None:
+    with pytest.raises(RuntimeError, match="a message of row numbers is invalid"):
+        row_numbers.read(stream.astype(np.uint8), count, 1000)
+
+
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
@@ -148,9 +177,10 @@ def test_a_row_does_not_depend_on_which_other_rows_are_touched(fields: dict[str,
 
 
 def test_parameters_and_steps_and_rows_have_dither_of_their_own() -> None:
-    same = Touched(torch.arange(4), torch.randn(1, 16, generator=torch.Generator().manual_seed(0)).repeat(4, 1))
+    block = torch.randn(1, 256, generator=torch.Generator().manual_seed(0))
+    same = Touched(torch.arange(4), block.repeat(4, 3))
     mean = _mean([same, same], 10, bits=4).values
-    assert len({tuple(row) for row in mean.tolist()}) == 4
+    assert len({tuple(decoded) for decoded in mean.view(-1, 256).tolist()}) == 4 * 3
     assert not torch.equal(mean, _mean([same, same], 10, step=1, bits=4).values)
     assert not torch.equal(mean, _mean([same, same], 10, number=4, bits=4).values)
 
@@ -172,6 +202,14 @@ def check_one_bad_row(mean_of: Callable[[Sequence[Touched], int], Touched], bad:
     assert mean.rows[is_bad].tolist() == [touched[1].rows[7].item()]
 
 
+@pytest.mark.parametrize("bits", [4, 16])
+def test_ranks_have_dither_of_their_own(bits: int) -> None:
+    """Equal rows with independent roundings: the error falls by sqrt(2) from one rank to two."""
+    rows = some_rows(0, count=60, width=200)
+    one, two = ((_mean([rows] * ranks, 100, bits=bits).values - rows.values).norm() for ranks in (1, 2))
+    assert 1.2 < one / two < 1.7
+
+
 def test_large_numbers_stay_finite() -> None:
     large = Touched(torch.arange(3), torch.full((3, 8), 3e38))
     assert _mean([large] * 4, 5).values.isfinite().all()
@@ -181,11 +219,16 @@ def test_large_numbers_stay_finite() -> None:
         assert _mean([larger] * 4, 5, bits=bits).values.isfinite().all()
 
 
-def test_ranks_without_rows_take_part() -> None:
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [({}, 0.01), ({"bits": 16}, 0.01), ({"reducer": "native"}, 1e-6), ({"sparse": "logarithmic", "bits": 8}, 0.2)],
+    ids=str,
+)
+def test_ranks_without_rows_take_part(fields: dict[str, Any], error: float) -> None:
     some, none = some_rows(0), some_rows(1, count=0)
-    mean = _mean([none, some, none], 100)
+    mean = _mean([none, some, none], 100, **fields)
     assert torch.equal(mean.rows, some.rows)
-    assert (mean.values - some.values / 3).norm() < 0.01 * some.values.norm()
+    assert (mean.values - some.values / 3).norm() < error * some.values.norm()
 
 
 def test_fp64_rows_keep_their_precision() -> None:
@@ -271,6 +314,42 @@ def test_rows_that_are_left_over_are_estimated_without_bias() -> None:
     # The variance of the paper for one part is the sum of the squares of the other rows; here it is a quarter.
     expected = (values.square().sum() - values[:, 0].square()) / PARTS
     assert torch.allclose(found.var(0), expected, rtol=0.35)
+
+
+def test_sent_bytes_are_those_of_all_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters: list[BucketCounters] = []
+
+    def counted() -> BucketCounters:
+        counters.append(BucketCounters())
+        return counters[-1]
+
+    monkeypatch.setattr(tables, "BucketCounters", counted)
+    touched = [some_rows(rank, count=20 + rank) for rank in range(3)]
+    gathered(touched, 100, reducer="native")
+    longest = max(values.nbytes + len(row_numbers.write(rows.numpy())) for rows, values in touched)
+    longest = -(-longest // 16) * 16
+    assert [(made.bytes_sent, made.message_bytes) for made in counters] == [(2 * longest, longest)] * 3
+
+    counters.clear()
+    union = _sketched(touched, 100).rows
+    marks = 13  # a bit for each of 100 rows
+    sketch = PARTS * (math.ceil(0.4 * len(union)) + 16) * 10 * 4
+    expected = (2 * marks + ring_bytes(sketch, 3), marks + sketch)
+    assert [(made.bytes_sent, made.message_bytes) for made in counters] == [expected] * 3
+
+
+def test_uncompressed_tables_have_rows_of_16_bits_only_with_16_bits() -> None:
+    def form(bits: int, raw: bool, compressed: bool = True, **fields: Any) -> type:
+        config = resolve(GQSGDConfig(bits=bits, **{"sparse": "gather", **fields}), 2)
+        keys = StepKeys.of(0, 0, 2)
+        return type(rows_for(Table(3, 10, 4, raw), config, torch.float32, keys, compressed=compressed))
+
+    assert form(4, raw=False) is CodedRows
+    assert form(4, raw=False, sparse="logarithmic") is LogarithmicRows
+    assert form(16, raw=False) is form(16, raw=True) is RowsOfBf16
+    assert form(4, raw=True) is form(4, raw=True, sparse="logarithmic") is RowsAsTheyAre
+    for bits in (4, 16):
+        assert form(bits, raw=False, compressed=False) is RowsAsTheyAre
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
