@@ -81,7 +81,7 @@ class RowsOfBf16:
         self._keys = keys
         self._dtype = COMPUTE_DTYPES[setting.dtype]
         self._block_size = setting.block_size
-        self._limit = largest(len(keys.up))
+        self._limit = largest(1)  # rows are added in the compute dtype, so no sum in bf16 can overflow
 
     def nbytes(self, count: int) -> int:
         """Returns the bytes of so many rows."""

@@ -202,6 +202,12 @@ def check_one_bad_row(mean_of: Callable[[Sequence[Touched], int], Touched], bad:
     assert mean.rows[is_bad].tolist() == [touched[1].rows[7].item()]
 
 
+def test_large_rows_of_16_bits_are_not_cut_off() -> None:
+    large = Touched(torch.arange(3), torch.full((3, 8), 6e37))
+    mean = _mean([large] * 8, 5, bits=16)
+    torch.testing.assert_close(mean.values, large.values, rtol=0.01, atol=0)
+
+
 @pytest.mark.parametrize("bits", [4, 16])
 def test_ranks_have_dither_of_their_own(bits: int) -> None:
     """Equal rows with independent roundings: the error falls by sqrt(2) from one rank to two."""
