@@ -11,12 +11,14 @@ from torch import Tensor
 from lightning_gqsgd.codecs.floats.codec import largest
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.parsing import codec_of
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import Segment, cut
 from lightning_gqsgd.kernels.narrowing import rounded
 from lightning_gqsgd.predict.costs import ESTIMATES, Link, collectives_between
 from lightning_gqsgd.predict.model import NATIVE, predict
 from lightning_gqsgd.predict.timeline import Bucket, Timeline
+from lightning_gqsgd.reducers import StepKeys, new_store
+from lightning_gqsgd.reducers.bf16 import Bf16
 from lightning_gqsgd.research.simulation import average, relative_error
 from tests.errors import check_refused_in_one_line
 from tests.unit.test_kernels import BOTH
@@ -68,6 +70,17 @@ def test_the_error_is_a_few_thousandths_and_independent_among_ranks() -> None:
     assert 2**-9 / 2 < alone < 2**-8
     together = relative_error(average([x.clone() for _ in range(4)], bits=16)[0], [x])
     assert together < 1.05 * alone  # less from four independent roundings, and more from sums in bf16
+
+
+def test_ranks_round_equal_gradients_differently() -> None:
+    setting = setting_of(resolve(GQSGDConfig(bits=16), 2), 2, torch.float32)
+    reducer = Bf16(cut([Segment(0, 1000, False)], setting.block_size), setting)
+    x = torch.randn(1000)
+    keys = StepKeys.of(0, 0, 2)
+    store = new_store(setting, {}, x.device)
+    first, second = (next(reducer.steps(x.clone(), rank, keys, store))[0].input for rank in range(2))
+    assert 100 < int((first != second).sum()) < 900
+    assert Bf16.mean_error(setting.codec, 8) == Bf16.mean_error(setting.codec, 1) / 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

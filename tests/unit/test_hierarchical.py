@@ -11,10 +11,13 @@ import torch
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.choosing import between_nodes
 from lightning_gqsgd.config.resolving import resolve, setting_of
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import stages
+from lightning_gqsgd.reducers.gather import Gather
 from lightning_gqsgd.research.simulation import average, relative_error
 from lightning_gqsgd.session.nodes import Layout, _layout, link_rate, with_nodes
 from lightning_gqsgd.wire.node import this_node
+from lightning_gqsgd.wire.plan import Plan
 from tests.unit.test_scatter import gaussian
 
 SHAPES = [(4, 2), (6, 2), (6, 3), (8, 4), (8, 2)]
@@ -51,6 +54,17 @@ def test_large_numbers_stay_finite(dtype: torch.dtype) -> None:
     x = torch.full((600,), torch.finfo(dtype).max, dtype=dtype)
     means = average([x, x, x, x, x, x], reducer="hierarchical", node_size=3)
     assert all(mean.isfinite().all() for mean in means)
+
+
+def test_bytes_are_those_inside_a_node_and_of_the_largest_shard_between_nodes() -> None:
+    config = resolve(GQSGDConfig(reducer="hierarchical", node_size=2, bits=8, codec="linear", block_size=256), 4)
+    plan = Plan([Segment(0, 10 * 256 + 128, False)], setting_of(config, 4, torch.float32))
+    # The shards of a node's two ranks have 6 blocks, and 4 blocks and a half.
+    between = setting_of(between_nodes(config, 4), 2, torch.float32)
+    assert between.reducer is Gather  # so that sizes of messages do not depend on the numbers of blocks
+    shards = [Plan([Segment(0, numel, False)], between) for numel in (6 * 256, 4 * 256 + 128)]
+    assert plan.message_bytes == sum(shard.message_bytes for shard in shards)
+    assert plan.sent_bytes == 2 * 6 * 256 * 4 + shards[0].sent_bytes
 
 
 def test_error_is_less_than_that_of_one_level() -> None:

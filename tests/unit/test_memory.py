@@ -401,7 +401,7 @@ def whole_mean(stores: list[MemoryStore], number: int) -> list[float]:
     return stores[0].whole(number, torch.stack([store.row(Keeps.UP_MEAN, number) for store in stores])).tolist()
 
 
-@pytest.mark.parametrize("size", [1, 16, 100, 2000, 3333])
+@pytest.mark.parametrize("size", [1, 16, 100, 380, 635, 2000, 3333])
 @pytest.mark.parametrize("ranks", [1, 3, 5])
 def test_the_parts_of_all_owners_are_the_parameter(ranks: int, size: int) -> None:
     stores = stores_of(ranks, {7: size})

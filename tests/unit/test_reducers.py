@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -5,8 +7,10 @@ from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.choosing import choose_reducer
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.reducers.base import shared_scale_bytes
-from lightning_gqsgd.research.simulation import average, relative_error
+from lightning_gqsgd.reducers.base import ring_bytes, shared_scale_bytes
+from lightning_gqsgd.reducers.gather import Gather
+from lightning_gqsgd.research.simulation import VirtualRanks, average, relative_error
+from lightning_gqsgd.wire.plan import Plan
 from tests.unit.test_kernels import check_sums
 
 QUANTISING = ["sum", "two_shot", "gather"]
@@ -180,3 +184,32 @@ def test_no_dither_is_taken_off_sums_of_nearest_levels(bits: int) -> None:
     x[::2] = -0.75
     for mean in average([x] * 3, bits=bits, reducer="sum", dither="nearest", memory="none"):
         assert mean == pytest.approx(x, abs=1e-6)
+
+
+def test_a_gather_counts_shared_scales() -> None:
+    plans = {
+        scale: Plan(
+            [Segment(0, 2560, False)],
+            setting_of(resolve(GQSGDConfig(reducer="gather", codec="linear", scale=scale), 3), 3, torch.float32),
+        )
+        for scale in ("local", "global")
+    }
+    own = plans["local"].message_bytes
+    assert plans["local"].sent_bytes == 2 * own
+    assert plans["global"].message_bytes == own + 10 * 4
+    assert plans["global"].sent_bytes == 2 * own + ring_bytes(10 * 4, 3)
+
+
+def test_a_gather_counts_the_longest_elias_codes_and_refuses_them_on_a_gpu() -> None:
+    fields: dict[str, Any] = {"reducer": "gather", "coder": "elias", "dither": "stochastic", "bits": 4}
+    zeros = torch.zeros(2560)
+    bits = []
+    for first in (zeros, torch.randn(2560)):
+        ranks = VirtualRanks(3, [Segment(0, 2560, False)], torch.float32, **fields)
+        ranks.average([first.clone(), zeros.clone(), zeros.clone()], 0)
+        assert ranks.bytes_sent == 2 * ranks.wire_bits / 8 * 2560
+        bits.append(ranks.wire_bits)
+    assert bits[0] < 0.2 < 1 < bits[1]
+    setting = setting_of(resolve(GQSGDConfig(**fields), 3), 3, torch.float32)
+    with pytest.raises(ConfigError, match="coder='elias' is for tensors on the CPU, not on cuda"):
+        Gather.check_device(setting, torch.device("cuda"))
