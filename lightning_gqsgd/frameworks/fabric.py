@@ -142,7 +142,7 @@ class FabricMixin(StrategyMixin):
         assert self._local is not None
         trained = {id(own.module) for own in self._local.trained}
         others = [module for module in self._modules if id(module) not in trained]
-        if not others or self.num_processes == 1:
+        if not others or self.world_size == 1:
             return
         digest = digest_of(" ".join(str(digest_of_tensors(dict(module.named_parameters()))) for module in others))
         most = torch.tensor([digest, -digest], device=self.root_device)

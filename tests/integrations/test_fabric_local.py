@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from tests.distributed.ranks import run, run_alike
 from tests.errors import error_text
 
 
-def _of(strategy: Any) -> Fabric:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+def _of(strategy: Any, **options: Any) -> Fabric:
+    fabric = Fabric(accelerator="cpu", strategy=strategy, **{"devices": 2, **options})
     fabric.launch()
     return fabric
 
@@ -81,3 +82,16 @@ def _not_counted(rank: int) -> list[Any]:
 def test_steps_that_fabric_does_not_make_are_averaged_or_an_error(tmp_path: Path) -> None:
     result = run_alike(_not_counted, 2, tmp_path, initialise=False)
     assert "it was set up and trained without its optimizer" in result[1]
+
+
+def _on_two_nodes(rank: int) -> str:
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
+    fabric = _of(GQSGDFabricStrategy(local_steps=3), devices=1, num_nodes=2)
+    module = mlp()
+    model = fabric.setup_module(module)
+    _train(fabric, model, torch.optim.SGD(module.parameters(), lr=0.1), 2)
+    return error_text(ConfigError, fabric.strategy.finish)
+
+
+def test_a_model_without_its_optimizer_is_an_error_where_each_node_has_one_process(tmp_path: Path) -> None:
+    assert "it was set up and trained without its optimizer" in run_alike(_on_two_nodes, 2, tmp_path, initialise=False)
