@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast_object_list
 from transformers import Trainer, TrainerCallback
 
 from lightning_gqsgd.config import GQSGDConfig
@@ -50,7 +50,13 @@ class MeteredCallback(TrainerCallback):
         return read_by_all(self.resumes_from and self.resumes_from / name, self._trainer.accelerator)
 
     def write(self, content: Any, file: Path) -> None:
-        """Write a file of a checkpoint in the processes that save. The checkpoint's folder may not exist yet."""
+        """Write a file of a checkpoint in the processes that save. The checkpoint's folder may not exist yet.
+
+        Memories, and the states of local steps, come to rank 0 only. With ``save_on_each_node``, others save as well,
+        and this is a collective.
+        """
+        if self._trainer.args.save_on_each_node:
+            (content,) = broadcast_object_list([content])
         if self._trainer.args.should_save:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(content, file)

@@ -386,6 +386,27 @@ def test_a_checkpoint_that_a_signal_asks_for_has_the_state_before_it_is_pushed(t
         assert mine[2] == mine[3] == other[2] == other[3]
 
 
+def _on_nodes(rank: int, folder: Path) -> list[str]:
+    """Two nodes of one process each, which share no folder."""
+    os.environ.update(OMP_NUM_THREADS="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
+    found = []
+    for fields in ({"preset": "signsgd_ef"}, {"local_steps": 3}):
+        own = folder / f"{next(iter(fields))}-{rank}"
+        for begins in ({}, {"resume_from_checkpoint": str(own / "checkpoint-5")}):
+            trainer = trainer_of(own, save_strategy="steps", save_steps=5, save_on_each_node=True)
+            enable(trainer, **fields)
+            trainer.train(**begins)
+            found.append(fingerprint(trainer.model))
+    return found
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_each_node_has_saved_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    whole, resumed, local, resumed_local = run_alike(_on_nodes, 2, tmp_path, tmp_path, initialise=False)
+    assert whole == resumed
+    assert local == resumed_local
+
+
 def _local(_: int, folder: Path) -> list[list[Any]]:
     results = []
     for number, fields in enumerate(({"local_steps": 3}, {"preset": "gqsgd_fedpaq", "fragments": 2, "delay": 1})):
