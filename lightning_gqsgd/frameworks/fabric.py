@@ -36,6 +36,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+#: Said where a script may restore the weights and the optimizer by itself, from what `fabric.load` returns.
+_LEFT_IN_CHECKPOINT = (
+    f"gqsgd: the checkpoint's entry {CHECKPOINT_KEY!r} is left unread, because fabric.load was given no optimizer; to "
+    "resume the training, give it the model and the optimizer as fabric.save got them, or what the entry holds starts "
+    "anew"
+)
+
+
 class FabricMixin(StrategyMixin):
     """DDP with quantised gradients.
 
@@ -173,7 +181,8 @@ class FabricMixin(StrategyMixin):
         super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Restore the hooks if the checkpoint restores an optimizer; otherwise leave the hooks as they are.
+        """Restore the hooks if the checkpoint restores an optimizer; otherwise leave the hooks as they are, and say so
+        if the checkpoint has their states.
 
         With local steps, if the checkpoint has weights but no state of local steps, local steps start again from these
         weights, and this is a collective.
@@ -190,6 +199,8 @@ class FabricMixin(StrategyMixin):
                 self._restore(heads)
                 return remainder
             start_anew(head for head in heads if isinstance(head, GQSGDState))
+        elif isinstance(remainder, dict) and CHECKPOINT_KEY in remainder:
+            self._rank_zero_info(_LEFT_IN_CHECKPOINT)
         if self._local is not None:
             self._local.start_anew(_modules_in(state))
         return remainder

@@ -130,6 +130,7 @@ def test_checkpoints_resume_to_the_same_bits(strategy: dict[str, Any], tmp_path:
     whole, _, resumed, by_ddp, _, from_ddp = run(trains, 2, tmp_path, *cases, initialise=False)[0]
     assert resumed["bits"] == whole["bits"]
     assert resumed["steps"] == whole["steps"] == [6, 6]
+    assert resumed["remainder"] == []
     assert (by_ddp["hooks"], by_ddp["remainder"]) == (["none", "none"], ["gqsgd"])
     assert (from_ddp["steps"], from_ddp["remainder"]) == ([3, 3], [])  # the dither starts anew
     saved = torch.load(path, weights_only=True)["gqsgd"]
@@ -175,6 +176,46 @@ def test_a_hook_that_has_trained_starts_anew_from_a_checkpoint_without_it(
     assert result[0][0] == 3
 
 
+def loads_early(rank: int, folder: Path, strategy: dict[str, Any]) -> list[tuple[list[int], list[str]]]:
+    """Trains two models on from a checkpoint that is loaded where two, one or none of them are set up."""
+    found = []
+    for ready in (None, 2, 1, 0):  # None: the run that writes the checkpoint, and goes on
+        fabric = fabric_of({"strategy": strategy})
+        modules = [mlp(), mlp()]
+        pairs = [(module, torch.optim.SGD(module.parameters(), lr=0.1)) for module in modules]
+        are_set_up = 2 if ready is None else ready
+        pairs[:are_set_up] = [fabric.setup(*pair) for pair in pairs[:are_set_up]]
+        if ready is not None:
+            fabric.load(folder / "two.ckpt", _of_pairs(pairs))
+        pairs[are_set_up:] = [fabric.setup(*pair) for pair in pairs[are_set_up:]]
+        for steps in (3, 4) if ready is None else (4,):
+            for (model, optimizer), more in zip(pairs, (0, 2), strict=True):
+                for step in range(steps + more):
+                    optimizer.zero_grad()
+                    fabric.backward(model(torch.full((2, 32), float(rank + step))).square().mean())
+                    optimizer.step()
+            if steps == 3:
+                fabric.save(folder / "two.ckpt", _of_pairs(pairs))
+        fabric.strategy.finish()
+        states = fabric.strategy.gqsgd_states
+        found.append(([state.step for state in states], [fingerprint(module) for module in modules]))
+        for state in states:
+            state.close()
+    return found
+
+
+def _of_pairs(pairs: list[Any]) -> dict[str, Any]:
+    """What a checkpoint of models and their optimizers is made of."""
+    return {f"{kind}{k}": one for k, pair in enumerate(pairs) for kind, one in zip("mo", pair, strict=True)}
+
+
+@pytest.mark.parametrize("strategy", [{"preset": "signsgd_ef"}, {"local_steps": 2}], ids=str)
+def test_a_checkpoint_may_be_loaded_before_its_models_are_set_up(strategy: dict[str, Any], tmp_path: Path) -> None:
+    whole, *resumed = run_alike(loads_early, 2, tmp_path, tmp_path, strategy, initialise=False)
+    assert whole[0] == [7, 11]
+    assert resumed == [whole] * 3
+
+
 def refuses(rank: int, folder: Path) -> list[str]:
     fabric = fabric_of({"strategy": "gqsgd"})
     model = mlp()
@@ -190,6 +231,13 @@ def refuses(rank: int, folder: Path) -> list[str]:
     messages.append(error_text(ConfigError, fabric.load, folder / "one.ckpt", both, strict=False))
     fabric.save(folder / "two.ckpt", both)
     messages.append(error_text(ConfigError, fabric.load, folder / "two.ckpt", state))
+    fabric.save(folder / "weights_of_the_second.ckpt", {**state, "second": second[0]})
+    fabric.save(folder / "no_weights.ckpt", {"optimizer": first[1]})
+    fabric.strategy._rank_zero_info = messages.append
+    fabric.load(folder / "weights.ckpt")
+    fabric.load(folder / "one.ckpt", state)
+    whole = fabric.load(folder / "one.ckpt")  # many scripts restore from this by themselves
+    state["optimizer"].load_state_dict(whole["optimizer"])
     for one in fabric.strategy.gqsgd_states:
         one.close()
     return messages
@@ -200,7 +248,11 @@ def test_what_cannot_be_saved_or_restored_is_said(tmp_path: Path) -> None:
         assert "the key 'gqsgd' of a checkpoint is the strategy's" in messages[0]
         assert "has the hook's state of 1 model, and it is loaded into 2" in messages[1]
         assert "has the hook's state of 2 models, and it is loaded into 1" in messages[2]
+        assert "'gqsgd' is left unread, because fabric.load was given no optimizer" in messages[3]
+        assert len(messages) == 4
     assert "gqsgd" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
+    for name, states in (("weights_of_the_second", 2), ("no_weights", 1)):
+        assert len(torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["gqsgd"]) == states
 
 
 def folds(rank: int, folder: Path, strategy: dict[str, Any]) -> list[tuple[bool, list[int]]]:
