@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, gather
+from accelerate.utils import DistributedType, broadcast_object_list, gather
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -109,6 +109,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         self._freed_by: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[Accelerator]]
         self._freed_by = weakref.WeakKeyDictionary()
         self._loaded: list[dict[str, Any]] = []
+        self._is_for_each_node = False  # whether processes besides rank 0 save what `state_dict` returns
         _WITHOUT_MODEL.add(self)
         _watch_optimizers()
 
@@ -132,6 +133,10 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
             if _lists(accelerator, model):
                 self._freed_by[model] = weakref.ref(accelerator)
 
+    def saved_by(self, accelerator: Accelerator) -> None:
+        """Note which Accelerator is about to save the state: it may save it on each node."""
+        self._is_for_each_node = accelerator.project_configuration.save_on_each_node
+
     def _is_freed(self, model: DistributedDataParallel) -> bool:
         """Returns whether an Accelerator has forgotten a model, and has not prepared it again."""
         if model not in self._freed_by:
@@ -153,6 +158,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         destroy_at_exit()
         _watch_local_sgd()
         _watch_free_memory()
+        _watch_save_state()
         _WITHOUT_MODEL.discard(self)
         state = register_gqsgd(model, self.config)
         if self._loaded:
@@ -182,10 +188,14 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state that a resumed run needs for the same bits; see `GQSGDState.state_dict`.
 
-        Call it on all ranks, and save the result of rank 0. Accelerate does both.
+        Call it on all ranks, and save the result of rank 0. Accelerate does both. If it saves on each node, all ranks
+        get the result of rank 0.
         """
         gc.collect()  # models that are in cycles end here at the latest, so that all ranks count the same ones
-        return {"states": [*(state.state_dict() for state in self.states), *self._loaded]}
+        states = [*(state.state_dict() for state in self.states), *self._loaded]
+        if self._is_for_each_node:
+            (states,) = broadcast_object_list([states])  # memories come to rank 0 only
+        return {"states": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the states of the hooks on the prepared models, in the order of the models.
@@ -333,6 +343,22 @@ def _watch_free_memory() -> None:
 
     free_memory.tells_handler = True  # type: ignore[attr-defined]
     Accelerator.free_memory = free_memory
+
+
+def _watch_save_state() -> None:
+    """Let ``Accelerator.save_state`` tell the handler that it saves the handler's state."""
+    save = Accelerator.save_state
+    if getattr(save, "tells_handler", False):
+        return
+
+    @functools.wraps(save)
+    def save_state(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.ddp_handler, GQSGDKwargs):
+            self.ddp_handler.saved_by(self)
+        return save(self, *args, **kwargs)
+
+    save_state.tells_handler = True  # type: ignore[attr-defined]
+    Accelerator.save_state = save_state
 
 
 def _lists(accelerator: Accelerator, model: DistributedDataParallel) -> bool:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs, debug_launcher
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import ProjectConfiguration
 from torch import nn
 
 import lightning_gqsgd
@@ -181,6 +182,20 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
         assert "the memory starts empty: the checkpoint has that of 2 ranks" in remembering["logged"]
 
 
+def _on_nodes(rank: int, folder: Path) -> list[str]:
+    """Two nodes of one process each, which share no folder: the bits of a run, and of the same run resumed."""
+    os.environ.update(OMP_NUM_THREADS="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
+    common = {"handler": WITH_MEMORY, "options": {"project_config": ProjectConfiguration(save_on_each_node=True)}}
+    own = folder / str(rank)
+    runs: list[dict[str, Any]] = [{}, {"steps": (0, 3), "save": own}, {"steps": (3, 6), "load": own}]
+    return [fit(rank, **common, **one)["bits"] for one in runs]
+
+
+def test_a_folder_that_each_node_has_saved_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    whole, half, resumed = run_alike(_on_nodes, 2, tmp_path, tmp_path, initialise=False)
+    assert resumed == whole != half
+
+
 def test_mixed_precision(tmp_path: Path) -> None:
     """Accelerate has fp16 and its GradScaler on accelerators only; on the CPU it trains without a word in fp32."""
     runs = [
@@ -310,7 +325,10 @@ def test_arguments_that_cannot_work() -> None:
     for name, value in (("comm_hook", "fp16"), ("comm_wrapper", "bf16"), ("comm_state_option", {"rank": 2})):
         with pytest.raises(ConfigError, match=f"drop {name}, or use DistributedDataParallelKwargs"):
             GQSGDKwargs(**{name: value})
-    GQSGDKwargs(comm_hook="no")
+    handler = GQSGDKwargs(comm_hook="no")
+    handler.comm_hook = "fp16"
+    with pytest.raises(ConfigError, match="drop comm_hook"):
+        handler.register_comm_hook(None)  # type: ignore[arg-type]  # comes before the model is looked at
     with pytest.raises(ConfigError, match="int is neither an accelerate.Accelerator nor a transformers.Trainer"):
         enable(3)  # type: ignore[arg-type]
 
