@@ -198,7 +198,6 @@ class LocalTraining:
     def lend_anchors(self) -> None:
         """Give the modules the anchors' values until `take_back`, or those of the preserved model where there is one. A
         collective."""
-        self.take_back()
         self.is_lent = True
         for trained in self.trained:
             averages = trained.averages
