@@ -10,6 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 
 from lightning_gqsgd.config import ConfigError
+from tests.distributed.models import fingerprint
 from tests.distributed.ranks import run, run_alike
 from tests.errors import error_text
 from tests.integrations.loops import NATIVE, STRATEGIES, Classifier, data, fitted
@@ -170,3 +171,15 @@ def _frozen_while_accumulating(_: int) -> list[str]:
 
 def test_gradients_that_frozen_parameters_have_accumulated_are_averaged(tmp_path: Path) -> None:
     run_alike(_frozen_while_accumulating, 2, tmp_path, initialise=False)
+
+
+def _fits_again(rank: int) -> str:
+    trainer = fitted(_Freezes(1, inside=False), {"bits": 8}, batches=data(2))["trainer"]
+    trainer.fit_loop.epoch_progress.reset()
+    module = Classifier(seed=rank)
+    trainer.fit(module, data(2))
+    return fingerprint(module)
+
+
+def test_a_fit_after_one_that_has_wrapped_anew_takes_the_first_ranks_parameters(tmp_path: Path) -> None:
+    run_alike(_fits_again, 2, tmp_path, initialise=False)

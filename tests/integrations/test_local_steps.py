@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-from lightning_gqsgd import GQSGDFabricStrategy, GQSGDStrategy, LocalSteps
+from lightning_gqsgd import GQSGDFabricStrategy, GQSGDStrategy, GQSGDTelemetry, LocalSteps
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks import local
 from tests.distributed.models import fingerprint, loss_of, mlp
@@ -58,6 +58,24 @@ def test_a_name_is_enough(tmp_path: Path) -> None:
     assert "every 32 steps; outer SGD(lr=0.7, momentum=0.9, nesterov=True)" in diloco[3]
     assert "every 10 steps; outer SGD(lr=1.0)" in fedpaq[3]
     assert fedpaq[4] > 0
+
+
+def _fits_twice(rank: int) -> list[Any]:
+    trainer = trainer_of({"local_steps": 3})
+    results: list[Any] = []
+    for fit in range(2):
+        module = Classifier(seed=2 * fit + rank)
+        trainer.fit(module, data(4))
+        trainer.fit_loop.epoch_progress.reset()
+        results += [fingerprint(module), trainer.strategy.gqsgd_state.step]
+        assert trainer.strategy.gqsgd_state.is_closed
+    return [*results, sum(isinstance(callback, GQSGDTelemetry) for callback in trainer.callbacks)]
+
+
+def test_a_second_fit_averages_its_own_module_with_the_same_telemetry(tmp_path: Path) -> None:
+    result = run_alike(_fits_twice, 2, tmp_path, initialise=False)
+    assert result[1::2] == [4, 4]
+    assert result[4] == 1
 
 
 def _beside_a_loop(rank: int, way: dict[str, Any]) -> list[str]:
@@ -155,8 +173,13 @@ class _CriticFirst(Gan):
             optimizer.step()
 
 
+def _critic_first(rank: int) -> list[Any]:
+    local._STEPS_WITHOUT_FIRST = 6
+    return _gan(rank, _CriticFirst, {}, 13)
+
+
 def test_the_first_optimizer_may_make_its_first_step_after_many_of_the_others(tmp_path: Path) -> None:
-    result = run_alike(_gan, 2, tmp_path, _CriticFirst, {}, 13, initialise=False)
+    result = run_alike(_critic_first, 2, tmp_path, initialise=False)
     assert result[1:] == [2, 1 + 1]  # a round of the first optimizer's steps, and the end
 
 
@@ -233,7 +256,7 @@ def _fabric(rank: int, folder: Path) -> list[Any]:
         if resumes:
             fabric.load(folder / "fabric.ckpt", state)
         for step in range(state["step"], 11):
-            with fabric.no_backward_sync(model, enabled=False):
+            with fabric.no_backward_sync(model, enabled=step % 2 == 0):  # there is nothing to block
                 fabric.backward(loss_of(model, rank, step))
             optimizer.step()
             optimizer.zero_grad()
@@ -304,15 +327,17 @@ def _folds(rank: int) -> list[Any]:
             fabric.backward(loss_of(model, rank, 10 * fold + step))
             optimizer.step()
             optimizer.zero_grad()
-        fabric.strategy.finish()
-        results += [fingerprint(module), len(fabric.strategy.gqsgd_states)]
+        if fold != 1:  # a trial that is given up: ranks keep models of their own
+            fabric.strategy.finish()
+            results.append(fingerprint(module))
+        results.append(len(fabric.strategy.gqsgd_states))
         fabric.strategy.gqsgd_states[-1].close()
     return results
 
 
-def test_a_model_of_fabric_that_was_finished_and_closed_is_forgotten(tmp_path: Path) -> None:
+def test_a_model_of_fabric_that_was_closed_is_forgotten(tmp_path: Path) -> None:
     result = run_alike(_folds, 2, tmp_path, initialise=False)
-    assert result[1::2] == [1, 1, 1]
+    assert [result[1], result[2], result[4]] == [1, 1, 1]
 
 
 def _accelerate(rank: int) -> list[Any]:
@@ -406,6 +431,36 @@ def test_validation_sees_the_model_that_was_asked_for_and_training_goes_on_with_
     assert local[3] == anchor[3]
     for one in (local, anchor, other_local, other_anchor):
         assert one[6] == one[3]  # a validation after the fit
+
+
+def _resumed_from_validation(_: int, folder: Path) -> list[str]:
+    """A run, and the same run from a checkpoint that was saved while a validation saw the anchor, within a round."""
+    saving = ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}", save_on_train_epoch_end=False)
+    results = []
+    for callbacks, begins in (([saving], {}), ([], {"ckpt_path": folder / "epoch=0.ckpt"})):
+        module = Classifier()
+        trainer = trainer_of({"local_steps": 4, "validate_at": "anchor"}, callbacks, max_epochs=2, limit_val_batches=1)
+        trainer.fit(module, data(3), data(2), **begins)
+        results.append(fingerprint(module))
+    return results
+
+
+def test_a_checkpoint_of_a_validation_has_each_ranks_own_model_to_resume_from(tmp_path: Path) -> None:
+    whole, resumed = run_alike(_resumed_from_validation, 2, tmp_path, tmp_path, initialise=False)
+    assert resumed == whole
+
+
+def _preserved(_: int) -> list[str]:
+    seen = _Seen()
+    module = Classifier()
+    options = {"limit_val_batches": 1}
+    trainer_of({"preset": "gqsgd_mcm", "validate_at": "anchor"}, [seen], **options).fit(module, data(4), data(2))
+    return [seen.before[-1], seen.within[-1], fingerprint(module)]
+
+
+def test_validation_sees_the_preserved_model_where_there_is_one(tmp_path: Path) -> None:
+    trained, validated, finished = run_alike(_preserved, 2, tmp_path, initialise=False)
+    assert trained != validated == finished
 
 
 class _FailsInValidation(Classifier):
