@@ -488,6 +488,7 @@ def test_an_optimizer_without_a_prepared_model_is_warned_of_once_on_each_rank(tm
         assert len(forgotten) == 1
         assert "no model has the hook of GQSGDKwargs" in forgotten[0]
         assert prepared == []
+    assert run(_forgets_the_model, 1, tmp_path, initialise=False) == [[[], []]]
 
 
 def _local_sgd(rank: int) -> list[Any]:

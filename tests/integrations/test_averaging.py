@@ -144,3 +144,5 @@ def test_averaging_that_lightning_would_ignore_is_refused() -> None:
         make(ddp_comm_state=object())
     with pytest.raises(ConfigError, match="drop ddp_comm_state, or use DDPStrategy"):
         lightning_gqsgd.GQSGDFabricStrategy(ddp_comm_state=_local())
+    with pytest.raises(ConfigError, match="has no argument 'model_averaging_period'"):
+        lightning_gqsgd.GQSGDFabricStrategy(model_averaging_period=4)

@@ -59,6 +59,29 @@ def test_weights_that_are_loaded_after_setup_are_the_anchor(tmp_path: Path) -> N
     assert run(_loaded, 2, tmp_path, tmp_path, initialise=False) == [[True] * 6] * 2
 
 
+def _loads_one_of_two(rank: int, folder: Path) -> bool:
+    """Whether the model that is not loaded stays what this rank has made of it."""
+    fabric = _of(GQSGDFabricStrategy(local_steps=4))
+    modules = [mlp(), mlp()]
+    models = []
+    for module in modules:
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        _train(fabric, model, optimizer, 2)
+        models.append(model)
+    fabric.save(folder / "weights.ckpt", {"model": models[0]})
+    before = fingerprint(modules[1])
+    fabric.load(folder / "weights.ckpt", {"model": models[0]})
+    after = fingerprint(modules[1])
+    fabric.strategy.finish()
+    for state in fabric.strategy.gqsgd_states:
+        state.close()
+    return before == after
+
+
+def test_weights_of_one_model_leave_the_other_one_in_its_round(tmp_path: Path) -> None:
+    assert run(_loads_one_of_two, 2, tmp_path, tmp_path, initialise=False) == [True, True]
+
+
 def _not_counted(rank: int) -> list[Any]:
     fabric = _of(GQSGDFabricStrategy(local_steps=3))
     module = mlp()

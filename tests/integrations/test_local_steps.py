@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Subset
 from lightning_gqsgd import GQSGDFabricStrategy, GQSGDStrategy, GQSGDTelemetry, LocalSteps
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks import local
+from lightning_gqsgd.local_steps.options import LocalOptions
 from tests.distributed.models import fingerprint, loss_of, mlp
 from tests.distributed.ranks import run, run_alike
 from tests.errors import error_text
@@ -431,6 +433,7 @@ def test_validation_sees_the_model_that_was_asked_for_and_training_goes_on_with_
     assert local[3] == anchor[3]
     for one in (local, anchor, other_local, other_anchor):
         assert one[6] == one[3]  # a validation after the fit
+    assert "gqsgd" not in torch.load(tmp_path / "anchor" / "weights" / "step=3.ckpt", weights_only=True)
 
 
 def _resumed_from_validation(_: int, folder: Path) -> list[str]:
@@ -520,6 +523,19 @@ class _OnlyTheSecond(Gan):
         loss = sum(p.square().sum() for group in optimizer.param_groups for p in group["params"])
         self.manual_backward((1 + self.global_rank) * loss)
         optimizer.step()
+
+
+def test_each_of_the_other_optimizers_may_make_its_steps_before_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_STEPS_WITHOUT_FIRST", 4)
+    module = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(3)]
+    averages: Any = SimpleNamespace(step=0, options=LocalOptions(every=2))
+    trained = local.Trained(averages, module, optimizers)
+    for _ in range(4):
+        trained.count(optimizers[1])
+        trained.count(optimizers[2])
+    with pytest.raises(ConfigError, match="the first of 3 optimizers has made no step, and the others 9"):
+        trained.count(optimizers[2])
 
 
 class _NewOptimizers(Classifier):

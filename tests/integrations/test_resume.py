@@ -69,6 +69,20 @@ def test_checkpoints_of_weights_alone(tmp_path: Path) -> None:
     assert "state_dict" in result
 
 
+def _validates(_: int, folder: Path) -> list[str]:
+    path = folder / "plain.ckpt"
+    fitted(Classifier(), "ddp", batches=data(2))["trainer"].save_checkpoint(path)
+    said: list[str] = []
+    trainer = trainer_of(MEMORYLESS)
+    trainer.strategy._rank_zero_info = said.append
+    trainer.validate(Classifier(), data(2), ckpt_path=path, verbose=False)
+    return said
+
+
+def test_a_validation_says_nothing_of_the_training_that_wrote_the_checkpoint(tmp_path: Path) -> None:
+    assert run_alike(_validates, 2, tmp_path, tmp_path, initialise=False) == []
+
+
 def _safely(_: int, folder: Path) -> list[list[Any]]:
     results = []
     for strategy in (MEMORYLESS, REMEMBERING):
