@@ -16,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from lightning_gqsgd import GQSGDKwargs, enable
 from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.frameworks.transformers_local import MeteredCallback
 from tests.distributed.models import fingerprint
 from tests.distributed.ranks import run, run_alike
 
@@ -226,6 +228,7 @@ def mistakes(rank: int, folder: Path) -> None:
     with pytest.raises(ConfigError, match="no argument 'bit'; did you mean 'bits'"):
         enable(trainer, bit=4)
     enable(trainer, bits=4)
+    assert isinstance(trainer.callback_handler.callbacks[0], MeteredCallback)  # others print what it logs
     with pytest.raises(ConfigError, match=r"enabled already, as GQSGDKwargs\(bits=4, find_unused_parameters=True\)"):
         enable(trainer, bits=4)
     trainer.train()
@@ -262,7 +265,7 @@ def mistakes(rank: int, folder: Path) -> None:
         trainer.train()
 
     trainer = trainer_of(folder)
-    enable(trainer, local_steps=3)
+    assert enable(trainer, local_steps=3) is trainer.callback_handler.callbacks[0]
     trainer.create_accelerator_and_postprocess()
     with pytest.raises(ConfigError, match="averages gradients in every step, and local steps do without it"):
         trainer.train()
@@ -279,10 +282,19 @@ def mistakes(rank: int, folder: Path) -> None:
         trainer.train()
     del before
 
+    trainer = trainer_of(folder)
+    enable(trainer)
+    trainer.model_wrapped = DistributedDataParallel(trainer.model)
+    with pytest.raises(ConfigError, match="a DistributedDataParallel model that it has not wrapped itself"):
+        trainer.train()
+
 
 class _CallsItsOwnModel(Trainer):
+    first_step = 0  # from which it does so
+
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.model(**inputs)["loss"]
+        called = model if self.state.global_step < self.first_step else self.model
+        return called(**inputs)["loss"]
 
 
 class _Freezes(TrainerCallback):
@@ -299,6 +311,13 @@ def _around(rank: int, folder: Path) -> None:
     with pytest.raises(ConfigError, match="gradients of step 0 have not come .* not self.model"):
         around.train()
     assert fingerprint(around.model) == before
+
+    usual = trainer_of(folder)
+    later = _CallsItsOwnModel(usual.model, usual.args, train_dataset=usual.train_dataset)
+    later.first_step = 2
+    enable(later, bits=4)
+    with pytest.raises(ConfigError, match="gradients of step 2 have not come"):
+        later.train()
 
     freezes = trainer_of(folder, ddp_find_unused_parameters=False)
     enable(freezes, bits=4)
