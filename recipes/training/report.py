@@ -121,9 +121,11 @@ def finish(folder: Path, facts: dict[str, Any], checkpoint: Path | None) -> None
         lines[f"test {metric.label}"] = metric.shown(facts["metrics"][metric.test])
     if f"test/{names.TOP5}" in facts["metrics"]:
         lines["test top-5"] = metric.shown(facts["metrics"][f"test/{names.TOP5}"])
-    # Without a validation, the points of the run are those of the test, which has a line of its own.
-    if run.value.size and any(metric.val in row for row in read_rows(folder / METRICS_FILE)):
-        lines[f"validation {metric.label}"] = f"{metric.shown(run.value[-1])} (best {metric.shown(run.best)})"
+    # Not the points of the run, of which the last one may be that of the test.
+    validations = [row[metric.val] for row in read_rows(folder / METRICS_FILE) if metric.val in row]
+    if validations:
+        best = metric.worst_first(validations)[-1]
+        lines[f"validation {metric.label}"] = f"{metric.shown(validations[-1])} (best {metric.shown(best)})"
     if run.value.size and facts["steps"] and not facts["diverged"]:
         plot = folder / f"{metric.label.lower()}.png"
         title = f"{facts['title']} on {facts['data']}, {facts['strategy']}"

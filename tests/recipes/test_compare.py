@@ -29,13 +29,23 @@ from recipes.comparison.plan import CELL_FILE, Cell, make_plan
 from recipes.comparison.plots import save_curves
 from recipes.comparison.processes import command
 from recipes.comparison.reporting import _fitting, _table, _title
-from recipes.comparison.results import Run, cells, common_target, compare, contenders, headings, write_tables
+from recipes.comparison.results import (
+    Run,
+    cells,
+    common_target,
+    compare,
+    contenders,
+    headings,
+    read_rows,
+    write_tables,
+)
 from recipes.comparison.runner import LOG
 from recipes.errors import RecipeError
 from recipes.files import METRICS_FILE, RESULT_FILE
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY, PERPLEXITY, Metric
 from recipes.strategies.choices import ALL, strategies
+from recipes.training.report import finish
 from tests.recipes.conftest import ROOT, TINY
 from tests.recipes.made_up_runs import made_up_run
 
@@ -221,6 +231,17 @@ def test_a_run_without_validation_has_the_final_test_as_its_point(tmp_path: Path
         file.write(f"{names.TRAIN_TIME},{names.SAMPLES},{names.MB_SENT},{ACCURACY.test},step\n7,700,70,0.6,7\n")
     run = Run.load(tmp_path)
     assert (run.time.tolist(), run.value.tolist()) == ([7], [0.6])
+
+
+def test_the_final_test_is_not_called_a_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_up_run(tmp_path, [0.5, 0.3])
+    rows = read_rows(tmp_path / "metrics.csv")
+    with open(tmp_path / "metrics.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], ACCURACY.test])
+        writer.writeheader()
+        writer.writerows([*rows, {**rows[1], ACCURACY.val: "", ACCURACY.test: 0.9, names.SAMPLES: 1100}])
+    finish(tmp_path, {**run.facts, "title": "quickstart", "strategy": "ddp", "diverged": None}, None)
+    assert "  validation accuracy  30.00 % (best 50.00 %)\n" in capsys.readouterr().out
 
 
 def test_a_probe_gives_its_step_to_a_training(tmp_path: Path) -> None:
