@@ -43,6 +43,7 @@ class ContinuedCSVLogger(CSVLogger):
 def _rows_before(file: Path, step: int) -> list[dict[str, str]]:
     if not file.exists():
         return []
-    with open(file, newline="") as lines:
-        rows = [row for row in csv.DictReader(lines) if int(row["step"]) < step]
+    # A run that was killed, or that found no room on the disk, may have left a part of its last line.
+    lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    rows = [row for row in csv.DictReader(lines) if int(row["step"]) < step]
     return [{name: value for name, value in row.items() if value != ""} for row in rows]

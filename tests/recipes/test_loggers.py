@@ -152,6 +152,15 @@ def test_csv_logger_keeps_rows_of_the_resumed_run_up_to_its_checkpoint(tmp_path:
     assert [(row["step"], row["a"], row["b"]) for row in rows] == [("0", "0.0", ""), ("1", "1.0", ""), ("2", "", "9.0")]
 
 
+def test_csv_logger_leaves_out_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "earlier.csv").write_text("a,step\n1.5,0\n2.5,1\n3")
+    logger = ContinuedCSVLogger(tmp_path, tmp_path / "earlier.csv", before_step=9)
+    logger.log_metrics({"a": 9.0}, 9)
+    logger.save()
+    with open(tmp_path / "metrics.csv", newline="") as file:
+        assert [row["a"] for row in csv.DictReader(file)] == ["1.5", "2.5", "9.0"]
+
+
 def test_csv_logger_starts_anew_without_an_earlier_run(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         logger = ContinuedCSVLogger(tmp_path, tmp_path / "absent.csv", before_step=5)
