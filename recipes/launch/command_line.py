@@ -44,13 +44,19 @@ from recipes.strategies.choices import (
     check_strategies,
     register_presets,
 )
-from recipes.training.checkpoints import find_checkpoint, finished_message, goes_on_with
+from recipes.training.checkpoints import (
+    FullDiskError,
+    find_checkpoint,
+    finished_message,
+    full_disk_in_one_line,
+    goes_on_with,
+)
 from recipes.training.continuing import check_continued, uncompared
 from recipes.unread import check_read
 
 #: Exit code of a command line that asks for something that cannot be.
 REFUSED = 2
-#: Exit code of a training that ran to its end, and whose result is of no use.
+#: Exit code of a training whose result is of no use, or which found no room for its files.
 FAILED = 1
 MULTIRUN = ("-m", "--multirun")
 
@@ -87,8 +93,8 @@ def refusals_in_one_line() -> Iterator[None]:
     """
     try:
         yield
-    except DivergedError as error:
-        # The command line was right, and the run is complete: this is a failure, and no refusal.
+    except (DivergedError, FullDiskError) as error:
+        # The command line was right: this is a failure, and no refusal.
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(FAILED)
     except (RecipeError, NetLabError, ConfigError) as error:
@@ -255,7 +261,8 @@ def main(cfg: DictConfig) -> float:
             # Here, not above: Lightning takes seconds to import, and what is refused or only starts others needs none.
             from recipes.training.train import train
 
-            return train(cfg, folder)
+            with full_disk_in_one_line(folder):
+                return train(cfg, folder)
     except KeyboardInterrupt:
         say(goes_on_with(folder, sys.argv))
         sys.exit(INTERRUPTED)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -13,6 +15,12 @@ from recipes.files import RESULT_FILE, WANDB_ID_FILE, read_json
 
 CHECKPOINTS = "checkpoints"
 LAST = "last.ckpt"
+#: What a write to a place that takes no more bytes ends with.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class FullDiskError(RecipeError):
+    """A training that has found no more room for its files; the message names the remedy."""
 
 
 class CheckpointError(RecipeError):
@@ -88,6 +96,28 @@ def finished_message(cfg: DictConfig, checkpoint: str) -> str | None:
         f"nothing to go on with: the run of {checkpoint} is finished ({limit}), and nothing has been written; its "
         f"result is {result}; raise {limit.partition('=')[0]} to train longer"
     )
+
+
+@contextmanager
+def full_disk_in_one_line(folder: Path) -> Iterator[None]:
+    """A context in which a disk that takes no more bytes ends a training with one line.
+
+    Args:
+        folder: folder of the run.
+
+    Raises:
+        FullDiskError: see above.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        checkpoint = folder / CHECKPOINTS / LAST
+        remedy = f"go on with ckpt_path={checkpoint}" if checkpoint.is_file() else "start again"
+        raise FullDiskError(
+            f"no more room for the files of {folder} ({error.strerror}); make room, and {remedy}"
+        ) from error
 
 
 def goes_on_with(folder: Path, command: Sequence[str]) -> str:

@@ -54,6 +54,7 @@ from recipes.training.machine import machine_facts
 from recipes.training.progress import LiveProgress, PlainProgress
 from recipes.training.refusals import refused_values
 from recipes.training.report import StartupSummary, finish, run_facts
+from recipes.training.saving import WholeCheckpoints
 from recipes.training.starting import InterruptedStart
 
 
@@ -112,7 +113,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
         strategy=build(
             cfg.strategy, leave_out=("name",), **{**fields_for(cfg.strategy, network), **timeout_for(cfg.strategy)}
         ),
-        plugins=cluster_environment(os.environ),
+        plugins=[*cluster_environment(os.environ), WholeCheckpoints()],
         logger=_loggers(cfg, config, (folder, checkpoint), name, module.metric, own),
         callbacks=callbacks,
         default_root_dir=folder,
@@ -187,7 +188,7 @@ def _callbacks(cfg: DictConfig, folder: Path, metric: Metric | None) -> list[Cal
     if metric is not None:
         callbacks.append(LiveProgress(metric) if _interactive() else PlainProgress(metric))
     if cfg.checkpoint:
-        # One file, which is written over after each validation; Lightning saves atomically.
+        # One file, which is written over after each validation.
         callbacks.append(
             ModelCheckpoint(folder / CHECKPOINTS, filename=Path(LAST).stem, save_top_k=1, enable_version_counter=False)
         )

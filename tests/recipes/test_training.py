@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import warnings
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.io import torch_io
 from lightning.pytorch import Callback
 from omegaconf import DictConfig
 
 from lightning_gqsgd.frameworks import distributed
+from recipes.launch.command_line import refusals_in_one_line
 from recipes.measuring import names
 from recipes.measuring.communication import CommunicationCounter, ring_factor
 from recipes.measuring.metrics import ACCURACY
@@ -26,7 +29,7 @@ from recipes.strategies.baselines import BaselineDDPStrategy, StrategyError
 from recipes.tasks.image_classification import ImageClassifier
 from recipes.tasks.optimizers import OptimizerSettings
 from recipes.tasks.task import Task
-from recipes.training.checkpoints import CheckpointError, find_checkpoint
+from recipes.training.checkpoints import CheckpointError, find_checkpoint, full_disk_in_one_line
 from recipes.training.refusals import ValueRefusedError
 from recipes.training.train import train
 
@@ -146,6 +149,27 @@ def test_checkpoint_is_safe_to_load_and_small(tiny: Tiny, tmp_path: Path) -> Non
     assert checkpoint["global_step"] == STEPS
     assert checkpoint["callbacks"]["TrainingClock"]["samples"] == STEPS * 32
     assert not any("network" in str(key) for key in checkpoint.get("hyper_parameters", {}))
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_earlier_checkpoint(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, save = tmp_path / "checkpoints" / "last.ckpt", torch_io._atomic_save
+
+    def save_one(state: dict[str, Any], path: Any) -> None:
+        if checkpoint.exists():
+            Path(path).write_bytes(b"the beginning")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(state, path)
+
+    monkeypatch.setattr(torch_io, "_atomic_save", save_one)
+    with pytest.raises(SystemExit) as stopped, refusals_in_one_line(), full_disk_in_one_line(tmp_path):
+        train(tiny(), tmp_path)
+    assert stopped.value.code == 1
+    said = f"FullDiskError: no more room for the files of {tmp_path} (No space left on device); make room, and go on"
+    assert f"{said} with ckpt_path={checkpoint}\n" in capsys.readouterr().err
+    assert torch.load(checkpoint, weights_only=True)["epoch"] == 0
+    assert [file.name for file in checkpoint.parent.iterdir()] == ["last.ckpt"]
 
 
 def test_resume_without_a_checkpoint_names_the_remedy(tiny: Tiny, tmp_path: Path) -> None:
