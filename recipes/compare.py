@@ -112,14 +112,22 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 def _run(overrides: Sequence[str], fresh: bool, command: str) -> int:
     # Here, not above: the first word comes before everything that takes time, and mistakes before what takes longer.
     from recipes.comparison.plan import make_plan
-    from recipes.comparison.runner import run_all
-    from recipes.comparison.submitted import is_submitted, submit_all
-    from recipes.folders import check_writable
+    from recipes.folders import check_writable, claimed
 
     console = _console()
     plan = make_plan(overrides)
     check_writable("output", plan.settings.output)
     console.print(_intention(plan), highlight=False)
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    # A second comparison would delete the folders of the runs that are under way.
+    with claimed("output", plan.folder):
+        return _run_and_report(plan, fresh, command, console)
+
+
+def _run_and_report(plan: Plan, fresh: bool, command: str, console: Console) -> int:
+    from recipes.comparison.runner import run_all
+    from recipes.comparison.submitted import is_submitted, submit_all
+
     submitted = tuple(cell for cell in plan.cells if is_submitted(cell))
     failures = submit_all(submitted, console, fresh) if submitted else []
     here = tuple(cell for cell in plan.cells if cell not in submitted)

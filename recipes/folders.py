@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from recipes.errors import RecipeError
 
 
 class FolderError(RecipeError):
-    """A folder that nothing can be written to; the message names the remedy."""
+    """A folder that nothing can be written to, or that another run writes to; the message names the remedy."""
 
 
 def check_writable(key: str, folder: str | Path) -> None:
@@ -33,3 +37,33 @@ def check_writable(key: str, folder: str | Path) -> None:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise FolderError(f"{key}={folder} cannot be written to ({reason}); name a folder that can") from error
+
+
+@contextmanager
+def claimed(key: str, folder: Path) -> Iterator[None]:
+    """A context in which no other process can claim a folder. Two runs in one folder would mix their files.
+
+    The claim is a lock of the folder itself, which ends with this process, however it ends. A file system that has no
+    such locks keeps no other process out.
+
+    Args:
+        key: the setting that names the folder.
+        folder: an existing folder.
+
+    Raises:
+        FolderError: another process has claimed the folder.
+    """
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FolderError(
+                f"{folder} is in use: another process writes to it; wait until that has ended, or name another folder "
+                f"with {key}=FOLDER"
+            ) from error
+        except OSError:
+            pass  # no locks here
+        yield
+    finally:
+        os.close(place)

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from netlab.machine import cores
 from recipes.configuration import check_configuration
 from recipes.data.sizes import check_known_samples
 from recipes.errors import DivergedError, OverrideError, RecipeError
-from recipes.folders import check_writable
+from recipes.folders import check_writable, claimed
 from recipes.for_hydra import for_hydra
 from recipes.launch.environment import profile_environment
 from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, HardwareError, check_devices
@@ -35,7 +35,7 @@ from recipes.launch.processes import (
 )
 from recipes.launch.slurm import prepare_submission
 from recipes.launch.sweeps import check_sweeper, is_search, run_job, run_on_hosts
-from recipes.opening import INTERRUPTED, leads, say
+from recipes.opening import INTERRUPTED, leads, say, speaks
 from recipes.overrides import composed, first_combination, parse
 from recipes.own_folders import with_search_path
 from recipes.strategies.choices import (
@@ -149,8 +149,17 @@ def examine(arguments: Sequence[str]) -> str | None:
     if not finished:
         kind = "sweep" if multirun else "run"
         check_writable(f"hydra.{kind}.dir", cfg.hydra[kind].dir)
+        if not multirun:
+            _check_unclaimed(Path(cfg.hydra.run.dir))
         _say_what_comes(cfg, checkpoint)
     return finished
+
+
+def _check_unclaimed(folder: Path) -> None:
+    """Refuse the folder of a run that is under way, before Hydra writes to it."""
+    if folder.is_dir() and speaks(os.environ):
+        with claimed("hydra.run.dir", folder):
+            pass
 
 
 def check(cfg: DictConfig, hydra_config: Any) -> None:
@@ -261,7 +270,9 @@ def main(cfg: DictConfig) -> float:
             # Here, not above: Lightning takes seconds to import, and what is refused or only starts others needs none.
             from recipes.training.train import train
 
-            with full_disk_in_one_line(folder):
+            # Rank 0 alone writes; the other ranks of an outside launcher have no folder.
+            claim = claimed("hydra.run.dir", folder) if speaks(os.environ) else nullcontext()
+            with claim, full_disk_in_one_line(folder):
                 return train(cfg, folder)
     except KeyboardInterrupt:
         say(goes_on_with(folder, sys.argv))

@@ -9,7 +9,7 @@ import pytest
 from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT_STR, _PRECISION_INPUT_STR_ALIAS
 from lightning.pytorch.accelerators import AcceleratorRegistry
 
-from recipes.folders import FolderError, check_writable
+from recipes.folders import FolderError, check_writable, claimed
 from recipes.limits import ACCELERATORS, PRECISIONS, LimitError, check_limits
 from recipes.overrides import composed
 from recipes.strategies.choices import CONF
@@ -61,3 +61,11 @@ def test_a_folder_that_takes_files_is_left_as_it_is(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(FolderError, match=f"output={file}/in: {file} is no folder"):
         check_writable("output", file / "in")
+
+
+def test_a_folder_has_one_claim_at_a_time(tmp_path: Path) -> None:
+    refused = pytest.raises(FolderError, match=f"{tmp_path} is in use: .* with hydra.run.dir=FOLDER$")
+    with claimed("hydra.run.dir", tmp_path), refused, claimed("hydra.run.dir", tmp_path):
+        pass
+    with claimed("hydra.run.dir", tmp_path):
+        assert list(tmp_path.iterdir()) == []

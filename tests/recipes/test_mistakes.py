@@ -15,9 +15,11 @@ import pytest
 
 from lightning_gqsgd.errors import ConfigError
 from recipes import compare, run
+from recipes.comparison import runner
 from recipes.data.named_files import check_named, named_file
 from recipes.data.sizes import TRAINING_SAMPLES
 from recipes.errors import DataError, OtherDataError
+from recipes.folders import FolderError, claimed
 from recipes.launch import hardware
 from recipes.launch.command_line import examine, refusals_in_one_line
 from recipes.opening import announce, speaks
@@ -360,6 +362,23 @@ def test_settings_of_every_kind_of_strategy_pass(strategy: str) -> None:
 def test_settings_that_cannot_work_are_refused_before_lightning_is_imported(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_settings(composed(overrides).strategy)
+
+
+def test_the_folder_of_a_run_under_way_is_refused(tmp_path: Path) -> None:
+    with claimed("hydra.run.dir", tmp_path), pytest.raises(FolderError, match=f"^{tmp_path} is in use: "):
+        examine(["+exp=quickstart", f"hydra.run.dir={tmp_path}"])
+
+
+def test_the_folder_of_a_comparison_under_way_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "run_all", None)
+    folder = tmp_path / "quickstart"
+    folder.mkdir()
+    with claimed("output", folder), pytest.raises(SystemExit) as stopped:
+        compare.main(["+exp=quickstart", f"output={tmp_path}"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith(f"compare.py: {folder} is in use: another process writes to it")
 
 
 @pytest.mark.parametrize("folder", ["/dev/full", "/proc/x"])
