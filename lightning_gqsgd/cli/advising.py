@@ -232,7 +232,8 @@ def _costs(codec: str, probe: Probe | None) -> Costs:
     if codec == MEASURED:
         assert probe is not None
         return probe.costs
-    return ESTIMATES[codec].costs({} if probe is None else probe.costs.collectives)
+    costs = ESTIMATES[codec]
+    return costs if probe is None else replace(costs, collectives=probe.costs.collectives)
 
 
 def _note(codec: str, probe: Probe | None, *, is_assumed: bool) -> str:
@@ -240,7 +241,7 @@ def _note(codec: str, probe: Probe | None, *, is_assumed: bool) -> str:
     if codec == MEASURED:
         assert probe is not None
         return f"codec: measured on {probe.device}"
-    said = f"codec: {ESTIMATES[codec].note}"
+    said = f"codec: {ESTIMATES[codec].source}"
     return f"{said}; it is assumed, and --codec names another one" if is_assumed else said
 
 

@@ -338,79 +338,41 @@ def inside_of(device: str, link: Link) -> Link:
 _CODECS = {f"{family}/{bits}": bits for family in ("linear", "companded") for bits in range(1, 9)} | {"eden/2": 2}
 
 
-@dataclass(frozen=True)
-class GPU:
-    """An estimate of the codec's speed on a GPU from the bytes that its kernels move.
+def _of_bandwidth(bytes_per_s: float, source: str) -> Costs:
+    """Returns an estimate for a GPU from the bytes that its kernels read and write in a second.
 
-    Attributes:
-        bytes_per_s: bytes that kernels read and write in a second.
-        launch_s: seconds to start a kernel.
-        note: how reliable the numbers are.
+    A codec reads or writes each coordinate, 4 bytes, and its code once.
     """
-
-    bytes_per_s: float
-    launch_s: float
-    note: str
-
-    def gamma(self, bits: int) -> Gamma:
-        """Returns the times of a codec that reads or writes each coordinate, 4 bytes, and its code once."""
+    gammas = {}
+    for codec, bits in _CODECS.items():
         code = bits / 8
-        moved_s = (4 + code) / self.bytes_per_s
-        return Gamma(encode_s=moved_s, decode_s=moved_s, reduce_s=code / self.bytes_per_s)
-
-    def costs(self, collectives: Mapping[str, Collective]) -> Costs:
-        """Returns all constants, with given costs of collectives."""
-        gammas = {codec: self.gamma(bits) for codec, bits in _CODECS.items()}
-        return Costs(collectives, gammas, 1 / self.bytes_per_s, self.launch_s, 1.0, on_streams=True, source=self.note)
+        moved_s = (4 + code) / bytes_per_s
+        gammas[codec] = Gamma(encode_s=moved_s, decode_s=moved_s, reduce_s=code / bytes_per_s)
+    return Costs({}, gammas, 1 / bytes_per_s, launch_s=10e-6, cores=1.0, on_streams=True, source=source)
 
 
-@dataclass(frozen=True)
-class CPU:
-    """The codec's speed on a CPU, measured once by `gqsgd probe`. The fields are those of `Costs`.
+def _of_xeon() -> Costs:
+    """Returns the costs on a CPU, measured once by `gqsgd probe`.
 
-    Attributes:
-        gamma: times of the default configuration's codec. Its kernels take equally long at 8 and at 3 bits, and EDEN's
-            kernels at 2 bits take about as long.
-        trellis: factors by which trellis codes take longer to encode and to decode, by their bits.
-        hook: times of torch's bf16 hook.
-        note: how reliable the numbers are.
+    The kernels of the default configuration's codec take equally long at 8 and at 3 bits, and EDEN's kernels at 2 bits
+    take about as long.
     """
-
-    gamma: Gamma
-    trellis: Mapping[int, tuple[float, float]]
-    hook: Gamma
-    touch_s: float
-    launch_s: float
-    stage_s: float
-    cores: float
-    note: str
-
-    def costs(self, collectives: Mapping[str, Collective]) -> Costs:
-        """Returns all constants, with given costs of collectives."""
-        gammas = {**dict.fromkeys(_CODECS, self.gamma), BF16_HOOK: self.hook}
-        for bits, (encode, decode) in self.trellis.items():
-            own = self.gamma
-            gammas[f"trellis/{bits}"] = Gamma(encode * own.encode_s, decode * own.decode_s, decode * own.reduce_s)
-        return Costs(
-            collectives, gammas, self.touch_s, self.launch_s, self.cores, stage_s=self.stage_s, source=self.note
-        )
+    own = Gamma(encode_s=0.85e-9, decode_s=0.75e-9, reduce_s=0.43e-9)
+    gammas = {**dict.fromkeys(_CODECS, own), BF16_HOOK: Gamma(2.1e-9, 0.5e-9, 0.0)}
+    # By bits, the factors by which trellis codes take longer to encode and to decode than EDEN at 2 bits:
+    # `python -m benchmarks.kernels --codec eden trellis --block-size 256 1024 --bits 2 3 4`.
+    for bits, encode, decode in ((2, 2.5, 1.6), (3, 2.9, 1.7), (4, 3.4, 1.7)):
+        gammas[f"trellis/{bits}"] = Gamma(encode * own.encode_s, decode * own.decode_s, decode * own.reduce_s)
+    source = "cpu: measured on one core of an Intel Xeon, an estimate for others"
+    return Costs({}, gammas, touch_s=0.071e-9, launch_s=20e-6, stage_s=105e-6, cores=2.0, source=source)
 
 
-#: Codecs by the name of their device. A GPU's kernels are assumed to reach 60 % of its memory's rated bandwidth.
-ESTIMATES: dict[str, GPU | CPU] = {
-    "h100": GPU(0.6 * 3.35e12, 10e-6, "h100: an estimate from memory bandwidth, not a measurement"),
-    "a100": GPU(0.6 * 1.56e12, 10e-6, "a100: an estimate from memory bandwidth, not a measurement"),
-    "cpu": CPU(
-        gamma=Gamma(0.85e-9, 0.75e-9, 0.43e-9),
-        # Over EDEN at 2 bits: `python -m benchmarks.kernels --codec eden trellis --block-size 256 1024 --bits 2 3 4`.
-        trellis={2: (2.5, 1.6), 3: (2.9, 1.7), 4: (3.4, 1.7)},
-        hook=Gamma(2.1e-9, 0.5e-9, 0.0),
-        touch_s=0.071e-9,
-        launch_s=20e-6,
-        stage_s=105e-6,
-        cores=2.0,
-        note="cpu: measured on one core of an Intel Xeon, an estimate for others",
-    ),
+#: Costs without collectives, by the name of their device. A GPU's kernels are assumed to reach 60 % of its memory's
+#: rated bandwidth.
+ESTIMATES = {
+    "h100": _of_bandwidth(0.6 * 3.35e12, "h100: an estimate from memory bandwidth, not a measurement"),
+    "a100": _of_bandwidth(0.6 * 1.56e12, "a100: an estimate from memory bandwidth, not a measurement"),
+    "cpu": _of_xeon(),
 }
 
 
@@ -423,7 +385,7 @@ def estimated_costs(device: str, nodes: int, per_node: int, link: Link) -> Costs
         per_node: number of ranks on each node.
         link: link of a node to the other nodes.
     """
-    return on_links(ESTIMATES[device].costs({}), nodes, per_node, link, inside_of(device, link))
+    return on_links(ESTIMATES[device], nodes, per_node, link, inside_of(device, link))
 
 
 def on_links(costs: Costs, nodes: int, per_node: int, link: Link, inside: Link) -> Costs:

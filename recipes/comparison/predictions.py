@@ -64,7 +64,7 @@ def predicted_steps(
     # A backward pass has twice the operations of a forward pass.
     timeline = estimated(network, compute_s * 2 / 3)
     link = Link(bytes_per_second(rate, "link"), LATENCY_S)
-    costs_at = over_links(ESTIMATES["cpu"].costs({}), 1, link, link)
+    costs_at = over_links(ESTIMATES["cpu"], 1, link, link)
     choices = candidates(Cluster(timeline, costs_at, hosts, 1, config["data"]["batch_size"], link.bytes_per_s))
     made = {candidate.name: candidate.prediction for candidate in choices}
     return {variant: made[CANDIDATES[variant]] for variant in variants if variant in CANDIDATES}

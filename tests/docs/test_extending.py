@@ -6,6 +6,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,8 +86,9 @@ def test_steps_with_the_codec_and_the_reducer_are_predicted() -> None:
     add("A codec")
     add("A reducer")
     timeline = Timeline((Bucket((Segment(0, 1 << 22, False),), 1.0),), 1.0)
-    costs = ESTIMATES["cpu"].costs(collectives_between(RANKS, 1, Link(1.25e8), Link(1e9)))
-    costs.gammas["ternary/2"] = Gamma(1e-9, 1e-9, 1e-9)  # type: ignore[index]
+    gammas = {**ESTIMATES["cpu"].gammas, "ternary/2": Gamma(1e-9, 1e-9, 1e-9)}
+    collectives = collectives_between(RANKS, 1, Link(1.25e8), Link(1e9))
+    costs = replace(ESTIMATES["cpu"], collectives=collectives, gammas=gammas)
     native = predict(timeline, costs, RANKS, "native")
     coded = predict(timeline, costs, RANKS, GQSGDConfig(codec="ternary"))
     gathered = predict(timeline, costs, RANKS, GQSGDConfig(reducer="in_order"))

@@ -21,7 +21,7 @@ GRID = list(product((1e6, 1e8, 1e9, 1e10, 1e11), (1e-6, 1e-4, 1e-2, 1.0), (2, 16
 
 def _cluster(rate: float, latency_s: float, nodes: int, per_node: int, codec: str) -> advice.Cluster:
     links = (Link(rate / 8, latency_s), Link(25e9, 5e-6))
-    return advice.Cluster(LINE, advice.over_links(ESTIMATES[codec].costs({}), per_node, *links), nodes, per_node, 8)
+    return advice.Cluster(LINE, advice.over_links(ESTIMATES[codec], per_node, *links), nodes, per_node, 8)
 
 
 def _seconds(words: str) -> float:

@@ -80,6 +80,6 @@ def test_a_latency_counts_on_the_clock_or_in_the_collectives() -> None:
     link = Link(1.25e8, latency_s=0.04)
     in_collectives = estimated_costs("cpu", 4, 2, link)
     assert in_collectives.collective("peers", "all_gather").alpha_s == pytest.approx(2 * 0.04)
-    on_clock = on_links(replace(ESTIMATES["cpu"].costs({}), latency_s=0.04), 4, 2, link, link)
+    on_clock = on_links(replace(ESTIMATES["cpu"], latency_s=0.04), 4, 2, link, link)
     assert on_clock.latency_s == 0.04
     assert on_clock.collective("peers", "all_gather").alpha_s == 0.0

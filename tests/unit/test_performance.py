@@ -227,7 +227,7 @@ def test_a_faster_link_never_makes_a_step_much_longer(rates: tuple[float, float]
 def test_a_sweep_of_rates_falls_towards_the_computation() -> None:
     steps = []
     for rate in (1e7, 1e8, 1e9, 1e12):
-        costs = ESTIMATES["h100"].costs(collectives_between(4, 1, Link(rate), Link(1e12)))
+        costs = replace(ESTIMATES["h100"], collectives=collectives_between(4, 1, Link(rate), Link(1e12)))
         steps.append(predict(_timeline(5_000_000, 5_000_000), costs, 4, GQSGDConfig(sample_every=0)).step_s)
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] == pytest.approx(0.16, rel=0.01)

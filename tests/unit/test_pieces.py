@@ -65,7 +65,7 @@ def test_profiles_are_those_of_the_whole_plan(fields: dict[str, Any]) -> None:
 
 def _large(buckets: int, numel: int) -> advice.Cluster:
     made = tuple(Bucket((Segment(number, numel, False),), number / buckets) for number in range(buckets))
-    links = advice.over_links(ESTIMATES["h100"].costs({}), 8, Link(1.25e9, 5e-5), Link(25e9, 5e-6))
+    links = advice.over_links(ESTIMATES["h100"], 8, Link(1.25e9, 5e-5), Link(25e9, 5e-6))
     return advice.Cluster(Timeline(made, 1.0), links, 16, 8, 32)
 
 
@@ -107,7 +107,7 @@ def test_pieces_are_larger_where_all_ranks_are_on_one_machine(nodes: int, per_no
     numel = 16 * PIECE_NUMEL
     line = Timeline((Bucket((Segment(0, numel, False),), 0.1),), 0.1)
     links = (Link(1e9), Link(2e9))
-    costs = advice.over_links(ESTIMATES["cpu"].costs({}), per_node, *links)(nodes, 1.0)
+    costs = advice.over_links(ESTIMATES["cpu"], per_node, *links)(nodes, 1.0)
     assert probed_at(costs, nodes, per_node).shares_memory == (growth > 1)
     made = predict(line, costs, nodes * per_node, GQSGDConfig(bits=8, sample_every=0, reducer="two_shot"))
     assert len({event.piece for event in made.events if event.bucket == 0 and event.piece >= 0}) == 1 + 16 / growth
