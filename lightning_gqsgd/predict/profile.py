@@ -115,6 +115,9 @@ def bucket_profiles(setting: Setting, segments: Sequence[Segment]) -> tuple[tupl
             f"reducer={name!r} has messages whose length depends on the gradients; predict reducer='native'"
         )
     setting = replace(setting, sample_every=0)
+    if not setting.reducer.compresses:
+        # A bucket is one piece, of which only the size counts. A table of its blocks would have millions of rows.
+        setting = replace(setting, block_size=max(1, sum(segment.numel for segment in segments)))
     if setting.remembers or setting.scale_rule.per != "block":
         return _profiles_of_plan(segments, setting)
     alike = setting.reducer.alike

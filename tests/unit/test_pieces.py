@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.console import Console
 from lightning_gqsgd.cli import waiting
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
-from lightning_gqsgd.kernels.layout import PIECE_NUMEL, PieceSize, Segment
+from lightning_gqsgd.kernels.layout import PIECE_NUMEL, PieceSize, Segment, table_of
 from lightning_gqsgd.predict import Bucket, Costs, Timeline, advice, predict, profile
 from lightning_gqsgd.predict.costs import ESTIMATES, Link
 from lightning_gqsgd.wire.engine import SHARED_GROWTH
@@ -61,6 +62,22 @@ def test_profiles_are_those_of_the_whole_plan(fields: dict[str, Any]) -> None:
             setting = setting_of(config, ranks, torch.float32, size)
             made = profile.bucket_profiles(setting, segments)
             assert made == profile._profiles_of_plan(segments, setting)
+
+
+def test_a_large_bucket_of_plain_ddp_needs_no_table_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = []
+
+    def noted(*arguments: Any) -> np.ndarray:
+        tables.append(table_of(*arguments))
+        return tables[-1]
+
+    monkeypatch.setattr(profile, "table_of", noted)
+    setting = setting_of(resolve(GQSGDConfig(reducer="native"), 5), 5, torch.float32)
+    numels = (1 << 22, 12345)
+    profiles, sent = profile.bucket_profiles(setting, [Segment(n, numel, False) for n, numel in enumerate(numels)])
+    assert len(profiles) == 1
+    assert sent == 2 * 4 * sum(numels) * 4 // 5
+    assert [len(table) for table in tables] == [2]
 
 
 def _large(buckets: int, numel: int) -> advice.Cluster:
