@@ -67,6 +67,13 @@ def check_positive(**values: float) -> None:
             raise ConfigError(f"{name}={value!r} is out of range: above 0")
 
 
+def check_at_least(low: float, **values: float) -> None:
+    """Raise ConfigError for a number that is below ``low``, or not finite."""
+    for name, value in values.items():
+        if not low <= value < math.inf:
+            raise ConfigError(f"{name}={value!r} is out of range: at least {low}, and finite")
+
+
 def check_whole(**values: object) -> None:
     """Raise ConfigError for a value that is no integer of at least 1."""
     for name, value in values.items():

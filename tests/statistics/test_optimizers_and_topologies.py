@@ -169,8 +169,8 @@ def test_votes_for_thirty_rounds(digits: DigitsMLP) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"workers": 0}, "workers=0 must be an integer of 1"),
-        ({"workers": 4, "attackers": 5}, "attackers=5 must be an integer of 0 to 4"),
+        ({"workers": 0}, "workers=0 must be an integer of at least 1"),
+        ({"workers": 4, "attackers": 5}, "attackers=5 is out of range: 0 to 4"),
         ({"workers": 4, "slope": 0.0}, "slope=0.0 is out of range"),
     ],
 )
@@ -256,7 +256,7 @@ def test_variance_reduction_over_a_ring(lasso: tuple[Penalised, float, float]) -
 def test_gossip_with_numbers_out_of_range_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"lr=0.0 is out of range: above 0"):
         DPSVRG(0.0)
-    with pytest.raises(ConfigError, match=r"growth=0.5 is out of range: at least 1.0"):
+    with pytest.raises(ConfigError, match=r"growth=0.5 is out of range: at least 1, and finite"):
         DPSVRG(0.1, growth=0.5)
     with pytest.raises(ConfigError, match=r"tau=-1 is out of range: above 0"):
         DSPG(0.1, -1)

@@ -85,8 +85,8 @@ class Dion(OwnOptimizer):
     ) -> None:
         matrices = list(matrices)
         others = list(others)
-        for name, value, most in (("lr", lr, math.inf), ("weight_decay", weight_decay, math.inf)):
-            if not 0 <= value < most:
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+            if not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} is out of range: at least 0, and finite")
         if not 0 <= momentum <= 1 or not 0 < rank_fraction <= 1:
             raise ValueError(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightning_gqsgd.errors import ConfigError, check_positive
+from lightning_gqsgd.errors import check_at_least, check_positive
 from lightning_gqsgd.research.optim.proximal import soft_threshold
 from lightning_gqsgd.research.simulation.graph import Graph
 from lightning_gqsgd.research.simulation.problems import Problem
@@ -98,10 +98,7 @@ class DPSVRG:
 
     def __post_init__(self) -> None:
         check_positive(lr=self.lr)
-        for name, least in {"first": 1, "growth": 1.0, "most_rounds": 1}.items():
-            value = getattr(self, name)
-            if not least <= value < math.inf:
-                raise ConfigError(f"{name}={value!r} is out of range: at least {least}")
+        check_at_least(1, first=self.first, growth=self.growth, most_rounds=self.most_rounds)
 
     def run(self, problem: Penalised, graph: Graph, epochs: float) -> GossipRecord:
         """Train until the workers have seen ``epochs`` full gradients' worth of samples; the last stage is finished."""

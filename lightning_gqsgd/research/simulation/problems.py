@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, check_at_least
 from lightning_gqsgd.kernels.layout import Segment
 
 #: Parameters with fewer coordinates are sent uncompressed, as by default in training.
@@ -74,8 +74,8 @@ class Quadratic:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        _at_least(1, dimension=self.dimension, condition=self.condition)
-        _at_least(0, noise=self.noise, spread=self.spread)
+        check_at_least(1, dimension=self.dimension, condition=self.condition)
+        check_at_least(0, noise=self.noise, spread=self.spread)
         self.segments = [Segment(0, self.dimension, raw=False)]
         self.eigenvalues = torch.logspace(0, -math.log10(self.condition), self.dimension, dtype=self.dtype)
         self.optimum = torch.randn(self.dimension, generator=generator_of(self.seed, 0), dtype=self.dtype)
@@ -144,8 +144,8 @@ class _LinearModel:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        _at_least(1, dimension=self.dimension, rows=self.rows, parts=self.parts, batch=self.batch or 1)
-        _at_least(0, spread=self.spread, noise=self.noise, scale=self.scale, regularisation=self.regularisation)
+        check_at_least(1, dimension=self.dimension, rows=self.rows, parts=self.parts, batch=self.batch or 1)
+        check_at_least(0, spread=self.spread, noise=self.noise, scale=self.scale, regularisation=self.regularisation)
         self.segments = [Segment(0, self.dimension, raw=False)]
         generator = generator_of(self.seed, 0)
         self.features = self.scale * torch.randn(self.rows, self.dimension, generator=generator, dtype=self.dtype)
@@ -298,7 +298,7 @@ class DigitsMLP:
     TRAINING = 1400
 
     def __post_init__(self) -> None:
-        _at_least(1, batch=self.batch, hidden=self.hidden)
+        check_at_least(1, batch=self.batch, hidden=self.hidden)
         try:
             datasets = importlib.import_module("sklearn.datasets")
         except ImportError as error:
@@ -388,9 +388,3 @@ def _drawn(first: Tensor, batch: int, generator: torch.Generator) -> Tensor:
     """Draws row numbers, ``batch`` of each worker's own rows: [workers, batch]."""
     uniform = torch.rand(len(first) - 1, batch, generator=generator, dtype=torch.float64)
     return first[:-1, None] + (uniform * first.diff()[:, None]).long()
-
-
-def _at_least(low: float, **values: float) -> None:
-    for name, value in values.items():
-        if not low <= value < math.inf:
-            raise ConfigError(f"{name}={value!r} is out of range: at least {low}, and finite")

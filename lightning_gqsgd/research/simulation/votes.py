@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.errors import ConfigError, check_positive, check_whole
+from lightning_gqsgd.errors import ConfigError, check_integer, check_positive, check_whole
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.research.simulation.problems import Problem, generator_of
 from lightning_gqsgd.research.simulation.record import Record, Rows
@@ -62,11 +62,8 @@ class FedVote:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        limits = {"workers": (1, math.inf), "attackers": (0, self.workers), "local_steps": (1, math.inf)}
-        for name, (least, most) in limits.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise ConfigError(f"{name}={value!r} must be an integer of {least} to {most}")
+        check_whole(workers=self.workers, local_steps=self.local_steps)
+        check_integer("attackers", self.attackers, 0, self.workers)
         check_positive(slope=self.slope, lr=self.lr)
 
     def run(self, problem: Problem, rounds: int, voted: Sequence[int] = (0,)) -> Record:
