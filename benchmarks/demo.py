@@ -9,10 +9,7 @@ the same batches.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
-from functools import partial
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from benchmarks.report import Report
-from benchmarks.virtual_characters import BATCH, LENGTH, WORKERS, Scheduled, VirtualCharacters, outcome, run, tuned
+from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, outcome, run, tuned_ways
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.research.systems import SYSTEMS
 
@@ -77,21 +74,8 @@ def trained(options: argparse.Namespace, way: str, rate: float, seed: int) -> tu
 
 def measure(options: argparse.Namespace) -> Report:
     """Tune the learning rate of every way with the first seed, and train with all seeds."""
-    report = Report(
-        "demo",
-        f"DeMo: {options.steps} steps of a character transformer, {WORKERS} virtual workers",
-        {
-            "way": "",
-            "learning rate": "g",
-            "sent (MB)": ".2f",
-            "loss at the end": ".3f",
-        },
-    )
-    for way, (*_, rates) in WAYS.items():
-        found = tuned(partial(trained, options, way), rates, options.seeds)
-        row: list[str | float | None] = [way, found.rate, found.sent, fmean(found.losses)]
-        print(f"demo: {row}; tried {found.tried}", file=sys.stderr, flush=True)
-        report.rows.append(row)
+    rates_of = {way: rates for way, (*_, rates) in WAYS.items()}
+    report = tuned_ways("demo", "DeMo", options, rates_of, trained)
     problem = VirtualCharacters()
     numel = sum(segment.numel for segment in problem.segments)
     report.notes = (

@@ -10,16 +10,13 @@ the table has.
 from __future__ import annotations
 
 import argparse
-import sys
-from functools import partial
-from statistics import fmean
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.report import Report
-from benchmarks.virtual_characters import BATCH, LENGTH, WORKERS, Scheduled, VirtualCharacters, outcome, run, tuned
+from benchmarks.virtual_characters import BATCH, LENGTH, WORKERS, Scheduled, VirtualCharacters, outcome, run, tuned_ways
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.research.optim import Dion, MuonAdamW
@@ -63,21 +60,8 @@ def trained(options: argparse.Namespace, way: str, rate: float, seed: int) -> tu
 
 def measure(options: argparse.Namespace) -> Report:
     """Tune the learning rate of every way with the first seed, and train with all seeds."""
-    report = Report(
-        "dion",
-        f"Dion: {options.steps} steps of a character transformer, {WORKERS} virtual workers",
-        {
-            "way": "",
-            "learning rate": "g",
-            "sent (MB)": ".2f",
-            "loss at the end": ".3f",
-        },
-    )
-    for way, (_, rates) in WAYS.items():
-        found = tuned(partial(trained, options, way), rates, options.seeds)
-        row: list[str | float | None] = [way, found.rate, found.sent, fmean(found.losses)]
-        print(f"dion: {row}; tried {found.tried}", file=sys.stderr, flush=True)
-        report.rows.append(row)
+    rates_of = {way: rates for way, (_, rates) in WAYS.items()}
+    report = tuned_ways("dion", "Dion", options, rates_of, trained)
     problem = VirtualCharacters()
     sizes = [segment.numel for segment in problem.segments]
     hidden = sum(size for size, is_hidden in zip(sizes, problem.hidden, strict=True) if is_hidden)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,11 +17,11 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from benchmarks.gradient_sequences import segments_of
 from benchmarks.report import Report, command_line, present
 from benchmarks.schedule import share_of_rate
-from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.research.simulation import simulate
-from lightning_gqsgd.research.simulation.problems import MIN_NUMEL, Problem
+from lightning_gqsgd.research.simulation.problems import Problem
 from workloads.characters import CharacterTransformer, load_texts, windows
 
 #: Windows of a worker's batch, characters of a window, and windows of which the loss is taken.
@@ -59,8 +62,7 @@ class VirtualCharacters:
         self._names = list(named)
         self.shapes = [parameter.shape for parameter in named.values()]
         self.hidden = [name.startswith("blocks") and parameter.ndim == 2 for name, parameter in named.items()]
-        sizes = [shape.numel() for shape in self.shapes]
-        self.segments = [Segment(number, size, raw=size < MIN_NUMEL) for number, size in enumerate(sizes)]
+        self.segments = segments_of(self.network)
 
     def start(self) -> Tensor:
         """Returns the parameters at the start, [d]."""
@@ -173,6 +175,35 @@ def outcome(
     )
     loss = math.inf if record.diverged_at is not None else record.last()
     return loss, float(record.bytes_sent[-1]) / 1e6
+
+
+def tuned_ways(
+    name: str,
+    title: str,
+    options: argparse.Namespace,
+    rates: Mapping[str, Sequence[float]],
+    trained: Callable[[argparse.Namespace, str, float, int], tuple[float, float]],
+) -> Report:
+    """Tune the learning rate of every way with the first seed, train with all seeds, and return the table.
+
+    Args:
+        name: name of the benchmark.
+        title: what it is about.
+        options: the command line of `run`.
+        rates: learning rates to try, by way.
+        trained: trains a way with a learning rate and a seed, and returns loss and megabytes.
+    """
+    report = Report(
+        name,
+        f"{title}: {options.steps} steps of a character transformer, {WORKERS} virtual workers",
+        {"way": "", "learning rate": "g", "sent (MB)": ".2f", "loss at the end": ".3f"},
+    )
+    for way, tried in rates.items():
+        found = tuned(partial(trained, options, way), tried, options.seeds)
+        row: list[str | float | None] = [way, found.rate, found.sent, fmean(found.losses)]
+        print(f"{name}: {row}; tried {found.tried}", file=sys.stderr, flush=True)
+        report.rows.append(row)
+    return report
 
 
 def run(description: str, measure: Callable[[argparse.Namespace], Report], *, steps: int, seeds: int) -> None:
