@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.research.simulation.problems import MIN_NUMEL
 from workloads.characters import CharacterTransformer, load_texts, windows
 from workloads.digits import load_digits
 from workloads.image_files import decode
 from workloads.resnet import ResNet
 
-MIN_NUMEL = 1024
 IMAGE_SIZE, TEXT_LENGTH = 16, 32
 
 #: Samples whose loss is computed at once: gradients of larger batches are sums over parts, which need less memory.

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import accuracy
-from benchmarks.gradient_sequences import images
+from benchmarks.gradient_sequences import images, segments_of
 from benchmarks.report import RESULTS, Report, command_line, present
 from lightning_gqsgd.cli.facts import HEADINGS, NOTES, facts_of, notes
 from lightning_gqsgd.cli.listing import LOCAL_STEPS, OTHER_SYSTEMS
@@ -74,7 +74,6 @@ COLUMNS = (
 )
 #: The page of errors, beside that of presets.
 ERRORS = "preset_errors.md"
-MIN_NUMEL = make_config().min_numel
 
 
 @dataclass(frozen=True)
@@ -203,10 +202,8 @@ def trained(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer, Batch]], 
         optimizer.step()
     parameters = list(model.parameters())
     gradients = [torch.autograd.grad(loss(16, generator), parameters) for _ in range(ranks)]
-    segments = [
-        Segment(number, tensor.numel(), raw=tensor.numel() < MIN_NUMEL) for number, tensor in enumerate(parameters)
-    ]
-    return Gradients([torch.cat([tensor.flatten() for tensor in grads]) for grads in gradients], segments)
+    flat = [torch.cat([tensor.flatten() for tensor in grads]) for grads in gradients]
+    return Gradients(flat, segments_of(model))
 
 
 @cache

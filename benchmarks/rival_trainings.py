@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -307,17 +307,17 @@ def who_wins(rows: list[Any], rate: str) -> str:
     own = [row for row in rows if row[1] == rate and row[0] != BASELINE]
     rivals, ours = [row for row in own if row[0] not in OURS], [row for row in own if row[0] in OURS]
     said = [f"Who wins where at {rate}, by the table."]
-    for what, column, form, among in (
-        ("The fewest bits", 2, ".2f", _all),
-        ("The smallest error at up to 9 bits", 3, ".2f", partial(_narrow, most=9.0)),
-        ("The smallest error at up to 5 bits", 3, ".2f", partial(_narrow, most=5.0)),
-        ("The smallest error at up to 3 bits", 3, ".2f", partial(_narrow, most=3.0)),
-        ("The least work of the processor", 5, ".1f", _all),
-        ("The shortest step", 6, ".1f", _all),
-        ("The lowest loss", 8, ".4f", _all),
-        ("The lowest loss at up to 5 bits", 8, ".4f", partial(_narrow, most=5.0)),
+    for what, column, form, most in (
+        ("The fewest bits", 2, ".2f", math.inf),
+        ("The smallest error at up to 9 bits", 3, ".2f", 9.0),
+        ("The smallest error at up to 5 bits", 3, ".2f", 5.0),
+        ("The smallest error at up to 3 bits", 3, ".2f", 3.0),
+        ("The least work of the processor", 5, ".1f", math.inf),
+        ("The shortest step", 6, ".1f", math.inf),
+        ("The lowest loss", 8, ".4f", math.inf),
+        ("The lowest loss at up to 5 bits", 8, ".4f", 5.0),
     ):
-        first, second = among(rivals), among(ours)
+        first, second = _narrow(rivals, most), _narrow(ours, most)
         if not first or not second:
             continue
         rival, mine = min(first, key=lambda row: row[column]), min(second, key=lambda row: row[column])
@@ -331,10 +331,6 @@ def who_wins(rows: list[Any], rate: str) -> str:
         steady = [f"`{name}`" for name, values in apart.items() if min(values) > 0]
         said.append(f"Losses {how} plain DDP's with every seed: {', '.join(steady) or 'none'}.")
     return " ".join(said)
-
-
-def _all(rows: list[Any]) -> list[Any]:
-    return rows
 
 
 def _narrow(rows: list[Any], most: float) -> list[Any]:

@@ -38,6 +38,7 @@ from torch import Tensor
 from benchmarks import presets
 from benchmarks.report import Report, command_line, present
 from benchmarks.rival_hooks import RowCodes, max_min_codes, rows_of
+from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 from pictures.style import COLOURS, drawn
 
@@ -220,7 +221,8 @@ def points(gradients: presets.Gradients, ranks: int, repeats: int) -> list[Point
     for preset in OURS:
         virtual = VirtualRanks(ranks, gradients.segments, torch.float32, preset)
         means = [virtual.mean(xs, step).float() for step in range(repeats)]
-        found.append(_point(preset, virtual.wire_bits, virtual.bytes_sent / repeats / _fp32_bytes(xs), means, xs))
+        sent = virtual.bytes_sent / repeats / ring_bytes(xs[0].nbytes, ranks)
+        found.append(_point(preset, virtual.wire_bits, sent, means, xs))
     for rival in RIVALS:
         generator = torch.Generator().manual_seed(ranks)
         means = [rival.mean(xs, generator) for _ in range(repeats)]
@@ -231,11 +233,6 @@ def points(gradients: presets.Gradients, ranks: int, repeats: int) -> list[Point
 def _point(name: str, bits: float, sent: float, means: list[Tensor], xs: list[Tensor]) -> Point:
     error = relative_error(means[0].double(), xs)
     return Point(name, bits, sent, error, relative_error(torch.stack(means).double().mean(0), xs) / error)
-
-
-def _fp32_bytes(xs: list[Tensor]) -> float:
-    """Bytes that a rank sends in an fp32 ring all-reduce."""
-    return 2 * (len(xs) - 1) / len(xs) * 4 * xs[0].numel()
 
 
 def _hadamard(rows: Tensor) -> Tensor:
