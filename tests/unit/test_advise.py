@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,12 @@ def no_model() -> int:
 
 
 _run, _refusal = partial(output_of, "advise"), partial(refusal, "advise")
+
+
+def _cluster(**options: Any) -> advice.Cluster:
+    """The cluster of four nodes that options describe."""
+    given = {"model": f"{HERE}:network", "batch": 8, "nodes": 4, "gpus_per_node": 1, "backward": "50ms", **options}
+    return Question(**{**dict.fromkeys(field.name for field in fields(Question)), **given}).cluster()
 
 
 def _json(*arguments: str) -> Any:
@@ -184,9 +190,7 @@ def test_sweeps_and_steps_are_drawn(tmp_path: Path) -> None:
 
 
 def test_a_given_latency_counts_for_each_segment_over_gloo_and_for_each_level_of_a_tree_over_nccl() -> None:
-    question = {"model": f"{HERE}:network", "batch": 8, "probe": None, "link": "1gbit", "latency": "40ms"}
-    rest = {"intra": None, "nodes": 4, "gpus_per_node": 1, "backward": "50ms", "forward": None}
-    costs = {codec: Question(**{**question, **rest, "codec": codec}).cluster().costs_at(4, 1.0) for codec in ESTIMATES}
+    costs = {codec: _cluster(link="1gbit", latency="40ms", codec=codec).costs_at(4, 1.0) for codec in ESTIMATES}
     assert {codec: one.latency_s for codec, one in costs.items()} == {"h100": 0.0, "a100": 0.0, "cpu": 0.04}
     alphas = {codec: one.collective("all", "all_gather").alpha_s for codec, one in costs.items()}
     assert alphas == pytest.approx({"h100": 0.08, "a100": 0.08, "cpu": 0.0})
@@ -200,9 +204,7 @@ def test_a_latency_between_nodes_has_no_effect_on_a_single_node() -> None:
 
 
 def test_the_break_even_is_where_plain_ddp_begins_to_be_the_best() -> None:
-    question = {"model": f"{HERE}:network", "batch": 8, "probe": None, "link": "1gbit", "latency": "10us"}
-    rest = {"intra": None, "nodes": 4, "gpus_per_node": 1, "backward": "50ms", "forward": None, "codec": "h100"}
-    sweep = advice.over_rates(Question(**{**question, **rest}).cluster())
+    sweep = advice.over_rates(_cluster(link="1gbit", latency="10us", codec="h100"))
     limit = advice.break_even(sweep)
     assert limit is not None
     assert limit > 1
@@ -223,9 +225,7 @@ def test_one_node_has_no_break_even_because_the_link_between_nodes_has_no_effect
 
 
 def test_faster_links_never_lead_to_fewer_bits() -> None:
-    question = {"model": f"{HERE}:network", "batch": 8, "probe": None, "link": "100mbit", "latency": "10us"}
-    rest = {"intra": None, "nodes": 2, "gpus_per_node": 1, "backward": "50ms", "forward": None, "codec": "h100"}
-    cluster = Question(**{**question, **rest}).cluster()
+    cluster = _cluster(link="100mbit", latency="10us", nodes=2, codec="h100")
     places = []
     for exponent in range(40):
         choices = advice.candidates(cluster, factor=1.15**exponent)
@@ -471,9 +471,7 @@ def test_a_detector_is_built_without_a_download(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_what_is_said_of_compression_that_does_not_pay_is_true(saved: float, words: str) -> None:
-    plain, *others = advice.candidates(
-        Question(USUAL[1], 8, None, "800gbit", None, None, 4, None, "50ms", None, None).cluster()
-    )
+    plain, *others = advice.candidates(_cluster(link="800gbit"))
     step = plain.prediction.step_s
     less = [replace(other, prediction=replace(other.prediction, step_s=step * (1 - saved))) for other in others[:3]]
     fewest = replace(others[-1], prediction=replace(others[-1].prediction, step_s=step / 2))
@@ -483,7 +481,7 @@ def test_what_is_said_of_compression_that_does_not_pay_is_true(saved: float, wor
 
 
 def test_a_sweep_has_no_more_ranks_than_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Question(USUAL[1], 8, None, "800gbit", None, None, 4, 64, "50ms", None, None).cluster()
+    cluster = _cluster(link="800gbit", gpus_per_node=64)
     monkeypatch.setattr(advice, "candidates", lambda *_, **__: [])
     assert list(advice.over_nodes(cluster)) == [1, 2, 4, 8, 16, 32, 64]
     assert list(advice.over_nodes(replace(cluster, per_node=4)))[-1] == 1024
