@@ -233,3 +233,9 @@ def test_gossip_with_numbers_out_of_range_is_refused() -> None:
         DPSVRG(0.1, growth=0.5)
     with pytest.raises(ConfigError, match=r"tau=-1 is out of range: above 0"):
         DSPG(0.1, -1)
+    problem = LeastSquares(dimension=2, rows=4)
+    for share in (0.0, 1.5):
+        with pytest.raises(ConfigError, match=rf"batch_share={share} is out of range: above 0, and at most 1"):
+            Penalised(problem, problem, l1=0.1, batch_share=share)
+    with pytest.raises(ConfigError, match="l1=-0.1 is out of range: at least 0, and finite"):
+        Penalised(problem, problem, l1=-0.1, batch_share=0.5)

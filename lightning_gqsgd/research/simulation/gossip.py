@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightning_gqsgd.errors import check_at_least, check_positive
+from lightning_gqsgd.errors import ConfigError, check_at_least, check_positive
 from lightning_gqsgd.research.optim.proximal import soft_threshold
 from lightning_gqsgd.research.simulation.graph import Graph
 from lightning_gqsgd.research.simulation.problems import Problem
@@ -33,13 +33,22 @@ class Penalised:
         batches: the problem with gradients of batches.
         whole: the same problem with full gradients.
         l1: λ, at least 0.
-        batch_share: number of samples of a batch divided by that of a full gradient, 0 to 1; for the budget.
+        batch_share: number of samples of a batch divided by that of a full gradient, above 0 and at most 1; for the
+            budget.
+
+    Raises:
+        ConfigError: if a number is out of its range.
     """
 
     batches: Problem
     whole: Problem
     l1: float
     batch_share: float
+
+    def __post_init__(self) -> None:
+        check_at_least(0, l1=self.l1)
+        if not 0 < self.batch_share <= 1:
+            raise ConfigError(f"batch_share={self.batch_share!r} is out of range: above 0, and at most 1")
 
     def objective(self, x: Tensor) -> float:
         """Returns F(x)."""
