@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -222,6 +223,11 @@ def test_checkpoints_go_to_other_numbers_of_ranks_and_to_and_from_the_plain_trai
     assert (goes_on["step"], goes_on["steps"]) == (12, [12])
 
 
+class _Fails(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise ValueError("a step that fails")
+
+
 def mistakes(rank: int, folder: Path) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     trainer = trainer_of(folder, save_strategy="steps", save_steps=4)
@@ -251,6 +257,18 @@ def mistakes(rank: int, folder: Path) -> None:
     trainer.train()
     with pytest.raises(ConfigError, match="has prepared 1 model already, without gqsgd"):
         enable(trainer)
+    with pytest.raises(ConfigError, match="has prepared its model already; enable local steps before"):
+        enable(trainer, local_steps=3)
+
+    trainer = trainer_of(folder)
+    with pytest.raises(ConfigError, match="auto=True"):
+        enable(trainer, local_steps=3, auto=True)
+    state = trainer.accelerator.state
+    kind = state.distributed_type
+    state.distributed_type = "FSDP"
+    with pytest.raises(ConfigError, match="trains with FSDP, and local steps need whole models"):
+        enable(trainer, local_steps=3)
+    state.distributed_type = kind
 
     trainer = trainer_of(folder)
     enable(trainer)
@@ -269,6 +287,18 @@ def mistakes(rank: int, folder: Path) -> None:
     trainer.create_accelerator_and_postprocess()
     with pytest.raises(ConfigError, match="averages gradients in every step, and local steps do without it"):
         trainer.train()
+
+    trainer = trainer_of(folder)
+    callback = enable(trainer, local_steps=3)
+    fails = _Fails()
+    trainer.add_callback(fails)
+    with pytest.raises(ValueError, match="a step that fails"):
+        trainer.train()
+    interrupted = callback.averages
+    trainer.remove_callback(fails)
+    trainer.train()
+    assert interrupted is not callback.averages
+    assert interrupted.is_closed
 
     trainer = trainer_of(folder)
     handler = enable(trainer)
@@ -424,6 +454,25 @@ def test_a_checkpoint_that_each_node_has_saved_resumes_to_the_same_bits(tmp_path
     whole, resumed, local, resumed_local = run_alike(_on_nodes, 2, tmp_path, tmp_path, initialise=False)
     assert whole == resumed
     assert local == resumed_local
+
+
+def _best(_: int, folder: Path) -> list[str]:
+    """The model at the end of a training whose last checkpoint is not the best one, and that of the best checkpoint."""
+    every = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    trainer = trainer_of(folder, **every, load_best_model_at_end=True, greater_is_better=True)
+    enable(trainer, local_steps=3)
+    trainer.train()
+    saved = Classifier()
+    best = Path(str(trainer.state.best_model_checkpoint))
+    assert best.name != "checkpoint-8"
+    saved.load_state_dict(load_file(best / "model.safetensors"))
+    return [fingerprint(trainer.model), fingerprint(saved)]
+
+
+@pytest.mark.slow
+def test_local_steps_leave_the_best_model_as_it_was_saved(tmp_path: Path) -> None:
+    trained, saved = run_alike(_best, 2, tmp_path, tmp_path, initialise=False)
+    assert trained == saved
 
 
 def _local(_: int, folder: Path) -> list[list[Any]]:
