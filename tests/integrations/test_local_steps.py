@@ -456,7 +456,7 @@ def test_a_checkpoint_of_a_validation_has_each_ranks_own_model_to_resume_from(tm
 def _preserved(_: int) -> list[str]:
     seen = _Seen()
     module = Classifier()
-    options = {"limit_val_batches": 1}
+    options = {"limit_val_batches": 1, "enable_checkpointing": False}
     trainer_of({"preset": "gqsgd_mcm", "validate_at": "anchor"}, [seen], **options).fit(module, data(4), data(2))
     return [seen.before[-1], seen.within[-1], fingerprint(module)]
 
