@@ -126,19 +126,15 @@ class CodedRows:
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
         """Write a rank's rows into ``message``, uint8 [nbytes], as codes."""
-        if len(touched.rows):
-            x = touched.values.contiguous().view(-1)
-            part = self._part(touched.rows)
-            outgoing = self._link.outgoing(x, part, self._keys.rotation, self._store)
-            outgoing.encode(message, self._keys.up[rank])
+        x = touched.values.contiguous().view(-1)
+        outgoing = self._link.outgoing(x, self._part(touched.rows), self._keys.rotation, self._store)
+        outgoing.encode(message, self._keys.up[rank])
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
         """Returns the rows that a rank has written, [rows, width], in the compute dtype."""
         out = torch.zeros(len(rows) * self._table.width, dtype=self._dtype)
-        if len(rows):
-            wires = message.view(1, -1).contiguous()
-            keys = (self._keys.up[rank],)
-            self._link.decode(wires, self._part(rows), out, keys, self._keys.rotation, self._store)
+        keys = (self._keys.up[rank],)
+        self._link.decode(message.view(1, -1), self._part(rows), out, keys, self._keys.rotation, self._store)
         return out.view(len(rows), self._table.width)
 
     def _part(self, rows: Tensor) -> Part:
