@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import tracemalloc
 import zlib
 from typing import Any
 
@@ -67,14 +68,27 @@ def damaged(message: bytes) -> list[bytes]:
     """Messages that are none of as many numbers."""
     bomb = zlib.compressobj(9, zlib.DEFLATED, -15)
     large = bomb.compress(bytes(1 << 24)) + bomb.flush()
-    return [b"", message[:1], message[:-1], message + b"\0", b"\2" + message[1:], message[: 1 + 1000] + large]
+    return [
+        b"",
+        message[:1],
+        message[:-1],
+        message + b"\0",
+        b"\0" + message,
+        b"\2" + message[1:],
+        message[: 1 + 1000] + large,
+    ]
 
 
 def test_damaged_messages_are_refused_and_take_no_more_memory_than_good_ones() -> None:
     x = normal(2, 1000, torch.bfloat16)
-    for message in damaged(pack(x)):
+    messages = damaged(pack(x))
+    tracemalloc.start()
+    for message in messages:
         with pytest.raises(ValueError, match="corrupt message"):
             unpack(message, len(x), x.dtype)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1 << 20
     with pytest.raises(ValueError, match="corrupt message"):
         unpack(pack(x), 999, x.dtype)
 
@@ -125,6 +139,9 @@ def test_bytes_are_those_of_two_shots() -> None:
     ranks.average([normal(rank, 1 << 16, torch.bfloat16) for rank in range(4)], 0)
     assert ranks.wire_bits == pytest.approx(10.6, abs=0.1)
     assert ranks.bytes_sent == pytest.approx(2 * 3 / 4 * ranks.wire_bits / 8 * (1 << 16), rel=1e-3)
+    alone = VirtualRanks(1, [Segment(0, 100, raw=False)], torch.bfloat16, reducer="lossless")
+    alone.average([normal(0, 100, torch.bfloat16)], 0)
+    assert (alone.wire_bits, alone.bytes_sent) == (16, 0)
 
 
 @pytest.mark.parametrize(

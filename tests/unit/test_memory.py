@@ -18,6 +18,7 @@ from lightning_gqsgd.kernels.layout import USUAL_SIZE, PieceSize, Segment, cut, 
 from lightning_gqsgd.presets import FIXED, PRESETS
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.memory import Keeps, MemoryStore, StabilityWarning, kinds
+from lightning_gqsgd.reducers.two_shot import TwoShot
 from lightning_gqsgd.research.simulation import VirtualRanks
 from lightning_gqsgd.session.checkpoint import (
     check_memory,
@@ -282,6 +283,16 @@ def test_a_memory_works_with_a_rotation(memory: str, reducer: str) -> None:
         xs = gradients(3, step)
         exact = torch.stack(xs).mean(0)
         assert float((ranks.mean(xs, step) - exact).norm() / exact.norm()) < 0.02
+
+
+@pytest.mark.parametrize("fields", [{"memory": "ef"}, {"memory": "none", "memory_down": "ef"}], ids=str)
+def test_owners_of_a_memory_have_stripes_in_either_direction(fields: dict[str, Any]) -> None:
+    config = resolve(GQSGDConfig(bits=4, reducer="two_shot", block_size=16, **fields), 3)
+    layout = TwoShot(cut(SEGMENTS, 16), setting_of(config, 3, torch.float32)).layout
+    for rank in range(3):
+        mine = layout.order[layout.first[rank] : layout.first[rank + 1]]
+        assert (owners(layout.table, 3, striped=True)[mine] == rank).all()
+        assert not (owners(layout.table, 3, striped=False)[mine] == rank).all()
 
 
 def test_the_way_back_has_the_shared_reference_of_the_way_up() -> None:

@@ -12,6 +12,7 @@ from lightning_gqsgd.codecs import Codec, CompandedCodec, ExponentialCodec, Line
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Layout, Segment
 from lightning_gqsgd.kernels.protocol import Own
+from lightning_gqsgd.reducers.two_shot import TwoShot
 from lightning_gqsgd.research.simulation import VirtualRanks
 from tests.unit.test_kernels import KEYS, gradient, layout_of, message
 
@@ -106,6 +107,9 @@ def test_the_error_is_that_of_the_other_ranks_and_of_the_mean(ranks: int, fields
     )
     error = float((virtual.average([x.clone() for _ in range(ranks)], 0)[0] - x).square().sum())
     assert error == pytest.approx(rounding * ((ranks - 1) / ranks**2 + 1), rel=0.025)
+    codec = LinearCodec(7, "subtractive")
+    ratio = TwoShot.mean_error(codec, ranks) / codec.error_variance()
+    assert ratio == pytest.approx((ranks - 1) / ranks**2 + 1)
 
 
 @pytest.mark.parametrize(

@@ -213,3 +213,21 @@ def test_a_gather_counts_the_longest_elias_codes_and_refuses_them_on_a_gpu() -> 
     setting = setting_of(resolve(GQSGDConfig(**fields), 3), 3, torch.float32)
     with pytest.raises(ConfigError, match="coder='elias' is for tensors on the CPU, not on cuda"):
         Gather.check_device(setting, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("fields", [{"reducer": "sum"}, {"reducer": "tree", "codec": "exponential", "mantissa": 0}])
+def test_bytes_of_codes_that_are_added_include_scales_and_uncompressed_parameters(fields: dict, ranks: int) -> None:
+    setting = setting_of(resolve(GQSGDConfig(block_size=256, **fields), ranks), ranks, torch.float32)
+    coded = Segment(0, 2560, False)
+    raw = Segment(1, 300, True)
+    both, first, second = (Plan(segments, setting) for segments in ([coded, raw], [coded], [raw]))
+    assert both.message_bytes == first.message_bytes + second.message_bytes
+    assert both.sent_bytes == first.sent_bytes + second.sent_bytes
+    assert second.message_bytes >= raw.numel * 4
+    assert second.sent_bytes == ring_bytes(second.message_bytes, ranks)
+    scales = 10 * 4
+    codes = first.message_bytes - scales
+    # In a tree of 3 ranks, the third sends its whole message to a partner.
+    sent = codes + ring_bytes(codes, 2) if fields["reducer"] == "tree" and ranks == 3 else ring_bytes(codes, ranks)
+    assert first.sent_bytes == sent + ring_bytes(scales, ranks)

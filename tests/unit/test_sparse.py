@@ -103,9 +103,9 @@ def test_of_forms_of_equal_length_the_packed_one_is_taken() -> None:
         (np.append(row_numbers.write(np.arange(1000)), 0), 1000),  # in Elias codes, and one byte more
         (np.append(0, row_numbers._write_packed(np.full(8, 2**61))), 8),  # the sum of these gaps is 0 in 64 bits
         (np.array([0, 64] + [255] * 256), 1),  # a gap of 64 bits, which is -1
-        (np.array([1] + [0] * 7 + [1] + [0] * 8), 1),  # a gap of 63 digits, whose number is negative
+        (np.array([1] + [0] * 8 + [128] + [0] * 8), 1),  # a gap of 64 digits, which is -1
     ],
-    ids=["height", "packed", "gamma", "sum", "packed 64", "gamma 63"],
+    ids=["height", "packed", "gamma", "sum", "packed 64", "gamma 64"],
 )
 def test_streams_that_are_never_written_are_refused(stream: np.ndarray, count: int) -> None:
     with pytest.raises(RuntimeError, match="a message of row numbers is invalid"):
