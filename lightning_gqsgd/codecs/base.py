@@ -81,9 +81,9 @@ class Codec(ABC):
         """True if a code has enough bits for the sum of two ranks' codes."""
         return self.bits > 1
 
-    @abstractmethod
     def describe(self) -> tuple[str, list[str]]:
         """Returns the bits per coordinate as text, and a list of words that describe the codec."""
+        return f"{self.bits}", [self.name]
 
     @abstractmethod
     def quantiser(self, block_size: int, summed: int | None = None) -> Quantiser:

@@ -304,10 +304,6 @@ class EdenCodec(Codec):
                 f"{SHORTEST}, not {block_size}; take e.g. block_size={self.default_block_size}"
             )
 
-    def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate, and words that describe the codec; see `Codec.describe`."""
-        return f"{self.bits}", [self.name]
-
     def quantiser(self, block_size: int, summed: int | None = None) -> RotatingQuantiser:
         """Returns the quantiser; see `Codec.quantiser`.
 

@@ -31,10 +31,6 @@ class SignCodec(BiasedCodec):
             raise ConfigError(f"codec='sign' has bits=1, not {bits}; leave bits out")
         return cls()
 
-    def describe(self) -> tuple[str, list[str]]:
-        """Returns the bits per coordinate, and words that describe the codec; see `Codec.describe`."""
-        return "1", ["sign"]
-
     def quantiser(self, block_size: int, summed: int | None = None) -> LinearQuantiser:
         """Returns the quantiser; see `Codec.quantiser`."""
         return LinearQuantiser(1, levels=2, odd_levels=2, stochastic_from=1.0, block_size=block_size, nearest=True)
