@@ -30,6 +30,7 @@ class Peers:
         timeout: timeout of collectives; None if the group has its own for each device (see `communicator.timeout_of`).
         turn: lock that a thread of this process holds while it meets these ranks. None means one lock for each set of
             numbers. Ranks that are threads of one process need a lock each.
+        devices: Gloo's devices, with which the package's own groups are created first; empty: new devices are created.
     """
 
     own: int
