@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from lightning_gqsgd.codecs import CompandedCodec
 from lightning_gqsgd.codecs.companded.codec import SLOPE, Curve
 from lightning_gqsgd.kernels import cpu, reference
-from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.kernels.packing import unpack
-from tests.unit.test_kernels import BOTH, DTYPES, check_messages, drawn, layout_of, message, there_and_back
+from tests.unit.test_kernels import BOTH, DTYPES, check_messages, codes_of, drawn, there_and_back
 
 WIDTHS = range(2, 9)
 
@@ -58,16 +56,10 @@ def test_an_error_is_within_the_curves_slope(seed: int, bits: int, largest: floa
 @pytest.mark.parametrize(("kernels", "dtype"), [(reference, torch.float32), (cpu, torch.float32), (cpu, torch.float64)])
 def test_all_codes_are_used_and_none_is_passed(kernels, dtype: torch.dtype) -> None:
     for bits in WIDTHS:
-        q = CompandedCodec(bits).quantiser(64)
-        x = torch.tensor([1.0, -1.0] * 2000, dtype=dtype)
-        layout = layout_of([Segment(0, 4000, False)], q, dtype)
-        codes = unpack(message(kernels, x, layout, (1, 2), q), layout.blocks, bits, 64, summable=False)
-        assert set(codes.flatten()[:4000].tolist()) == {0, 2**bits - 1}
-        q = CompandedCodec(bits).quantiser(4096)
-        x = torch.linspace(-1, 1, 4096).to(dtype)
-        layout = layout_of([Segment(0, 4096, False)], q, dtype)
-        codes = unpack(message(kernels, x, layout, (1, 2), q), layout.blocks, bits, 4096, summable=False)
-        assert len(codes.unique()) == 2**bits
+        ends = torch.tensor([1.0, -1.0] * 2000, dtype=dtype)
+        assert set(codes_of(kernels, ends, CompandedCodec(bits).quantiser(64))) == {0, 2**bits - 1}
+        line = torch.linspace(-1, 1, 4096).to(dtype)
+        assert set(codes_of(kernels, line, CompandedCodec(bits).quantiser(4096))) == set(range(2**bits))
 
 
 @pytest.mark.parametrize("kernels", BOTH)

@@ -56,12 +56,21 @@ def message(
     return wire
 
 
-def there_and_back(kernels, x: Tensor, q: Quantiser, key: tuple[int, int] = (1, 2)) -> tuple[Tensor, int]:
+def there_and_back(
+    kernels, x: Tensor, q: Quantiser, key: tuple[int, int] = (1, 2), *, raw: bool = False
+) -> tuple[Tensor, int]:
     """A gradient after encoding and decoding, and the number of blocks that are not finite."""
-    layout = layout_of([Segment(0, len(x), False)], q, x.dtype)
+    layout = layout_of([Segment(0, len(x), raw)], q, x.dtype)
     y = torch.full_like(x, 7)
     bad = kernels.decode(message(kernels, x, layout, key, q)[None], layout.blocks, y, q, [key])
     return y, int(bad)
+
+
+def codes_of(kernels, x: Tensor, q: Quantiser) -> list[int]:
+    """The code of each coordinate of a gradient."""
+    layout = layout_of([Segment(0, len(x), False)], q, x.dtype)
+    codes = unpack(message(kernels, x, layout, (1, 2), q), layout.blocks, q.bits, q.block_size, summable=False)
+    return codes[torch.arange(q.block_size)[None] < layout.blocks[:, LENGTH, None]].tolist()
 
 
 def gradient(seed: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -206,9 +215,7 @@ def test_every_coordinate_is_within_a_step(kernels, dither: str, bits: int, larg
         pytest.skip("refused by GQSGDConfig")
     q = quantiser(bits, dither, 256)
     x = torch.linspace(-1, 1, 1000) * largest
-    layout = layout_of([Segment(0, 1000, False)], q, x.dtype)
-    y = torch.empty_like(x)
-    kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, q, [(1, 2)])
+    y, _ = there_and_back(kernels, x, q)
     step = 2 * max(largest, 2.0**-118) * (1 + 2**-7) / (q.levels - 1)
     worst = float((y.double() - x.double()).abs().max())
     assert worst <= step * (0.5 if dither == "subtractive" else 1.0) * (1 + 1e-5)
@@ -217,24 +224,18 @@ def test_every_coordinate_is_within_a_step(kernels, dither: str, bits: int, larg
 @pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_levels_are_used_and_none_is_passed(kernels, dtype: torch.dtype) -> None:
+    x = torch.tensor([1.0, -1.0] * 2000, dtype=dtype)
     for bits in range(1, 9):
-        q = quantiser(bits, "subtractive", 64)
-        x = torch.tensor([1.0, -1.0] * 2000, dtype=dtype)
-        layout = layout_of([Segment(0, 4000, False)], q, dtype)
-        codes = unpack(message(kernels, x, layout, (1, 2), q), layout.blocks, q.bits, q.block_size, summable=q.summable)
-        inside = torch.arange(64)[None] < layout.blocks[:, LENGTH, None]
         # At the largest magnitude the dither reaches half a step beyond the last level, never a level more.
-        assert set(codes[inside].tolist()) == {0, 2**bits - 1}
+        assert set(codes_of(kernels, x, quantiser(bits, "subtractive", 64))) == {0, 2**bits - 1}
 
 
 @pytest.mark.parametrize("kernels", BOTH)
 def test_non_finite_uncompressed_coordinates_are_counted_and_kept(kernels) -> None:
-    q = quantiser(8, "subtractive", 64)
     x = torch.randn(100)
     x[70] = torch.inf
-    layout = layout_of([Segment(0, 100, True)], q, x.dtype)
-    y = torch.zeros_like(x)
-    assert kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, q, [(1, 2)]) == 1
+    y, bad = there_and_back(kernels, x, quantiser(8, "subtractive", 64), raw=True)
+    assert bad == 1
     assert torch.equal(x, y)
 
 
@@ -244,11 +245,8 @@ def test_zeros(kernels, dtype: torch.dtype) -> None:
     x = torch.zeros(300, dtype=dtype)
     x[100:150] = torch.linspace(-1, 1, 50)
     x[140] = 0
-    y = torch.ones_like(x)
     for dither in ("subtractive", "stochastic"):
-        q = quantiser(8, dither, 64)
-        layout = layout_of([Segment(0, 300, False)], q, dtype)
-        kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, q, [(1, 2)])
+        y, _ = there_and_back(kernels, x, quantiser(8, dither, 64))
         assert (y[:64] == 0).all()  # a block of zeros stays one
         assert (y[192:] == 0).all()
     assert (y[x == 0] == 0).all()  # stochastic rounding keeps single zeros, too
@@ -258,11 +256,8 @@ def test_zeros(kernels, dtype: torch.dtype) -> None:
 def test_uncompressed_16_bit_values_survive(dtype: torch.dtype) -> None:
     """Every bit pattern comes back, NaN as NaN."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    q = quantiser(8, "subtractive", 256)
     for kernels in BOTH:
-        layout = layout_of([Segment(0, 2**16, True)], q, dtype)
-        y = torch.zeros_like(x)
-        kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, q, [(1, 2)])
+        y, _ = there_and_back(kernels, x, quantiser(8, "subtractive", 256), raw=True)
         assert torch.equal(x.isnan(), y.isnan())
         assert torch.equal(x[~x.isnan()], y[~y.isnan()])
 
@@ -308,12 +303,9 @@ def test_adaptive_takes_the_dither_with_the_smaller_error_in_each_block(kernels,
     errors = {}
     for dither in DITHERS:
         q = quantiser(bits, dither, block)
-        layout = layout_of([Segment(0, x.numel(), False)], q, x.dtype)
         total = torch.zeros(count)
         for step in range(20):
-            y = torch.empty_like(x)
-            key = (step, step + 1)
-            kernels.decode(message(kernels, x, layout, key, q)[None], layout.blocks, y, q, [key])
+            y, _ = there_and_back(kernels, x, q, (step, step + 1))
             total += (y - x).view(count, block).square().sum(1)
         errors[dither] = total
     best = torch.minimum(errors["subtractive"], errors["stochastic"])

@@ -9,7 +9,7 @@ from lightning_gqsgd.codecs import ExponentialCodec, SignCodec, TopKCodec
 from lightning_gqsgd.codecs.variance import smallest_level
 from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.kernels.packing import unpack
-from tests.unit.test_kernels import BOTH, DTYPES, layout_of, message
+from tests.unit.test_kernels import BOTH, DTYPES, layout_of, message, there_and_back
 
 
 @pytest.mark.parametrize("kernels", BOTH)
@@ -18,9 +18,8 @@ def test_top_k_keeps_the_largest(kernels, density: float) -> None:
     q = TopKCodec(density).quantiser(256)
     x = torch.randn(600)
     x[:10] = 5.0  # ties: the first ones
-    layout = layout_of([Segment(0, 600, False)], q, x.dtype)
-    y = torch.full_like(x, 7)
-    assert kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, q, [(1, 2)]) == 0
+    y, bad = there_and_back(kernels, x, q)
+    assert bad == 0
     for block in (slice(0, 256), slice(256, 512), slice(512, 600)):
         count = max(1, -(-(block.stop - block.start) * q.kept // 65536))
         assert count == TopKCodec(density).delta(block.stop - block.start) * (block.stop - block.start)
@@ -63,10 +62,7 @@ def test_sign_of_a_zero_is_drawn(kernels) -> None:
     q = SignCodec().quantiser(256)
     x = torch.zeros(1 << 14)
     x[::256] = 1.0
-    layout = layout_of([Segment(0, x.numel(), False)], q, x.dtype)
-    y, z = torch.empty_like(x), torch.empty_like(x)
-    for key, out in (((1, 2), y), ((1, 3), z)):
-        kernels.decode(message(kernels, x, layout, key, q)[None], layout.blocks, out, q, [key])
+    (y, _), (z, _) = (there_and_back(kernels, x, q, key) for key in ((1, 2), (1, 3)))
     zeros = x == 0
     assert abs(float(y[zeros].mean())) < 5 / 128
     assert abs(float((y * z)[zeros].mean())) < 5 / 128
@@ -83,10 +79,8 @@ def test_exponential_codes_are_neighbours_and_levels_are_kept(kernels, bits: int
     x = (torch.rand(3000, dtype=torch.float64) - 0.5) * 10 ** (4 * torch.rand(3000, dtype=torch.float64) - 4)
     x[::256] = 1.0
     x = x.to(dtype)
-    layout = layout_of([Segment(0, 3000, False)], q, dtype)
-    y, again = torch.empty_like(x), torch.empty_like(x)
-    kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, q, [(1, 2)])
-    kernels.decode(message(kernels, y, layout, (3, 4), q)[None], layout.blocks, again, q, [(3, 4)])
+    y, _ = there_and_back(kernels, x, q)
+    again, _ = there_and_back(kernels, y, q, (3, 4))
     assert torch.equal(y, again)  # what is a level is rounded to itself
     magnitudes = [smallest_level(k, mantissa) for k in range(codec.magnitudes, 0, -1)]
     levels = torch.tensor([0.0, *magnitudes], dtype=torch.float64)
