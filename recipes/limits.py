@@ -96,11 +96,13 @@ LIMITS: dict[str, Limit] = {
     "seed": Limit(f"an integer from 0 to {LARGEST_SEED}", 0, lambda v: _whole(v, 0) and v <= LARGEST_SEED),
     "model.width": _COUNT,
     "data.batch_size": _COUNT,
+    "data.image_size": _COUNT,
     "data.shift": _PIXELS,
     "data.cutout": _PIXELS,
     "trainer.max_epochs": replace(_DURATION, optional=True),
     "trainer.max_steps": _DURATION,
     "trainer.accumulate_grad_batches": _COUNT,
+    "trainer.log_every_n_steps": Limit("an integer of at least 0", 10, lambda value: _whole(value, 0)),
     "trainer.gradient_clip_val": Limit(
         "a finite number above 0, or null for no clipping", 0.5, lambda v: _finite(v) and v > 0, optional=True
     ),

@@ -27,6 +27,7 @@ def test_every_experiment_is_within_the_limits(experiment: str) -> None:
         ["seed=4294967295", "threads=1", "task.label_smoothing=1", "trainer.gradient_clip_val=0.5"],
         ["trainer.max_epochs=-1", "trainer.max_steps=10", "trainer.precision=16", "trainer.limit_val_batches=0"],
         ["trainer.max_epochs=1", "trainer.limit_train_batches=0.5", "trainer.val_check_interval=3"],
+        ["trainer.log_every_n_steps=0", "data.image_size=1"],
     ],
 )
 def test_numbers_at_the_limits_pass(overrides: list[str]) -> None:

@@ -120,6 +120,11 @@ MISTAKES = [
         "LimitError: optimizer.lr=nan is out of range: a finite number above 0, e.g. optimizer.lr=0.1$",
     ),
     (["optimizer.lr=0"], "LimitError: optimizer.lr=0"),
+    (["trainer.log_every_n_steps=-1"], "LimitError: trainer.log_every_n_steps=-1 is out of range: an integer of at le"),
+    (
+        ["data.image_size=0"],
+        "LimitError: data.image_size=0 is out of range: an integer of at least 1, e.g. data.image_",
+    ),
     (["optimizer.weight_decay=inf"], "LimitError: optimizer.weight_decay=inf is out of range: a finite number of at l"),
     (["optimizer.momentum=1"], "LimitError: optimizer.momentum=1 is out of range: a number from 0 to less than 1"),
     (["optimizer.warmup=-0.1"], "LimitError: optimizer.warmup=-0.1"),
