@@ -9,8 +9,14 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from recipes.errors import RecipeError
+
 #: Seconds that W&B has for a first answer, and for the upload of what is left when a run ends.
 INIT_TIMEOUT_S, FINISH_TIMEOUT_S = 30, 300
+
+
+class WandbSettingError(RecipeError):
+    """A setting that W&B does not take, e.g. the name of a project; the message is W&B's."""
 
 
 def start_wandb(folder: str, silent: bool = False, **arguments: Any) -> Any:
@@ -20,6 +26,9 @@ def start_wandb(folder: str, silent: bool = False, **arguments: Any) -> Any:
         folder: an existing folder; the run writes below its folder ``wandb``.
         silent: whether the console stays empty; only an unreachable server is reported then.
         **arguments: arguments of ``wandb.init``.
+
+    Raises:
+        WandbSettingError: W&B refuses an argument.
     """
     import wandb
 
@@ -31,12 +40,15 @@ def start_wandb(folder: str, silent: bool = False, **arguments: Any) -> Any:
         console="off", init_timeout=INIT_TIMEOUT_S, finish_timeout=FINISH_TIMEOUT_S, silent=silent
     )
     try:
-        return wandb.init(dir=folder, mode=mode, settings=settings, **arguments)
-    except wandb.errors.Error as error:
-        if mode != "online":
-            raise
-        _say(f"W&B cannot be reached ({error}); this run is logged offline")
-        return wandb.init(dir=folder, mode="offline", settings=settings, **arguments)
+        try:
+            return wandb.init(dir=folder, mode=mode, settings=settings, **arguments)
+        except wandb.errors.Error as error:
+            if mode != "online":
+                raise
+            _say(f"W&B cannot be reached ({error}); this run is logged offline")
+            return wandb.init(dir=folder, mode="offline", settings=settings, **arguments)
+    except wandb.errors.UsageError as error:  # not for want of a server: an offline run has none
+        raise WandbSettingError(f"W&B refuses a setting of logger: {error}; choose another one") from error
 
 
 def wandb_mode() -> Any:
