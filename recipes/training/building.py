@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from lightning.pytorch.profilers import Profiler
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from lightning_gqsgd.errors import did_you_mean
 from recipes.data.task_data import TaskData
 from recipes.errors import RecipeError
+from recipes.measuring import names
 from recipes.measuring.metrics import METRICS
 from recipes.own_folders import make_importable, named_targets
 from recipes.strategies.choices import CONF
@@ -151,6 +153,33 @@ def build_callbacks(nodes: Mapping[str, Any] | None, folder: Path, own: frozense
             callback.dirpath = str(folder / CHECKPOINTS)
         callbacks.append(callback)
     return callbacks
+
+
+def check_monitors(callbacks: Sequence[Callback], task: Task) -> None:
+    """Check that something logs what the callbacks of Lightning watch; they would notice after the first validation.
+
+    Tasks and callbacks of the user's own may log more than recipes do, and nothing is checked beside them.
+
+    Args:
+        callbacks: the chosen callbacks.
+        task: what is trained.
+
+    Raises:
+        TargetError: nothing logs it.
+    """
+    kinds = [type(task), *(type(callback) for callback in callbacks)]
+    if not all(kind.__module__.startswith(("recipes.", "lightning.")) for kind in kinds):
+        return
+    # A ModelCheckpoint may watch the number of the epoch or the step.
+    known = (*names.against_time(task.metric), names.TRAIN_TIME, f"val/{names.TOP5}", names.EPOCH, "step")
+    for callback in callbacks:
+        watched = getattr(callback, "monitor", None)
+        # Names of rates, which LearningRateMonitor logs, depend on the optimizer, and counters on the strategy.
+        if watched is not None and watched not in known and not watched.startswith(("lr-", "gqsgd/")):
+            raise TargetError(
+                f"callbacks: {type(callback).__name__} has monitor={watched}, and nothing logs that"
+                f"{did_you_mean(watched, known)}; take e.g. monitor={names.VAL_LOSS} or monitor={task.metric.val}"
+            )
 
 
 def build_trainer(

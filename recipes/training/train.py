@@ -46,6 +46,7 @@ from recipes.training.building import (
     build_optimizer,
     build_task,
     build_trainer,
+    check_monitors,
     own_targets,
 )
 from recipes.training.checkpoints import CHECKPOINTS, LAST, CheckpointError, carry_wandb_id, find_checkpoint
@@ -100,6 +101,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
     summary = StartupSummary(title, {**_summary(config, network, threads, folder), **described_rate})
     start = InterruptedStart(folder)
     chosen = build_callbacks(cfg.get("callbacks"), folder, own)
+    check_monitors(chosen, module)
     callbacks: list[Callback] = [
         *(start, RowOfShortRun(), *numbers, summary),
         *_callbacks(cfg, folder, None if any(isinstance(each, ProgressBar) for each in chosen) else module.metric),

@@ -165,6 +165,15 @@ def test_callbacks_take_part_in_a_training(
     assert {file.name for file in (tmp_path / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
 
 
+@pytest.mark.parametrize("callback", ["early_stopping", "model_checkpoint"])
+def test_a_monitor_that_nothing_logs_is_refused_before_training(
+    tiny: Callable[..., DictConfig], tmp_path: Path, clean_process: None, callback: str
+) -> None:
+    words = [f"callbacks={callback}", f"callbacks.{callback}.monitor=val_acc"]
+    with pytest.raises(TargetError, match="has monitor=val_acc, and nothing logs that; did you mean 'val/acc'"):
+        train(tiny(*words), tmp_path)
+
+
 def test_any_callback_of_lightning_is_allowed_and_nothing_else_of_its_modules() -> None:
     timer = build(OmegaConf.create({"_target_": "lightning.pytorch.callbacks.Timer", "duration": "00:00:01:00"}))
     assert isinstance(timer, Callback)
