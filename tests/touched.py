@@ -62,7 +62,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/integrations/test_readme.py": ("README.md", "docs/api/simulate.md"),
     **{
         f"tests/integrations/test_{part}.py": ("lightning_gqsgd/ddp/", "lightning_gqsgd/frameworks/")
-        for part in ("finetuning", "loops", "precision", "resume")
+        for part in ("finetuning", "loops", "peft", "precision", "resume")
     },
     "tests/integrations/test_fsdp": ("lightning_gqsgd/frameworks/fsdp", "lightning_gqsgd/wire/engine"),
     "tests/integrations/test_transformers.py": ("lightning_gqsgd/frameworks/transformers", "lightning_gqsgd/ddp/"),

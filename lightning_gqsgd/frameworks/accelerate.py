@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import io
 import os
 import warnings
 import weakref
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, broadcast_object_list, gather
+from accelerate.utils import DistributedType, broadcast, gather
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -194,7 +195,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         gc.collect()  # models that are in cycles end here at the latest, so that all ranks count the same ones
         states = [*(state.state_dict() for state in self.states), *self._loaded]
         if self._is_for_each_node:
-            (states,) = broadcast_object_list([states])  # memories come to rank 0 only
+            states = as_on_first_rank(states)  # memories come to rank 0 only
         return {"states": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -474,6 +475,20 @@ def read_by_all(file: Path | None, accelerator: Any) -> Any:
             f"end. Resume from another checkpoint, or delete {file.name} on every machine: what it holds starts anew"
         )
     return content
+
+
+def as_on_first_rank(content: Any) -> Any:
+    """Returns rank 0's plain values and tensors in every process, with tensors on the CPU. A collective."""
+    state = PartialState()
+    file = io.BytesIO()
+    if state.is_main_process:
+        torch.save(content, file)
+    size = broadcast(torch.tensor([len(file.getvalue())], device=state.device))
+    message = torch.zeros(int(size), dtype=torch.uint8)
+    if state.is_main_process:
+        message = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    received: torch.Tensor = broadcast(message.to(state.device)).cpu()
+    return torch.load(io.BytesIO(received.numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
 def write_whole(content: Any, file: Path) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 
 from lightning_gqsgd.config import GQSGDConfig
@@ -16,6 +16,7 @@ from lightning_gqsgd.config.resolving import check_has_one_width
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.accelerate import (
     WITHOUT_DDP,
+    as_on_first_rank,
     ddp_in,
     read_by_all,
     say_that_there_is_one_process,
@@ -56,7 +57,7 @@ class MeteredCallback(TrainerCallback):
         and this is a collective.
         """
         if self._trainer.args.save_on_each_node:
-            (content,) = broadcast_object_list([content])
+            content = as_on_first_rank(content)
         if self._trainer.args.should_save:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(content, file)
