@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from benchmarks.report import Report, command_line, gpu_machine, present
 from benchmarks.schedule import share_of_rate
 from benchmarks.virtual_characters import LENGTH, VirtualCharacters
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.local_steps.choosing import options_of, pop_options
 from lightning_gqsgd.predict.costs import LATENCY_S, Link, estimated_costs
 from lightning_gqsgd.predict.model import BF16, NATIVE, predict
@@ -108,6 +109,20 @@ class Run:
 SAY_EVERY = 100
 
 
+class Gradients(Protocol):
+    """A problem of virtual workers, as far as `EveryStep` needs it; see `VirtualCharacters`."""
+
+    segments: list[Segment]
+
+    def start(self) -> Tensor:
+        """Returns the parameters at the start, [d]."""
+        ...
+
+    def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
+        """Returns each worker's gradient in a step at a point [d], [workers, d]."""
+        ...
+
+
 class EveryStep:
     """Workers whose gradients are averaged in every step.
 
@@ -115,7 +130,7 @@ class EveryStep:
         bytes_sent: bytes that each worker has sent.
     """
 
-    def __init__(self, problem: VirtualCharacters, bits: int, seed: int, make: Callable[[list[Tensor]], Optimizer]):
+    def __init__(self, problem: Gradients, bits: int, seed: int, make: Callable[[list[Tensor]], Optimizer]):
         self._parameter = nn.Parameter(problem.start())
         self._bits = bits
         self._ranks = None
@@ -130,7 +145,7 @@ class EveryStep:
         """The parameters, [d]."""
         return self._parameter.data
 
-    def train(self, problem: VirtualCharacters, step: int) -> None:
+    def train(self, problem: Gradients, step: int) -> None:
         """Make a step."""
         gradients = problem.gradients(self.x, step, WORKERS)
         if self._ranks is not None:

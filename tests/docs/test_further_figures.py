@@ -217,6 +217,20 @@ def trained(way: str, column: str = "loss at the end") -> float:
     return float(cell("language_model", column, way=way))
 
 
+#: Ways of averaging, in the order of the sentences about fine-tuning.
+TUNED = ("ddp", "8 bit", "4 bit", "2 bit")
+
+
+def tuned(trained: str, way: str, column: str = "right (%)") -> str:
+    """What fine-tuning ends with."""
+    return cell("fine_tuning", column, trained=trained, way=way)
+
+
+def spread_of_seeds(trained: str) -> float:
+    """Points between the seeds of a way that differ most."""
+    return max(float(tuned(trained, way, "highest")) - float(tuned(trained, way, "lowest")) for way in TUNED)
+
+
 def compiled(kernel: str) -> str:
     """Instructions per coordinate of the default's kernels, in aligned tiles."""
     return cell("compiled", "instructions/coordinate", configuration="gqsgd, fp32", kernel=kernel, tiles="aligned")
@@ -386,6 +400,29 @@ SENTENCES: Sentences = {
     ): [
         *(partial(trained, way) for way in ("8 bit", "4 bit", "3 bit", "ddp", "ddp_bf16", "2 bit", DILOCO)),
         lambda: trained("ddp", "sent (MB)") / trained(DILOCO, "sent (MB)"),
+    ],
+    (
+        "docs/benchmarks.md",
+        r"plain DDP gets ([\d.]+) % of the test sentences right, and 8, 4 and 2 bits get ([\d.]+), ([\d.]+) and "
+        r"([\d.]+) %, where seeds spread by up to ([\d.]+) points",
+    ): [*(partial(tuned, "LoRA", way) for way in TUNED), partial(spread_of_seeds, "LoRA")],
+    (
+        "docs/benchmarks.md",
+        r"With all weights, it is ([\d.]+) %, and ([\d.]+), ([\d.]+) and ([\d.]+) %",
+    ): [partial(tuned, "all weights", way) for way in TUNED],
+    (
+        "docs/benchmarks.md",
+        r"gradient of LoRA has (\d+,\d+) values, .*? to shorten a step from (\d+) to (\d+) ms at 100 Mbit/s, and from "
+        r"(\d+) to (\d+) ms at 1 Gbit/s\. With all weights, they shorten it from (\d+) to (\d+) ms and from (\d+) to "
+        r"(\d+) ms",
+    ): [
+        lambda: tuned("LoRA", "ddp", "parameters"),
+        *(
+            partial(tuned, trained, way, f"ms at {link}")
+            for trained in ("LoRA", "all weights")
+            for link in ("100 Mbit/s", "1 Gbit/s")
+            for way in ("ddp", "4 bit")
+        ),
     ],
     (
         "docs/performance.md",
