@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import pickle
 import queue
 import time
 import traceback
@@ -82,7 +83,7 @@ def run(
                 continue
             if error:
                 raise RankFailed(f"rank {rank} of {ranks} raised:\n{error}")
-            results[rank] = result
+            results[rank] = pickle.loads(result)  # noqa: S301  # from the test's own processes
         for process in processes:
             # An answer may come after the time to wait, see above, and the end of its process a moment later.
             process.join(max(10, begun + timeout - time.monotonic()))
@@ -146,7 +147,9 @@ def _main(
         if group is not None:
             dist.init_process_group("gloo", rank=rank, **group)
         result = function(rank, *args)
-        answers.put((rank, None, result))
+        # Pickled here, because a queue hands over tensors in memory of this process, which may end before they are
+        # fetched.
+        answers.put((rank, None, pickle.dumps(result)))
     except BaseException:
         answers.put((rank, traceback.format_exc(), None))
     finally:
