@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -39,14 +40,15 @@ def start_wandb(folder: str, silent: bool = False, **arguments: Any) -> Any:
     settings = wandb.Settings(
         console="off", init_timeout=INIT_TIMEOUT_S, finish_timeout=FINISH_TIMEOUT_S, silent=silent
     )
-    try:
+    init = partial(wandb.init, dir=folder, settings=settings, **arguments)
+    if mode == "online":
         try:
-            return wandb.init(dir=folder, mode=mode, settings=settings, **arguments)
+            return init(mode=mode)
         except wandb.errors.Error as error:
-            if mode != "online":
-                raise
             _say(f"W&B cannot be reached ({error}); this run is logged offline")
-            return wandb.init(dir=folder, mode="offline", settings=settings, **arguments)
+            mode = "offline"
+    try:
+        return init(mode=mode)
     except wandb.errors.UsageError as error:  # not for want of a server: an offline run has none
         raise WandbSettingError(f"W&B refuses a setting of logger: {error}; choose another one") from error
 
