@@ -10,7 +10,8 @@ import io
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -134,9 +135,14 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
             if _lists(accelerator, model):
                 self._freed_by[model] = weakref.ref(accelerator)
 
-    def saved_by(self, accelerator: Accelerator) -> None:
-        """Note which Accelerator is about to save the state: it may save it on each node."""
+    @contextmanager
+    def saved_by(self, accelerator: Accelerator) -> Iterator[None]:
+        """Returns a context in which an Accelerator saves the state, maybe on each node."""
         self._is_for_each_node = accelerator.project_configuration.save_on_each_node
+        try:
+            yield
+        finally:
+            self._is_for_each_node = False
 
     def _is_freed(self, model: DistributedDataParallel) -> bool:
         """Returns whether an Accelerator has forgotten a model, and has not prepared it again."""
@@ -354,9 +360,9 @@ def _watch_save_state() -> None:
 
     @functools.wraps(save)
     def save_state(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.ddp_handler, GQSGDKwargs):
-            self.ddp_handler.saved_by(self)
-        return save(self, *args, **kwargs)
+        handler = self.ddp_handler
+        with handler.saved_by(self) if isinstance(handler, GQSGDKwargs) else nullcontext():
+            return save(self, *args, **kwargs)
 
     save_state.tells_handler = True  # type: ignore[attr-defined]
     Accelerator.save_state = save_state
@@ -484,9 +490,8 @@ def as_on_first_rank(content: Any) -> Any:
     if state.is_main_process:
         torch.save(content, file)
     size = broadcast(torch.tensor([len(file.getvalue())], device=state.device))
-    message = torch.zeros(int(size), dtype=torch.uint8)
-    if state.is_main_process:
-        message = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    # The other processes have an empty file, and receive into zeros.
+    message = torch.frombuffer(bytearray(file.getvalue().ljust(int(size), b"\0")), dtype=torch.uint8)
     received: torch.Tensor = broadcast(message.to(state.device)).cpu()
     return torch.load(io.BytesIO(received.numpy().tobytes()), map_location="cpu", weights_only=True)
 
