@@ -348,6 +348,12 @@ class Trainings:
         found = {rate: curve for rate, curve in tried.items() if curve is not None}
         return min(found, key=lambda one: found[one][-1][2]) if len(found) == len(tried) else None
 
+    def whole_with_others(self, way: str, best: float) -> dict[float, float]:
+        """Returns the losses at the end of trainings of the first seed that are over, by rates other than the best."""
+        runs = {rate: Run(way, rate, 0) for rate in WAYS[way].rates if rate != best}
+        over = {rate: run for rate, run in runs.items() if self._file(run).exists()}
+        return {rate: json.loads(self._file(run).read_text())[-1][2] for rate, run in over.items()}
+
     def _rates(self, way: str) -> tuple[float, ...]:
         return WAYS[way].rates[: self._options.most_rates]
 
@@ -408,7 +414,8 @@ def measure(options: argparse.Namespace) -> Report:
             **{f"minutes at {link}": ".1f" for link in LINKS},
         },
     )
-    rates, found = trained(Trainings(options), options)
+    trainings = Trainings(options)
+    rates, found = trained(trainings, options)
     missing = [name for name in options.way if len(found[name]) < options.seeds]
     for name, curves in found.items():
         if not curves:
@@ -422,6 +429,11 @@ def measure(options: argparse.Namespace) -> Report:
         ends = (fmean(losses), min(losses), max(losses), fmean(less) if less else math.nan)
         report.rows.append([name, rates[name], len(losses), curves[0][-1][1], *ends, *minutes])
         report.raw[name] = {"rate": rates[name], "curves": curves, "step_s": seconds}
+    others = [
+        f"{name} with {rate:g}: {loss:.3f}"
+        for name, best in rates.items()
+        for rate, loss in trainings.whole_with_others(name, best).items()
+    ]
     tried = [", ".join(f"{rate:g}" for rate in some[: options.most_rates]) for some in (ADAMW, MUON)]
     swept = f", in trainings of {options.sweep_steps} steps" if options.sweep_steps else ""
     report.notes = (
@@ -431,6 +443,7 @@ def measure(options: argparse.Namespace) -> Report:
         "inside of MuLoCo.",
         f"Minutes are predicted, and not measured: steps of a worker with a backward pass of {1e3 * BACKWARD_S:.0f} ms "
         "on four hosts with the codec of a CPU, as `gqsgd advise` predicts them.",
+        *([f"Also trained with the first seed: {'; '.join(others)}."] if others else []),
         *([f"Not over yet: {', '.join(missing)}."] if missing else []),
     )
     if report.rows:

@@ -104,6 +104,8 @@ def test_rates_come_first_and_then_a_seed_of_all_ways_after_the_other(
         return [(0, 0.0, 5.0), (6, 1.0, 2.0 + run.rate + run.seed / 100 + 0.1 * (run.way == "4 bit"))]
 
     monkeypatch.setattr(model.Trainings, "curve", curve)
+    other = model.Run("4 bit", model.ADAMW[1], 0)
+    (Path(options.folder) / f"{other.name}.json").write_text("[[0, 0.0, 5.0], [6, 1.0, 2.5]]")
     report = model.measure(options)
     best = model.ADAMW[0]
     tried = [model.Run(way, rate, 0, 3) for way in options.way for rate in model.ADAMW[:2]]
@@ -112,6 +114,7 @@ def test_rates_come_first_and_then_a_seed_of_all_ways_after_the_other(
     assert [row["seeds"] for row in rows.values()] == [2, 1]
     assert rows["4 bit"]["less ddp's"] == pytest.approx(0.1)  # of the seed that both have
     assert "Not over yet: ddp, 4 bit." in report.notes
+    assert f"Also trained with the first seed: 4 bit with {other.rate:g}: 2.500." in report.notes
 
 
 def test_minutes_are_those_of_operations_until_a_training_is_over() -> None:
