@@ -5,10 +5,11 @@
 
 A decoder-only transformer predicts bytes of WikiText-2; without a folder with WikiText-2, the text is that of Python's
 ``help``. Every way starts from the same network and sees the same batches. The learning rate of each way is swept with
-the first seed, in trainings of ``--sweep-steps``, and the best one is trained with all seeds: the first seed of all
-ways, then the second one, and so on. A training takes hours on two cores and all of them take days: each training that
-is over is kept in ``--folder``, and the same command goes on with the next one. After ``--minutes``, no other training
-begins, and the table has the seeds that are there.
+the first seed, in trainings of ``--sweep-steps``. Short trainings may prefer higher rates than long ones do, so the
+best ``--whole-rates`` of them are also trained in full. The rate that is best then is trained with all seeds: the first
+seed of all ways, then the second one, and so on. A training takes hours on two cores and all of them take days: each
+training that is over is kept in ``--folder``, and the same command goes on with the next one. After ``--minutes``, no
+other training begins, and the table has the seeds that are there.
 
 With ``--device cuda`` or ``--at-once``, all workers compute their gradients in one pass, in bf16, and codes are made by
 the kernels of the device. How long trainings will take, by their floating-point operations and by those that are over,
@@ -298,10 +299,15 @@ class Trainings:
 
     Args:
         options: the command line.
+
+    Attributes:
+        whole: losses at the end of whole trainings with the first seed, by way and learning rate, where several rates
+            were to be trained to the end.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
+        self.whole: dict[str, dict[float, float]] = {}
         self._end = time.monotonic() + 60 * options.minutes
         self._folder = Path(options.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -343,16 +349,21 @@ class Trainings:
         return training.curve
 
     def best_rate(self, way: str) -> float | None:
-        """Returns the best learning rate of a way with the first seed; None: some were not tried yet."""
-        tried = {rate: self.curve(Run(way, rate, 0, self._options.sweep_steps)) for rate in self._rates(way)}
-        found = {rate: curve for rate, curve in tried.items() if curve is not None}
-        return min(found, key=lambda one: found[one][-1][2]) if len(found) == len(tried) else None
+        """Returns the best learning rate of a way with the first seed; None: some were not tried yet.
 
-    def whole_with_others(self, way: str, best: float) -> dict[float, float]:
-        """Returns the losses at the end of trainings of the first seed that are over, by rates other than the best."""
-        runs = {rate: Run(way, rate, 0) for rate in WAYS[way].rates if rate != best}
-        over = {rate: run for rate, run in runs.items() if self._file(run).exists()}
-        return {rate: json.loads(self._file(run).read_text())[-1][2] for rate, run in over.items()}
+        Short trainings may prefer other rates than whole ones do, so whole trainings of the best rates decide, as far
+        as there was time for them.
+        """
+        tried = {rate: self.curve(Run(way, rate, 0, self._options.sweep_steps)) for rate in self._rates(way)}
+        ends = {rate: curve[-1][2] for rate, curve in tried.items() if curve is not None}
+        if len(ends) < len(tried):
+            return None
+        best = sorted(ends, key=lambda rate: ends[rate])[: self._options.whole_rates]
+        if len(best) == 1:
+            return best[0]
+        whole = {rate: self.curve(Run(way, rate, 0)) for rate in best}
+        self.whole[way] = {rate: curve[-1][2] for rate, curve in whole.items() if curve is not None}
+        return min(self.whole[way], key=lambda rate: self.whole[way][rate], default=best[0])
 
     def _rates(self, way: str) -> tuple[float, ...]:
         return WAYS[way].rates[: self._options.most_rates]
@@ -367,8 +378,9 @@ class Trainings:
             steps += swept.count(False) * (options.sweep_steps or options.steps)
             # Without a length of its own, the sweep has trained the first seed.
             for seed in range(0 if options.sweep_steps else 1, options.seeds):
-                if not any(self._file(Run(way, rate, seed)).exists() for rate in rates):
-                    steps += options.steps
+                over = sum(self._file(Run(way, rate, seed)).exists() for rate in rates)
+                due = 1 if seed else min(options.whole_rates, len(rates))
+                steps += max(0, due - over) * options.steps
         return steps
 
     def _say(self) -> None:
@@ -431,8 +443,9 @@ def measure(options: argparse.Namespace) -> Report:
         report.raw[name] = {"rate": rates[name], "curves": curves, "step_s": seconds}
     others = [
         f"{name} with {rate:g}: {loss:.3f}"
-        for name, best in rates.items()
-        for rate, loss in trainings.whole_with_others(name, best).items()
+        for name, whole in trainings.whole.items()
+        for rate, loss in whole.items()
+        if rate != rates[name]
     ]
     tried = [", ".join(f"{rate:g}" for rate in some[: options.most_rates]) for some in (ADAMW, MUON)]
     swept = f", in trainings of {options.sweep_steps} steps" if options.sweep_steps else ""
@@ -510,6 +523,13 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=8, help="windows of each worker in a step (default 8)")
     parser.add_argument("--validate-every", type=int, default=100)
     parser.add_argument("--sweep-steps", type=int, help="of a training that tries a learning rate (default --steps)")
+    parser.add_argument(
+        "--whole-rates",
+        type=int,
+        default=1,
+        help="best learning rates of the sweep that are trained in full with the first seed, of which the best counts "
+        "(default 1)",
+    )
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no other training begins")
     parser.add_argument("--device", choices=list(SPEEDS), default="cpu")
     parser.add_argument("--at-once", action="store_true", help="all workers in one pass, in bf16; always on a GPU")

@@ -17,7 +17,14 @@ from benchmarks import language_model as model
 def options(tmp_path: Path) -> argparse.Namespace:
     """A network of one small block, six steps."""
     sizes = {"steps": 6, "layers": 1, "width": 16, "batch": 1, "validate_every": 2}
-    trained: dict[str, Any] = {"seeds": 1, "most_rates": 1, "sweep_steps": None, "minutes": 60.0, "way": ["ddp"]}
+    trained: dict[str, Any] = {
+        "seeds": 1,
+        "most_rates": 1,
+        "whole_rates": 1,
+        "sweep_steps": None,
+        "minutes": 60.0,
+        "way": ["ddp"],
+    }
     return argparse.Namespace(folder=str(tmp_path), device="cpu", at_once=False, **trained, **sizes)
 
 
@@ -104,8 +111,6 @@ def test_rates_come_first_and_then_a_seed_of_all_ways_after_the_other(
         return [(0, 0.0, 5.0), (6, 1.0, 2.0 + run.rate + run.seed / 100 + 0.1 * (run.way == "4 bit"))]
 
     monkeypatch.setattr(model.Trainings, "curve", curve)
-    other = model.Run("4 bit", model.ADAMW[1], 0)
-    (Path(options.folder) / f"{other.name}.json").write_text("[[0, 0.0, 5.0], [6, 1.0, 2.5]]")
     report = model.measure(options)
     best = model.ADAMW[0]
     tried = [model.Run(way, rate, 0, 3) for way in options.way for rate in model.ADAMW[:2]]
@@ -114,7 +119,26 @@ def test_rates_come_first_and_then_a_seed_of_all_ways_after_the_other(
     assert [row["seeds"] for row in rows.values()] == [2, 1]
     assert rows["4 bit"]["less ddp's"] == pytest.approx(0.1)  # of the seed that both have
     assert "Not over yet: ddp, 4 bit." in report.notes
-    assert f"Also trained with the first seed: 4 bit with {other.rate:g}: 2.500." in report.notes
+
+
+def test_whole_trainings_of_the_best_rates_of_the_sweep_decide(
+    options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sweep prefers the third rate to the second one, and the second one ends lower."""
+    options.most_rates, options.sweep_steps, options.whole_rates = 3, 3, 2
+    _, second, third = model.ADAMW[:3]
+    made: list[model.Run] = []
+
+    def curve(trainings: model.Trainings, run: model.Run) -> list[tuple[int, float, float]]:
+        made.append(run)
+        slope = 1 if run.fewer_steps is None else -1
+        return [(0, 0.0, 5.0), (6, 1.0, 2.0 + slope * run.rate)]
+
+    monkeypatch.setattr(model.Trainings, "curve", curve)
+    report = model.measure(options)
+    assert made[3:5] == [model.Run("ddp", third, 0), model.Run("ddp", second, 0)]
+    assert report.raw["ddp"]["rate"] == second
+    assert f"Also trained with the first seed: ddp with {third:g}: {2 + third:.3f}." in report.notes
 
 
 def test_minutes_are_those_of_operations_until_a_training_is_over() -> None:
