@@ -4,7 +4,10 @@ An all-reduce adds up messages of equal length, for any number of ranks. Ranks f
 table, so that all ranks know the union U of the touched rows, |U| = m. Each rank then adds its rows g_j into a count
 sketch of 4 parts of c cells each, with hashes h_a and signs s_a that all ranks share and that change in every step:
 
-    S[a, h_a(j)] += s_a(j) g_j / n,   and S is summed over ranks, in the compute dtype
+    S[a, h_a(j)] += s_a(j) g_j / 2^c,   and S is summed over ranks, in the compute dtype
+
+2^c is the smallest power of two that is at least n m. A cell is a sum of at most n m numbers, so it does not overflow.
+The rows that are read are divided by n / 2^c.
 
 A cell with only one row of U holds this row, up to its sign. So such a row is read, and subtracted from its other
 cells. These may then have only one row left, and so on (peeling, as in invertible Bloom filters: Goodrich and
@@ -100,8 +103,8 @@ def rows_of(sketch: Tensor, places: Places) -> tuple[Tensor, Tensor]:
             sketch.index_add_(0, places.cells[found, other], -values[found] * places.signs[found, other, None])
         left[found] = False
     if left.any():
-        estimates = sketch[places.cells[left]] * places.signs[left][:, :, None]
-        values[left] = estimates.mean(dim=1)
+        estimates = sketch[places.cells[left]] * (places.signs[left] / PARTS)[:, :, None]
+        values[left] = estimates.sum(dim=1)  # the mean of the parts, which cannot overflow
     return values, ~left
 
 
@@ -121,14 +124,18 @@ def sketched_mean(table: Table, touched: Touched, bad: int, key: Key, ranks: int
     unions = yield from _unions(table, marks, ranks, counters)
     union = unions[0]
     is_bad = torch.isin(union, unions[1]) if bad else torch.zeros(len(union), dtype=torch.bool)
-    share = Share.of(ranks)
+    each = Share.of(ranks * len(union)).each
+    rest = ranks * each
     mine = places_of(table, touched.rows[finite], len(union), key, touched.values.dtype)
-    sketch = sketch_of(touched.values[finite] * share.each, mine)
+    sketch = sketch_of(touched.values[finite] * each, mine)
     counters.add_sent(ring_bytes(sketch.nbytes, ranks), sketch.nbytes)
     yield (Exchange.in_place("sum", sketch),)
     values, _ = rows_of(sketch, places_of(table, union, len(union), key, touched.values.dtype))
+    # A row that was read may be larger than its mean by the rounding of sums.
+    limit = torch.finfo(values.dtype).max * rest
+    values = values.clamp(-limit, limit)
     values[is_bad] = torch.nan
-    return Touched(union, values / share.rest)
+    return Touched(union, values / rest)
 
 
 def _unions(

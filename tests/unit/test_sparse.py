@@ -279,6 +279,18 @@ def test_sums_of_sketches_are_the_mean_to_rounding(width: int) -> None:
     assert torch.equal(mean.rows, torch.cat([rows for rows, _ in touched]).unique())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_mean_of_large_finite_rows_of_a_sketch_is_finite(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    mean = _sketched([Touched(torch.arange(200), torch.full((200, 2), largest, dtype=dtype))] * 3, 1000)
+    assert mean.values.isfinite().all()
+    assert (mean.values >= 0.99999 * largest).all()
+    crowded = places_of(Table(0, 100, 1, False), torch.arange(6), 6, (0, 54321), dtype)
+    crowded = crowded._replace(cells=crowded.cells * 0 + torch.arange(PARTS), total=PARTS)  # no row can be read
+    estimates, _ = rows_of(torch.full((PARTS, 1), largest, dtype=dtype), crowded)
+    assert estimates.isfinite().all()
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_in_its_row_of_a_sketch(bad: float) -> None:
     check_one_bad_row(_sketched, bad)
