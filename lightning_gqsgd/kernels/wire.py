@@ -184,6 +184,11 @@ def in_finite_range(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(values.isfinite(), values.clamp(-limit, limit), values)
 
 
+def is_in_range(values: Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether no finite value becomes infinite in another dtype."""
+    return values.dtype == dtype or bool((values.to(dtype).isfinite() | ~values.isfinite()).all())
+
+
 def scale_format(dtype: torch.dtype) -> ScaleFormat:
     """Returns the scale format for gradients of ``dtype``."""
     return SCALE_FORMATS[COMPUTE_DTYPES[dtype]]

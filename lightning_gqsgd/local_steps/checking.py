@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.wire import is_in_range
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.reducers.memory import Keeps
 from lightning_gqsgd.session.checkpoint import is_count, layout_of
@@ -48,7 +49,7 @@ def check_local_state(averages: LocalAverages, state: Mapping[str, Any], own: bo
 
 
 def check_tensors(here: Mapping[str, Tensor], saved: object, what: str) -> None:
-    """Check that saved tensors have the names and shapes of this run's tensors.
+    """Check that saved tensors have the names and shapes of this run's tensors, and fit into their dtypes.
 
     Args:
         here: this run's tensors by name.
@@ -56,7 +57,7 @@ def check_tensors(here: Mapping[str, Tensor], saved: object, what: str) -> None:
         what: a word for the tensors, for the error.
 
     Raises:
-        ConfigError: if names or shapes differ.
+        ConfigError: if names or shapes differ, or if a finite value becomes infinite here.
     """
     if not isinstance(saved, Mapping):
         raise ConfigError(f"the state of local steps has {saved!r:.100}, which is not {what} by name; {REMEDY}")
@@ -73,6 +74,11 @@ def check_tensors(here: Mapping[str, Tensor], saved: object, what: str) -> None:
             raise ConfigError(
                 f"the state of local steps has {shape} for {name!r}, this model {tuple(tensor.shape)}; resume with the "
                 "model that wrote it"
+            )
+        if not is_in_range(found, tensor.dtype):
+            raise ConfigError(
+                f"the state of local steps has {found.dtype} for {name!r} with values beyond the largest number of "
+                f"this model's {tensor.dtype}; resume with a model of the dtype that wrote it"
             )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Run, first_owners, stripe
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, is_in_range
 from lightning_gqsgd.spec.memories import Memory
 
 
@@ -192,7 +192,8 @@ class MemoryStore:
             rank: this rank.
 
         Raises:
-            ConfigError: if ``saved`` has other parameters or other sizes. Nothing is loaded then.
+            ConfigError: if ``saved`` has other parameters, other sizes, or values beyond the range of this store's
+                dtype. Nothing is loaded then.
         """
         # Everything is checked before anything changes, because a checkpoint that does not fit must not be loaded in
         # part.
@@ -236,6 +237,13 @@ class MemoryStore:
                     raise ConfigError(
                         f"the checkpoint remembers {saved_rows.shape[-1]} values of parameter {number}, the model "
                         f"compresses {here}; resume with the model and the configuration that wrote it"
+                    )
+                # One row at a time, because all ranks' memory may be large.
+                if not all(is_in_range(rank, self._dtype) for rank in saved_rows):
+                    raise ConfigError(
+                        f"the checkpoint's memory {Keeps(kind).value!r} of parameter {number} is {saved_rows.dtype}, "
+                        f"and has values beyond {torch.finfo(self._dtype).max:.4g}, the largest number of the "
+                        f"{self._dtype} in which this run keeps it; resume with gradients of the dtype that wrote it"
                     )
 
     def _owners_of(self, kind: Keeps) -> int:

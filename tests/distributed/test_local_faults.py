@@ -300,6 +300,7 @@ def _bad_states(rank: int) -> list[str]:
     wrong = [
         (("anchors", name), torch.zeros(1)),
         (("anchors", name), "nothing"),
+        (("anchors", name), right["own"]["anchors"][name].double() * 1e300),
         (("settled_after",), []),
         (("settled_after",), ["never"]),
         (("rounds",), {}),
@@ -355,7 +356,7 @@ def test_two_optimizers_of_one_model_both_start_from_their_anchors_with_another_
 
 def test_a_state_with_a_wrong_entry_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     for texts in run(_bad_states, 2, tmp_path):
-        assert len(texts) == 16
+        assert len(texts) == 17
         assert all("state of local steps" in text or "the checkpoint" in text for text in texts)
 
 

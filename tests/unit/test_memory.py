@@ -341,6 +341,7 @@ def test_a_shared_reference_that_may_amplify_its_noise_comes_with_a_warning() ->
         (lambda rows: rows.int(), r"is .* and no floating-point tensor \[ranks, numel\] with values"),
         (lambda rows: torch.stack([rows[0], rows[1] * math.nan]), "has values that are not finite"),
         (lambda rows: rows.half() * math.inf, "has values that are not finite"),
+        (lambda rows: torch.stack([rows[0], rows[1].double() * 1e300]), r"is torch.float64, .* beyond 3.403e\+38"),
     ],
 )
 def test_a_memory_without_numbers_is_refused_before_anything_is_taken(
