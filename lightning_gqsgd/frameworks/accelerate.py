@@ -223,7 +223,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
                 "order"
             )
         if not saved:
-            warnings.warn("gqsgd: the checkpoint was written without gqsgd's hook, which starts anew", stacklevel=2)
+            warnings.warn("gqsgd: the checkpoint has no state of gqsgd's hook, which starts anew", stacklevel=2)
             start_anew(states)
         elif len(saved) < len(states):
             raise ConfigError(

@@ -139,7 +139,8 @@ def take_memory(store: MemoryStore, state: Mapping[str, Any], rank: int, world_s
     """Load the memories from a hook's state. Returns the numbers of the parameters in it.
 
     If the state has another number of ranks, or no memory, or if its ranks have other coordinates than they would have
-    here, the memory stays empty, a warning says so, and the result is None.
+    here, the memory starts empty, and the result is None. A warning says so, except for a state of step 0, before which
+    nothing was remembered.
 
     Raises:
         ConfigError: if the state is not rank 0's, if it belongs to a model with other parameters, or if ``state_dict``
@@ -155,13 +156,14 @@ def take_memory(store: MemoryStore, state: Mapping[str, Any], rank: int, world_s
         check_memory(saved)
     if saved is None or not fits(store, state, saved, world_size):
         ranks, kinds = state.get(MEMORY_OF) or memory_of(saved or {})
-        logger.warning(
-            "gqsgd: the memory starts empty: the checkpoint has that of %s ranks (%s), this run has %s ranks (%s)",
-            ranks or "no",
-            ", ".join([kinds or "nothing", *in_words(layout_of(state, store))]),
-            world_size,
-            ", ".join([*(kind.value for kind in store.kinds), *in_words(store.layout)]),
-        )
+        if state.get("step") != 0:
+            logger.warning(
+                "gqsgd: the memory starts empty: the checkpoint has that of %s ranks (%s), this run has %s ranks (%s)",
+                ranks or "no",
+                ", ".join([kinds or "nothing", *in_words(layout_of(state, store))]),
+                world_size,
+                ", ".join([*(kind.value for kind in store.kinds), *in_words(store.layout)]),
+            )
         store.forget()
         return None
     store.take(saved, rank)

@@ -252,7 +252,7 @@ def several_models(rank: int, folder: Path) -> None:
     for foreign in ({"scale": 65536.0}, [1, 2], {"states": None}):
         with pytest.raises(ConfigError, match="is a dictionary with the key 'states'.*in the same order"):
             handler.load_state_dict(foreign)
-    with pytest.warns(UserWarning, match="written without gqsgd's hook, which starts anew"):
+    with pytest.warns(UserWarning, match="no state of gqsgd's hook, which starts anew"):
         handler.load_state_dict({"states": []})
     assert [state.step for state in handler.states] == [0, 0]
     del first, second, third, fourth, fifth

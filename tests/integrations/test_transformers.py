@@ -218,7 +218,7 @@ def test_checkpoints_go_to_other_numbers_of_ranks_and_to_and_from_the_plain_trai
         assert [run["bits"] for run in one] == [run["bits"] for run in ranks[0]]
     anew, without, goes_on = ranks[0]
     assert (anew["step"], anew["steps"]) == (12, [4])
-    assert anew["told"] == ["gqsgd: the checkpoint was written without gqsgd's hook, which starts anew"]
+    assert anew["told"] == ["gqsgd: the checkpoint has no state of gqsgd's hook, which starts anew"]
     assert (without["step"], without["hook"]) == (12, "none")
     assert (goes_on["step"], goes_on["steps"]) == (12, [12])
 

@@ -384,11 +384,15 @@ def test_each_rank_takes_its_own_memory_and_only_from_rank_0s_state() -> None:
         {"memory": {"up_reference": {0: torch.ones(2, 3)}}},  # of another preset
     ],
 )
-def test_a_memory_that_does_not_fit_leaves_an_empty_one(state: dict[str, Any]) -> None:
-    store = small_store()
-    store.row(Keeps.UP_ERROR, 0).fill_(7)
-    assert take_memory(store, state, 1, 2) is None
-    assert not store.row(Keeps.UP_ERROR, 0).any()
+def test_a_memory_that_does_not_fit_leaves_an_empty_one(
+    state: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for step, said in ((0, 0), (3, 1)):  # before step 0 there is nothing to lose
+        store = small_store()
+        store.row(Keeps.UP_ERROR, 0).fill_(7)
+        assert take_memory(store, {**state, "step": step}, 1, 2) is None
+        assert not store.row(Keeps.UP_ERROR, 0).any()
+        assert caplog.text.count("the memory starts empty") == said
 
 
 BOTH = [Keeps.UP_ERROR, Keeps.UP_MEAN]
