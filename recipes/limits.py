@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
 from lightning_gqsgd.errors import did_you_mean
@@ -129,8 +130,8 @@ def check_limits(config: Mapping[str, Any]) -> None:
         config: the whole configuration.
 
     Raises:
-        LimitError: a number is not finite or out of range, a name is none of those that its setting takes, or the
-            run has no end.
+        LimitError: a number is not finite or out of range, a name is none of those that its setting takes, a name in
+            the path of the run's folder leads out of it, or the run has no end.
     """
     for key, limit in LIMITS.items():
         node, _, leaf = key.rpartition(".")
@@ -144,6 +145,12 @@ def check_limits(config: Mapping[str, Any]) -> None:
         value = _shown(config[node][leaf])
         if value not in names:
             raise LimitError(f"{key}={value} is not one of {', '.join(names)}{did_you_mean(value, names)}")
+    for key, name in (("title", config["title"]), ("strategy.name", config["strategy"]["name"])):
+        if ".." in PurePath(str(name)).parts:
+            raise LimitError(
+                f"{key}={name} would lead out of the folder of all runs; take a name without '..', and paths.log_dir="
+                "FOLDER for another folder of all runs"
+            )
     _check_end(config["trainer"])
 
 

@@ -71,6 +71,7 @@ MISTAKES = [
     (["trainer.devices=[a]"], r"HardwareError: trainer.devices=\['?a'?\] is no number of processes"),
     (["trainer.devices=[0,1]"], r"HardwareError: trainer.devices=\[0,1\] names GPUs, and this run has accelerator=cpu"),
     (["trainer.devices=-1"], "HardwareError: trainer.devices=-1 names GPUs"),
+    (["title=../.."], "LimitError: title=../.. would lead out of the folder of all runs; take a name without"),
     (["optimizer.name=adamm"], "LimitError: optimizer.name=adamm is not one of sgd, adam, adamw; did you mean 'adam'?"),
     (["optimizer.schedule=cos"], "LimitError: optimizer.schedule=cos is not one of onecycle, cosine, step"),
     (["trainer.accelerator=gpuu"], "LimitError: trainer.accelerator=gpuu is not one of .*; did you mean 'gpu'?"),
