@@ -170,14 +170,18 @@ def check_monitors(callbacks: Sequence[Callback], task: Task) -> None:
     kinds = [type(task), *(type(callback) for callback in callbacks)]
     if not all(kind.__module__.startswith(("recipes.", "lightning.")) for kind in kinds):
         return
-    # A ModelCheckpoint may watch the number of the epoch or the step.
-    known = (*names.against_time(task.metric), names.TRAIN_TIME, f"val/{names.TOP5}", names.EPOCH, "step")
+    after_training = (names.TEST_LOSS, task.metric.test)
+    logged = [name for name in (*names.against_time(task.metric), names.TRAIN_TIME) if name not in after_training]
+    if hasattr(task, "top5"):
+        logged.append(f"val/{names.TOP5}")
     for callback in callbacks:
         watched = getattr(callback, "monitor", None)
+        # A ModelCheckpoint may watch the number of the epoch or the step.
+        known = [*logged, names.EPOCH, "step"] if isinstance(callback, ModelCheckpoint) else logged
         # Names of rates, which LearningRateMonitor logs, depend on the optimizer, and counters on the strategy.
         if watched is not None and watched not in known and not watched.startswith(("lr-", "gqsgd/")):
             raise TargetError(
-                f"callbacks: {type(callback).__name__} has monitor={watched}, and nothing logs that"
+                f"callbacks: {type(callback).__name__} has monitor={watched}, and nothing logs that in training"
                 f"{did_you_mean(watched, known)}; take e.g. monitor={names.VAL_LOSS} or monitor={task.metric.val}"
             )
 

@@ -165,13 +165,22 @@ def test_callbacks_take_part_in_a_training(
     assert {file.name for file in (tmp_path / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
 
 
-@pytest.mark.parametrize("callback", ["early_stopping", "model_checkpoint"])
+@pytest.mark.parametrize(
+    ("callback", "monitor", "words"),
+    [
+        ("early_stopping", "val_acc", "; did you mean 'val/acc'"),
+        ("early_stopping", "test/acc", ""),
+        ("model_checkpoint", "val_acc", "; did you mean 'val/acc'"),
+        ("early_stopping", "step", ""),  # a ModelCheckpoint may watch it
+        ("model_checkpoint", "val/acc5", "; did you mean 'val/acc'"),  # digits have 10 classes
+    ],
+)
 def test_a_monitor_that_nothing_logs_is_refused_before_training(
-    tiny: Callable[..., DictConfig], tmp_path: Path, clean_process: None, callback: str
+    tiny: Callable[..., DictConfig], tmp_path: Path, clean_process: None, callback: str, monitor: str, words: str
 ) -> None:
-    words = [f"callbacks={callback}", f"callbacks.{callback}.monitor=val_acc"]
-    with pytest.raises(TargetError, match="has monitor=val_acc, and nothing logs that; did you mean 'val/acc'"):
-        train(tiny(*words), tmp_path)
+    cfg = tiny(f"callbacks={callback}", f"callbacks.{callback}.monitor={monitor}")
+    with pytest.raises(TargetError, match=f"has monitor={monitor}, and nothing logs that in training{words}"):
+        train(cfg, tmp_path)
 
 
 def test_any_callback_of_lightning_is_allowed_and_nothing_else_of_its_modules() -> None:
