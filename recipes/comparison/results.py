@@ -40,7 +40,7 @@ class Run:
 
     Attributes:
         facts: contents of ``result.json``.
-        time: training seconds at each validation (points,); at the final test if no validation followed the last step.
+        time: training seconds at each validation (points,); at the final test if there was no validation.
         epoch: epochs at the same points.
         mb_sent: 10^6 bytes of gradients sent at the same points.
         value: the task's metric at the same points.
@@ -72,12 +72,10 @@ class Run:
         facts["metrics"] = {name: math.nan if value is None else value for name, value in facts["metrics"].items()}
         rows = read_rows(folder / METRICS_FILE)
         metric = METRICS[facts["metric"]]
+        # The test may have other samples than validations, so a curve has points of one of them only.
         points = [row for row in rows if metric.val in row]
-        tests = [
-            {**row, metric.val: row[metric.test]} for row in rows if metric.test in row
-        ]  # validation and test are the same split
-        if tests and (not points or points[-1][names.SAMPLES] < tests[-1][names.SAMPLES]):
-            points.append(tests[-1])
+        if not points:
+            points = [{**row, metric.val: row[metric.test]} for row in rows if metric.test in row][-1:]
 
         def column(name: str) -> Curve:
             return np.array([row.get(name, math.nan) for row in points], dtype=np.float64)

@@ -242,6 +242,7 @@ def test_the_final_test_is_not_called_a_validation(tmp_path: Path, capsys: pytes
         writer.writerows([*rows, {**rows[1], ACCURACY.val: "", ACCURACY.test: 0.9, names.SAMPLES: 1100}])
     finish(tmp_path, {**run.facts, "title": "quickstart", "strategy": "ddp", "diverged": None}, None)
     assert "  validation accuracy  30.00 % (best 50.00 %)\n" in capsys.readouterr().out
+    assert Run.load(tmp_path).value.tolist() == [0.5, 0.3]
 
 
 def test_a_probe_gives_its_step_to_a_training(tmp_path: Path) -> None:
