@@ -130,6 +130,22 @@ def notice(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
     return {"exits": exits, "samples": samples, "steps": steps}
 
 
+def changed_without_steps(rank: int, lighthouse: str, folder: Path) -> bool:
+    """A callback has set other weights since the latest merge, and the member leaves before its next step."""
+    model, optimizer = member(rank, lighthouse)
+    generator = torch.Generator().manual_seed(rank)
+    train_step(model, optimizer, generator, 0.0)
+    while optimizer.averages._steps_since:
+        train_step(model, optimizer, generator, 0.02)
+    before = optimizer.averages.averages
+    with torch.no_grad():
+        model[0].weight += 1
+    optimizer.leave()
+    anchor = optimizer.state_dict()["local_steps"]["merged"]["anchors"]["0.weight"]
+    close = torch.allclose(anchor, model[0].weight, atol=0.1)  # the change was quantised
+    return close and optimizer.averages.averages > before
+
+
 def strangers(
     rank: int, lighthouse: str, folder: Path, fields: dict[str, Any], at_once: bool = False
 ) -> dict[str, Any]:

@@ -106,6 +106,10 @@ def test_a_machine_with_notice_merges_what_it_has_learnt_and_leaves(tmp_path: Pa
     assert stays["samples"] == stays["steps"] + leaves["steps"]
 
 
+def test_who_leaves_merges_weights_that_were_changed_without_a_step(tmp_path: Path, lighthouse: str) -> None:
+    assert run_members(members.changed_without_steps, 1, tmp_path, lighthouse, tmp_path) == [True]
+
+
 def test_who_does_not_fit_is_refused_at_the_door_and_nobody_else_notices(tmp_path: Path, lighthouse: str) -> None:
     inside, stranger = run_members(members.strangers, 2, tmp_path, lighthouse, tmp_path, {"bits": 3})
     assert "another model, other options or another compression" in stranger["error"]

@@ -372,7 +372,7 @@ class MergedAverages:
     @torch.no_grad()
     def leave(self) -> None:
         """Merge the changes since the last merge with the current members, and close. Use this if the machine has to
-        go.
+        go. As with `finish`, parameters may also have changed without a step.
 
         If no merge succeeds within the timeout after the end of the round, for example because the lighthouse is gone,
         this gives up and logs that.
@@ -387,7 +387,9 @@ class MergedAverages:
             )
         leaves_after_s = self._rounds.round_s + self._timeout_s
         is_merged = self._pending is None or self._has_merged_within(leaves_after_s)
-        if is_merged and self._steps_since:
+        # After `finish`, no merge would take a change without a step.
+        has_more = self._steps_since or (self.step != self._finished_after and self._has_changed())
+        if is_merged and has_more:
             self._hand_over()
             is_merged = self._has_merged_within(leaves_after_s)
         if not is_merged:
