@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gqsgd import CollectiveError, ConfigError, LocalSteps
+from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.merges.contribution import Contribution
 from lightning_gqsgd.local_steps.merges.merge import merge
+from lightning_gqsgd.local_steps.merges.thread import MergeThread
 from tests.distributed.local_models import bits_of_model
 from tests.distributed.ranks import logged, run, run_alike
 from tests.errors import error_text
@@ -288,6 +290,34 @@ def test_a_state_of_another_kind_is_refused(tmp_path: Path) -> None:
     (problems,) = run(_other_state, 1, tmp_path)
     words = ("samples=None", "counted={'1': 5}", "mean_steps=inf", "merges=-1", "merges by the clock")
     assert all(word in problem for word, problem in zip(words, problems, strict=True))
+
+
+def _interrupted(_: int, kind: type, name: str) -> None:
+    """An interrupt comes at the end of a part of a merge, and the training goes on."""
+    model, optimizer, generator = merging(0, "50ms")
+    part = getattr(kind, name)
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        part(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    def train() -> None:
+        for _ in range(1000):
+            train_step(model, optimizer, generator, 0.01)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train()
+    before = bits_of_model(model)
+    with pytest.raises(RuntimeError, match="was closed"):
+        optimizer.finish()
+    assert bits_of_model(model) == before
+
+
+@pytest.mark.parametrize(("kind", "name"), [(MergedAverages, "_go_on_from_anchors"), (MergeThread, "hand_over")])
+def test_after_an_interrupt_in_a_merge_no_change_is_counted_twice(tmp_path: Path, kind: type, name: str) -> None:
+    run(_interrupted, 1, tmp_path, kind, name)
 
 
 def _loaded_in_a_round(rank: int) -> list[str]:

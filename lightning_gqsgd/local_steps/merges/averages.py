@@ -546,39 +546,47 @@ class MergedAverages:
             ConfigError: if the model or an optimizer was changed. This member then leaves, so that the others do not
                 wait.
         """
-        try:
+        with self._or_closed():
             self._watched.check()
             self._weights_in_state.check()
             self._buffers.take_back()
-        except ConfigError:
+            if self._steps_since and not self._samples_since and not self._has_said_lost:
+                self._has_said_lost = True
+                logger.warning(
+                    "gqsgd: add_samples has counted 0 samples in %s, and what they have learnt weighs nothing in the "
+                    "merge: call add_samples for every step, or never, so that each step counts as one",
+                    counted(self._steps_since, "step"),
+                )
+            weight = self._samples_since
+            if self._steps_since:
+                self._samples_before = weight
+            elif self._has_changed():
+                weight = max(weight, self._samples_before, 1)
+                self._say_not_counted()
+            self._contributions += 1
+            self._pending = Contribution(
+                self._contributions,
+                self._starts,
+                [bundle.flat_tensors() for bundle in self._fragment.bundles],
+                weight,
+                self._steps_since,
+                self._integers.read(),
+                has_finished,
+            )
+            self._samples_since = 0
+            self._steps_since = 0
+            self._thread.hand_over(self._pending)
+
+    @contextmanager
+    def _or_closed(self) -> Iterator[None]:
+        """Returns a context for a handover, or for the use of a merge. If an exception leaves it, even from a signal
+        handler, this member leaves: a second attempt would count a part of its change twice, or wait for what it never
+        sent."""
+        try:
+            yield
+        except BaseException:
             self.close()
             raise
-        if self._steps_since and not self._samples_since and not self._has_said_lost:
-            self._has_said_lost = True
-            logger.warning(
-                "gqsgd: add_samples has counted 0 samples in %s, and what they have learnt weighs nothing in the "
-                "merge: call add_samples for every step, or never, so that each step counts as one",
-                counted(self._steps_since, "step"),
-            )
-        weight = self._samples_since
-        if self._steps_since:
-            self._samples_before = weight
-        elif self._has_changed():
-            weight = max(weight, self._samples_before, 1)
-            self._say_not_counted()
-        self._contributions += 1
-        self._pending = Contribution(
-            self._contributions,
-            self._starts,
-            [bundle.flat_tensors() for bundle in self._fragment.bundles],
-            weight,
-            self._steps_since,
-            self._integers.read(),
-            has_finished,
-        )
-        self._samples_since = 0
-        self._steps_since = 0
-        self._thread.hand_over(self._pending)
 
     def _has_changed(self) -> bool:
         """Returns whether a parameter has changed since this member has last followed the anchors. Waits for a GPU."""
@@ -621,7 +629,7 @@ class MergedAverages:
         settled = self._thread.wait_settled(0.0) if self._pending is not None else None
         if self._pending is not None and settled is None:
             return  # its change starts at the previous anchors
-        with self._shared.lock:
+        with self._or_closed(), self._shared.lock:
             self._buffers.take_back()
             if settled is not None and settled.is_left_out:
                 self._start_from_anchors()
@@ -632,7 +640,7 @@ class MergedAverages:
                 self._go_on_from_anchors(references, is_merged=settled is not None)
             self._integers.write(self._shared.integers)
             self._known_version = self._shared.version
-        self._pending = None
+            self._pending = None
         if settled is not None and settled.is_used and self.options.inner_state == "reset":
             self._inner.forget(entry.tensor for entry, _ in self._fragment.entries())
 
