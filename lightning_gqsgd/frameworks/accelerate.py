@@ -10,7 +10,7 @@ import io
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -111,7 +111,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         self._freed_by: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[Accelerator]]
         self._freed_by = weakref.WeakKeyDictionary()
         self._loaded: list[dict[str, Any]] = []
-        self._is_for_each_node = False  # whether processes besides rank 0 save what `state_dict` returns
+        self._in_use_by: Accelerator | None = None  # the Accelerator that saves or loads the state now
         _WITHOUT_MODEL.add(self)
         _watch_optimizers()
 
@@ -126,7 +126,14 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         """The state of the hook on each model that still exists, in the order in which the models were prepared.
 
         A model that ``Accelerator.free_memory`` has forgotten counts only if that Accelerator has prepared it again.
+        While an Accelerator saves or loads, only its own models count.
         """
+        user = self._in_use_by
+        listed = [] if user is None else [state for model, state in self._hooks.items() if _lists(user, model)]
+        # In training, the Accelerator of a Trainer lists no model, see `keep_only`.
+        return listed or self._all_states()
+
+    def _all_states(self) -> list[GQSGDState]:
         return [state for model, state in self._hooks.items() if not self._is_freed(model)]
 
     def freed(self, accelerator: Accelerator) -> None:
@@ -136,13 +143,13 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
                 self._freed_by[model] = weakref.ref(accelerator)
 
     @contextmanager
-    def saved_by(self, accelerator: Accelerator) -> Iterator[None]:
-        """Returns a context in which an Accelerator saves the state, maybe on each node."""
-        self._is_for_each_node = accelerator.project_configuration.save_on_each_node
+    def used_by(self, accelerator: Accelerator) -> Iterator[None]:
+        """Returns a context in which an Accelerator saves or loads the state."""
+        self._in_use_by = accelerator
         try:
             yield
         finally:
-            self._is_for_each_node = False
+            self._in_use_by = None
 
     def _is_freed(self, model: DistributedDataParallel) -> bool:
         """Returns whether an Accelerator has forgotten a model, and has not prepared it again."""
@@ -165,7 +172,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         destroy_at_exit()
         _watch_local_sgd()
         _watch_free_memory()
-        _watch_save_state()
+        _watch_checkpoints()
         _WITHOUT_MODEL.discard(self)
         state = register_gqsgd(model, self.config)
         if self._loaded:
@@ -200,7 +207,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         """
         gc.collect()  # models that are in cycles end here at the latest, so that all ranks count the same ones
         states = [*(state.state_dict() for state in self.states), *self._loaded]
-        if self._is_for_each_node:
+        if self._in_use_by is not None and self._in_use_by.project_configuration.save_on_each_node:
             states = as_on_first_rank(states)  # memories come to rank 0 only
         return {"states": states}
 
@@ -216,6 +223,8 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         gc.collect()
         saved = state.get("states") if isinstance(state, dict) else None
         states = self.states
+        if isinstance(saved, list) and len(saved) == len(self._all_states()):
+            states = self._all_states()  # earlier versions saved the models of all Accelerators with each of them
         if not isinstance(saved, list):
             raise ConfigError(
                 "the state of GQSGDKwargs is a dictionary with the key 'states', as state_dict gives it, not "
@@ -352,20 +361,23 @@ def _watch_free_memory() -> None:
     Accelerator.free_memory = free_memory
 
 
-def _watch_save_state() -> None:
-    """Let ``Accelerator.save_state`` tell the handler that it saves the handler's state."""
-    save = Accelerator.save_state
-    if getattr(save, "tells_handler", False):
-        return
+def _watch_checkpoints() -> None:
+    """Let an Accelerator tell the handler when it saves or loads the handler's state."""
+    for name in ("save_state", "load_state"):
+        method = getattr(Accelerator, name)
+        if not getattr(method, "tells_handler", False):
+            setattr(Accelerator, name, _telling_handler(method))
 
-    @functools.wraps(save)
-    def save_state(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+
+def _telling_handler(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def save_or_load(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
         handler = self.ddp_handler
-        with handler.saved_by(self) if isinstance(handler, GQSGDKwargs) else nullcontext():
-            return save(self, *args, **kwargs)
+        with handler.used_by(self) if isinstance(handler, GQSGDKwargs) else nullcontext():
+            return method(self, *args, **kwargs)
 
-    save_state.tells_handler = True  # type: ignore[attr-defined]
-    Accelerator.save_state = save_state
+    save_or_load.tells_handler = True  # type: ignore[attr-defined]
+    return save_or_load
 
 
 def _lists(accelerator: Accelerator, model: DistributedDataParallel) -> bool:

@@ -258,6 +258,35 @@ def several_models(rank: int, folder: Path) -> None:
     del first, second, third, fourth, fifth
 
 
+def _a_model_each(rank: int, folder: Path) -> list[list[int]]:
+    """One handler for two Accelerators, each of which saves its own model, and loads it later."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    handler = GQSGDKwargs(bits=4)
+    both = [Accelerator(cpu=True, kwargs_handlers=[handler]) for _ in range(2)]
+    models = [accelerator.prepare(mlp(64)) for accelerator in both]
+
+    def step(number: int) -> list[int]:
+        both[number].backward(loss_of(models[number], rank, 0))
+        return [state.step for state in handler.states]
+
+    step(1)
+    states = []
+    for number, accelerator in enumerate(both):
+        accelerator.register_for_checkpointing(handler)
+        step(number)
+        accelerator.save_state(str(folder / str(number)))
+    for number, accelerator in enumerate(both):
+        step(number)
+        accelerator.load_state(str(folder / str(number)))
+        states.append([state.step for state in handler.states])
+    handler.load_state_dict(handler.state_dict())  # by nobody: all models
+    return [*states, [state.step for state in handler.states]]
+
+
+def test_accelerators_with_one_handler_save_and_load_the_states_of_their_own_models(tmp_path: Path) -> None:
+    assert run_alike(_a_model_each, 2, tmp_path, tmp_path, initialise=False) == [[1, 2], [1, 2], [1, 2]]
+
+
 def _a_fold_each(rank: int) -> list[list[int]]:
     """One handler, and an Accelerator for each fold; the models are kept for an ensemble."""
     os.environ["OMP_NUM_THREADS"] = "1"
