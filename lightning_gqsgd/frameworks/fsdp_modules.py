@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.checks import wrapped_otherwise
-from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.session.parameters import number_parameters
 from lightning_gqsgd.wire.agreement import Weights
@@ -144,8 +144,8 @@ def sharded_groups(model: nn.Module, config: GQSGDConfig) -> list[ShardedGroup]:
     """Returns the groups of a model, in order.
 
     Raises:
-        ConfigError: no module is sharded; hooks cannot be installed for the way in which modules are sharded; or an
-            exclude pattern matches no parameter.
+        ConfigError: no module is sharded; hooks cannot be installed for the way in which modules are sharded; a
+            sharded parameter is not in the model; or an exclude pattern matches no parameter.
     """
     triples = _checked_param_groups(model)
     parameters = _named(model, [inner for _, _, inner in triples])
@@ -258,14 +258,30 @@ def _of_state(state: Any) -> list[Any]:
 
 
 def _named(model: nn.Module, inners: Sequence[Any]) -> dict[str, Any]:
-    """Returns FSDP's object for each parameter by its name, in the model's order, whatever the groups are."""
+    """Returns FSDP's object for each parameter by its name, in the model's order, whatever the groups are.
+
+    Raises:
+        ConfigError: a parameter of the groups is not in the model.
+    """
     prefix = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    order = {name: number for number, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
     by_name = {}
     aliases = set()
+    absent = []
     for param in (param for inner in inners for param in inner.fsdp_params):
-        every = [prefix[id(module)] + name for module, name in _owners(param)]
+        every = [prefix[id(module)] + name for module, name in _owners(param) if id(module) in prefix]
+        every = [name for name in every if name in order]
+        if not every:
+            absent.append(f"{param._module_info.param_name} of a {type(param._module_info.module).__name__}")
+            continue
         by_name[every[0]] = param
         aliases.update(every)
+    if absent:
+        raise ConfigError(
+            f"{counted(len(absent), 'parameter')} ({listed(absent)}) that fully_shard has divided among ranks cannot "
+            f"be found in this {type(model).__name__}: change a model before fully_shard, and call register_gqsgd_fsdp "
+            "on a model that has all modules of each fully_shard([...])"
+        )
     others = [name for name, p in model.named_parameters() if p.requires_grad and name not in aliases]
     if others:
         logger.warning(
@@ -273,7 +289,6 @@ def _named(model: nn.Module, inners: Sequence[Any]) -> dict[str, Any]:
             counted(len(others), "parameter"),
             ", ".join(others[:3]) + (", ..." if len(others) > 3 else ""),
         )
-    order = {name: number for number, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
     return dict(sorted(by_name.items(), key=lambda entry: order[entry[0]]))
 
 
