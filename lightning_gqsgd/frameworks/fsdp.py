@@ -32,6 +32,7 @@ from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.frameworks.fsdp_changes import ModelChanges
 from lightning_gqsgd.frameworks.fsdp_hooks import check_hooks, set_hooks
 from lightning_gqsgd.frameworks.fsdp_modules import (
+    Partial,
     ShardedGroup,
     ShardedParameter,
     parameter_bits,
@@ -145,7 +146,7 @@ class GQSGDFSDPState:
             self._has_met: set[torch.dtype] = set()
             self._first_of_step: ShardedGroup | None = None
             self._graphs: set[int] = set()  # graphs of backward passes at whose ends `_after_graph` is called
-            self._left: dict[int, Tensor | None] = {}  # what modules had kept at the end of the step, by their index
+            self._left: dict[int, Partial | None] = {}  # what modules had kept at the end of the step, by their index
             self._is_checked = False  # whether the forward pass of this step has looked for changes of the model
             self._trained = ""  # which parameters required a gradient in the latest step
             self._used = ""  # which of them had one at its end
@@ -183,15 +184,18 @@ class GQSGDFSDPState:
             CollectiveError: a collective failed; the gradients are all NaN.
         """
         assert self._average is not None
-        accumulates = group.partial is not None or not group.inner.all_reduce_grads
-        # FSDP does not tell which parameters are in the tensor, and another backward pass may have others.
-        if accumulates and reduced.numel() != sum(parameter.share for parameter in group.reduced()):
-            raise ConfigError(_lacks_gradients(group.name))
-        if group.partial is not None:
-            reduced += group.partial
-            group.partial = None
+        partial = group.partial
+        if partial is not None or not group.inner.all_reduce_grads:
+            parameters = group.reduced()
+            # FSDP does not tell which parameters are in the tensor, and another backward pass may have others.
+            has_all = reduced.numel() == sum(parameter.share for parameter in parameters)
+            if not has_all or (partial is not None and partial.parameters != parameters):
+                raise ConfigError(_lacks_gradients(group.name))
+        if partial is not None:
+            reduced += partial.gradients
+            group.keep(None)
         if not group.inner.all_reduce_grads:
-            group.partial = reduced.clone()
+            group.keep(reduced.clone())
             reduced.zero_()
             return
         self._run(self._average, group, reduced)
@@ -450,7 +454,8 @@ class GQSGDFSDPState:
         if self._is_in_backward():
             raise ConfigError(
                 "an exception has ended an earlier backward pass. FSDP2 still waits for its end and reduces no further "
-                "gradients, so the model would not be trained any more: shard a new model, and load a checkpoint there"
+                "gradients, so the model would not be trained any more: call the root's reset_iter_state() on all "
+                "ranks, where torch has it, or shard a new model, and load a checkpoint there"
             )
         self._end_step()  # if its last graph had no reduction
         self._check_left()
@@ -545,8 +550,8 @@ def _lacks_gradients(name: str) -> str:
     """Returns the error for a module whose gradients of several backward passes cannot be added."""
     return (
         f"module {name!r} had parameters without a gradient in one of the backward passes that accumulate under "
-        "set_requires_all_reduce(False): call set_reduce_scatter_unused_params(True), or accumulate with "
-        "set_requires_gradient_sync(False)"
+        "set_requires_all_reduce(False): call set_reduce_scatter_unused_params(True), and freeze and unfreeze "
+        "parameters between steps only, or accumulate with set_requires_gradient_sync(False)"
     )
 
 

@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,18 @@ class ShardedParameter:
     bits: int | None = None
 
 
+class Partial(NamedTuple):
+    """Gradients that are not averaged over replicas yet.
+
+    Attributes:
+        gradients: flat.
+        parameters: those whose gradients they are, in order.
+    """
+
+    gradients: Tensor
+    parameters: list[ShardedParameter]
+
+
 class ShardedGroup:
     """The parameters whose gradients FSDP reduces together.
 
@@ -59,7 +71,6 @@ class ShardedGroup:
         device: of the gradients.
         shards: the process group that the parameters are divided among.
         replicas: the process group over which torch itself averages afterwards; None: torch averages over none.
-        partial: this rank's gradients that wait for a backward pass that reduces over replicas.
     """
 
     def __init__(self, index: int, name: str, module: Any, inner: Any, parameters: list[ShardedParameter]) -> None:
@@ -69,7 +80,7 @@ class ShardedGroup:
         self.device: torch.device = inner.device
         self.shards: dist.ProcessGroup = inner.mesh_info.shard_process_group
         self.replicas: dist.ProcessGroup | None = getattr(inner.mesh_info, "replicate_process_group", None)
-        self.partial: Tensor | None = None
+        self._own_partials: dict[Any, Partial] = {}
         # hooks must not keep the model alive
         self._module = weakref.ref(module)
         self._inner = weakref.ref(inner)
@@ -90,6 +101,28 @@ class ShardedGroup:
         False before the first forward pass."""
         context = self.module._get_fsdp_state()._state_ctx
         return bool(getattr(context, "post_backward_final_callback_queued", False))
+
+    @property
+    def partial(self) -> Partial | None:
+        """This rank's gradients that wait for a backward pass that reduces over replicas."""
+        return self._partials.get(self)
+
+    def keep(self, gradients: Tensor | None) -> None:
+        """Set `partial`: to gradients of the parameters that require one now, or to None."""
+        self._partials.pop(self, None)
+        if gradients is not None:
+            self._partials[self] = Partial(gradients, self.reduced())
+
+    @property
+    def _partials(self) -> dict[Any, Partial]:
+        """The dictionary that has `partial`.
+
+        FSDP's `reset_iter_state` drops the gradients of a step that an exception has ended. It calls no hook, and
+        clears this dictionary of FSDP, which FSDP itself uses only where it averages over replicas. An older torch has
+        neither.
+        """
+        partials: dict[Any, Partial] = getattr(self.inner, "_partial_reduce_output_layout", self._own_partials)
+        return partials
 
     @property
     def has_hook(self) -> bool:

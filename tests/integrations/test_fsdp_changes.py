@@ -25,7 +25,7 @@ from tests.bits import bits_of
 from tests.distributed.models import loss_of, mlp
 from tests.distributed.ranks import logged, run, run_alike
 from tests.errors import error_text
-from tests.integrations.fsdp_models import mesh, quantised, sharded
+from tests.integrations.fsdp_models import gradients, mesh, quantised, relative_errors, sharded
 
 Change = Callable[[nn.Module], Any]
 
@@ -235,13 +235,17 @@ def _other_heads(rank: int) -> list[str]:
             except ConfigError as error:
                 texts.append(str(error))
                 break
-    return texts
+    model, _ = quantised(mesh(2), {"bits": 4})
+    model.set_requires_all_reduce(False)
+    loss_of(model, rank, 0).backward()
+    model[2].bias.requires_grad_(False)
+    return [*texts, error_text(ConfigError, loss_of(model, rank, 1).backward)]
 
 
 def test_gradients_of_other_parameters_are_not_taken_for_each_other(tmp_path: Path) -> None:
     for apart, *accumulated in run(_other_heads, 2, tmp_path):
         assert "left without a gradient, on some ranks only" in apart
-        assert len(accumulated) == 2
+        assert len(accumulated) == 3
         assert all("had parameters without a gradient in one of the backward passes" in text for text in accumulated)
 
 
@@ -294,19 +298,29 @@ def test_gradients_accumulate_over_several_graphs(separate: bool, tmp_path: Path
 
 
 def _interrupted(rank: int) -> str:
-    model, _ = quantised(mesh(2), {"bits": 4})
+    """The error of the next forward pass, and gradients as torch has them after its own remedy."""
+    model, _ = quantised(mesh(2), {"reducer": "native"})
+    model.set_requires_all_reduce(False)
     loss_of(model, rank, 0).backward()
     stops = model[2].register_full_backward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss_of(model, rank, 1).backward()
     stops.remove()
-    return error_text(ConfigError, loss_of, model, rank, 2)
+    text = error_text(ConfigError, loss_of, model, rank, 2)
+    if hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
+        model.set_requires_all_reduce(True)
+        theirs = sharded(mesh(2))
+        for one in (model, theirs):
+            loss_of(one, rank, 2).backward()
+        assert max(relative_errors(model, gradients(theirs)).values()) == 0
+    return text
 
 
 def test_fsdp_s_silence_after_an_interrupted_backward_pass_is_an_error(tmp_path: Path) -> None:
     text = run_alike(_interrupted, 2, tmp_path)
     assert "an exception has ended an earlier backward pass" in text
-    assert "shard a new model" in text
+    assert "reset_iter_state() on all ranks, where torch has it, or shard a new model" in text
 
 
 def _others(rank: int) -> int:
