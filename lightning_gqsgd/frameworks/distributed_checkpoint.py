@@ -9,18 +9,16 @@ ranks, which only rank 0 of the hook's process group saves and loads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_gqsgd.ddp.hook import GQSGDState
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.session import checkpoint
 from lightning_gqsgd.wire.communicator import Communicator
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState
 
 
 class DCPState:
@@ -43,9 +41,10 @@ class DCPState:
     """
 
     def __init__(self, state: GQSGDState | GQSGDFSDPState) -> None:
-        if not (hasattr(state, "state_dict") and hasattr(state, "telemetry")):
+        if not isinstance(state, (GQSGDState, GQSGDFSDPState)):
             raise ConfigError(
-                f"DCPState takes what register_gqsgd or register_gqsgd_fsdp has returned, not {type(state).__name__}"
+                f"DCPState takes what register_gqsgd or register_gqsgd_fsdp has returned, not {type(state).__name__}; "
+                "a LocalSteps is saved as an optimizer, as docs/local_steps.md shows"
             )
         self._state = state
 

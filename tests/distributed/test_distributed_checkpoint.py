@@ -13,7 +13,7 @@ import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_gqsgd import DCPState
+from lightning_gqsgd import DCPState, LocalSteps
 from lightning_gqsgd.errors import ConfigError
 from tests.distributed.models import fingerprint, mlp, train, wrapped
 from tests.distributed.ranks import logged, run, run_alike
@@ -157,10 +157,10 @@ def _refused(rank: int, folder: Path) -> list[str]:
     model, state = wrapped({}, HOOKS[0])
     train(model, rank, range(2))
     _save(folder / "narrow", model, state)
-    wide, other = wrapped({}, HOOKS[0], mlp(width=160))
+    wide, wider = wrapped({}, HOOKS[0], mlp(width=160))
     train(wide, rank, range(2))
     with pytest.raises(Exception, match="of parameter") as error:
-        dcp.load({"gqsgd": DCPState(other)}, checkpoint_id=folder / "narrow")
+        dcp.load({"gqsgd": DCPState(wider)}, checkpoint_id=folder / "narrow")
     texts.append(str(error.value))
     with pytest.raises(ConfigError, match="load what DCPState has saved") as error:
         DCPState(state).load_state_dict({"state": 1} if rank else {})
@@ -171,8 +171,10 @@ def _refused(rank: int, folder: Path) -> list[str]:
             dcp.load({"gqsgd": state}, checkpoint_id=folder / "plain")
     else:
         dcp.load({"gqsgd": state}, checkpoint_id=folder / "plain")
-    with pytest.raises(ConfigError, match="DCPState takes what register_gqsgd"):
-        DCPState(model)  # type: ignore[arg-type]
+    local = mlp()
+    for other in (model, LocalSteps(local, torch.optim.SGD(local.parameters(), lr=0.1), every=2)):
+        with pytest.raises(ConfigError, match="DCPState takes what register_gqsgd.* saved as an optimizer"):
+            DCPState(other)  # type: ignore[arg-type]
     train(wide, rank, range(2, 3))  # nothing was taken
     return [*texts, fingerprint(wide)]
 
