@@ -327,6 +327,8 @@ def make_config(preset: str | GQSGDConfig | Preset | None = None, **fields: Any)
     GQSGDConfig.check_names(fields)
     if isinstance(preset, GQSGDConfig):
         return preset.replaced(**fields)
+    # An entry of the table means the same as its name, which also fixes fields.
+    preset = next((name for name, known in PRESETS.items() if known is preset), preset)
     if isinstance(preset, Preset):
         usual = dict(preset.fields)
         if fields.get("auto") or fields.get("max_slowdown") is not None:

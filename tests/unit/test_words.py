@@ -35,8 +35,9 @@ def test_what_a_name_stands_for_cannot_be_replaced(name: str, field: str) -> Non
     others = [value for value in OTHERS[field] if value != own]
     assert others
     for value in others:
-        with pytest.raises(ConfigError):
-            make_config(name, **{field: value})
+        for preset in (name, PRESETS[name]):
+            with pytest.raises(ConfigError):
+                make_config(preset, **{field: value})
 
 
 def test_terngrad_of_more_levels_is_refused_with_the_fields_that_train_it() -> None:
