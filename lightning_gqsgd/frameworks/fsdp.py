@@ -395,10 +395,8 @@ class GQSGDFSDPState:
         self.config = replace(self.config, seed=state["seed"])
         if self._average is not None:
             self._average.configs = [replace(one, seed=state["seed"]) for one in self._average.configs]
-            self._average.engine.plans.clear()
         if self._scatter is not None:
             self._scatter.configs = _for_scatter(self.config, self._replica)
-            self._scatter.engine.plans.clear()
         self._reductions = defaultdict(partial(int, state["step"]), state["reductions"])
 
     # --- reports ---------------------------------------------------------------------------------------------------

@@ -208,6 +208,7 @@ def _sharded(rank: int, folder: Path) -> list[str]:
     train(model, rank, range(3, 6))
     ends.append(weight_bits(model))
     model, state = quantised(on, {"bits": 4, "reduce_scatter": True, "seed": 9})
+    train(model, rank, range(20, 22))  # with another dither
     _load(folder, model, state)
     assert state.step == 3
     train(model, rank, range(3, 6))
