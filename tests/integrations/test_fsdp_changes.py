@@ -344,6 +344,48 @@ def test_other_hooks_after_close_and_beside_reduce_scatters_are_no_error(tmp_pat
     assert run(_others, 2, tmp_path) == [3, 3]
 
 
+def _in_silence(rank: int) -> list[str]:
+    """What is logged by trainings in which nothing is wrong."""
+    outside = nn.Sequential(sharded(mesh(2)["shard"]), nn.Linear(10, 10))
+    register_gqsgd_fsdp(outside, replicate=mesh(2)["replicate"], bits=4)  # which warns of the linear layer
+    model = sharded(mesh(1)["shard"])
+    register_gqsgd_fsdp(model, reduce_scatter=True, bits=4)
+    said = logged(level=logging.WARNING)
+    _steps(outside, rank, range(2))
+    _steps(model, rank, range(2))
+    loss_of(lambda x: checkpoint(model, x, use_reentrant=False), rank, 2).backward()
+    model.append(fully_shard(nn.Linear(10, 10), mesh=mesh(1)["shard"]))  # whose gradients torch reduces
+    _steps(model, rank, range(3, 5))
+    return said
+
+
+def test_what_fsdp_reduces_or_the_user_averages_is_no_error(tmp_path: Path) -> None:
+    assert run_alike(_in_silence, 2, tmp_path) == []
+
+
+def _loaded(rank: int) -> list[str]:
+    """The errors after one rank has loaded another state."""
+    texts = []
+    on = mesh(1)
+    for loaded in ({"reduce-scatter of 2": 3, "reduce-scatter of 0": 7}, {}):
+        model = sharded(on["shard"])
+        state = register_gqsgd_fsdp(model, reduce_scatter=True, bits=4)
+        _steps(model, rank, range(2))
+        saved = state.state_dict()
+        state.load_state_dict({**saved, "reductions": {}})  # modules that a state does not name go on from its step
+        _steps(model, rank, range(2, 3))
+        assert state.state_dict()["reductions"] == dict.fromkeys(saved["reductions"], 3)
+        if rank:
+            state.load_state_dict({**saved, "reductions": loaded})
+        texts.append(error_text(ConfigError, loss_of(model, rank, 3).backward))
+        state.close()
+    return texts
+
+
+def test_a_state_that_one_rank_has_loaded_is_an_error_on_all(tmp_path: Path) -> None:
+    assert all("A state was loaded" in text for text in run_alike(_loaded, 2, tmp_path))
+
+
 def _one_replica_differs(rank: int) -> list[str]:
     """What is logged after a rounding, and after a change of the weights of the first replica alone."""
     texts = []
