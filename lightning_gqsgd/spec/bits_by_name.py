@@ -62,11 +62,6 @@ class BitsByName(Mapping[str, int]):
         return BitsByName, (self._pairs,)
 
     @property
-    def first(self) -> int:
-        """The bits of the first pattern, which is usually ``"*"``."""
-        return self._pairs[0][1]
-
-    @property
     def widths(self) -> tuple[int, ...]:
         """The different numbers of bits, in the order of the patterns."""
         return tuple(dict.fromkeys(self._bits.values()))
@@ -101,9 +96,10 @@ class BitsByName(Mapping[str, int]):
         uncompressed = set(raw)
         missing = [name for name in names if self._deciding(name) is None and name not in uncompressed]
         if missing:
+            pattern, bits = self._pairs[0]
             raise ConfigError(
                 f"bits: no pattern matches parameter {missing[0]!r} ({len(missing)} of {len(names)} have none); begin "
-                f'with a pattern for all, e.g. bits={{"*": 8, {next(iter(self))!r}: {self.first}}}'
+                f'with a pattern for all, e.g. bits={{"*": 8, {pattern!r}: {bits}}}'
             )
 
     def _deciding(self, name: str) -> str | None:
