@@ -208,7 +208,7 @@ class GQSGDConfig(Fields):
         by_name = self.bits_by_name
         if by_name is None:
             return {self.num_bits: self}
-        return {bits: self._with_bits(bits) for bits in by_name.widths}
+        return {bits: self._with_bits(bits) for bits in by_name.values()}
 
     @property
     def biased(self) -> bool:

@@ -61,11 +61,6 @@ class BitsByName(Mapping[str, int]):
     def __reduce__(self) -> Any:
         return BitsByName, (self._pairs,)
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The different numbers of bits, in the order of the patterns."""
-        return tuple(dict.fromkeys(self._bits.values()))
-
     def pairs(self) -> list[list[Any]]:
         """Returns the patterns and their bits as a list of pairs, which keeps its order in JSON."""
         return [list(pair) for pair in self._pairs]
@@ -122,7 +117,7 @@ def check_matched(field: str, patterns: Iterable[str], names: Sequence[str]) -> 
     if unmatched:
         plain = unmatched[0].strip("*.?!")
         near = difflib.get_close_matches(plain, names, n=3, cutoff=0.5) or list(names)[:3]
-        inside = [name for name in names if plain and plain in name][:3]
+        inside = [name for name in names if plain in name][:3]
         raise ConfigError(
             f"{field} patterns {unmatched} match no parameter; names look like {', '.join(inside or near)}"
         )

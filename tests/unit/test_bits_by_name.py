@@ -33,6 +33,8 @@ def test_the_last_pattern_that_matches_decides() -> None:
     ("patterns", "fields", "words"),
     [
         ({"*": 4, "haed.*": 8}, {}, ["'haed.*'", "match no parameter", "head.weight"]),
+        ({"*": 4, "*.he": 8}, {}, ["'*.he'", "names look like head.weight"]),
+        ({"*": 4, "?": 8}, {}, ["'?'", "names look like body.0.weight, head.weight"]),
         ({"head.*": 8, "*": 4}, {}, ["'head.*'", "decides for no parameter", "general patterns first"]),
         ({"head.*": 8}, {}, ["no pattern matches parameter 'body.0.weight'", """bits={"*": 8, 'head.*': 8}"""]),
         ({"*": 4, "head.*": 9}, {}, ["bits={'head.*': 9}", "1 to 8"]),

@@ -48,6 +48,25 @@ def test_terngrad_of_more_levels_is_refused_with_the_fields_that_train_it() -> N
     assert GQSGDConfig(**fields) == PRESETS["terngrad"].config.replaced(bits=4)
 
 
+def test_a_preset_of_local_steps_is_refused_with_what_takes_it() -> None:
+    with pytest.raises(ConfigError, match=r"'gqsgd_diloco' is for local steps.* take LocalSteps\("):
+        make_config("gqsgd_diloco")
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [(3, "bits=3"), (True, "bits=4"), (int, "bits=4"), ({}, "bits=4"), ({"bits": 2, "seed": 1}, "bits=2, seed=1")],
+)
+def test_what_is_no_preset_is_refused_with_the_fields_that_it_may_mean(given: Any, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"neither the name of a preset .* e\.g\. {hint}, or a preset"):
+        make_config(given)
+
+
+@pytest.mark.parametrize("fields", [{"auto": True}, {"max_slowdown": 0.1}])
+def test_bits_that_are_chosen_replace_those_of_a_preset_of_local_steps(fields: dict[str, Any]) -> None:
+    assert make_config(LOCAL_PRESETS["gqsgd_diloco"].compression, **fields).chooses_bits
+
+
 def _works(**fields: Any) -> bool:
     try:
         GQSGDConfig(**fields)
