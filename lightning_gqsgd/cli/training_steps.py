@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.predict.bench import WARMUP, WIDTHS, WayTime, slowest_rounds
-from lightning_gqsgd.predict.timing import Case, EventClock, in_turns, stopwatch
+from lightning_gqsgd.predict.timing import Case, clock_of_ranks, in_turns
 from lightning_gqsgd.reducers.base import ring_bytes
 
 #: The model: dense layers of these widths, 4.7 M parameters, on so many samples of each rank.
@@ -52,8 +52,7 @@ def measure_steps(device: torch.device, rounds: int, tick: Callable[[], object] 
 
     try:
         steps: dict[str, Case] = {name: case.step for name, case in cases.items()}
-        clock = EventClock() if device.type == "cuda" else stopwatch
-        seconds = in_turns(steps, rounds, warmup=WARMUP, before=ready, clock=clock)
+        seconds = in_turns(steps, rounds, warmup=WARMUP, before=ready, clock=clock_of_ranks(device))
         sent = {name: case.sent_bytes(2 if name == "bf16 hook" else 4) for name, case in cases.items()}
     finally:
         for case in cases.values():

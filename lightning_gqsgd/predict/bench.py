@@ -20,7 +20,16 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.device_times import CODEC_NUMEL, CodecCase
-from lightning_gqsgd.predict.timing import Case, EventClock, Spread, in_turns, ratio, slowest, stopwatch, thread_clock
+from lightning_gqsgd.predict.timing import (
+    Case,
+    EventClock,
+    Spread,
+    clock_of_ranks,
+    in_turns,
+    ratio,
+    slowest,
+    thread_clock,
+)
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.wire.engine import Engine, Request
 
@@ -202,8 +211,7 @@ def _all_reduces(device: torch.device, numel: int, rounds: int, tick: Callable[[
             cases[name] = lambda request=request: engine.reduce(x, request).wait()  # type: ignore[misc]
             sent[name] = engine.plan(x, request).sent_bytes
         dist.barrier()
-        clock = EventClock() if device.type == "cuda" else stopwatch
-        seconds = in_turns(cases, rounds, warmup=WARMUP, before=ready, clock=clock)
+        seconds = in_turns(cases, rounds, warmup=WARMUP, before=ready, clock=clock_of_ranks(device))
     finally:
         engine.close()
     slowest_of = {name: slowest_rounds(values, device) for name, values in seconds.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -56,11 +57,16 @@ class EventClock:
     The stream is kept busy until the host has issued the whole case, so that no kernel waits for the host. The
     necessary delay is found during the measurement: if a case was issued too late, it runs again, now and in all later
     rounds with twice the delay, up to `MOST_CYCLES` (about 9 ms).
+
+    Args:
+        agreed: function that returns whether a case runs again. The argument is whether this process has issued the
+            case too late. If a case has collectives, all ranks have to run it equally often; see `clock_of_ranks`.
     """
 
     MOST_CYCLES = 1 << 24
 
-    def __init__(self) -> None:
+    def __init__(self, agreed: Callable[[bool], bool] = bool) -> None:
+        self._agreed = agreed
         self._cycles = 1 << 20
 
     def __call__(self, case: Case) -> Callable[[], float]:
@@ -71,7 +77,7 @@ class EventClock:
             start.record()
             case()
             end.record()
-            if not start.query() or self._cycles >= self.MOST_CYCLES:
+            if not self._agreed(start.query()) or self._cycles >= self.MOST_CYCLES:
                 return lambda: _between(start, end)
             self._cycles *= 2
 
@@ -79,6 +85,20 @@ class EventClock:
 def _between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     end.synchronize()
     return start.elapsed_time(end) / 1e3
+
+
+def clock_of_ranks(device: torch.device) -> Clock:
+    """Returns the clock for cases with collectives, which all ranks of the default process group run equally often.
+
+    Args:
+        device: this rank's device.
+    """
+    return EventClock(partial(_on_any_rank, device)) if device.type == "cuda" else stopwatch
+
+
+def _on_any_rank(device: torch.device, is_so: bool) -> bool:
+    """Returns whether something is so on at least one rank. A collective."""
+    return bool(slowest(torch.tensor([int(is_so)]), device)[0])
 
 
 def in_turns(

@@ -15,6 +15,7 @@ from benchmarks import gpu_kernels, kernels, report, roofline
 from benchmarks.gpu_kernels import AUTHORS_BYTES, CODECS, LIMITS, Target
 from benchmarks.roofline import Fact
 from lightning_gqsgd.config.resolving import setting_of
+from lightning_gqsgd.predict import timing
 from lightning_gqsgd.predict.timing import EventClock, in_turns, stopwatch
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_NUMEL
 from tests.errors import error_text
@@ -127,9 +128,16 @@ def test_the_clock_of_a_device_runs_a_case_again_that_came_too_late(monkeypatch:
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: setattr(_Event, "slept", cycles))
     runs: list[int] = []
-    seconds = in_turns({"case": lambda: runs.append(_Event.slept)}, 2, warmup=1, clock=EventClock())
+    case = {"case": lambda: runs.append(_Event.slept)}
+    seconds = in_turns(case, 2, warmup=1, clock=EventClock())
     assert runs == [1 << 20, 2 << 20, 4 << 20, 4 << 20, 4 << 20]
     assert seconds["case"].tolist() == [0.005, 0.005]
+    # A case with collectives also runs again if another rank was too late, because its collectives would have no
+    # partner otherwise.
+    monkeypatch.setattr(timing, "slowest", lambda values, _: torch.tensor([max(int(values[0]), len(runs) < 4)]))
+    runs.clear()
+    in_turns(case, 2, warmup=0, clock=timing.clock_of_ranks(torch.device("cuda", 0)))
+    assert runs == [1 << 20, 2 << 20, 4 << 20, 8 << 20, 8 << 20]
 
 
 def test_a_card_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
