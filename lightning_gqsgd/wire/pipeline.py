@@ -484,6 +484,9 @@ class Sequencer:
 
     def _stream_of(self, device: torch.device) -> torch.cuda.Stream | None:
         if device.type == "cuda" and device not in self._streams:
+            # A new thread has GPU 0 as its device. At the end of a stream's context, torch would set that device again,
+            # for which CUDA creates a context of hundreds of megabytes there, in the process of each rank.
+            torch.cuda.set_device(device)
             self._streams[device] = torch.cuda.Stream(device, HIGH_PRIORITY)
         return self._streams.get(device)
 

@@ -43,9 +43,10 @@ class StagedWork:
         # An all-reduce works in place, so the copy of its input is also its output.
         target = source if exchange.output is exchange.input else _host_like(exchange.output)
         self._host = exchange._replace(output=target, input=source)
+        self._device = exchange.input.device
         self._copied = torch.cuda.Event() if exchange.input.is_cuda else None
         if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(exchange.input.device))
+            self._copied.record(torch.cuda.current_stream(self._device))
         self._begun = threading.Event()
         self._future: torch.futures.Future[None] = torch.futures.Future()
         self._work: Any = None
@@ -69,6 +70,9 @@ class StagedWork:
         Raises:
             RuntimeError: if it has not done so within the patience.
         """
+        if self._device.type == "cuda":
+            # A new thread has GPU 0 as its device, on which CUDA would create a context when the thread first queries.
+            torch.cuda.set_device(self._device)
         ends = time.monotonic() + self._patience.total_seconds()
         while self._copied is not None and not self._copied.query():
             if time.monotonic() > ends:

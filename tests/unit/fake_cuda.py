@@ -58,6 +58,7 @@ class FakeCuda:
         self.made: list[FakeStream] = []
         self.clock = iter(range(1000))
         self.has_passed = self.may_wait = self.is_capturing = False
+        self.devices: list[tuple[str, torch.device]] = []  # threads whose device was set, and the device
         self.results: list[str] = []  # streams on which futures were given tensors: their events are recorded there
         self._local = threading.local()
 
@@ -71,6 +72,9 @@ class FakeCuda:
             yield
         finally:
             self._local.stream = before
+
+    def set_device(self, device: torch.device) -> None:
+        self.devices.append((threading.current_thread().name, device))
 
     def new_stream(self, _: object = None, priority: int = 0) -> FakeStream:
         self.made.append(FakeStream(f"own {len(self.made)}"))
@@ -122,6 +126,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     monkeypatch.setattr(torch.cuda, "current_stream", fake.current_stream)
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
+    monkeypatch.setattr(torch.cuda, "set_device", fake.set_device)
     monkeypatch.setattr(torch.cuda, "Stream", fake.new_stream)
     monkeypatch.setattr(torch.cuda, "Event", fake.new_event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.is_capturing)

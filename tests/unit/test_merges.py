@@ -283,7 +283,7 @@ def test_a_member_starts_from_what_another_one_knows_and_merges_beside_its_train
     there, own = state_of(3.0), state_of(0.0)
     there.merges = 5
     members = OnlyOne(there.state_dict(), threading.Event())
-    thread = MergeThread(members, own, Member(1, "one"), ByClock(3600.0), None)
+    thread = MergeThread(members, own, Member(1, "one"), ByClock(3600.0), None, torch.device("cpu"))
     thread.join()
     assert (own.merges, members.started_after, thread.latest) == (5, 5, None)
     assert own.checksum() == there.checksum()
@@ -299,7 +299,7 @@ def test_a_member_that_finds_nothing_of_use_meets_the_others(state: Mapping[str,
     own = state_of(0.0)
     members = OnlyOne(state, threading.Event())
     members.meets.set()
-    thread = MergeThread(members, own, Member(1, "one"), ByClock(3600.0), None)
+    thread = MergeThread(members, own, Member(1, "one"), ByClock(3600.0), None, torch.device("cpu"))
     thread.join()
     assert thread.latest is not None
     assert own.merges == 1

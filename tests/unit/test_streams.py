@@ -217,6 +217,7 @@ def test_the_sequencer_issues_work_of_cuda_tensors_on_a_stream_of_its_own(cuda: 
     assert cuda.made[0].waited_for == ["default", "default"]
     assert all(one.tensor.streams == ["own 0"] for one in jobs)
     assert not cuda.default.waited_for
+    assert cuda.devices == [("gqsgd-sequencer", DEVICE)]  # otherwise, every rank would take memory of GPU 0
 
 
 def test_gloo_takes_the_shared_thread_whatever_the_device(cuda: FakeCuda) -> None:
@@ -252,6 +253,7 @@ def test_staging_waits_for_the_gpu_on_its_own_thread_only(cuda: FakeCuda, monkey
     work.get_future().add_done_callback(lambda _: finished.set())
     assert finished.wait(10)
     assert waited == ["own 0"] * 2
+    assert cuda.devices == [("gqsgd-staging", DEVICE)]
     work.wait()
     assert x.tolist() == [7]
     thread.close()

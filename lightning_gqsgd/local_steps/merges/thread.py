@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.local_steps.merges.contribution import Contribution
 from lightning_gqsgd.local_steps.merges.merge import Member, Merge, merge
@@ -34,6 +36,7 @@ class MergeThread:
         member: this member.
         rounds: the rounds, which say when merges are due.
         outlier: see `rows.shares_of`.
+        device: device of the model.
 
     Attributes:
         between_merges: a lock that is held during each merge.
@@ -42,9 +45,16 @@ class MergeThread:
     """
 
     def __init__(
-        self, members: Members, shared: SharedState, member: Member, rounds: MergeRounds, outlier: float
+        self,
+        members: Members,
+        shared: SharedState,
+        member: Member,
+        rounds: MergeRounds,
+        outlier: float,
+        device: torch.device,
     ) -> None:
         self._members = members
+        self._device = device
         self._shared = shared
         self._member = member
         self._rounds = rounds
@@ -188,6 +198,8 @@ class MergeThread:
 
     def _run(self) -> None:
         try:
+            if self._device.type == "cuda":  # a new thread has GPU 0 as its device; see `wire.pipeline.Sequencer`
+                torch.cuda.set_device(self._device)
             while self._wait_until_due():
                 with self._changed:
                     contribution = self._contribution
