@@ -145,7 +145,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             if flat.dtype not in self._prepared:
                 self._prepare(engine, flat.dtype, _card(flat, number))
             request = Request(f"sum number {number}", (self.resolved,), tuple(segments), number)
-            return self._started(engine, request, flat, flat, is_sum=True).take_now()
+            return self._started(engine, request, flat, flat, is_sum=True).take()
         except Exception as error:
             self._note(error)
             raise
@@ -423,25 +423,25 @@ class _Result:
         """The future that completes once there is a mean or an error."""
         return self._job.future
 
-    def take_now(self) -> Tensor:
-        """Wait for the result; see `take`."""
-        self._job.wait()
-        return self.take()
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensor."""
+        return self._tensor.device
 
     @torch.no_grad()
     def take(self) -> Tensor:
-        """Copy the result, which has to be complete, to the tensor, and return the tensor.
+        """Wait for the result, copy it to the tensor, and return the tensor. On a GPU, the current stream waits.
 
         Raises:
             ConfigError: if the ranks do not agree.
             CollectiveError: if a collective failed. The tensor is then all NaN.
         """
-        if self._job.error is None:
+        try:
+            self._job.wait()
             self._flat.mul_(self._scale)
-        if self._flat.data_ptr() != self._tensor.data_ptr():
-            self._tensor.detach().copy_(self._flat.view(self._tensor.shape))
-        if self._job.error is not None:
-            raise self._job.error
+        finally:
+            if self._flat.data_ptr() != self._tensor.data_ptr():
+                self._tensor.detach().copy_(self._flat.view(self._tensor.shape))
         return self._tensor
 
 
@@ -459,11 +459,16 @@ class _Work(dist._Work):
         self._note = note
         self._error: Exception | None = None
         self._over = threading.Event()
-        # The future of a single all-reduce knows its device, so that streams wait for it.
-        futures = [result.future for result in results]
-        together: Any = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
-        self._together = together.then(self._take)
+        self._lock = threading.Lock()
+        self._left = 1 + len(results)  # 1 for the end of this method
+        # A future lets streams wait only for devices that it knows, and that of `collect_all` knows none.
+        devices: list[Any] = list({result.device for result in results if result.device.type == "cuda"})
+        self._taken: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices or None)
+        self._together: Any = self._taken.then(self._result)
         self._together.add_done_callback(lambda _: self._over.set())
+        for result in results:
+            result.future.add_done_callback(self._arrived)
+        self._arrived(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the tensors. On a GPU, the current stream waits.
@@ -490,18 +495,42 @@ class _Work(dist._Work):
         """Returns the future of the tensors."""
         return self._together
 
-    def _take(self, _: object) -> list[Tensor]:
-        """Copy all results to their tensors. Called on the thread that completes the last result."""
+    def block_current_stream(self) -> None:
+        """Wait for the tensors, as `wait` does: a GPU may still write them once their future is complete."""
+        self.wait()
+
+    def _arrived(self, _: object) -> None:
+        """Take all results once the last of them is complete. Called on the threads that complete them."""
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        try:
+            self._taken.set_result(self._take())
+        except Exception as error:  # of a GPU that has failed, so that a future cannot hold its tensors
+            self._note_first(error)
+            if not self._taken.done():
+                self._taken.set_result([])
+
+    def _take(self) -> list[Tensor]:
+        """Copy all results to their tensors."""
         tensors = []
         for result in self._results:
             try:
                 tensors.append(result.take())
             except Exception as error:
-                self._error = self._error or error
-                self._note(error)
+                self._note_first(error)
+        return tensors
+
+    def _note_first(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._note(error)
+
+    def _result(self, taken: torch.futures.Future[list[Tensor]]) -> list[Tensor]:
+        """Returns the tensors, or raises the first error."""
         if self._error is not None:
             raise self._error
-        return tensors
+        return taken.value()
 
 
 def check_process_group(process_group: object) -> None:

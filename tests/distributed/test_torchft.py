@@ -16,6 +16,9 @@ from lightning_gqsgd import CollectiveError, ConfigError
 from tests.distributed import torchft_replicas as replicas
 from tests.distributed.ranks import run, run_alike
 from tests.errors import error_text
+from tests.unit.fake_cuda import FakeCuda, cuda, on_gpu
+
+__all__ = ["cuda"]
 
 pytest.importorskip("torchft", reason="the extra torchft is not installed")
 
@@ -192,6 +195,36 @@ def test_all_ranks_hear_of_one_whose_compression_cannot_work_for_so_many(tmp_pat
 def test_configurations_that_cannot_work_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         replicas.process_group(**fields)
+
+
+class _Complete:
+    """A job whose tensor is complete on a GPU's stream."""
+
+    error = None
+
+    def __init__(self) -> None:
+        self.future: torch.futures.Future[None] = torch.futures.Future()
+        self.waiting: list[str] = []
+
+    def wait(self) -> None:
+        self.waiting.append(torch.cuda.current_stream().name)  # type: ignore[attr-defined]
+
+
+def test_streams_wait_for_all_tensors_of_one_call(cuda: FakeCuda) -> None:
+    from lightning_gqsgd.membership.process_group import _Result, _Work
+
+    jobs = [_Complete(), _Complete()]
+    tensors = [on_gpu(torch.full((2,), 3.0)), on_gpu(torch.full((1,), 4.0))]
+    results = [_Result(job, x, x, 2) for job, x in zip(jobs, tensors, strict=True)]  # type: ignore[arg-type]
+    work = _Work(results, lambda _: None)
+    with cuda.stream(cuda.new_stream()):  # type: ignore[arg-type]
+        for job in reversed(jobs):
+            job.future.set_result(None)
+    work.wait()
+    work.block_current_stream()
+    assert [x.tolist() for x in tensors] == [[6, 6], [8]]
+    assert [job.waiting for job in jobs] == [["own 0"], ["own 0"]]  # before they are multiplied
+    assert cuda.results == ["own 0", "own 0"]  # for those who wait
 
 
 def test_other_process_groups_are_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,15 +92,18 @@ def _future_of(fake: FakeCuda) -> type:
         def __new__(cls, devices: object = None) -> FakeFuture:
             return super().__new__(cls)
 
-        def __init__(self, devices: object = None) -> None:
+        def __init__(self, devices: Sequence[torch.device] | None = None) -> None:
             super().__init__()
+            self.devices = devices or ()
 
         def __class_getitem__(cls, _: object) -> type:
             return cls
 
         def set_result(self, result: object) -> None:
-            if isinstance(result, FakeTensor):
-                fake.results.append(fake.current_stream().name)
+            for each in result if isinstance(result, list) else [result]:
+                if isinstance(each, FakeTensor):
+                    assert each.device in self.devices, "no stream would wait for the tensor"
+                    fake.results.append(fake.current_stream().name)
             super().set_result(result)
 
     return FakeFuture
