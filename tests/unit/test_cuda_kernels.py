@@ -182,7 +182,7 @@ def test_blocks_of_full_length_that_are_rotated_or_have_given_scales(dtype: torc
 @pytest.mark.parametrize("block", [24, *(pytest.param(block, marks=pytest.mark.slow) for block in (16, 1000, 4096))])
 def test_sizes_of_blocks(block: int) -> None:
     x = plain.gradient(block, 2 * block + 7, torch.float32)
-    for codec in (LinearCodec(5, "adaptive"), ExponentialCodec(4), SignCodec(), TopKCodec(0.002)):
+    for codec in (LinearCodec(5, "adaptive"), ExponentialCodec(4), SignCodec(), TopKCodec(0.002), TopKCodec(0.3)):
         plain.check_messages([Segment(5, len(x), False)], [x], codec.quantiser(block), None, PAIR)
 
 

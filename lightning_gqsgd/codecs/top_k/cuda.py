@@ -23,13 +23,17 @@ from lightning_gqsgd.kernels.wire import Key
 
 
 class Share(NamedTuple):
-    """The constant of the family, see `codecs.top_k.codec.TopKQuantiser`.
+    """The constants of the family, see `codecs.top_k.codec.TopKQuantiser`.
 
     Attributes:
         kept: number of coordinates that are kept out of 65536.
+        most: the largest number of coordinates that a block keeps, rounded up to a power of two.
+        stages: log2 of ``most``.
     """
 
     kept: int
+    most: int
+    stages: int
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -124,15 +128,11 @@ def _mean_of_largest(wires, stride, messages, own, x, t, c: tl.constexpr):
         values = record(wire, at, c.number.compute)
         places = _places(wire, at, count, c)
         total += tl.load(values[:, None] + j, mask=t.raw[:, None] & inside, other=0) * c.mean.each
-        decoded = tl.max(count, axis=0)
         if c.mean.has_own:
-            decoded = tl.where(source == own, 0, decoded)
-        for k in range(decoded):
-            has_more = coded & (k < count)
-            value = tl.load(values + k, mask=has_more, other=0)
-            place = tl.load(places + k, mask=has_more, other=0).to(tl.int32) & 0xFFFF
-            bad |= has_more & ((place >= t.n) | (is_finite(value) == 0))
-            total += tl.where(has_more[:, None] & (j == place[:, None]), (value * c.mean.each)[:, None], 0)
+            if source != own:
+                total, bad = _with_kept(total, bad, values, places, coded, count, t, c)
+        else:
+            total, bad = _with_kept(total, bad, values, places, coded, count, t, c)
     if c.mean.has_own:
         v = tl.load(x + t.start[:, None] + j, mask=coded[:, None] & inside, other=0).to(c.number.compute)
         bad |= tl.max((is_finite(v) == 0).to(tl.int32), axis=1) > 0
@@ -142,6 +142,47 @@ def _mean_of_largest(wires, stride, messages, own, x, t, c: tl.constexpr):
     total = tl.where(bad[:, None], float("nan"), total)
     bad |= t.raw & (tl.max((inside & (is_finite(total) == 0)).to(tl.int32), axis=1) > 0)
     return total, bad
+
+
+@triton.jit
+def _with_kept(total, bad, values, places, coded, count, t, c: tl.constexpr):
+    """Returns a sum plus the kept coordinates of one message times ``c.mean.each``, and whether each block is not
+    finite.
+
+    Places are ascending, so each coordinate of a block finds its own place by bisection.
+
+    Args:
+        total, bad: the sum, and whether each block was not finite before.
+        values, places: pointers to each block's kept coordinates and their places.
+        coded: whether each row is a coded block.
+        count: number of kept coordinates of each block.
+        t: the tile.
+    """
+    ROWS: tl.constexpr = c.shape.rows
+    WIDTH: tl.constexpr = 2 * c.shape.half
+    STAGES: tl.constexpr = c.family.stages
+    j = tl.arange(0, WIDTH)[None, :]
+    first = tl.zeros((ROWS, WIDTH), tl.int32)  # number of places below j, most - 1 at most
+    for stage in tl.static_range(STAGES):
+        half = c.family.most >> (stage + 1)
+        place, _ = _place_of(places, first + (half - 1), coded, count, c)
+        first += tl.where(place < j, half, 0)
+    place, _ = _place_of(places, first, coded, count, c)
+    kept = tl.load(values[:, None] + first, mask=place == j, other=0)
+    k = tl.arange(0, c.family.most)[None, :]
+    place, has = _place_of(places, k, coded, count, c)
+    value = tl.load(values[:, None] + k, mask=has, other=0)
+    bad |= tl.max((has & ((place >= t.n[:, None]) | (is_finite(value) == 0))).to(tl.int32), axis=1) > 0
+    return total + kept * c.mean.each, bad
+
+
+@triton.jit
+def _place_of(places, k, coded, count, c: tl.constexpr):
+    """Returns the places of the kept coordinates ``k``, and whether there are such coordinates. If there are none, the
+    places are beyond all places."""
+    has = coded[:, None] & (k < count[:, None])
+    place = tl.load(places[:, None] + k, mask=has, other=0).to(tl.int32) & 0xFFFF
+    return tl.where(has, place, 65536), has
 
 
 class TopKFamily:
@@ -198,7 +239,9 @@ class TopKFamily:
 
 @lru_cache(maxsize=256)
 def _constants(q: Any, dtype: torch.dtype, mean: Mean | None = None) -> Constants:
-    return Constants(number_of(dtype), shape_of(q.block_size), family=Share(q.kept), mean=mean)
+    most = triton.next_power_of_2(q.kept_of(q.block_size))
+    family = Share(q.kept, most, most.bit_length() - 1)
+    return Constants(number_of(dtype), shape_of(q.block_size), family=family, mean=mean)
 
 
 FAMILY = TopKFamily()
