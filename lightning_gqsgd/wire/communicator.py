@@ -469,10 +469,12 @@ def needs_staging(backend: str, device: torch.device) -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup | Peers, device: torch.device) -> timedelta:
-    """Returns the timeout of a group's collectives on tensors of a device, `LONGEST_TIMEOUT` at most."""
+    """Returns the timeout of a group's collectives on tensors of a device, `LONGEST_TIMEOUT` at most. If the group has
+    no backend for the device, it is the timeout of another backend, so that ranks can meet and be told."""
     if isinstance(group, Peers):
         return min(group.timeout or dist.constants.default_pg_timeout, LONGEST_TIMEOUT)
-    usable = device if device.type in backends_of(group) else torch.device("cpu")
+    names = backends_of(group)
+    usable = device if device.type in names else torch.device(next(iter(names)))
     options = getattr(group._get_backend(usable), "options", None)
     return min(getattr(options, "_timeout", dist.constants.default_pg_timeout), LONGEST_TIMEOUT)
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_gqsgd import LocalSteps, all_reduce
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels.layout import PIECE_NUMEL
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire import communicator as module
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_NUMEL, Communicator
 from tests.distributed.ranks import run
+from tests.errors import error_text
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 NODE, PEERS = Scope("node", 2), Scope("peers", 2)
@@ -46,6 +48,21 @@ def test_backends_that_do_not_go_with_a_device(config: str, device: torch.device
     monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
     with pytest.raises(ConfigError, match=f"tensors on {device} over the backend '{config}' are not supported; use"):
         module.backend_for(None, device)  # type: ignore[arg-type]
+
+
+def _on_the_cpu(rank: int) -> tuple[str, str]:
+    group = dist.new_group(backend="cuda:gloo")  # like NCCL's, it takes no tensors on the CPU
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return (
+        error_text(ConfigError, all_reduce, torch.ones(2), group=group),
+        error_text(ConfigError, LocalSteps, model, optimizer, every=2, group=group),
+    )
+
+
+def test_all_ranks_say_that_a_group_for_gpus_takes_no_tensors_on_the_cpu(tmp_path: Path) -> None:
+    for texts in run(_on_the_cpu, 2, tmp_path):
+        assert all("tensors on cpu over the backend 'cuda:gloo' are not supported; use" in text for text in texts)
 
 
 class FakeNCCL:
