@@ -379,4 +379,7 @@ def test_a_gpu_needs_a_triton_that_has_what_kernels_use(found: str, importing, m
     kernels._check_triton.cache_clear()
     with pytest.raises(ConfigError, match=f"need Triton 3.4 or newer, found {found}: .* upgrade torch"):
         kernels.kernels_for(torch.device("cuda"))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(ConfigError, match=r"GPU of AMD \(ROCm 7.0\) cannot be compressed, .* plain DDP"):
+        kernels.kernels_for(torch.device("cuda"))
     kernels._check_triton.cache_clear()
