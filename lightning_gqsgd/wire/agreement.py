@@ -112,12 +112,15 @@ def compared(card: Card, world_size: int, device: torch.device) -> Generator[Seq
         ConfigError: if a rank refuses, or if two ranks differ. It is raised on every rank, except on a rank that
             refuses itself, because that rank raises its own error.
     """
-    mine = torch.frombuffer(bytearray(_padded(card)), dtype=torch.uint8).to(device)
+    mine = _sent_from_host(torch.frombuffer(bytearray(_padded(card)), dtype=torch.uint8), device)
     everyone = torch.empty(world_size, CARD_BYTES, dtype=torch.uint8, device=device)
     yield (Exchange("all_gather", everyone, mine),)
+    # A rank that refuses itself has its own error to raise, which says more. On a GPU, it would wait here for the cards
+    # of ranks that may not come.
+    if card.error:
+        return 0
     problem = verdict([Card.from_json(bytes(row.tolist()).decode(errors="replace")) for row in everyone.cpu()])
-    # A rank that refuses itself has its own error to raise, which says more.
-    if problem and not card.error:
+    if problem:
         raise ConfigError(problem)
     return 0
 
@@ -302,9 +305,7 @@ class StampCheck:
             ConfigError: if stamps differ. It is raised on every rank.
         """
         self.read_sent()
-        mine = torch.tensor(stamp.row(), dtype=torch.int64, device="cpu")
-        # A copy from pinned memory does not make the host wait for the GPU.
-        mine = mine.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else mine
+        mine = _sent_from_host(torch.tensor(stamp.row(), dtype=torch.int64, device="cpu"), self._device)
         name = "" if stamp.weights is None else stamp.weights.name
         mine = torch.cat([mine, self._weights_of(stamp).view(torch.int64)])
         everyone = torch.empty(self._world_size, len(mine), dtype=torch.int64, device=self._device)
@@ -335,6 +336,11 @@ class StampCheck:
             self._unread = None
             event.synchronize()
             self._read(numbers, name)
+
+
+def _sent_from_host(numbers: Tensor, device: torch.device) -> Tensor:
+    """Returns the numbers on a device. A copy from pinned memory does not make the host wait for the GPU."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
 def _sent_to_host(everyone: Tensor) -> tuple[Tensor, torch.cuda.Event]:

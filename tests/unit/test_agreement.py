@@ -41,6 +41,15 @@ def test_a_card_with_any_error_and_any_facts_can_be_read_by_other_ranks(error: s
         next(other)
 
 
+def test_a_rank_that_refuses_waits_for_no_card_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, the host would wait until the others come, which they may not."""
+    steps = compared(Card("all_reduce", {}, "too few"), 2, torch.device("cpu"))
+    next(steps)
+    monkeypatch.setattr(torch.Tensor, "cpu", None)
+    with pytest.raises(StopIteration):
+        next(steps)
+
+
 def test_a_card_that_fits_travels_as_it_is() -> None:
     card = Card("all_reduce", {"bits": 4}, "too few", is_own=False)
     (exchange,) = next(compared(card, 2, torch.device("cpu")))
