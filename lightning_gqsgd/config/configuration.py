@@ -169,6 +169,7 @@ class GQSGDConfig(Fields):
 
     def __post_init__(self) -> None:
         if not isinstance(self.auto, bool):
+            self._check_allow()
             self._pin(pinned_bits(self.auto, self.bits, self.max_slowdown, self.allow, ALLOW))
         for name, value in list(vars(self).items()):
             object.__setattr__(self, name, plain_integer(value))
@@ -374,11 +375,8 @@ class GQSGDConfig(Fields):
     def _check_auto(self) -> None:
         """Check ``auto``, ``allow``, ``max_slowdown``, and give ``bits`` the most bits of a code that are allowed."""
         self._check_max_slowdown()
-        listed = isinstance(self.allow, Sequence) and not isinstance(self.allow, str)
-        if not listed or not all(type(plain_integer(bits)) is int for bits in self.allow):
-            raise ConfigError(f"allow={self.allow!r} must be a sequence of numbers of bits, e.g. {ALLOW}")
-        allow = tuple(sorted(set(map(plain_integer, self.allow)), reverse=True))
-        object.__setattr__(self, "allow", allow)
+        self._check_allow()
+        allow = self.allow
         if self.chooses_bits:
             self._check_forgetful()
         else:
@@ -456,6 +454,13 @@ class GQSGDConfig(Fields):
                 f'bits="auto" goes with reducers that average decoded codes, not reducer={self.reducer!r}; leave '
                 "reducer out, or give bits as a number"
             )
+
+    def _check_allow(self) -> None:
+        """Check that ``allow`` has numbers of bits, and put them in order."""
+        listed = isinstance(self.allow, Sequence) and not isinstance(self.allow, str)
+        if not listed or not all(type(plain_integer(bits)) is int for bits in self.allow):
+            raise ConfigError(f"allow={self.allow!r} must be a sequence of numbers of bits, e.g. {ALLOW}")
+        object.__setattr__(self, "allow", tuple(sorted(set(map(plain_integer, self.allow)), reverse=True)))
 
     def _choose_codec(self) -> None:
         """Choose the codec that "auto" stands for, also where one was chosen before other fields were replaced."""

@@ -179,8 +179,7 @@ def pinned_bits(value: Any, bits: Any, max_slowdown: float | None, allow: Sequen
     for name, other in (("bits", bits), ("max_slowdown", max_slowdown)):
         if other is not None:
             raise ConfigError(f"{name}={other!r} with a decision for {decided} bits as auto; leave {name} or auto out")
-    listed = isinstance(allow, Sequence) and not isinstance(allow, str)
-    if listed and set(allow) != set(usual) and decided not in allow:
+    if set(allow) != set(usual) and decided not in allow:
         raise ConfigError(
             f"the decision that auto has is for {decided} bits, and allow={tuple(allow)} has others; leave allow out, "
             f"or give auto=True to decide anew"

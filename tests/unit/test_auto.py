@@ -76,6 +76,7 @@ def decided(bits: int) -> Decision:
 
 @pytest.mark.parametrize("bits", [4, 16, 32])
 def test_a_decision_in_the_place_of_auto_pins_its_bits(bits: int) -> None:
+    assert GQSGDConfig(auto=decided(3)).bits == 3  # the default of allow is no wish
     row = decided(bits).to_dict()
     wanted = GQSGDConfig(auto=True, seed=3).candidates()[bits]
     for decision in (decided(bits), row, json.loads(json.dumps(row))):
@@ -86,6 +87,8 @@ def test_a_decision_in_the_place_of_auto_pins_its_bits(bits: int) -> None:
         for chosen in (GQSGDConfig(auto=True, seed=3), GQSGDConfig(bits="auto", seed=3), GQSGDConfig(seed=3)):
             assert make_config(chosen, auto=decision) == wanted
         assert GQSGDConfig(auto=decision, allow=(bits, 3), seed=3) == wanted
+    instant = row | {"predicted": {32: 0.0, bits: 0.0}}
+    assert GQSGDConfig(auto=instant, seed=3) == wanted
     coded = GQSGDConfig(auto=True, codec="linear", allow=(32, 16, 4), min_numel=64)
     assert make_config(coded, auto=decided(bits)) == coded.candidates()[bits]
 
@@ -100,7 +103,10 @@ def test_a_decision_in_the_place_of_auto_pins_its_bits(bits: int) -> None:
         ({"auto": decided(4).to_dict() | {"bits": True}}, "True, not one of"),
         ({"auto": decided(4).to_dict() | {"seconds": {4: -1.0}}}, "not above 0"),
         ({"auto": decided(4).to_dict() | {"seconds": 3}}, "no decision"),
+        ({"auto": decided(4).to_dict() | {"step": True}}, "True, not from 0"),
         ({"auto": decided(4), "allow": (32, 8)}, "leave allow out"),
+        ({"auto": decided(4), "allow": 32}, "allow=32 must be a sequence of numbers of bits"),
+        ({"auto": decided(4), "allow": (4, "eight")}, "allow=.4, 'eight'. must be a sequence of numbers of bits"),
         ({"auto": decided(4), "bits": 8}, "leave bits or auto out"),
         ({"auto": decided(4), "bits": "auto"}, "leave bits or auto out"),
         ({"auto": decided(4), "max_slowdown": 0.1}, "leave max_slowdown or auto out"),
