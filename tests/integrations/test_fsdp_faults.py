@@ -88,6 +88,8 @@ def _refused(rank: int) -> None:
     refuses("does not go with reducer='sum': take 'auto'", reducer="sum", reduce_scatter=True)
     refuses("does not go with reducer='native'", reducer="native", reduce_scatter=True)
     refuses("scale='global' does not fit reducer='two_shot'", scale="global", reduce_scatter=True, **replicas)
+    refuses("auto=True is for DistributedDataParallel", auto=True, **replicas)
+    refuses('bits="auto" is for DistributedDataParallel', max_slowdown=0.1, **replicas)
     refuses("not for FSDP2, which has dense gradients only", sparse="gather", **replicas)
     refuses("unknown field 'bit'; did you mean 'bits'", bit=4, **replicas)
     refuses("exclude patterns .* match no parameter", exclude=("*.wait",), **replicas)
