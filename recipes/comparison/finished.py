@@ -222,6 +222,9 @@ def _unusable(found: Found) -> str | None:
     """Why a finished run cannot be compared; None if it can."""
     if found.run.facts.get("diverged"):
         return f"the training diverged, {found.run.facts['diverged']}"
+    strategies = found.run.facts.get("strategies", [])
+    if len(strategies) > 1:
+        return f"the training went on under another strategy: {', then '.join(strategies)}"
     if not found.run.facts["step_s"]:
         return "the run has made no step"
     if not found.run.value.size:

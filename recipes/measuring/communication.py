@@ -17,12 +17,17 @@ class CommunicationCounter(Callback):
     For baselines, this is the ring's 2 (n - 1) / n times the bytes of the gradients on the wire. The strategy of the
     package counts what it sends. The total is part of the checkpoint.
 
+    Args:
+        strategy: what sends the gradients, in words.
+
     Attributes:
         bytes_sent: the total in bytes, that of resumed runs included.
         coordinates: number of gradient coordinates that were reduced in the same steps.
+        strategies: what has sent them: the strategies of resumed runs, where they were others, and that of this one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: str) -> None:
+        self.strategies = [strategy]
         self.bytes_sent = 0.0
         self.coordinates = 0
         self._total_read = 0.0  # the strategy's own total when it was read last
@@ -75,11 +80,13 @@ class CommunicationCounter(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The totals, for a checkpoint."""
         self._read()
-        return {"bytes_sent": self.bytes_sent, "coordinates": self.coordinates}
+        return {"bytes_sent": self.bytes_sent, "coordinates": self.coordinates, "strategies": self.strategies}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the totals of a checkpoint."""
         self.bytes_sent, self.coordinates = state_dict["bytes_sent"], state_dict["coordinates"]
+        earlier = state_dict.get("strategies", [])  # earlier versions have not written them
+        self.strategies = earlier if earlier[-1:] == self.strategies else [*earlier, *self.strategies]
 
     def _read(self) -> None:
         """Add what the strategy of the package has sent since the last reading; baselines have no total."""

@@ -70,6 +70,7 @@ def run_facts(
         "model": config["model"]["name"],
         "parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
         "strategy": config["strategy"]["name"],
+        "strategies": counter.strategies,
         "seed": config["seed"],
         "processes": trainer.world_size,
         "nodes": trainer.num_nodes,
@@ -132,6 +133,8 @@ def finish(folder: Path, facts: dict[str, Any], checkpoint: Path | None) -> None
         save_curves({facts["strategy"]: [run]}, "time", title, plot)
         lines["plot"] = str(plot)
     median = f", median {1000 * facts['step_s']['median']:.1f} ms" if facts["step_s"] else ""
+    if len(facts.get("strategies", [])) > 1:
+        lines["strategies"] = ", then ".join(facts["strategies"])
     lines["training"] = f"{facts['train_time']:.1f} s, {counted(facts['steps'], 'step')}{median}"
     if facts["bits_per_coordinate"] is not None:
         lines["sent"] = f"{facts['mb_sent']:.1f} MB per process, {facts['bits_per_coordinate']:.2f} bits per coordinate"

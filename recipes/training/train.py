@@ -96,7 +96,9 @@ def train(cfg: DictConfig, folder: Path) -> float:
     settings = build_optimizer(config["optimizer"], own)
     global_batch = _global_batch(config, data, on_this_machine)
     module: Task = build_task(cfg.task, own, network=network, settings=scaled(settings, global_batch))
-    numbers = (TrainingClock(), CommunicationCounter(), ExposedCommunication())
+    # A run that goes on may wait for longer, and sends the same.
+    sent_by = _described({key: value for key, value in config["strategy"].items() if key != "timeout"})
+    numbers = (TrainingClock(), CommunicationCounter(sent_by), ExposedCommunication())
     described_rate = {} if settings.scale_lr is None else {"rate": _rate(settings, global_batch)}
     summary = StartupSummary(title, {**_summary(config, network, threads, folder), **described_rate})
     start = InterruptedStart(folder)

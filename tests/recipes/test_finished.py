@@ -95,6 +95,16 @@ def test_runs_of_several_kinds_of_hardware_stand_side_by_side(
         assert f"Left out: {line}" in page
 
 
+def test_a_run_that_went_on_under_another_strategy_is_left_out(tmp_path: Path) -> None:
+    _made_up(tmp_path, "ddp", "nvlink", 0, 0.1)
+    changed = _made_up(tmp_path, "gqsgd", "nvlink", 0, 0.1)
+    facts = json.loads((changed / "result.json").read_text())
+    (changed / "result.json").write_text(json.dumps({**facts, "strategies": ["ddp", "gqsgd (bits=4)"]}))
+    finished = find([tmp_path])
+    assert [found.run.facts["strategy"] for found in finished.chosen] == ["ddp"]
+    assert finished.left_out == [f"{changed}: the training went on under another strategy: ddp, then gqsgd (bits=4)"]
+
+
 def test_one_kind_of_hardware_has_no_overview_and_baselines_come_first(runs: Path) -> None:
     finished = find([*runs.glob("*/nvlink-time")])
     (hardware,) = finished.by_hardware

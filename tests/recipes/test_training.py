@@ -339,15 +339,19 @@ def _step(counter: CommunicationCounter, trainer: Any, total: float) -> None:
 def test_counter_follows_the_strategys_total_through_a_resumed_run() -> None:
     module: Any = SimpleNamespace(parameters=lambda: [torch.nn.Parameter(torch.zeros(1000))])
     trainer: Any = _Trainer()
-    counter = CommunicationCounter()
+    counter = CommunicationCounter("ddp")
     counter.on_train_start(trainer, module)
     for total in (1000, 2000, 3000):
         _step(counter, trainer, total)
     counter.on_train_end(trainer, module)
     assert counter.bytes_sent == 3000  # that of the third step, which has no row, included
     assert counter.bits_per_coordinate(2) == 8
-    resumed = CommunicationCounter()
+    resumed = CommunicationCounter("gqsgd")
     resumed.load_state_dict(counter.state_dict())
+    assert resumed.strategies == ["ddp", "gqsgd"]
+    same = CommunicationCounter("gqsgd")
+    same.load_state_dict(resumed.state_dict())
+    assert same.strategies == ["ddp", "gqsgd"]
     trainer.total = 0.0  # the strategy's own total starts anew
     resumed.on_train_start(trainer, module)
     _step(resumed, trainer, 1000)
@@ -358,7 +362,7 @@ def test_counter_follows_the_strategys_total_through_a_resumed_run() -> None:
 
 def test_ring_factor() -> None:
     assert [ring_factor(n) for n in (1, 2, 4)] == [0, 1, 1.5]
-    assert CommunicationCounter().bits_per_coordinate(1) is None
+    assert CommunicationCounter("ddp").bits_per_coordinate(1) is None
 
 
 # --- input errors ----------------------------------------------------------------------------------------------------
