@@ -39,6 +39,8 @@ ROUNDS_S = 30.0
 ROUND_S = 1.0
 #: Further seconds that rank 0 waits.
 LAST_S = 3
+#: Gloo waits for a connection so many times as long as its timeout says.
+GLOO_PATIENCE = 5
 #: Round trips of one byte.
 TRIPS = 20
 #: Bytes of the shortest and of the longest message of the rate.
@@ -256,8 +258,11 @@ def _connected(store: Any, place: Place, hosts: Sequence[Host], wait: timedelta)
         ConfigError: they do not reach each other, or a connection breaks.
     """
     try:
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=wait)
+        connecting = wait / GLOO_PATIENCE
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=connecting)
         try:
+            group: Any = dist.group.WORLD
+            group._get_backend(torch.device("cpu"))._set_default_timeout(wait)
             yield
             dist.barrier()
         finally:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -64,3 +66,22 @@ def test_hosts_of_a_lab_are_told_apart_by_their_interfaces() -> None:
     assert "4 ranks on 2 hosts" in shown
     assert "0 - 2" in shown
     assert "0 - 1" not in shown
+
+
+@needs_root
+@pytest.mark.slow
+def test_hosts_that_do_not_reach_each_other_all_say_so_within_the_wait() -> None:
+    # Each host listens at its own 127.0.0.1, as Gloo does where a host's name resolves to that address.
+    wait_s = 6
+    waiting = [f"{doctor_nodes.WAIT_VARIABLE}={wait_s}", "GLOO_SOCKET_IFNAME=lo"]
+    each = ["sh", "-c", f"{shlex.join(['env', *waiting, *COMMAND])}; echo ended $? at $(date +%s)"]
+    lab = subprocess.run(
+        [sys.executable, "-m", "netlab", "--hosts", "2", "--rate", "100mbit", "--", *each],
+        capture_output=True, text=True, timeout=100, cwd=ROOT,
+    )  # fmt: skip
+    shown = lab.stdout + lab.stderr
+    assert shown.count("set GLOO_SOCKET_IFNAME (here: lo)") == 2, shown
+    # One of them is refused at once, and the other one waits.
+    ends = [int(end) for end in re.findall(r"ended 2 at (\d+)", shown)]
+    assert len(ends) == 2, shown
+    assert max(ends) - min(ends) < 2 * wait_s, shown
