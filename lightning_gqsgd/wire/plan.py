@@ -43,7 +43,12 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
     """Raise ConfigError for a dtype whose numbers cannot be averaged."""
     if dtype not in COMPUTE_DTYPES:
         names = ", ".join(map(str, COMPUTE_DTYPES))
-        raise ConfigError(f"{what} has dtype {dtype}; only floating-point tensors can be averaged: {names}")
+        remedy = (
+            "train torch.view_as_real of it, and apply torch.view_as_complex to that in the forward pass"
+            if dtype.is_complex
+            else "convert it first, e.g. by .float()"
+        )
+        raise ConfigError(f"{what} has dtype {dtype}; only floating-point tensors can be averaged: {names}; {remedy}")
 
 
 def check_parameters(trained: Mapping[str, Tensor]) -> None:
