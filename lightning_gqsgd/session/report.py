@@ -146,12 +146,12 @@ def in_words(values: Mapping[str, float]) -> str:
     steps = counted(int(values["steps"]), "step")
     if not values["bytes_sent"]:
         return f"gqsgd: {steps}, in which this process has sent no gradients"
-    sent = values["bytes_sent"] / 1e6
-    whole = values["fp32_bytes"] / 1e6
+    sent = _megabytes(values["bytes_sent"])
+    whole = _megabytes(values["fp32_bytes"])
     ratio = values["compression_ratio"]
     times = f"{ratio:.1f} times less" if ratio >= 1 else f"{1 / ratio:.1f} times more"
     parts = [
-        f"gqsgd: in {steps}, rank 0 sent {sent:,.1f} MB of gradients instead of {whole:,.1f} MB in fp32, {times} "
+        f"gqsgd: in {steps}, rank 0 sent {sent} of gradients instead of {whole} in fp32, {times} "
         f"({values['bits_per_coordinate']:.2f} bits per coordinate)"
     ]
     if not math.isnan(values["mean_rel_l2"]):
@@ -160,3 +160,9 @@ def in_words(values: Mapping[str, float]) -> str:
         waited = f"{values['waiting_share']:.0%}".replace("%", " %")
         parts.append(f"a step took {1e3 * values['step_s']:.1f} ms, and waited for gradients in {waited} of it")
     return "; ".join(parts)
+
+
+def _megabytes(count: float) -> str:
+    """Returns a number of bytes in words. A small one keeps two digits."""
+    megabytes = count / 1e6
+    return f"{megabytes:,.1f} MB" if megabytes >= 0.95 else f"{megabytes:.2g} MB"
