@@ -218,9 +218,14 @@ class TrainedParameters:
 _UNFINISHED = "Expected to have finished reduction"
 
 
-def _still_waits(frozen: list[str]) -> str:
-    """Returns the error of a backward pass that has not reached all parameters; ``frozen``: the names of those that
-    require no gradient any more."""
+def _still_waits(frozen: list[str], without: list[str]) -> str:
+    """Returns the error of a backward pass that has not reached all parameters.
+
+    Args:
+        frozen: names of the parameters that require no gradient any more.
+        without: names of the others that have no gradient. There may be none, because gradients of earlier backward
+            passes are kept unless they are set to None.
+    """
     if frozen:
         return (
             f"DistributedDataParallel still waits for the gradient of parameter {listed(frozen)}, which was frozen "
@@ -229,9 +234,10 @@ def _still_waits(frozen: list[str]) -> str:
             "(Lightning's strategy does that for what is frozen in on_train_batch_start, or earlier); or wrap with "
             "find_unused_parameters=True"
         )
+    have_none = f" ({listed(without)} {'has' if len(without) == 1 else 'have'} none)" if without else ""
     return (
-        "DistributedDataParallel still waits for gradients of some parameters, so this step's gradients are not "
-        "averaged. Parameters that do not take part in every step need find_unused_parameters=True, or "
+        f"DistributedDataParallel still waits for gradients of some parameters{have_none}, so this step's gradients "
+        "are not averaged. Parameters that do not take part in every step need find_unused_parameters=True, or "
         "state.rewrap(DistributedDataParallel). After an exception in a backward pass, state.rewrap drops the pass's "
         "gradients, and training goes on"
     )
@@ -591,9 +597,10 @@ class BackwardWatch:
         try:
             model.reducer._check_reducer_finalized()
         except RuntimeError as error:
-            parameters = model.module.named_parameters()
-            frozen = [name for name, p in parameters if id(p) in self._reduced and not p.requires_grad]
-            raise ConfigError(_still_waits(frozen)) from error
+            reduced = {name: p for name, p in model.module.named_parameters() if id(p) in self._reduced}
+            frozen = [name for name, p in reduced.items() if not p.requires_grad]
+            without = [name for name, p in reduced.items() if p.requires_grad and p.grad is None]
+            raise ConfigError(_still_waits(frozen, without)) from error
         raise ConfigError(
             "the latest backward pass has computed gradients, and none of them has reached DistributedDataParallel, so "
             "each rank would train its own. The model was changed after it was wrapped, for example cast to another "

@@ -185,6 +185,7 @@ def _does_not_reach_all(rank: int, has_closure: bool) -> str:
 @pytest.mark.parametrize("has_closure", [False, True])
 def test_a_parameter_that_is_not_reached_is_an_error_before_weights_change(tmp_path: Path, has_closure: bool) -> None:
     result = run_alike(_does_not_reach_all, 2, tmp_path, has_closure)
+    assert "some parameters ('layers.0.weight', 'layers.0.bias' have none)" in result
     assert "need find_unused_parameters=True" in result
 
 
