@@ -19,9 +19,11 @@ class CollectiveError(RuntimeError):
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Returns the choice nearest to an unknown name, as the end of a sentence; empty if no choice is near."""
-    near = difflib.get_close_matches(name, choices, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """Returns the choice nearest to an unknown name, as the end of a sentence; empty if no choice is near. Upper and
+    lower case are alike."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 def describe_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from rich.table import Table
 
+from lightning_gqsgd.cli import waiting
 from lightning_gqsgd.cli.doctor_places import number_in
 from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.errors import ConfigError, counted
@@ -148,9 +150,11 @@ def run_rank(bits: Sequence[int], model: str | None, batch: int | None) -> Probe
     """
     per_node = local_ranks() or 1
     with joined_ranks() as device:
-        probe = measure(device, "gqsgd probe", bits, per_node)
-        if model is not None:
-            probe = replace(probe, timelines=(timeline_of(model, batch, device),))
+        console = Console(stderr=True, quiet=dist.get_rank() != 0)
+        with waiting.status("measuring links and kernels", console) as say:
+            probe = measure(device, "gqsgd probe", bits, per_node)
+            if model is not None:
+                probe = replace(probe, timelines=(timeline_of(model, batch, device, say),))
         return probe if dist.get_rank() == 0 else None
 
 
@@ -181,20 +185,23 @@ def joined_ranks() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def timeline_of(name: str, batch: int | None, device: torch.device) -> Timeline:
+def timeline_of(name: str, batch: int | None, device: torch.device, say: Callable[[str], object]) -> Timeline:
     """Measure the timeline of a model, and note its batch. A collective.
 
     Args:
         name: of the model, see `models.build`.
         batch: samples of this rank in a step; None: those of a factory's inputs, or else `models.USUAL_BATCH`.
         device: of this rank.
+        say: is called with words for a progress line.
     """
+    say(f"building {name}")
     built = models.build(name, batch or models.USUAL_BATCH, device)
     inputs = built.inputs
     assert inputs is not None  # see `check`
     update = torch.optim.SGD(built.model.parameters(), lr=1e-6).step
     recorder = Recorder(built.model, lambda wrapped: models.loss_of(wrapped(*inputs)), update, name)
     for number in range(_WARMUP + _STEPS):
+        say(f"{name}: step {number + 1} of {_WARMUP + _STEPS}")
         if number == _WARMUP:
             recorder.forget()
         dist.barrier()  # in a training, the mean of the step before is one

@@ -232,6 +232,7 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
     scopes = (ALL, Scope("node", per_node), Scope("peers", per_node)) if 1 < per_node < ranks else (ALL,)
     communicator.extend([scopes])
     try:
+        communicator.try_groups()  # NCCL takes seconds to connect ranks, which are no part of what is measured
         clock = _Stopwatch(communicator, len(scopes) * len(KINDS))
         collectives = {f"{scope.kind} {kind}": clock.collective(kind, scope) for scope in scopes for kind in KINDS}
         on_streams = communicator.backend == "nccl"

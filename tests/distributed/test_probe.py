@@ -127,6 +127,18 @@ def test_the_timeline_of_a_model_is_the_same_on_all_ranks_and_has_all_parameters
     assert times[-1] <= result["backward_s"]
 
 
+def _words(rank: int) -> list[str]:
+    said: list[str] = []
+    probing.timeline_of("tests.distributed.test_probe:network", None, torch.device("cpu"), said.append)
+    return said
+
+
+def test_a_progress_line_has_the_steps_of_the_model(tmp_path: Path) -> None:
+    name = "tests.distributed.test_probe:network"
+    steps = [f"{name}: step {number} of 11" for number in range(1, 12)]
+    assert run_alike(_words, 2, tmp_path) == [f"building {name}", *steps]
+
+
 #: Seconds of forward and backward pass in three steps, by rank.
 _PASSES = (((5.0, 1.0), (5.0, 1.0), (1.0, 1.0)), ((1.0, 4.0), (1.0, 6.0), (1.0, 6.0)))
 
