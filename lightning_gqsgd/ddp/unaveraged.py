@@ -140,7 +140,7 @@ class TrainedParameters:
             if _UNFINISHED not in str(error):
                 raise  # of the network
             if self.frozen:
-                raise ConfigError(_still_waits(self.frozen)) from error
+                raise ConfigError(_waits_for_frozen(self.frozen)) from error
             return False
         return True
 
@@ -218,23 +218,25 @@ class TrainedParameters:
 _UNFINISHED = "Expected to have finished reduction"
 
 
-def _still_waits(frozen: list[str], without: list[str]) -> str:
+def _waits_for_frozen(names: list[str]) -> str:
+    """Returns the error of a backward pass that has not reached parameters which require no gradient any more."""
+    return (
+        f"DistributedDataParallel still waits for the gradient of parameter {listed(names)}, which was frozen "
+        "after the forward pass had begun, or after the model was wrapped, and no rank got the others' gradients. "
+        "Freeze it before the forward pass, and wrap anew then, by state.rewrap(DistributedDataParallel) "
+        "(Lightning's strategy does that for what is frozen in on_train_batch_start, or earlier); or wrap with "
+        "find_unused_parameters=True"
+    )
+
+
+def _waits_for_others(names: list[str]) -> str:
     """Returns the error of a backward pass that has not reached all parameters.
 
     Args:
-        frozen: names of the parameters that require no gradient any more.
-        without: names of the others that have no gradient. There may be none, because gradients of earlier backward
-            passes are kept unless they are set to None.
+        names: those that have no gradient. There may be none, because gradients of earlier backward passes are kept
+            unless they are set to None.
     """
-    if frozen:
-        return (
-            f"DistributedDataParallel still waits for the gradient of parameter {listed(frozen)}, which was frozen "
-            "after the forward pass had begun, or after the model was wrapped, and no rank got the others' gradients. "
-            "Freeze it before the forward pass, and wrap anew then, by state.rewrap(DistributedDataParallel) "
-            "(Lightning's strategy does that for what is frozen in on_train_batch_start, or earlier); or wrap with "
-            "find_unused_parameters=True"
-        )
-    have_none = f" ({listed(without)} {'has' if len(without) == 1 else 'have'} none)" if without else ""
+    have_none = f" ({listed(names)} {'has' if len(names) == 1 else 'have'} none)" if names else ""
     return (
         f"DistributedDataParallel still waits for gradients of some parameters{have_none}, so this step's gradients "
         "are not averaged. Parameters that do not take part in every step need find_unused_parameters=True, or "
@@ -600,7 +602,7 @@ class BackwardWatch:
             reduced = {name: p for name, p in model.module.named_parameters() if id(p) in self._reduced}
             frozen = [name for name, p in reduced.items() if not p.requires_grad]
             without = [name for name, p in reduced.items() if p.requires_grad and p.grad is None]
-            raise ConfigError(_still_waits(frozen, without)) from error
+            raise ConfigError(_waits_for_frozen(frozen) if frozen else _waits_for_others(without)) from error
         raise ConfigError(
             "the latest backward pass has computed gradients, and none of them has reached DistributedDataParallel, so "
             "each rank would train its own. The model was changed after it was wrapped, for example cast to another "
