@@ -163,7 +163,7 @@ def test_a_model_whose_gradients_never_reach_ddp_is_refused_by_the_optimizer(tmp
     assert result.startswith("the latest backward pass has computed gradients, and none of them has reached")
 
 
-def _does_not_reach_all(rank: int, has_closure: bool) -> str:
+def _does_not_reach_all(rank: int, has_closure: bool) -> tuple[str, str]:
     model, state = wrapped({}, {"min_numel": 0}, Branches())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -178,13 +178,16 @@ def _does_not_reach_all(rank: int, has_closure: bool) -> str:
         closure()
     text = error_text(ConfigError, optimizer.step, closure if has_closure else None)
     assert fingerprint(model) == before
+    model.module.layers[0].requires_grad_(False)
+    of_frozen = error_text(ConfigError, state.rewrap, DistributedDataParallel)
     state.close()
-    return text
+    return text, of_frozen
 
 
 @pytest.mark.parametrize("has_closure", [False, True])
 def test_a_parameter_that_is_not_reached_is_an_error_before_weights_change(tmp_path: Path, has_closure: bool) -> None:
-    result = run_alike(_does_not_reach_all, 2, tmp_path, has_closure)
+    result, of_frozen = run_alike(_does_not_reach_all, 2, tmp_path, has_closure)
+    assert "'layers.0.weight', 'layers.0.bias', which was frozen after the forward pass had begun" in of_frozen
     assert "some parameters ('layers.0.weight', 'layers.0.bias' have none)" in result
     assert "need find_unused_parameters=True" in result
 
