@@ -217,6 +217,12 @@ def trained(way: str, column: str = "loss at the end") -> float:
     return float(cell("language_model", column, way=way))
 
 
+def trained_once(name: str) -> float:
+    """What one kept training of the language model ends with."""
+    curve = json.loads((RESULTS / "language_model" / f"{name}.json").read_text())
+    return float(curve[-1][2])
+
+
 #: Ways of averaging, in the order of the sentences about fine-tuning.
 TUNED = ("ddp", "8 bit", "4 bit", "2 bit")
 
@@ -395,10 +401,14 @@ SENTENCES: Sentences = {
     ],
     (
         "docs/benchmarks.md",
-        r"validation loss ends at ([\d.]+), ([\d.]+) and ([\d.]+) nats per byte, where fp32 ends at ([\d.]+) and bf16 "
-        r"at ([\d.]+)\..*At 2 bits the loss is ([\d.]+), and with DiLoCo at 4 bits\s+([\d.]+), after a (\d+)th of",
+        r"validation loss ends at ([\d.]+), ([\d.]+) and ([\d.]+) nats per byte, where fp32 ends at ([\d.]+), and its "
+        r"two seeds at ([\d.]+) and ([\d.]+)\..*2 bits end at ([\d.]+), although.*With DiLoCo at 4 bits, the loss is "
+        r"([\d.]+), after a (\d+)th of",
     ): [
-        *(partial(trained, way) for way in ("8 bit", "4 bit", "3 bit", "ddp", "ddp_bf16", "2 bit", DILOCO)),
+        *(partial(trained, way) for way in ("8 bit", "4 bit", "2 bit", "ddp")),
+        *(partial(trained, "ddp", column) for column in ("lowest", "highest")),
+        partial(trained_once, "2_bit_0.002_seed_0"),
+        partial(trained, DILOCO),
         lambda: trained("ddp", "sent (MB)") / trained(DILOCO, "sent (MB)"),
     ],
     (
