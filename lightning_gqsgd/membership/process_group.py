@@ -534,13 +534,19 @@ class _Work(dist._Work):
 
 
 def check_process_group(process_group: object) -> None:
-    """Raise ConfigError for a process group that `quantised` does not support."""
+    """Raise ConfigError for a process group that `quantised` does not support, or a torch that torchft does not."""
     if not isinstance(process_group, ProcessGroupWrapper):
         raise ConfigError(f"process_group={process_group!r:.100} is none of torchft's; give torchft.ProcessGroupGloo()")
     if process_group.getBackendName() != "torchft-gloo":
         raise ConfigError(
             f"process_group={process_group!r:.100} has the backend {process_group.getBackendName()!r}; quantised "
             "all-reduces go through torchft.ProcessGroupGloo, also for tensors on a GPU (device='cuda')"
+        )
+    gloo: Any = dist.ProcessGroupGloo
+    # torchft may be installed beside it, and then fails each time that ranks are to be connected.
+    if not hasattr(gloo._Options, "global_ranks_in_group"):
+        raise ConfigError(
+            f"torchft connects ranks with an option of Gloo that torch {torch.__version__} does not have; update torch"
         )
 
 

@@ -23,8 +23,9 @@ from tests.distributed import elastic_members as members
 from tests.distributed.elastic_members import SECOND
 from tests.distributed.ranks import run
 from tests.distributed.test_merges import network
+from tests.marks import skip_without_torchft
 
-pytest.importorskip("torchft", reason="the extra torchft is not installed")
+skip_without_torchft()
 
 #: Members find each other at the lighthouse, and not as under torchrun.
 run_members = partial(run, initialise=False, torchrun=False)

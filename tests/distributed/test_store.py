@@ -28,6 +28,7 @@ from tests.distributed.models import mlp, train
 from tests.distributed.ranks import run
 from tests.distributed.server import fork_context
 from tests.errors import error_text
+from tests.marks import skip_without_torchft
 from tests.ports import free_port
 
 #: Seconds of the process group's timeout, and what an error takes beyond it at most.
@@ -122,7 +123,9 @@ def test_a_server_that_has_ended_is_torchs_own_error(server: tuple[Any, Store]) 
 def test_ranks_whose_store_stands_still_while_they_connect_find_out(
     server: tuple[Any, Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torchft = pytest.importorskip("torchft", reason="the extra torchft is not installed")
+    skip_without_torchft()
+    import torchft
+
     process, store = server
     create = torchft.process_group.create_store_client
 

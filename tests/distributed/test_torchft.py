@@ -16,11 +16,12 @@ from lightning_gqsgd import CollectiveError, ConfigError
 from tests.distributed import torchft_replicas as replicas
 from tests.distributed.ranks import run, run_alike
 from tests.errors import error_text
+from tests.marks import skip_without_torchft
 from tests.unit.fake_cuda import FakeCuda, cuda, on_gpu
 
 __all__ = ["cuda"]
 
-pytest.importorskip("torchft", reason="the extra torchft is not installed")
+skip_without_torchft()
 
 
 @pytest.fixture
@@ -227,13 +228,16 @@ def test_streams_wait_for_all_tensors_of_one_call(cuda: FakeCuda) -> None:
     assert cuda.results == ["own 0", "own 0"]  # for those who wait
 
 
-def test_other_process_groups_are_refused() -> None:
-    from torchft.process_group import ProcessGroupDummy
+def test_what_torchft_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchft.process_group import ProcessGroupDummy, ProcessGroupGloo
 
     from lightning_gqsgd import quantised
 
     with pytest.raises(ConfigError, match=r"give torchft.ProcessGroupGloo\(\)"):
         quantised(ProcessGroupDummy(0, 1))
+    monkeypatch.setattr(dist.ProcessGroupGloo, "_Options", object)  # of an older torch
+    with pytest.raises(ConfigError, match="does not have; update torch"):
+        quantised(ProcessGroupGloo())
 
 
 def test_survivors_go_on_and_a_newcomer_has_their_parameters(tmp_path: Path, lighthouse: str) -> None:

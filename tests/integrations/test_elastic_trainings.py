@@ -13,8 +13,9 @@ from lightning_gqsgd import ConfigError
 from tests.distributed.ranks import run
 from tests.distributed.test_elastic import lighthouse  # noqa: F401
 from tests.integrations import elastic_trainings as trainings
+from tests.marks import skip_without_torchft
 
-pytest.importorskip("torchft", reason="the extra torchft is not installed")
+skip_without_torchft()
 
 
 #: The most steps of a round: one takes 10 ms at least, and a round 300 ms.

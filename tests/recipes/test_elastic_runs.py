@@ -6,20 +6,22 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
 
 import pytest
 
+from tests.marks import skip_without_torchft
 from tests.recipes.conftest import TINY, run_script
 
-coordination: Any = pytest.importorskip("torchft.coordination", reason="the extra torchft is not installed")
+skip_without_torchft()
 
 ELASTIC = ("strategy=gqsgd_elastic", "strategy.local_steps=300ms", "+strategy.min_replicas=2", "trainer.devices=1")
 
 
 @pytest.mark.slow
 def test_two_runs_of_one_training_end_with_the_same_weights(tmp_path: Path) -> None:
-    server = coordination.LighthouseServer(
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
         bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000, quorum_tick_ms=50, heartbeat_timeout_ms=2000
     )
     environment = {"TORCHFT_LIGHTHOUSE": f"127.0.0.1:{server.address().rpartition(':')[2]}", "OMP_NUM_THREADS": "1"}
