@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 
+from lightning_gqsgd import kernels
 from lightning_gqsgd.kernels import cpu
 from tests.gpu.card import STANDS_IN
 from tests.unit.interpreter import fast, rounds_like_a_gpu  # noqa: F401
@@ -35,6 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def triton_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors on the CPU take the kernels for GPUs, where a processor stands in for a GPU."""
     if STANDS_IN:
+        pytest.importorskip("triton", minversion=".".join(map(str, kernels.MIN_TRITON)))
         from lightning_gqsgd.kernels import cuda
 
         for name in ("rounds_like_a_gpu", "fast"):

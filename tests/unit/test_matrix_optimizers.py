@@ -15,6 +15,9 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.research.optim import Dion, MuonAdamW, matrices_of
 from lightning_gqsgd.research.simulation.shapes import Shaped
 
+if not hasattr(torch.optim, "Muon"):
+    pytest.skip("this torch has no Muon", allow_module_level=True)
+
 
 def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
