@@ -41,6 +41,7 @@ from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.reducers.base import Exchange, Steps
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.shared_memory import holds_a_lock
+from lightning_gqsgd.wire.staging import make_current
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry, moment
 from lightning_gqsgd.wire.workers import Workers
 
@@ -484,9 +485,7 @@ class Sequencer:
 
     def _stream_of(self, device: torch.device) -> torch.cuda.Stream | None:
         if device.type == "cuda" and device not in self._streams:
-            # A new thread has GPU 0 as its device. At the end of a stream's context, torch would set that device again,
-            # for which CUDA creates a context of hundreds of megabytes there, in the process of each rank.
-            torch.cuda.set_device(device)
+            make_current(device)
             self._streams[device] = torch.cuda.Stream(device, HIGH_PRIORITY)
         return self._streams.get(device)
 

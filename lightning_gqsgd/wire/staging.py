@@ -70,9 +70,7 @@ class StagedWork:
         Raises:
             RuntimeError: if it has not done so within the patience.
         """
-        if self._device.type == "cuda":
-            # A new thread has GPU 0 as its device, on which CUDA would create a context when the thread first queries.
-            torch.cuda.set_device(self._device)
+        make_current(self._device)
         ends = time.monotonic() + self._patience.total_seconds()
         while self._copied is not None and not self._copied.query():
             if time.monotonic() > ends:
@@ -159,6 +157,16 @@ class Staging:
                 work.fail(RuntimeError("the communicator was closed"))
             else:
                 work.begin(self._start, stage, turn)
+
+
+def make_current(device: torch.device) -> None:
+    """Make a GPU the current device of a thread of our own. Does nothing for a CPU.
+
+    A new thread has GPU 0 as its device. If it works for another GPU, the query of an event, or torch's return to the
+    device before, makes CUDA create a context of hundreds of megabytes on GPU 0, in the process of each rank.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from lightning_gqsgd.local_steps.merges.merge import Member, Merge, merge
 from lightning_gqsgd.local_steps.merges.rounds import MergeRounds
 from lightning_gqsgd.local_steps.merges.shared import SharedState
 from lightning_gqsgd.membership.members import Members, MergeFailed
+from lightning_gqsgd.wire.staging import make_current
 
 logger = logging.getLogger(__name__)
 
@@ -198,8 +199,7 @@ class MergeThread:
 
     def _run(self) -> None:
         try:
-            if self._device.type == "cuda":  # a new thread has GPU 0 as its device; see `wire.pipeline.Sequencer`
-                torch.cuda.set_device(self._device)
+            make_current(self._device)
             while self._wait_until_due():
                 with self._changed:
                     contribution = self._contribution
