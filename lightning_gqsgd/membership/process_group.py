@@ -26,6 +26,7 @@ from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.membership.requirement import torch_is_new_enough
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_agreed, open_engines, prepare_later
 from lightning_gqsgd.session.parameters import check_for_tensors
@@ -542,9 +543,7 @@ def check_process_group(process_group: object) -> None:
             f"process_group={process_group!r:.100} has the backend {process_group.getBackendName()!r}; quantised "
             "all-reduces go through torchft.ProcessGroupGloo, also for tensors on a GPU (device='cuda')"
         )
-    gloo: Any = dist.ProcessGroupGloo
-    # torchft may be installed beside it, and then fails each time that ranks are to be connected.
-    if not hasattr(gloo._Options, "global_ranks_in_group"):
+    if not torch_is_new_enough():
         raise ConfigError(
             f"torchft connects ranks with an option of Gloo that torch {torch.__version__} does not have; update torch"
         )

@@ -1,10 +1,11 @@
-"""The optional dependency torchft: the error without it, and the level of its own logging."""
+"""The optional dependency torchft: the error without it, the torch that it needs, and the level of its own logging."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from lightning_gqsgd.errors import ConfigError
 
@@ -28,3 +29,12 @@ def torchft_for(what: str) -> Iterator[None]:
         if (error.name or "").partition(".")[0] != "torchft":
             raise
         raise ConfigError(f"{what} needs torchft, which is not installed: pip install 'torchft>=0.2'") from error
+
+
+def torch_is_new_enough() -> bool:
+    """Returns whether torchft can connect ranks with this torch. It may be installed beside one with which it fails
+    each time."""
+    import torch.distributed as dist  # here, because the lighthouse needs torchft alone
+
+    gloo: Any = dist.ProcessGroupGloo
+    return hasattr(gloo._Options, "global_ranks_in_group")
