@@ -4,10 +4,10 @@ An all-reduce adds up messages of equal length, for any number of ranks. Ranks f
 table, so that all ranks know the union U of the touched rows, |U| = m. Each rank then adds its rows g_j into a count
 sketch of 4 parts of c cells each, with hashes h_a and signs s_a that all ranks share and that change in every step:
 
-    S[a, h_a(j)] += s_a(j) g_j / 2^c,   and S is summed over ranks, in the compute dtype
+    S[a, h_a(j)] += s_a(j) g_j / 2^p,   and S is summed over ranks, in the compute dtype
 
-2^c is the smallest power of two that is at least n m. A cell is a sum of at most n m numbers, so it does not overflow.
-The rows that are read are divided by n / 2^c.
+2^p is the smallest power of two that is at least n m. A cell is a sum of at most n m numbers, so it does not overflow.
+The rows that are read are divided by n / 2^p.
 
 A cell with only one row of U holds this row, up to its sign. So such a row is read, and subtracted from its other
 cells. These may then have only one row left, and so on (peeling, as in invertible Bloom filters: Goodrich and

@@ -122,7 +122,7 @@ def finish(folder: Path, facts: dict[str, Any], checkpoint: Path | None) -> None
         lines[f"test {metric.label}"] = metric.shown(facts["metrics"][metric.test])
     if f"test/{names.TOP5}" in facts["metrics"]:
         lines["test top-5"] = metric.shown(facts["metrics"][f"test/{names.TOP5}"])
-    # Not the points of the run, which is that of the test if there was no validation.
+    # Not the points of the run, which are those of the test if there was no validation.
     validations = [row[metric.val] for row in read_rows(folder / METRICS_FILE) if metric.val in row]
     if validations:
         best = metric.worst_first(validations)[-1]
