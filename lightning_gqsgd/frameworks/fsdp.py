@@ -1,10 +1,15 @@
-"""FSDP2 (`fully_shard`): quantised means over replicas, and quantised reduce-scatters.
+"""FSDP2 (`fully_shard`): quantised means over replicas, reduce-scatters of gradients, and all-gathers of weights.
 
 This behaviour of torch shapes this file: FSDP reduces a module's gradients at the end of the module's backward pass.
 The reduce-scatter leaves on each rank the mean of its shards over the ranks among which parameters are sharded (for
 fp16, only a part of the divisor is applied, and FSDP divides by the rest afterwards). The all-reduce hook replaces that
 tensor in place. After `set_gradient_divide_factor`, gradients are sums over all ranks divided by that factor, as in
 torch's own HSDP.
+
+Before a module's forward pass, and again before its backward pass, FSDP gathers the module's weights. With codes, the
+model computes with unbiased roundings of the weights, and the optimizer moves the exact shards (QSDP, arXiv
+2302.02390). The dither depends on the number of the module's reductions, so the forward and the backward pass of a step
+have the same rounded weights.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve_each
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.frameworks.fsdp_changes import ModelChanges
-from lightning_gqsgd.frameworks.fsdp_hooks import check_hooks, set_hooks
+from lightning_gqsgd.frameworks.fsdp_hooks import Hooks, check_hooks, set_hooks
 from lightning_gqsgd.frameworks.fsdp_modules import (
     Partial,
     ShardedGroup,
@@ -42,19 +47,20 @@ from lightning_gqsgd.frameworks.fsdp_modules import (
 )
 from lightning_gqsgd.frameworks.fsdp_starting import check_groups, check_replicas, check_request
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state, is_count
 from lightning_gqsgd.session.nodes import Layout, layouts
-from lightning_gqsgd.session.opening import Side, compile_together, digest_of_facts, facts_of, open_engines
+from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import digest
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Stamp, Weights, digest_of
 from lightning_gqsgd.wire.communicator import patience_of
-from lightning_gqsgd.wire.engine import Engine, Messages, Request, untraced
+from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
-from lightning_gqsgd.wire.plan import ScatterPlan
+from lightning_gqsgd.wire.plan import GatherPlan, Plan, ScatterPlan
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
 
 if TYPE_CHECKING:
@@ -74,7 +80,7 @@ _MESSAGES = Messages(
 
 @dataclass(eq=False)
 class _Collective:
-    """One of the collectives that a module's gradients go through.
+    """One of the collectives that a module's gradients or weights go through.
 
     Attributes:
         name: for messages and checkpoints.
@@ -82,6 +88,7 @@ class _Collective:
         configs: the configuration, with its reducer chosen; or that of each number of bits that is given by name.
         rows: which ranks' shards are in a flat tensor, see `fsdp_modules`.
         first_bucket: number of its first counters.
+        plan: what is done with a flat tensor.
     """
 
     name: str
@@ -89,6 +96,7 @@ class _Collective:
     configs: list[GQSGDConfig]
     rows: Sequence[int]
     first_bucket: int
+    plan: type[Plan] = Plan
 
 
 class GQSGDFSDPState:
@@ -99,7 +107,7 @@ class GQSGDFSDPState:
     Attributes:
         config: the configuration, as requested.
         telemetry: counters of this process. The buckets are the modules' all-reduces, followed by their
-            reduce-scatters.
+            reduce-scatters and their all-gathers.
     """
 
     def __init__(
@@ -108,10 +116,12 @@ class GQSGDFSDPState:
         config: GQSGDConfig,
         replicate: dist.ProcessGroup | None,
         reduce_scatter: bool,
+        all_gather_bits: int | None = None,
         timeout: timedelta | None = None,
         meeting: Meeting | None = None,
     ) -> None:
         self.config = config
+        self._all_gather_bits = all_gather_bits
         self._model = weakref.ref(model)
         self._groups = sharded_groups(model, config)
         self._places = [(group, number) for group in self._groups for number in range(len(group.parameters))]
@@ -124,20 +134,22 @@ class GQSGDFSDPState:
         self._timeout = patience_of(timeout, shards, device)
         with meeting or self._meeting("register_gqsgd_fsdp") as start:
             check_replicas(shards, replicate)
-            check_request(config, replicate, reduce_scatter)
-            check_groups(self._groups, replicate)
+            check_request(config, replicate, reduce_scatter, all_gather_bits)
+            check_groups(self._groups, replicate, gathers=all_gather_bits is not None)
             scattered = _for_scatter(config, self._replica) if reduce_scatter else []
+            gathered = [] if all_gather_bits is None else [_for_gather(config, all_gather_bits)]
             layout = layouts(start, device)[-1]
             numel = sum(p.numel for group in self._groups for p in group.parameters) // dist.get_world_size(shards)
             averaged = _for_average(config, layout, numel) if replicate is not None else []
             own = {
                 "parameters": digest(f"{g.name} {g.parameters}" for g in self._groups),
                 "reduce_scatter": reduce_scatter,
+                "all_gather_bits": all_gather_bits,
                 "reducers over replicas": [[average.reducer, average.node_size] for average in averaged],
             }
             facts = facts_of(config, own)
             # The dither of reduce-scatters depends on the replica, so the shards of one must agree on its place.
-            sides = [Side(shards, {**facts, "place among replicas": self._replica}, scattered, ScatterPlan)]
+            sides = [Side(shards, {**facts, "place among replicas": self._replica}, [*scattered, *gathered])]
             if replicate is not None:
                 sides.append(Side(replicate, facts, averaged))
             self._choices = {bits: number for number, bits in enumerate(config.by_bits())}
@@ -156,12 +168,17 @@ class GQSGDFSDPState:
                 self._sharded = engines[0]
                 self._average = None
                 self._scatter = None
+                self._gather = None
+                every = range(self._sharded.world_size)
+                count = len(self._groups)
                 if replicate is not None:
                     self._average = _Collective("all-reduce", engines[1], averaged, [engines[0].rank], 0)
                 if reduce_scatter:
-                    before = len(self._groups) if replicate is not None else 0
-                    every = range(self._sharded.world_size)
-                    self._scatter = _Collective("reduce-scatter", self._sharded, scattered, every, before)
+                    first = count * len(self._collectives)
+                    self._scatter = _Collective("reduce-scatter", self._sharded, scattered, every, first, ScatterPlan)
+                if gathered:
+                    first = count * len(self._collectives)
+                    self._gather = _Collective("all-gather", self._sharded, gathered, every, first, GatherPlan)
                 self.telemetry: Telemetry = self._sharded.telemetry
                 self._install(model)
 
@@ -218,6 +235,41 @@ class GQSGDFSDPState:
             divisor = None if op == dist.ReduceOp.SUM else _divisor(group)  # the third is a sum of what was divided
             output *= shards / (divisor or 1.0)
 
+    def gather(self, group: ShardedGroup, weights: Tensor, own: Tensor, ranks: dist.ProcessGroup) -> None:
+        """All-gather: set ``weights`` to all ranks' shards of a module's weights, rounded, in rank order. FSDP has
+        copied this rank's shard there.
+
+        Raises:
+            ConfigError: if ranks do not agree.
+            CollectiveError: if a collective failed; ``weights`` are all NaN then, and the shards are as they were.
+        """
+        assert self._gather is not None
+        segments = tuple(segment._replace(choice=0) for segment in self._rows(self._gather, group.parameters))
+        # After the forward pass, FSDP may keep the weights on a few ranks of one node (reshard_after_forward=8). An
+        # extension of its all-gather (fp8) has numbers of its own, which may not be rounded again.
+        is_ours = ranks is self._shards and weights.dtype in COMPUTE_DTYPES
+        if not is_ours or sum(segment.numel for segment in segments) != weights.numel():
+            dist.all_gather_into_tensor(weights, own, group=ranks)
+            return
+        engine = self._gather.engine
+        engine.check_open()
+        if weights.dtype not in self._has_met:
+            self._meet(weights)
+        counted_by = self._scatter or self._average
+        assert counted_by is not None  # see `fsdp_starting.check_request`
+        begun = moment(weights.device)
+        # Reductions compare the ranks' counts before an optimizer uses what was computed with these weights.
+        request = Request(
+            name=f"all-gather of {group.name}",
+            configs=tuple(self._gather.configs),
+            segments=segments,
+            step=self._reductions[f"{counted_by.name} of {group.name}"],
+            bucket=self._gather.first_bucket + group.index,
+            plan=GatherPlan,
+        )
+        engine.reduce(weights, request).wait()
+        self.telemetry.expose(begun, moment(weights.device))
+
     def _run(self, collective: _Collective, group: ShardedGroup, x: Tensor) -> None:
         """Reduce ``x`` in place; wait for it (on a GPU, the current stream does)."""
         collective.engine.check_open()
@@ -247,6 +299,7 @@ class GQSGDFSDPState:
             agreement=stamp,
             bucket=collective.first_bucket + group.index,
             compressed=has_all and step >= self.config.warmup_steps,
+            plan=collective.plan,
         )
         collective.engine.reduce(x, request).wait()
         self.telemetry.expose(begun, moment(x.device))
@@ -259,9 +312,7 @@ class GQSGDFSDPState:
         If it has not, FSDP does not tell which are in it, and the tensor is one uncompressed segment for each row.
         """
         rows = collective.rows
-        shards = self._sharded.world_size
-        choices = self._choices
-        segments = tuple(segment for rank in rows for segment in row(parameters, rank, shards, choices))
+        segments = self._rows(collective, parameters)
         if sum(segment.numel for segment in segments) == x.numel():
             return segments, True
         if group.index not in self._said:
@@ -272,6 +323,11 @@ class GQSGDFSDPState:
                 group.name,
             )
         return (Segment(0, x.numel() // len(rows), raw=True),) * len(rows), False
+
+    def _rows(self, collective: _Collective, parameters: list[ShardedParameter]) -> tuple[Segment, ...]:
+        """Returns the parameters in a flat tensor of a collective that has all of them."""
+        shards = self._sharded.world_size
+        return tuple(segment for rank in collective.rows for segment in row(parameters, rank, shards, self._choices))
 
     def _stamp(self, collective: _Collective, step: int) -> Stamp | None:
         """Returns the stamp that ranks compare in the first reduction of each step. Its digest has the number of
@@ -351,13 +407,16 @@ class GQSGDFSDPState:
             if self._average is not None and not self._has_met:
                 replicas["values of parameters (replicas have to start alike)"] = parameter_bits(self._groups)
             meeting.agree([facts, *([replicas] if self._replicas is not None else [])])
-            configs = {collective.engine: collective.configs for collective in self._collectives}
-            compile_together(meeting, configs, [x.dtype])
+            with meeting.preparing(COMPILE_PATIENCE_S):
+                for collective in self._collectives:
+                    for config in collective.configs:
+                        collective.engine.compile(config, x.dtype, collective.plan)
         self._has_met.add(x.dtype)
 
     @property
     def _collectives(self) -> list[_Collective]:
-        return [collective for collective in (self._average, self._scatter) if collective is not None]
+        every = (self._average, self._scatter, self._gather)
+        return [collective for collective in every if collective is not None]
 
     def _meeting(self, purpose: str) -> Meeting:
         groups = [self._shards, *([self._replicas] if self._replicas is not None else [])]
@@ -397,6 +456,8 @@ class GQSGDFSDPState:
             self._average.configs = [replace(one, seed=state["seed"]) for one in self._average.configs]
         if self._scatter is not None:
             self._scatter.configs = _for_scatter(self.config, self._replica)
+        if self._gather is not None and self._all_gather_bits is not None:
+            self._gather.configs = [_for_gather(self.config, self._all_gather_bits)]
         self._reductions = defaultdict(partial(int, state["step"]), state["reductions"])
 
     # --- reports ---------------------------------------------------------------------------------------------------
@@ -429,6 +490,8 @@ class GQSGDFSDPState:
             text += f"; uncompressed: {counted(sum(p.numel for p in raw), 'value')} in {counted(len(raw), 'tensor')}"
         if self.config.warmup_steps > self.step:
             text += f"; uncompressed until step {self.config.warmup_steps}"
+        if self._gather is not None:
+            text += f"; weights are gathered at {self._gather.configs[0].describe()}"
         return text
 
     def close(self) -> None:
@@ -440,7 +503,8 @@ class GQSGDFSDPState:
 
     def _install(self, model: nn.Module) -> None:
         self._said: set[int] = set()  # groups about which users have been warned
-        set_hooks(self, self._groups, averages=self._average is not None, scatters=self._scatter is not None)
+        self._hooks = Hooks(self._average is not None, self._scatter is not None, self._gather is not None)
+        set_hooks(self, self._groups, self._hooks)
         # Reductions check the same, but there are none where all hooks were replaced.
         self._checks = model.register_forward_pre_hook(self._before_forward, prepend=True)
 
@@ -463,7 +527,7 @@ class GQSGDFSDPState:
 
     def _check_changes(self) -> None:
         """Raise ConfigError if not all gradients would go through these hooks; see `check_hooks`, `ModelChanges`."""
-        check_hooks(self, self._groups, averages=self._average is not None, scatters=self._scatter is not None)
+        check_hooks(self, self._groups, self._hooks)
         model = self._model()
         if model is not None and not self._is_checked:  # not twice in a step
             self._changes.check(model)
@@ -474,6 +538,7 @@ def register_gqsgd_fsdp(
     *,
     replicate: dist.ProcessGroup | DeviceMesh | None = None,
     reduce_scatter: bool = False,
+    all_gather_bits: int | None = None,
     preset: str | GQSGDConfig | None = None,
     timeout: timedelta | None = None,
     **fields: Unpack[FieldArguments],
@@ -500,6 +565,10 @@ def register_gqsgd_fsdp(
         reduce_scatter: whether to quantise the reduce-scatter over the ranks among which parameters are sharded, in
             addition to ``replicate`` or alone. Codes are added only once, in full precision, so only the reducers
             "auto" and "two_shot" make sense.
+        all_gather_bits: number of bits of the weights, 2 to 8, in the all-gathers before a module's forward and
+            backward pass (QSDP, arXiv 2302.02390). The model then computes with rounded weights, also in evaluation,
+            and the optimizer and checkpoints have the exact ones. Weights need more bits than gradients, 8 or 6. None:
+            FSDP gathers them as they are.
         preset: name of a preset (see `presets.PRESETS`), or a configuration.
         timeout: timeout of collectives. None takes those of the model's process groups.
         **fields: fields of `GQSGDConfig`. Names, ``exclude`` and ``min_numel`` refer to whole parameters,
@@ -526,7 +595,7 @@ def register_gqsgd_fsdp(
     with Meeting("register_gqsgd_fsdp", groups, patience) as meeting:
         config = make_config(preset, **fields)
         refuse_for(config, "FSDP2, which has dense gradients only")
-        state = GQSGDFSDPState(model, config, replicate, reduce_scatter, timeout, meeting)
+        state = GQSGDFSDPState(model, config, replicate, reduce_scatter, all_gather_bits, timeout, meeting)
     weakref.finalize(model, state.close)  # also at exit: Gloo groups that are still open then can abort the process
     return state
 
@@ -559,11 +628,23 @@ def _for_scatter(config: GQSGDConfig, replica: int) -> list[GQSGDConfig]:
     They have a seed of their own: their dither has to be independent of that of other replicas, and of the mean over
     replicas, which rounds their results.
     """
-    text = f"{config.seed} reduce-scatter {replica}".encode()
-    seed = int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"gqsgd-v1").digest(), "little") >> 1
+    seed = _seed_of(f"{config.seed} reduce-scatter {replica}")
     return [
         replace(one_width, reducer="two_shot", memory_down="none", seed=seed) for one_width in config.by_bits().values()
     ]
+
+
+def _for_gather(config: GQSGDConfig, bits: int) -> GQSGDConfig:
+    """Returns the configuration of all-gathers of weights, with a seed of their own: their dither has to be independent
+    of that of gradients."""
+    seed = _seed_of(f"{config.seed} all-gather")
+    return replace(make_config(None, bits=bits), reducer="two_shot", sample_every=0, seed=seed)
+
+
+def _seed_of(text: str) -> int:
+    """Returns a seed that depends on a text."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"gqsgd-v1").digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _divisor(group: ShardedGroup) -> float | None:

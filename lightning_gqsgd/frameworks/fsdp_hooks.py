@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,12 @@ class Reduces(Protocol):
     def scatter(self, group: ShardedGroup, output: Tensor, gradients: Tensor, op: Any) -> None:
         """Write this rank's shard of a module's reduced gradient."""
 
+    def gather(self, group: ShardedGroup, weights: Tensor, own: Tensor, ranks: dist.ProcessGroup) -> None:
+        """Write all ranks' shards of a module's weights."""
 
-class _ReduceScatter:
-    """Stands in for the backend's reduce-scatter, behind torch's `ReduceScatter` interface."""
+
+class _Collective:
+    """Stands in for a collective of the backend, behind torch's `Comm` interface."""
 
     def __init__(self, state: Reduces, group: ShardedGroup) -> None:
         self.state = state
@@ -35,6 +38,20 @@ class _ReduceScatter:
         """Returns memory for a flat tensor."""
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
+
+class _AllGather(_Collective):
+    """Stands in for the backend's all-gather."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Gather by `GQSGDFSDPState.gather`. With ``async_op``, FSDP also accepts that nothing is left to wait for."""
+        self.state.gather(self._group, output_tensor, input_tensor, group)
+
+
+class _ReduceScatter(_Collective):
+    """Stands in for the backend's reduce-scatter."""
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
@@ -43,35 +60,47 @@ class _ReduceScatter:
         self.state.scatter(self._group, output_tensor, input_tensor, op)
 
 
-def set_hooks(state: Reduces, groups: Sequence[ShardedGroup], *, averages: bool, scatters: bool) -> None:
-    """Set the hooks of all modules.
+class Hooks(NamedTuple):
+    """The collectives of FSDP that a state stands in for.
 
-    Args:
-        state: the object that the hooks call.
-        groups: the modules.
+    Attributes:
         averages: whether there is an all-reduce hook.
         scatters: whether there is a reduce-scatter.
+        gathers: whether there is an all-gather.
     """
+
+    averages: bool
+    scatters: bool
+    gathers: bool
+
+
+def set_hooks(state: Reduces, groups: Sequence[ShardedGroup], hooks: Hooks) -> None:
+    """Set the hooks of all modules, which call ``state``."""
     for group in groups:
-        if averages:
+        if hooks.averages:
             group.module.set_all_reduce_hook(partial(state.average, group))
-        if scatters:
+        if hooks.scatters:
             group.module.set_custom_reduce_scatter(_ReduceScatter(state, group))
+        if hooks.gathers:
+            group.module.set_custom_all_gather(_AllGather(state, group))
 
 
-def check_hooks(state: Reduces, groups: Sequence[ShardedGroup], *, averages: bool, scatters: bool) -> None:
+def check_hooks(state: Reduces, groups: Sequence[ShardedGroup], hooks: Hooks) -> None:
     """Raise ConfigError if a module has lost a hook to a later one; the arguments are those of `set_hooks`."""
     for group in groups:
-        all_reduce, reduce_scatter = group.hooks
-        if averages and getattr(getattr(all_reduce, "func", None), "__self__", None) is not state:
+        all_reduce, reduce_scatter, all_gather = group.hooks
+        if hooks.averages and getattr(getattr(all_reduce, "func", None), "__self__", None) is not state:
             raise ConfigError(_lost(group, "all-reduce hook", "set_all_reduce_hook"))
-        if scatters and getattr(reduce_scatter, "state", None) is not state:
+        if hooks.scatters and getattr(reduce_scatter, "state", None) is not state:
             raise ConfigError(_lost(group, "custom reduce-scatter", "set_custom_reduce_scatter"))
+        if hooks.gathers and getattr(all_gather, "state", None) is not state:
+            raise ConfigError(_lost(group, "custom all-gather", "set_custom_all_gather"))
 
 
 def _lost(group: ShardedGroup, kind: str, setter: str) -> str:
     return (
         f"module {group.name!r} no longer has the {kind} of register_gqsgd_fsdp, and FSDP calls one only, so nobody "
-        f"would reduce its gradients as agreed: do not call {setter} afterwards, and do what that hook is for after "
-        "the backward pass; to let the other hook reduce them, close the state of register_gqsgd_fsdp first"
+        f"would reduce its gradients, or gather its weights, as agreed: do not call {setter} afterwards, and do what "
+        "that hook is for after the backward pass; to let the other hook do it, close the state of register_gqsgd_fsdp "
+        "first"
     )

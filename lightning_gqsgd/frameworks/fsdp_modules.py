@@ -127,13 +127,21 @@ class ShardedGroup:
     @property
     def has_hook(self) -> bool:
         """True if an all-reduce hook or a reduce-scatter is set already."""
-        all_reduce, reduce_scatter = self.hooks
+        all_reduce, reduce_scatter, _ = self.hooks
         return all_reduce is not None or type(reduce_scatter).__name__ not in ("DefaultReduceScatter", "NoneType")
 
     @property
-    def hooks(self) -> tuple[Any, Any]:
-        """The all-reduce hook and the reduce-scatter that FSDP calls now; torch before 2.9 has no reduce-scatter."""
-        return self.inner._all_reduce_hook, getattr(self.inner, "_reduce_scatter_comm", None)
+    def has_all_gather(self) -> bool:
+        """True if an all-gather other than torch's own is set already."""
+        return type(self.hooks[-1]).__name__ not in ("DefaultAllGather", "NoneType")
+
+    @property
+    def hooks(self) -> tuple[Any, Any, Any]:
+        """The all-reduce hook, the reduce-scatter and the all-gather that FSDP calls now; torch before 2.9 has only the
+        first."""
+        inner = self.inner
+        comms = (getattr(inner, name, None) for name in ("_reduce_scatter_comm", "_all_gather_comm"))
+        return inner._all_reduce_hook, *comms
 
     @property
     def trained(self) -> str:

@@ -7,12 +7,14 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, check_integer
 from lightning_gqsgd.frameworks.fsdp_modules import ShardedGroup
 
 
-def check_request(config: GQSGDConfig, replicate: dist.ProcessGroup | None, reduce_scatter: bool) -> None:
-    """Raise ConfigError for a configuration that sharded gradients cannot have."""
+def check_request(
+    config: GQSGDConfig, replicate: dist.ProcessGroup | None, reduce_scatter: bool, all_gather_bits: int | None
+) -> None:
+    """Raise ConfigError for a configuration that sharded gradients, or weights, cannot have."""
     if config.chooses_bits:
         name = "auto=True" if config.auto else 'bits="auto"'
         raise ConfigError(f"{name} is for DistributedDataParallel (register_gqsgd); with FSDP2, give bits as a number")
@@ -21,12 +23,23 @@ def check_request(config: GQSGDConfig, replicate: dist.ProcessGroup | None, redu
             "nothing would be compressed: give replicate= (the group of ranks that hold the same shards), "
             "reduce_scatter=True, or both"
         )
-    if reduce_scatter:
-        if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
+    for is_wanted, name, argument in (
+        (reduce_scatter, "set_custom_reduce_scatter", "reduce_scatter=True"),
+        (all_gather_bits is not None, "set_custom_all_gather", "all_gather_bits"),
+    ):
+        if is_wanted and not hasattr(torch.distributed.fsdp.FSDPModule, name):
             raise ConfigError(
-                f"torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter, which reduce_scatter=True "
-                "needs; the first that has it is torch 2.9"
+                f"torch {torch.__version__} has no FSDPModule.{name}, which {argument} needs; the first that has it is "
+                "torch 2.9"
             )
+    if all_gather_bits is not None:
+        if all_gather_bits in (16, 32) and not isinstance(all_gather_bits, bool):
+            raise ConfigError(
+                f"all_gather_bits={all_gather_bits} is not for floating-point numbers: leave it out, and for 16 bits "
+                "give fully_shard mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+            )
+        check_integer("all_gather_bits", all_gather_bits, 2, 8)
+    if reduce_scatter:
         for one_width in config.by_bits().values():
             if one_width.reducer not in ("auto", "two_shot"):
                 raise ConfigError(
@@ -54,8 +67,8 @@ def check_replicas(shards: dist.ProcessGroup, replicate: dist.ProcessGroup | Non
         )
 
 
-def check_groups(groups: list[ShardedGroup], replicate: dist.ProcessGroup | None) -> None:
-    """Raise ConfigError for modules that cannot have the hooks."""
+def check_groups(groups: list[ShardedGroup], replicate: dist.ProcessGroup | None, *, gathers: bool) -> None:
+    """Raise ConfigError for modules that cannot have the hooks; ``gathers``: whether there is an all-gather."""
     for group in groups:
         if replicate is not None and group.replicas is not None:
             raise ConfigError(
@@ -66,4 +79,9 @@ def check_groups(groups: list[ShardedGroup], replicate: dist.ProcessGroup | None
             raise ConfigError(
                 f"module {group.name!r} already has an all-reduce hook or a custom reduce-scatter, and FSDP takes one "
                 "of each: remove the other registration"
+            )
+        if gathers and group.has_all_gather:
+            raise ConfigError(
+                f"module {group.name!r} already has an all-gather of its own (set_custom_all_gather, or another memory "
+                "for communication), and FSDP takes one: remove it, or leave all_gather_bits out"
             )

@@ -25,7 +25,6 @@ from lightning_gqsgd.wire.communicator import check_timeout
 from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import Peers
-from lightning_gqsgd.wire.plan import Plan
 
 
 class Side(NamedTuple):
@@ -35,14 +34,12 @@ class Side(NamedTuple):
         group: the process group.
         facts: the facts that its ranks must have in common.
         configs: the configurations with the chosen reducers; empty if each call has its own.
-        plan: the class that cuts tensors into pieces.
         direct: see `Engine`.
     """
 
     group: dist.ProcessGroup | Peers
     facts: Mapping[str, Any]
     configs: Sequence[GQSGDConfig]
-    plan: type[Plan] = Plan
     direct: bool = False
 
 
@@ -93,7 +90,6 @@ def open_engines(
                 streams=streams,
                 shares_runner_of=engines[0] if engines else None,
                 messages=messages,
-                plan=side.plan,
                 direct=side.direct,
             )
             undo.callback(engine.close)

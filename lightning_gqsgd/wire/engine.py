@@ -107,6 +107,7 @@ class Request(NamedTuple):
         varies: whether messages may have other sizes in other steps, so that a stamp is compared before they are sent.
         watch: a function that is called with the mean as soon as the mean is complete, on the thread and the stream
             that complete the job. It must not change the mean. None if there is no such function.
+        plan: the class that cuts the tensor into pieces, and says what is done with them.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Request(NamedTuple):
     compressed: bool = True
     varies: bool = False
     watch: Callable[[Tensor], None] | None = None
+    plan: type[Plan] = Plan
 
     def alone(self) -> Request:
         """Returns the request for a tensor of one segment, without the configurations of other segments."""
@@ -148,7 +150,6 @@ class Engine:
         shares_runner_of: another engine, which was made with one stream. Both engines use the other engine's runner,
             so that their collectives never run at the same time, and both add to the same counters.
         messages: the words for the caller in errors.
-        plan: the class that cuts tensors into pieces.
         direct: whether the calling thread starts native all-reduces over Gloo itself; see `wire.direct`.
 
     Attributes:
@@ -173,7 +174,6 @@ class Engine:
         streams: int = 2,
         shares_runner_of: Engine | None = None,
         messages: Messages | None = None,
-        plan: type[Plan] = Plan,
         direct: bool = False,
     ) -> None:
         self._threads = codec_threads(group.size()) if device.type == "cpu" else 1
@@ -183,7 +183,6 @@ class Engine:
         self._has_large_pieces = self._wants_large_pieces()
         self.telemetry: Telemetry = Telemetry() if shares_runner_of is None else shares_runner_of.telemetry
         self.plans = PlanCache()
-        self._plan_type = plan
         self._messages = messages or Messages()
         self._process = os.getpid()
         self._stamps = StampCheck(
@@ -228,10 +227,11 @@ class Engine:
             self.communicator.extend(stages(setting), config.connections)
         self.communicator.try_groups()
 
-    def compile(self, config: GQSGDConfig, dtype: torch.dtype) -> None:
-        """Compile the kernels of a configuration with a chosen reducer for gradients of a dtype."""
+    def compile(self, config: GQSGDConfig, dtype: torch.dtype, plan: type[Plan] = Plan) -> None:
+        """Compile the kernels of a configuration with a chosen reducer for tensors of a dtype; ``plan`` is that of the
+        requests."""
         if self.world_size > 1:
-            compile_kernels(config, dtype, self.communicator.device, self.world_size, self._plan_type)
+            compile_kernels(config, dtype, self.communicator.device, self.world_size, plan)
 
     def reduce(self, x: Tensor, request: Request) -> Job:
         """Start to replace a flat tensor by its mean over ranks. Every rank has to make its calls in the same order.
@@ -352,7 +352,7 @@ class Engine:
         Raises:
             ConfigError: if the tensor cannot be reduced.
         """
-        key = PlanKey(request.configs, request.segments, x.dtype, request.compressed)
+        key = PlanKey(request.configs, request.segments, x.dtype, request.compressed, request.plan)
         return self.plans.get(key, request.step, lambda: self._planned(x, request))
 
     def _planned(self, x: Tensor, request: Request) -> Plan:
@@ -366,7 +366,7 @@ class Engine:
         for config in configs:
             bits = config.num_bits if request.compressed else 32  # fewer uncompressed coordinates fill a message
             settings.append(setting_of(config, self.world_size, x.dtype, self._piece_size(bits)))
-        plan = self._plan_type(segments, *[setting_for(each, compressed=request.compressed) for each in settings])
+        plan = request.plan(segments, *[setting_for(each, compressed=request.compressed) for each in settings])
         if plan.numel != x.numel():
             raise RuntimeError(f"gqsgd: {request.name} has {x.numel()} coordinates, its parameters {plan.numel}")
         return plan

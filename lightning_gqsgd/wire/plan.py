@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from lightning_gqsgd.reducers import Setting, StepKeys, Steps, reduced, run_virt
 from lightning_gqsgd.reducers.base import HasSteps
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.reducers.native import Native
-from lightning_gqsgd.reducers.scatter import Scatter
+from lightning_gqsgd.reducers.shards import AllGather, ReduceScatter
 from lightning_gqsgd.wire.telemetry import SAMPLE_NUMEL, BucketCounters, Telemetry, sampled
 
 #: Steps after which an unused plan is dropped, if configurations take turns.
@@ -214,18 +214,21 @@ class Plan:
         return slice(None)
 
 
-class ScatterPlan(Plan):
-    """The pieces of a flat tensor for a reduce-scatter, in which every rank needs the mean of only one part.
+class ShardPlan(Plan):
+    """The pieces of a flat tensor that has one part per rank, all of equal length.
 
-    The tensor has one part per rank, all of equal length. After a step, part r holds the mean on rank r; the contents
-    of the other parts are undefined. Each piece has the same coordinates of every part, so each rank sends equal shares
-    of it to the others.
+    Each piece has the same coordinates of every part, so each rank sends equal shares of it to the others.
 
     Args:
         segments: the parameters' shards in the tensor, in order. All parts have the same number of segments, of the
             same sizes.
         setting, *others: as for `Plan`; the reducers of their configurations are ignored.
+
+    Attributes:
+        collective: the class of the pieces' reducers.
     """
+
+    collective: ClassVar[type[ReduceScatter | AllGather]]
 
     @staticmethod
     def parts(ranks: int) -> int:
@@ -255,24 +258,39 @@ class ScatterPlan(Plan):
             columns = slice(run.start + inside.start, run.start + inside.stop)
             middle = _middle(columns, SAMPLE_NUMEL // ranks)
             sample = [slice(rank * share + middle.start, rank * share + middle.stop) for rank in range(ranks)]
-            made.append(_Piece(columns, Scatter(np.concatenate(blocks), setting), sample))
+            made.append(_Piece(columns, self.collective(np.concatenate(blocks), setting), sample))
         return made
 
     def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         parts = x.view(self.setting.ranks, -1)[:, piece.part]
         together = parts.reshape(-1)  # a copy, unless this is the only piece
         bad = yield from reduced(piece.reducer, together, rank, keys, store)
-        # Only this part has the mean. The contents of the others are undefined, so they are not copied back.
-        parts[rank] = together.view(parts.shape)[rank]
+        if len(self._pieces) > 1:
+            known = self._result(rank)
+            parts[known] = together.view(parts.shape)[known]
         return bad
+
+    @cached_property
+    def is_native(self) -> bool:
+        """Always False: an all-reduce is more than a rank needs."""
+        return False
+
+
+class ScatterPlan(ShardPlan):
+    """The pieces of a flat tensor for a reduce-scatter: after a step, part r holds the mean on rank r. The contents of
+    the other parts are undefined."""
+
+    collective = ReduceScatter
 
     def _result(self, rank: int) -> slice:
         return slice(rank, rank + 1)
 
-    @cached_property
-    def is_native(self) -> bool:
-        """Always False: a rank needs only the mean of its own part, while an all-reduce computes the whole mean."""
-        return False
+
+class GatherPlan(ShardPlan):
+    """The pieces of a flat tensor for an all-gather: before a step, rank r knows part r, and after the step, all ranks
+    hold the same decoded values of all parts."""
+
+    collective = AllGather
 
 
 class PlanKey(NamedTuple):
@@ -282,6 +300,7 @@ class PlanKey(NamedTuple):
     segments: tuple[Segment, ...]
     dtype: torch.dtype
     compressed: bool
+    plan: type[Plan] = Plan
 
 
 @dataclass

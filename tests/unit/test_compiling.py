@@ -23,10 +23,9 @@ from lightning_gqsgd.kernels.cpu import cache, jit, stages
 from lightning_gqsgd.kernels.cpu.blocks import codec_kernel
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import Setting
-from lightning_gqsgd.reducers.scatter import Scatter
-from lightning_gqsgd.wire import announcing, compiling, plan
+from lightning_gqsgd.wire import announcing, compiling
 from lightning_gqsgd.wire.compiling import check, compile_kernels, run_once, settings_of
-from lightning_gqsgd.wire.plan import ScatterPlan
+from lightning_gqsgd.wire.plan import GatherPlan, ScatterPlan, ShardPlan
 
 CPU = torch.device("cpu")
 
@@ -120,21 +119,25 @@ def _check(preset: str, dtype: torch.dtype) -> None:
         check(setting, CPU, run_once(setting, CPU))
 
 
+@pytest.mark.parametrize("kind", [ScatterPlan, GatherPlan])
 @pytest.mark.parametrize("fields", [{}, {"bits": 4, "warmup_steps": 2}, {"bits": 3, "codec": "eden"}])
-def test_a_reduce_scatter_is_compiled_and_checked(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_of_shards_are_compiled_and_checked(
+    fields: dict, kind: type[ShardPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = GQSGDConfig(reducer="two_shot", memory_down="none", **fields)
-    reducers: list[Scatter] = []
+    made: list[object] = []
+    collective = kind.collective
 
-    def kept(*args: Any) -> Scatter:
-        reducers.append(Scatter(*args))
-        return reducers[-1]
+    def kept(*args: Any) -> object:
+        made.append(collective(*args))
+        return made[-1]
 
-    monkeypatch.setattr(plan, "Scatter", kept)
-    compile_kernels(config, torch.float32, CPU, 2, ScatterPlan)
-    assert reducers
+    monkeypatch.setattr(kind, "collective", staticmethod(kept))
+    compile_kernels(config, torch.float32, CPU, 2, kind)
+    assert made
     _spoil_decoding(monkeypatch, _scale)
     with pytest.raises(ConfigError, match=r"of 144 coordinates to other numbers"):
-        compile_kernels(config, torch.float32, CPU, 2, ScatterPlan)
+        compile_kernels(config, torch.float32, CPU, 2, kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

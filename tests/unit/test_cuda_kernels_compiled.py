@@ -24,7 +24,7 @@ from lightning_gqsgd.kernels.wire import SCALE_FORMATS
 from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.wire import compiling
-from lightning_gqsgd.wire.plan import Plan, ScatterPlan
+from lightning_gqsgd.wire.plan import GatherPlan, Plan, ScatterPlan
 from tests.processes import ended_well
 from tests.unit import ptx
 from tests.unit.interpreter import fma_32
@@ -96,9 +96,12 @@ def test_no_step_compiles_what_the_warm_up_has_not(name: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fields", [{}, {"bits": 4, "warmup_steps": 2}, {"codec": "eden", "bits": 3}])
-def test_no_reduce_scatter_compiles_what_the_warm_up_has_not(fields: Any, dtype: torch.dtype, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("plan", [ScatterPlan, GatherPlan])
+def test_no_collective_of_shards_compiles_what_the_warm_up_has_not(
+    plan: type[Plan], fields: Any, dtype: torch.dtype, monkeypatch: Any
+) -> None:
     config = GQSGDConfig(**fields, reducer="two_shot", memory_down="none")
-    _compare_compilations(config, dtype, ScatterPlan, monkeypatch)
+    _compare_compilations(config, dtype, plan, monkeypatch)
 
 
 def _compare_compilations(config: GQSGDConfig, dtype: torch.dtype, plan: type[Plan], monkeypatch: Any) -> None:

@@ -17,7 +17,7 @@ from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.reducers import REDUCERS, new_store, run_virtual
-from lightning_gqsgd.wire.plan import Plan, ScatterPlan
+from lightning_gqsgd.wire.plan import GatherPlan, Plan, ScatterPlan
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
 
 RANKS = 4
@@ -127,9 +127,10 @@ def test_no_step_waits(host: Host, fields: dict[str, Any]) -> None:
         assert [one.last_rel_l2 for one in telemetry] == [telemetry[0].last_rel_l2] * RANKS
 
 
-def test_no_scattering_step_waits(host: Host) -> None:
+@pytest.mark.parametrize("kind", [ScatterPlan, GatherPlan])
+def test_no_step_of_shards_waits(kind: type[Plan], host: Host) -> None:
     segments = [Segment(rank, 500, False) for rank in range(RANKS)]
-    plan = ScatterPlan(segments, setting_of(GQSGDConfig(reducer="two_shot", sample_every=1), RANKS, torch.float32))
+    plan = kind(segments, setting_of(GQSGDConfig(reducer="two_shot", sample_every=1), RANKS, torch.float32))
     counters, telemetry = BucketCounters(), Telemetry()
     store = new_store(plan.setting, {}, torch.device("cpu"))
     starts = [plan.starts(torch.randn(plan.numel), rank, 0, store, counters, telemetry) for rank in range(RANKS)]

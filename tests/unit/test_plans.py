@@ -12,7 +12,7 @@ from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import PIECE_NUMEL, Segment
 from lightning_gqsgd.session.parameters import number_parameters
-from lightning_gqsgd.wire.plan import MAX_PLAN_BYTES, Plan, PlanCache, ScatterPlan, check_parameters
+from lightning_gqsgd.wire.plan import MAX_PLAN_BYTES, GatherPlan, Plan, PlanCache, ScatterPlan, check_parameters
 
 
 def use(cache: PlanCache, keys: str, step: int = 0, nbytes: int = 1) -> str:
@@ -51,7 +51,7 @@ def test_plans_that_no_step_has_used_since_are_dropped() -> None:
     assert use(cache, "bac") == "ac"
 
 
-@pytest.mark.parametrize("kind", [Plan, ScatterPlan])
+@pytest.mark.parametrize("kind", [Plan, ScatterPlan, GatherPlan])
 def test_a_plan_takes_about_a_byte_per_coordinate(kind: type[Plan]) -> None:
     setting = setting_of(GQSGDConfig(reducer="gather"), 2, torch.float32)
     plan = kind([Segment(0, 100_000, False), Segment(1, 100_000, False)], setting)

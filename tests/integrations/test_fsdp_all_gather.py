@@ -1,0 +1,253 @@
+"""FSDP2 with all-gathers of weights at few bits, on real processes, against torch's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from torch import Tensor, nn
+
+if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_all_gather"):
+    pytest.skip("FSDP2 before torch 2.9 takes no all-gather", allow_module_level=True)
+
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
+from tests.bits import bits_of
+from tests.distributed.models import loss_of, mlp, train
+from tests.distributed.ranks import run
+from tests.errors import error_text
+from tests.integrations.fsdp_models import gradients, mesh, once, padded, relative_errors, sharded, weight_bits
+
+GATHERED = {"reduce_scatter": True, "all_gather_bits": 8, "min_numel": 0}
+
+
+class _Seen(torch.autograd.Function):
+    """The identity, which notes the weight of a layer in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Layer) -> Tensor:
+        ctx.layer = layer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.layer.seen.append(ctx.layer.weight.detach().clone())
+        return *gradients, None
+
+
+class Layer(nn.Linear):
+    """Notes the weight that its forward and backward passes compute with."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.weight.detach().clone())
+        return _Seen.apply(super().forward(x), self)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(32, 33), nn.ReLU(), Layer(33, 65), nn.ReLU(), nn.Linear(65, 10))
+
+
+def gathered(
+    model: nn.Module | None = None, hooks: dict[str, Any] | None = None, **policy: Any
+) -> tuple[nn.Module, GQSGDFSDPState]:
+    """A model that all ranks share, with rounded weights."""
+    model = sharded(mesh(1)["shard"], model, **policy)
+    return model, register_gqsgd_fsdp(model, **(GATHERED if hooks is None else hooks))
+
+
+def _rounded(rank: int) -> tuple[str, str]:
+    """The weights that passes compute with, and the exact ones in the end."""
+    model, state = gathered(layers(), {**GATHERED, "exclude": ("2.*",)})
+    assert "; weights are gathered at 8 bits" in state.report()
+    first, second = model[0], model[2]
+    exact = [first.weight.full_tensor().clone()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        exact.append(first.weight.full_tensor().clone())
+    with torch.no_grad():
+        for _ in range(2):
+            loss_of(model, rank, 0)
+    forward, backward, forward_again, backward_again, *evaluated = first.seen
+    assert torch.equal(forward, backward)
+    assert torch.equal(forward_again, backward_again)
+    assert torch.equal(*evaluated)
+    for seen, whole in ((forward, exact[0]), (forward_again, exact[1]), (evaluated[0], exact[2])):
+        error = float((seen - whole).norm() / whole.norm())
+        assert 0 < error < 0.02
+    assert torch.equal(second.seen[-1], second.weight.full_tensor())  # excluded
+    assert len(state.telemetry.buckets) == 6
+    model.reshard()  # after an evaluation, FSDP keeps the weights of the root
+    found = bits_of(first.seen), weight_bits(model)
+    state.close()
+    with pytest.raises(RuntimeError, match="the hook was closed"):
+        model(torch.zeros(1, 32))
+    return found
+
+
+def test_passes_of_a_step_compute_with_the_same_rounded_weights_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run(_rounded, 2, tmp_path)
+    assert first == second
+
+
+def _trained(rank: int) -> dict[str, Any]:
+    plain = sharded(mesh(1)["shard"])
+    losses = {"torch": train(plain, rank, range(12))}
+    found = {}
+    sent = {}
+    for name, hooks in {
+        "gradients": {"reduce_scatter": True},
+        "both": {"reduce_scatter": True, "all_gather_bits": 8},
+        "few": {"reduce_scatter": True, "all_gather_bits": 6, "bits": 4},
+    }.items():
+        model, state = gathered(None, hooks)
+        losses[name] = train(model, rank, range(12))
+        found[name] = weight_bits(model)
+        sent[name] = state.telemetry.totals()["bytes_sent"]
+        state.close()
+    return {"losses": losses, "bits": found, "sent": sent}
+
+
+@pytest.mark.slow
+def test_training_like_torch(tmp_path: Path) -> None:
+    ranks = run(_trained, 4, tmp_path)
+    assert all(other["bits"] == ranks[0]["bits"] for other in ranks)
+    for one in ranks:
+        exact = torch.tensor(one["losses"].pop("torch"))
+        for name, losses in one["losses"].items():
+            torch.testing.assert_close(torch.tensor(losses), exact, rtol=0, atol=0.04 if name == "few" else 0.02)
+    # A module's weights travel twice in a step, those of the root once.
+    assert 2.4 < ranks[0]["sent"]["both"] / ranks[0]["sent"]["gradients"] <= 3
+
+
+def _policies(rank: int) -> None:
+    on = mesh(1)["shard"]
+    halves = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for policy in (
+        {"mp_policy": halves},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)},
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": 2},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    ):
+        theirs = sharded(on, padded(), **policy)
+        once(theirs, rank)
+        ours, state = gathered(padded(), **policy)
+        once(ours, rank)
+        errors = relative_errors(ours, gradients(theirs))
+        assert 0 < max(errors.values()) < 0.15, (policy, errors)
+        state.close()
+
+    # In a step whose gradients wait, the weights are the same in all of its passes.
+    model, state = gathered(layers())
+    for micro in range(3):
+        model.set_requires_gradient_sync(micro == 2)
+        loss_of(model, rank, micro).backward()
+    assert all(torch.equal(one, model[0].seen[0]) for one in model[0].seen)
+    assert state.step == 1
+    state.close()
+
+
+@pytest.mark.slow
+def test_policies_and_accumulation(tmp_path: Path) -> None:
+    run(_policies, 4, tmp_path)
+
+
+def _replicas(rank: int) -> str:
+    """Two replicas of two shards, without reduce-scatters at few bits."""
+    on = mesh(2)
+    model = sharded(on["shard"], padded())
+    state = register_gqsgd_fsdp(model, replicate=on["replicate"], all_gather_bits=8, min_numel=0)
+    train(model, rank, range(3))
+    state.close()
+    return weight_bits(model)
+
+
+@pytest.mark.slow
+def test_replicas_have_the_same_weights(tmp_path: Path) -> None:
+    assert len(set(run(_replicas, 4, tmp_path))) == 1
+
+
+def _resumed(rank: int) -> None:
+    whole, _ = gathered(padded())
+    train(whole, rank, range(6))
+    first, saving = gathered(padded())
+    train(first, rank, range(3))
+    second, state = gathered(padded(), {**GATHERED, "seed": 5})
+    second.load_state_dict(first.state_dict())
+    state.load_state_dict(saving.state_dict())
+    train(second, rank, range(3, 6))
+    assert weight_bits(second) == weight_bits(whole)
+
+
+def _loaded_on_one_rank(rank: int) -> str:
+    model, state = gathered(padded())
+    train(model, rank, range(1))
+    if rank == 1:
+        state.load_state_dict({**state.state_dict(), "step": 7, "reductions": {}})
+    return error_text(ConfigError, lambda: once(model, rank))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    run(_resumed, 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_state_that_one_rank_has_loaded_is_noticed(tmp_path: Path) -> None:
+    for text in run(_loaded_on_one_rank, 2, tmp_path):
+        assert "step" in text
+
+
+def _refused(rank: int) -> list[str]:
+    texts = []
+    on = mesh(1)["shard"]
+
+    def fails(hooks: dict[str, Any], model: nn.Module) -> None:
+        texts.append(error_text(ConfigError, lambda: register_gqsgd_fsdp(model, **hooks)))
+
+    model = sharded(on)
+    fails({"all_gather_bits": 8}, model)
+    for bits in (1, 16, True, "8"):
+        fails({**GATHERED, "all_gather_bits": bits}, model)
+    fails({**GATHERED, "all_gather_bits": 8 if rank else None}, model)
+
+    class Own:
+        def allocate(self, size: Any, *, dtype: Any, device: Any) -> Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    model.set_custom_all_gather(Own())
+    fails(GATHERED, model)
+    assert "reduce-scattered" in register_gqsgd_fsdp(model, reduce_scatter=True).report()  # not ours to replace
+
+    model = fully_shard(mlp(), mesh=on)
+    register_gqsgd_fsdp(model, **GATHERED)
+    assert isinstance(model, FSDPModule)
+    model.set_custom_all_gather(Own())
+    texts.append(error_text(ConfigError, lambda: once(model, rank)))
+    return texts
+
+
+def test_refusals(tmp_path: Path) -> None:
+    for alone, one, sixteen, flag, word, differing, taken, lost in run(_refused, 2, tmp_path):
+        assert "nothing would be compressed" in alone
+        assert "all_gather_bits=1 is out of range: 2 to 8" in one
+        assert "all_gather_bits=16" in sixteen
+        assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in sixteen
+        assert "all_gather_bits=True must be an integer" in flag
+        assert "all_gather_bits='8' must be an integer" in word
+        assert "all_gather_bits: null != 8" in differing
+        assert "already has an all-gather of its own" in taken
+        assert "no longer has the custom all-gather" in lost
