@@ -1,4 +1,4 @@
-"""Lightning's ModelParallelStrategy (FSDP2), with quantised reduce-scatters. On the CPU, offline:
+"""Lightning's ModelParallelStrategy (FSDP2), with weights and gradients at few bits. On the CPU, offline:
 python examples/lightning_model_parallel.py
 """
 
@@ -17,7 +17,7 @@ class Digits(pl.LightningModule):
     def configure_model(self) -> None:
         self.net = Sequential(Linear(64, 256), ReLU(), Linear(256, 256), ReLU(), Linear(256, 10))
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-        self.gqsgd = register_gqsgd_fsdp(self.net, reduce_scatter=True, bits=4)
+        self.gqsgd = register_gqsgd_fsdp(self.net, reduce_scatter=True, all_gather_bits=8, bits=4)
         self.print(self.gqsgd.report())
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:

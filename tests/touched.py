@@ -64,6 +64,11 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         f"tests/integrations/test_{part}.py": ("lightning_gqsgd/ddp/", "lightning_gqsgd/frameworks/")
         for part in ("finetuning", "loops", "peft", "precision", "resume")
     },
+    "tests/integrations/test_fsdp_all_gather": (
+        "lightning_gqsgd/frameworks/fsdp",
+        "lightning_gqsgd/reducers/shards",
+        "lightning_gqsgd/wire/plan",
+    ),
     "tests/integrations/test_fsdp": ("lightning_gqsgd/frameworks/fsdp", "lightning_gqsgd/wire/engine"),
     "tests/integrations/test_transformers.py": ("lightning_gqsgd/frameworks/transformers", "lightning_gqsgd/ddp/"),
     "tests/integrations/test_lightning": ("lightning_gqsgd/_autoload", "lightning_gqsgd/frameworks/"),
