@@ -237,25 +237,27 @@ class GQSGDFSDPState:
 
     def gather(self, group: ShardedGroup, weights: Tensor, own: Tensor, ranks: dist.ProcessGroup) -> None:
         """All-gather: set ``weights`` to all ranks' shards of a module's weights, rounded, in rank order. FSDP has
-        copied this rank's shard there.
+        copied this rank's shard, ``own``, there.
 
         Raises:
             ConfigError: if ranks do not agree.
             CollectiveError: if a collective failed; ``weights`` are all NaN then, and the shards are as they were.
         """
         assert self._gather is not None
+        engine = self._gather.engine
         segments = tuple(segment._replace(choice=0) for segment in self._rows(self._gather, group.parameters))
-        # After the forward pass, FSDP may keep the weights on a few ranks of one node (reshard_after_forward=8). An
-        # extension of its all-gather (fp8) has numbers of its own, which may not be rounded again.
-        is_ours = ranks is self._shards and weights.dtype in COMPUTE_DTYPES
-        if not is_ours or sum(segment.numel for segment in segments) != weights.numel():
+        is_usual = weights.dtype in COMPUTE_DTYPES and sum(one.numel for one in segments) == weights.numel()
+        if not is_usual:
+            self._say_once("gathered", group, "the weights of %s are gathered as they are, because FSDP packs them")
+        # FSDP may keep the weights on the few ranks of one node after the forward pass (reshard_after_forward=8). A
+        # model can still be evaluated after `close`, with exact weights.
+        if not is_usual or ranks is not self._shards or engine.is_closed:
             dist.all_gather_into_tensor(weights, own, group=ranks)
             return
-        engine = self._gather.engine
-        engine.check_open()
         if weights.dtype not in self._has_met:
             self._meet(weights)
-        counted_by = self._scatter or self._average
+        # Where several backward passes accumulate, all-reduces may be fewer than reduce-scatters.
+        counted_by = self._average or self._scatter
         assert counted_by is not None  # see `fsdp_starting.check_request`
         begun = moment(weights.device)
         # Reductions compare the ranks' counts before an optimizer uses what was computed with these weights.
@@ -315,14 +317,15 @@ class GQSGDFSDPState:
         segments = self._rows(collective, parameters)
         if sum(segment.numel for segment in segments) == x.numel():
             return segments, True
-        if group.index not in self._said:
-            self._said.add(group.index)
-            logger.warning(
-                "gqsgd: some parameters of %s got no gradient, and FSDP does not tell which: the others travel "
-                "uncompressed; set_reduce_scatter_unused_params(True) avoids this",
-                group.name,
-            )
+        text = "some parameters of %s got no gradient, and FSDP does not tell which: the others travel uncompressed; "
+        self._say_once("reduced", group, text + "set_reduce_scatter_unused_params(True) avoids this")
         return (Segment(0, x.numel() // len(rows), raw=True),) * len(rows), False
+
+    def _say_once(self, about: str, group: ShardedGroup, text: str) -> None:
+        """Log a warning about a module, whose name replaces ``%s``, if there was none about it."""
+        if (about, group.index) not in self._said:
+            self._said.add((about, group.index))
+            logger.warning("gqsgd: " + text, group.name)
 
     def _rows(self, collective: _Collective, parameters: list[ShardedParameter]) -> tuple[Segment, ...]:
         """Returns the parameters in a flat tensor of a collective that has all of them."""
@@ -396,13 +399,13 @@ class GQSGDFSDPState:
     # --- agreement ---------------------------------------------------------------------------------------------------
 
     def _meet(self, x: Tensor) -> None:
-        """Compile what the first reduction in a dtype needs, and wait for ranks that take longer.
+        """Compile what the first collective in a dtype needs, and wait for ranks that take longer.
 
-        Before the very first reduction, compare the parameters of replicas: nobody makes them equal, and training does
+        Before the very first one, compare the parameters of replicas: nobody makes them equal, and training does
         not make them equal later.
         """
-        with self._meeting("the first reduction in a dtype") as meeting:
-            facts = {"dtype of gradients": str(x.dtype)}
+        with self._meeting("the first collective in a dtype") as meeting:
+            facts = {"dtype of gradients or weights": str(x.dtype)}
             replicas = dict(facts)
             if self._average is not None and not self._has_met:
                 replicas["values of parameters (replicas have to start alike)"] = parameter_bits(self._groups)
@@ -495,14 +498,15 @@ class GQSGDFSDPState:
         return text
 
     def close(self) -> None:
-        """Release threads and process groups. After that, the model cannot be trained any more."""
+        """Release threads and process groups. After that, the model cannot be trained any more, and computes with exact
+        weights."""
         self._checks.remove()
         if self._average is not None:
             self._average.engine.close()
         self._sharded.close()
 
     def _install(self, model: nn.Module) -> None:
-        self._said: set[int] = set()  # groups about which users have been warned
+        self._said: set[tuple[str, int]] = set()  # warnings, and groups about which users have had them
         self._hooks = Hooks(self._average is not None, self._scatter is not None, self._gather is not None)
         set_hooks(self, self._groups, self._hooks)
         # Reductions check the same, but there are none where all hooks were replaced.

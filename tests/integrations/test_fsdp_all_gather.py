@@ -92,8 +92,11 @@ def _rounded(rank: int) -> tuple[str, str]:
     model.reshard()  # after an evaluation, FSDP keeps the weights of the root
     found = bits_of(first.seen), weight_bits(model)
     state.close()
+    with torch.no_grad():
+        loss_of(model, rank, 0)
+    assert torch.equal(first.seen[-1], first.weight.full_tensor())
     with pytest.raises(RuntimeError, match="the hook was closed"):
-        model(torch.zeros(1, 32))
+        loss_of(model, rank, 0).backward()
     return found
 
 
