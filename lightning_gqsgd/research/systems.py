@@ -201,4 +201,16 @@ SYSTEMS: dict[str, System] = {
         guarantees="the step of the mean gradient, up to rounding",
         where="training",
     ),
+    "qsdp": System(
+        {"bits": 8},
+        "Markov, Vladu, Guo, Alistarh 2023, arXiv 2302.02390",
+        "sharded weights, gathered at few bits, and gradients, reduce-scattered at few bits",
+        "lightning_gqsgd.register_gqsgd_fsdp",
+        needs="FSDP2 of torch 2.9 or later, reduce_scatter=True and all_gather_bits=8",
+        sends="weights to each other rank, twice in a step, and gradients to owners, 2 to 8 bits",
+        keeps="none",
+        guarantees="rounded weights are unbiased, and the same on all ranks and in both passes of a step",
+        where="training",
+        left_out="levels that are learnt from the weights, because scales of short blocks follow them",
+    ),
 }

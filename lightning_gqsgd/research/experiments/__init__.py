@@ -55,6 +55,7 @@ EXPERIMENTS: dict[str, Callable[[], Rows]] = {
     "lossless": recent.lossless,
     "pulse": recent.pulse,
     "dion": recent.dion,
+    "qsdp": recent.qsdp,
     "gqsgd_muloco": recent.muloco,
 }
 

@@ -1,4 +1,4 @@
-"""The smallest experiments of DeMo, lossless averages, PULSE, Dion and MuLoCo."""
+"""The smallest experiments of DeMo, lossless averages, PULSE, Dion, QSDP and MuLoCo."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+from lightning_gqsgd.config.resolving import setting_of
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.presets import make_config
+from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.lossless import pack, unpack
 from lightning_gqsgd.research.experiments.rows import Row, Rows, normal, virtual
 from lightning_gqsgd.research.optim.dion import Dion
@@ -17,6 +21,7 @@ from lightning_gqsgd.research.simulation.problems import DigitsMLP
 from lightning_gqsgd.research.simulation.record import Record
 from lightning_gqsgd.research.simulation.shapes import Shaped
 from lightning_gqsgd.research.systems import SYSTEMS
+from lightning_gqsgd.wire.plan import GatherPlan
 
 
 def demo() -> Rows:
@@ -84,6 +89,32 @@ def dion() -> Rows:
     size = float(step.norm())
     most = math.sqrt(rank)
     yield Row(f"its norm is √r = {most:.3f}, as that of P Qᵀ", f"{size:.3f}", abs(size - most) < 1e-3)
+
+
+def qsdp() -> Rows:
+    """QSDP's all-gather of weights: the same rounded weights on all ranks, without bias."""
+    ranks, share, repeats = 4, 4096, 64
+    weights = 0.02 * normal(0, ranks * share)
+    config = make_config(None, **SYSTEMS["qsdp"].fields, reducer="two_shot")
+    setting = setting_of(config, ranks, torch.float32)
+    plan = GatherPlan([Segment(rank, share, raw=False) for rank in range(ranks)], setting)
+    stores = [new_store(setting, {}, weights.device) for _ in range(ranks)]
+
+    def gathered(step: int) -> list[torch.Tensor]:
+        everyone = [weights.clone() for _ in range(ranks)]
+        plan.average(everyone, step, stores)
+        return everyone
+
+    first, *others = gathered(0)
+    same = all(torch.equal(first, other) for other in others)
+    yield Row("all ranks have the same weights", "the same" if same else "others", same)
+    bits = 8 * plan.message_bytes / weights.numel()
+    yield Row("a weight takes at most 8.2 bits", f"{bits:.3f}", bits < 8.2)
+    of_one = relative_error(first, [weights])
+    yield Row("8 bits leave an error of at most 1 %", f"{of_one:.2%}", of_one < 0.01)
+    mean = torch.stack([gathered(step)[0] for step in range(repeats)]).mean(0)
+    times = of_one / relative_error(mean, [weights])
+    yield Row(f"the mean of {repeats} roundings is about 8 times closer", f"{times:.1f} times", 6 < times < 10)
 
 
 def muloco() -> Rows:
