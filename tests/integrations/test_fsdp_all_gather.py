@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
+from lightning_gqsgd.wire.communicator import CollectiveError
 from tests.bits import bits_of
 from tests.distributed.models import loss_of, mlp, train
 from tests.distributed.ranks import run
@@ -212,6 +214,26 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
 def test_a_state_that_one_rank_has_loaded_is_noticed(tmp_path: Path) -> None:
     for text in run(_loaded_on_one_rank, 2, tmp_path):
         assert "step" in text
+
+
+def _dies(rank: int) -> tuple[str, bool]:
+    model, _ = gathered(padded())
+    train(model, rank, range(1))
+    exact = [p.to_local().clone() for p in model.parameters()]
+    if rank == 1:
+        os._exit(7)
+    text = error_text(CollectiveError, lambda: once(model, rank))
+    model.reshard()
+    unchanged = all(torch.equal(p.to_local(), own) for p, own in zip(model.parameters(), exact, strict=True))
+    return text, unchanged
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_before_a_forward_pass_is_an_error(tmp_path: Path) -> None:
+    (text, unchanged), _ = run(_dies, 2, tmp_path, dies=(1,), collective_timeout=10)
+    assert "all-gather of" in text
+    assert "failed on rank 0 of 2" in text
+    assert unchanged  # the shards
 
 
 def _refused(rank: int) -> list[str]:
