@@ -27,6 +27,7 @@ from lightning_gqsgd.cli.doctor_interfaces import Interface
 from lightning_gqsgd.cli.doctor_places import Place, place_of
 from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.wire.communicator import GLOO_PATIENCE
 from lightning_gqsgd.wire.node import network
 from lightning_gqsgd.wire.store import EndingStore
 
@@ -39,8 +40,6 @@ ROUNDS_S = 30.0
 ROUND_S = 1.0
 #: Further seconds that rank 0 waits.
 LAST_S = 3
-#: Gloo waits for a connection so many times as long as its timeout says.
-GLOO_PATIENCE = 5
 #: Round trips of one byte.
 TRIPS = 20
 #: Bytes of the shortest and of the longest message of the rate.

@@ -48,6 +48,8 @@ from lightning_gqsgd.wire.store import EndingStore
 
 #: The longest time that ranks may wait for each other, because clocks cannot add much more to the current time.
 LONGEST_TIMEOUT = timedelta(days=3650)
+#: Gloo waits for a connection so many times as long as its timeout says.
+GLOO_PATIENCE = 5
 #: Coordinates of a piece over NCCL: one piece for a bucket of DDP's default size, since kernel launches cost more than
 #: smaller pieces would gain. A piece holds two messages and a shard, and `pipeline.MAX_ON_STREAM` pieces of each of two
 #: streams are under way. So scratch memory on a GPU is at most 4 (2 + 1/ranks) times 16 MiB at 8 bits, less with fewer
@@ -222,10 +224,13 @@ class Communicator:
         if turn not in self._devices:
             self._devices[turn] = gloo_devices()
         options = gloo._Options()
-        options._timeout = self.timeout
+        # Before torch 2.8, collectives keep the timeout with which their group was connected.
+        options._timeout = self.timeout / (GLOO_PATIENCE if torch.__version__ >= "2.8" else 1)
         options._devices = list(self._devices[turn])
         options._threads = 2 * len(self._devices[turn])  # as many as torch uses
-        return gloo(store, rank, size, options)
+        made = gloo(store, rank, size, options)
+        made._set_default_timeout(self.timeout)
+        return made
 
     def _share(self, stage: int, scope: Scope, turn: int) -> None:
         """Let the ranks of a group share memory, if all of them are on one machine. A collective of the group."""

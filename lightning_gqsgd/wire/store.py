@@ -132,13 +132,15 @@ class EndingStore(dist.Store):
     """A store for torch's process groups whose requests end in bounded time, see `Requests`.
 
     Args:
-        store: the store that holds the values. Its own waits end after ``timeout`` if the store is alive.
-        timeout: timeout of one request.
+        store: the store that holds the values.
+        timeout: timeout of one request. Waits for keys also have it, whatever the process group asks for: Gloo, which
+            connects with a shorter one, would wait too briefly for a rank that comes late.
     """
 
     def __init__(self, store: dist.Store, timeout: timedelta) -> None:
         super().__init__()
         self._store = store
+        self._timeout = timeout
         self._within_s = timeout.total_seconds() + _MARGIN_S
         self._requests = Requests()
 
@@ -160,8 +162,7 @@ class EndingStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys have values."""
-        given = () if timeout is None else (timeout,)
-        self._ask(lambda: self._store.wait(keys, *given))
+        self._ask(lambda: self._store.wait(keys, self._timeout))
 
     def close(self) -> None:
         """End the thread that makes the requests; see `Requests.close`. Later requests start another one."""

@@ -23,7 +23,7 @@ from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.errors import CollectiveError
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.peers import Peers
-from lightning_gqsgd.wire.store import Store
+from lightning_gqsgd.wire.store import EndingStore, Store
 from tests.distributed.models import mlp, train
 from tests.distributed.ranks import run
 from tests.distributed.server import fork_context
@@ -147,6 +147,48 @@ def test_ranks_whose_store_stands_still_while_groups_are_created_find_out(server
     stop(process)
     with pytest.raises(CollectiveError, match="it has not answered for 3 s"):
         Communicator(torch.device("cpu"), peers, "key")
+
+
+class _Silent(EndingStore):
+    """A store whose rank says where it listens, and then connects to nobody."""
+
+    def __init__(self, store: dist.Store, ends: threading.Event) -> None:
+        super().__init__(store, timedelta(seconds=TIMEOUT_S))
+        self._ends = ends
+        self.has_said = threading.Event()
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self.has_said.set()
+        self._ends.wait(60)
+        raise dist.DistStoreError("the rank has ended")
+
+
+@pytest.mark.skipif(torch.__version__ < "2.8", reason="collectives would keep the shorter timeout of connections")
+def test_a_rank_waits_for_a_connection_as_long_as_its_timeout_says() -> None:
+    ends = threading.Event()
+    store = dist.HashStore()
+    timeout = timedelta(seconds=2)
+    ranks = tuple(range(12))  # which of two ranks waits for the other is up to their ports, so there are several
+    silent = []
+    for rank in ranks[1:]:
+        ending = _Silent(store, ends)
+        peers = Peers(rank, ranks, ending, {"cpu": "gloo"}, timedelta(seconds=60))
+        thread = threading.Thread(
+            target=error_text, args=(CollectiveError, Communicator, torch.device("cpu"), peers, "key")
+        )
+        thread.start()
+        silent.append((ending, thread))
+    for ending, _ in silent:
+        assert ending.has_said.wait(60)
+    begun = time.monotonic()
+    try:
+        with pytest.raises(CollectiveError, match="connecting to 12 ranks failed"):
+            Communicator(torch.device("cpu"), Peers(0, ranks, store, {"cpu": "gloo"}, timeout), "key")
+        assert time.monotonic() - begun < 4 * timeout.total_seconds()
+    finally:
+        ends.set()
+        for _, thread in silent:
+            thread.join()
 
 
 def _save_while_rank_0_stands_still(rank: int, port: int) -> tuple[str, float]:
