@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_gqsgd.errors import ConfigError, check_one_of, describe_difference
+from lightning_gqsgd.kernels.wire import is_in_range
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ def load_outer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     If the checkpoint's hyperparameters differ from those of this run, the difference is logged.
 
     Raises:
-        ConfigError: if the state belongs to another kind of optimizer. Nothing is loaded then.
+        ConfigError: if the state belongs to another kind of optimizer, or if a finite value becomes infinite in the
+            anchors' dtype. Nothing is loaded then.
     """
     asked = _numbers(optimizer)
     before = optimizer.state_dict()
@@ -99,6 +101,16 @@ def load_outer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
             f"the state of local steps has the state of another outer optimizer than {type(optimizer).__name__} "
             f"({error}); resume with the one that wrote it"
         ) from error
+    # torch has cast the saved values, in the order of parameters.
+    numbers = _parameters(state["param_groups"])
+    for number, tensor in zip(numbers, _parameters(optimizer.param_groups), strict=True):
+        for name, value in state["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and not is_in_range(value, tensor.dtype):
+                optimizer.load_state_dict(before)
+                raise ConfigError(
+                    f"the state of local steps has {value.dtype} for the outer optimizer's {name!r} with values beyond "
+                    f"the largest number of this run's {tensor.dtype}; resume with anchors of the dtype that wrote it"
+                )
     loaded = _numbers(optimizer)
     if loaded != asked:
         logger.warning(
@@ -109,6 +121,11 @@ def load_outer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
                 {name: repr(value) for name, value in asked.items()},
             ),
         )
+
+
+def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Returns the parameters of an optimizer's groups, or their numbers in the groups of its state."""
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _numbers(optimizer: Optimizer) -> dict[str, Any]:

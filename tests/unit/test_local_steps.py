@@ -14,7 +14,7 @@ from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.local_steps.choosing import make_local
 from lightning_gqsgd.local_steps.fragments import Bundle, Entry, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
-from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
+from lightning_gqsgd.local_steps.outer import describe_outer, load_outer, make_outer
 from lightning_gqsgd.local_steps.schedule import Rounds
 from lightning_gqsgd.local_steps.starting import check_anchor_device
 from lightning_gqsgd.presets import LOCAL_PRESETS
@@ -187,6 +187,22 @@ def test_the_outer_optimizer_begins_after_some_steps_of_plain_means() -> None:
     for value, text in ((-1, "outer_after=-1"), (1.5, "outer_after=1.5"), (True, "outer_after=True")):
         with pytest.raises(ConfigError, match=text):
             LocalOptions(outer_after=value)  # type: ignore[arg-type]
+
+
+def test_a_momentum_that_would_become_infinite_is_refused_and_nothing_is_loaded() -> None:
+    wide, narrow = (torch.zeros(2, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    saved = make_outer("nesterov", [wide])
+    wide.grad = torch.tensor([1.0, 1e39], dtype=torch.float64)
+    saved.step()
+    outer = make_outer("nesterov", [narrow])
+    with pytest.raises(ConfigError, match=r"'momentum_buffer' with values beyond the largest number .* torch.float32"):
+        load_outer(outer, saved.state_dict())
+    assert not outer.state
+    wide.grad[1] = 0.0
+    again = make_outer("nesterov", [wide])
+    again.step()
+    load_outer(outer, again.state_dict())
+    assert outer.state[narrow]["momentum_buffer"].tolist() == [1.0, 0.0]
 
 
 def test_outer_optimizers_by_name_by_class_and_by_function() -> None:
