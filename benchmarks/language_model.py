@@ -455,7 +455,8 @@ def measure(options: argparse.Namespace) -> Report:
         f"Learning rates were tried with the first seed{swept}: {tried[0]} with AdamW, and {tried[1]} with Muon "
         "inside of MuLoCo.",
         f"Minutes are predicted, and not measured: steps of a worker with a backward pass of {1e3 * BACKWARD_S:.0f} ms "
-        "on four hosts with the codec of a CPU, as `gqsgd advise` predicts them.",
+        "on four hosts with the codec of a CPU, as `gqsgd advise` predicts them. What Muon computes in a step, beyond "
+        "what AdamW does, is not in them. Kept trainings may have run on other processors than the one above.",
         *([f"Also trained with the first seed: {'; '.join(others)}."] if others else []),
         *([f"Not over yet: {', '.join(missing)}."] if missing else []),
     )

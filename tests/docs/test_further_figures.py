@@ -208,8 +208,9 @@ def host_time(bucket: str) -> str:
     return cell("host_time", "each other one (us)", configuration="gqsgd", bucket=bucket)
 
 
-#: A way to train the language model.
+#: Ways to train the language model.
 DILOCO = "DiLoCo, H = 32, 4 bit"
+MULOCO = "MuLoCo, H = 32, 2 bit"
 
 
 def trained(way: str, column: str = "loss at the end") -> float:
@@ -410,15 +411,19 @@ SENTENCES: Sentences = {
     ],
     (
         "docs/benchmarks.md",
-        r"validation loss ends at ([\d.]+), ([\d.]+) and ([\d.]+) nats per byte, where fp32 ends at ([\d.]+), and its "
-        r"two seeds at ([\d.]+) and ([\d.]+)\..*2 bits end at ([\d.]+), although.*With DiLoCo at 4 bits, the loss is "
-        r"([\d.]+), after a (\d+)th of",
+        r"validation loss ends at ([\d.]+), ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) nats per byte, where fp32 ends "
+        r"at ([\d.]+), and its two seeds at ([\d.]+) and ([\d.]+)\..*fp32 ends at ([\d.]+) and 2 bits at ([\d.]+), "
+        r"although.*With DiLoCo at 4 bits, the loss is ([\d.]+), after a (\d+)th of",
     ): [
-        *(partial(trained, way) for way in ("8 bit", "4 bit", "2 bit", "ddp")),
+        *(partial(trained, way) for way in ("ddp_bf16", "8 bit", "4 bit", "3 bit", "2 bit", "ddp")),
         *(partial(trained, "ddp", column) for column in ("lowest", "highest")),
-        partial(trained_once, "2_bit_0.002_seed_0"),
+        *(partial(trained_once, f"{way}_0.002_seed_0") for way in ("ddp", "2_bit")),
         partial(trained, DILOCO),
         lambda: trained("ddp", "sent (MB)") / trained(DILOCO, "sent (MB)"),
+    ],
+    ("docs/benchmarks.md", r"It ends at ([\d.]+), after a (\d+)th of fp32's bytes"): [
+        partial(trained, MULOCO),
+        lambda: trained("ddp", "sent (MB)") / trained(MULOCO, "sent (MB)"),
     ],
     (
         "docs/benchmarks.md",
