@@ -396,4 +396,4 @@ def test_a_configuration_with_noise_can_be_written_and_is_refused_where_no_ddp_i
     with pytest.raises(ConfigError, match="noise of the gradients of a DDP training; here, give one of bits=32"):
         resolve(config, 2)
     with pytest.raises(ConfigError, match="with FSDP2, give bits as a number"):
-        check_request(config, None, True)
+        check_request(config, None, True, None)
