@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import inspect
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any, get_type_hints
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.hook import GQSGDState
 from lightning_gqsgd.errors import ConfigError, did_you_mean
-from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.local_steps.options import LocalOptions, parse_time
 from lightning_gqsgd.presets import Preset, make_config
 from lightning_gqsgd.session.checkpoint import STATE_SCHEMA
 from lightning_gqsgd.spec.fields import FieldArguments
@@ -88,11 +89,13 @@ def split_arguments(
     Args:
         strategy: the class, which has a DDPStrategy of Lightning's among its ancestors.
         preset: name of a preset, or a configuration, whose values the fields among the arguments replace.
-        arguments: keyword arguments, without those of local steps. A field that is None keeps the preset's value.
+        arguments: keyword arguments, without those of local steps. A field that is None keeps the preset's value. The
+            timeout may be a text, such as ``"5min"``.
 
     Raises:
-        ConfigError: a name that is no argument, a value that cannot work, or a communication hook of the user's. (The
-            state of torch's post-local SGD is welcome where Lightning's strategy averages models.)
+        ConfigError: a name that is no argument, a value that cannot work, a timeout that is no time, or a communication
+            hook of the user's. (The state of torch's post-local SGD is welcome where Lightning's strategy averages
+            models.)
     """
     (base,) = (ancestor for ancestor in strategy.__mro__ if ancestor.__name__ == "DDPStrategy")
     given = {name: arguments.pop(name) for name in GQSGDConfig.field_names() if name in arguments}
@@ -107,6 +110,9 @@ def split_arguments(
                 f"{strategy.__name__} has no argument {name!r}{did_you_mean(name, allowed)} "
                 f"(its own: {', '.join(own)}; all others are DDPStrategy's)"
             )
+    timeout = arguments.get("timeout")
+    if timeout is not None and not isinstance(timeout, timedelta):  # YAML, which LightningCLI reads, has no timedelta
+        arguments["timeout"] = parse_time("timeout", str(timeout))
     return make_config(preset, **fields), arguments
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from lightning_gqsgd.config import GQSGDConfig, Memory
+from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
 from tests.distributed.ranks import run
 
 OBJECT = """
@@ -29,6 +30,7 @@ trainer:
     dict_kwargs:
       find_unused_parameters: true
       bucket_cap_mb: 5
+      timeout: 5min
 """
 pytestmark = [  # LightningCLI on the jsonargparse of the day
     pytest.mark.filterwarnings("ignore:LightningCLI.s args parameter"),
@@ -67,6 +69,8 @@ def test_an_object_from_the_command_line() -> None:
 
 
 def test_an_object_from_yaml(tmp_path: Path) -> None:
+    from lightning_gqsgd import GQSGDStrategy
+
     file = tmp_path / "strategy.yaml"
     file.write_text(OBJECT)
     strategy = strategy_of(f"--config={file}")
@@ -75,6 +79,10 @@ def test_an_object_from_yaml(tmp_path: Path) -> None:
         bits=4, block_size=128, exclude=("*.bias",), memory=memory, dither="stochastic"
     )
     assert strategy._ddp_kwargs == {"find_unused_parameters": True, "bucket_cap_mb": 5}
+    assert strategy._timeout == timedelta(minutes=5)
+    for wrong in (60, "soon"):
+        with pytest.raises(ConfigError, match=f"timeout='{wrong}' is no time: write a number and a unit"):
+            GQSGDStrategy(timeout=wrong)
 
 
 def test_help_has_every_argument_with_its_type(capsys: pytest.CaptureFixture[str]) -> None:
