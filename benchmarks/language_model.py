@@ -86,6 +86,7 @@ WAYS = {
     "ddp_bf16": Way(16),
     **{f"{bits} bit": Way(bits) for bits in (8, 4, 3, 2)},
     f"DiLoCo, H = {EVERY}, 4 bit": Way(4, "gqsgd_diloco"),
+    "ddp, Muon": Way(32, rates=MUON),
     f"MuLoCo, H = {EVERY}, 2 bit": Way(2, "gqsgd_muloco", MUON),
 }
 
@@ -452,8 +453,7 @@ def measure(options: argparse.Namespace) -> Report:
     report.notes = (
         f"{problem.text}; {options.batch} windows of {LENGTH} bytes of each worker in a step. Loss: nats per byte of "
         "the validation text. Sent: bytes of each worker. "
-        f"Learning rates were tried with the first seed{swept}: {tried[0]} with AdamW, and {tried[1]} with Muon "
-        "inside of MuLoCo.",
+        f"Learning rates were tried with the first seed{swept}: {tried[0]} with AdamW, and {tried[1]} with Muon.",
         f"Minutes are predicted, and not measured: steps of a worker with a backward pass of {1e3 * BACKWARD_S:.0f} ms "
         "on four hosts with the codec of a CPU, as `gqsgd advise` predicts them. What Muon computes in a step, beyond "
         "what AdamW does, is not in them. Kept trainings may have run on other processors than the one above.",

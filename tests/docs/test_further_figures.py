@@ -421,9 +421,13 @@ SENTENCES: Sentences = {
         partial(trained, DILOCO),
         lambda: trained("ddp", "sent (MB)") / trained(DILOCO, "sent (MB)"),
     ],
-    ("docs/benchmarks.md", r"It ends at ([\d.]+), after a (\d+)th of fp32's bytes"): [
+    (
+        "docs/benchmarks.md",
+        r"It ends at ([\d.]+), after a (\d+)th of fp32's bytes.*every step, the loss is ([\d.]+)\.",
+    ): [
         partial(trained, MULOCO),
         lambda: trained("ddp", "sent (MB)") / trained(MULOCO, "sent (MB)"),
+        partial(trained, "ddp, Muon"),
     ],
     (
         "docs/benchmarks.md",
