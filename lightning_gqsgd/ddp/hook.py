@@ -48,7 +48,7 @@ from lightning_gqsgd.session import checkpoint
 from lightning_gqsgd.session.copies import DetachedState, say_if_detached
 from lightning_gqsgd.session.first_rank import take_from_first_rank
 from lightning_gqsgd.session.nodes import layouts
-from lightning_gqsgd.session.opening import Side, compile_together, digest_of_facts, facts_of, open_engines
+from lightning_gqsgd.session.opening import Kernels, Side, compile_together, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import digest, number_parameters
 from lightning_gqsgd.session.report import in_words, report, summary
 from lightning_gqsgd.sparse.gradients import SparseGradients
@@ -447,7 +447,7 @@ class GQSGDState:
             meeting.agree(
                 [{"frozen with a gradient": digest(left), "the last backward pass has ended": str(has_ended)}]
             )
-            compile_together(meeting, {self._engine: self._candidates}, dtypes)
+            compile_together(meeting, [Kernels(self._engine, self._candidates)], dtypes)
         if not has_ended:
             before.trained.drop_gradients(old.reducer)
         average(left.values(), self._group)

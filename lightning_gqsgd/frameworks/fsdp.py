@@ -53,12 +53,12 @@ from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state, is_count
 from lightning_gqsgd.session.nodes import Layout, layouts
-from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
+from lightning_gqsgd.session.opening import Kernels, Side, compile_together, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import digest
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Stamp, Weights, digest_of
 from lightning_gqsgd.wire.communicator import patience_of
-from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages, Request, untraced
+from lightning_gqsgd.wire.engine import Engine, Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import GatherPlan, Plan, ScatterPlan
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
@@ -179,6 +179,9 @@ class GQSGDFSDPState:
                 if gathered:
                     first = count * len(self._collectives)
                     self._gather = _Collective("all-gather", self._sharded, gathered, every, first, GatherPlan)
+                    # Unlike gradients, weights are always all of a module's, and all have one number of bits.
+                    whole = [self._rows(self._gather, group.parameters) for group in self._groups]
+                    self._weights_segments = [tuple(one._replace(choice=0) for one in some) for some in whole]
                 self.telemetry: Telemetry = self._sharded.telemetry
                 self._install(model)
 
@@ -245,7 +248,7 @@ class GQSGDFSDPState:
         """
         assert self._gather is not None
         engine = self._gather.engine
-        segments = tuple(segment._replace(choice=0) for segment in self._rows(self._gather, group.parameters))
+        segments = self._weights_segments[group.index]
         is_usual = weights.dtype in COMPUTE_DTYPES and sum(one.numel for one in segments) == weights.numel()
         if not is_usual:
             self._say_once("gathered", group, "the weights of %s are gathered as they are, because FSDP packs them")
@@ -410,10 +413,8 @@ class GQSGDFSDPState:
             if self._average is not None and not self._has_met:
                 replicas["values of parameters (replicas have to start alike)"] = parameter_bits(self._groups)
             meeting.agree([facts, *([replicas] if self._replicas is not None else [])])
-            with meeting.preparing(COMPILE_PATIENCE_S):
-                for collective in self._collectives:
-                    for config in collective.configs:
-                        collective.engine.compile(config, x.dtype, collective.plan)
+            needed = [Kernels(one.engine, one.configs, one.plan) for one in self._collectives]
+            compile_together(meeting, needed, [x.dtype])
         self._has_met.add(x.dtype)
 
     @property

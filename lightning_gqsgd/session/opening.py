@@ -25,6 +25,7 @@ from lightning_gqsgd.wire.communicator import check_timeout
 from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import Peers
+from lightning_gqsgd.wire.plan import Plan
 
 
 class Side(NamedTuple):
@@ -99,8 +100,8 @@ def open_engines(
         for engine, side in zip(engines, sides, strict=True):
             engine.connect(*side.configs)
         if dtypes:
-            configs = {engine: side.configs for engine, side in zip(engines, sides, strict=True)}
-            compile_together(meeting, configs, dtypes, None if prepare is None else partial(prepare, engines[0]))
+            needed = [Kernels(engine, side.configs) for engine, side in zip(engines, sides, strict=True)]
+            compile_together(meeting, needed, dtypes, None if prepare is None else partial(prepare, engines[0]))
         elif any(side.configs for side in sides):
             # There is nothing to prepare yet. If a rank could not connect, it tells the others in this round.
             meeting.agree([{}] * len(sides))
@@ -133,13 +134,27 @@ def open_agreed(side: Side, key: str, device: torch.device, *, timeout: timedelt
     return engine
 
 
+class Kernels(NamedTuple):
+    """The kernels that the requests of an engine need.
+
+    Attributes:
+        engine: the engine.
+        configs: the configurations of the requests.
+        plan: the plan of the requests.
+    """
+
+    engine: Engine
+    configs: Sequence[GQSGDConfig]
+    plan: type[Plan] = Plan
+
+
 def compile_together(
     meeting: Meeting,
-    configs: Mapping[Engine, Sequence[GQSGDConfig]],
+    needed: Sequence[Kernels],
     dtypes: Sequence[torch.dtype],
     before: Callable[[], None] | None = None,
 ) -> None:
-    """Compile the kernels of each engine's configurations, and wait for slower ranks as long as they are alive (see
+    """Compile the kernels that are needed, and wait for slower ranks as long as they are alive (see
     `Meeting.preparing`). A collective, to be called after the meeting has agreed.
 
     ``before`` is called first, and may take as long as a compilation.
@@ -147,9 +162,9 @@ def compile_together(
     with meeting.preparing(COMPILE_PATIENCE_S):
         if before is not None:
             before()
-        for engine, own in configs.items():
-            for config, dtype in product(own, dtypes):
-                engine.compile(config, dtype)
+        for kernels in needed:
+            for config, dtype in product(kernels.configs, dtypes):
+                kernels.engine.compile(config, dtype, kernels.plan)
 
 
 def prepare_later(
@@ -172,7 +187,7 @@ def prepare_later(
     with Meeting(card.purpose, [group], engine.communicator.timeout) as meeting:
         engine.connect(config)
         meeting.agree([{}])
-        compile_together(meeting, {engine: [config]}, [dtype])
+        compile_together(meeting, [Kernels(engine, [config])], [dtype])
 
 
 def facts_of(config: GQSGDConfig, own: Mapping[str, Any]) -> dict[str, Any]:
