@@ -38,11 +38,12 @@ def _uneven(model: nn.Module, seed: int) -> None:
 
 
 def _watches_nothing(state: GQSGDState) -> None:
-    """Let no second trial begin because other programs of the machine change the length of these short steps."""
+    """Let no second trial begin because other programs of the machine change the length of these short steps, or
+    because the hook costs a larger share of them than of real ones."""
     assert state._steering is not None
     trials = state._steering.trials
     assert trials is not None
-    trials.rules = trials._watch._rules = replace(trials.rules, drift=math.inf, jump=math.inf)
+    trials.rules = trials._watch._rules = replace(trials.rules, drift=math.inf, jump=math.inf, hook=math.inf)
 
 
 def _try_all(state: GQSGDState) -> None:
