@@ -473,6 +473,11 @@ class GQSGDState:
         return model
 
     @property
+    def model(self) -> DistributedDataParallel | None:
+        """The DDP model that the hook is on, which `rewrap` replaces; None if that model was deleted."""
+        return self._attachment.model()
+
+    @property
     def is_closed(self) -> bool:
         """True if the hook was closed and cannot train the model any more."""
         return self._engine.is_closed

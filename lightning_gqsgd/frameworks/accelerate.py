@@ -107,8 +107,8 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         self.config = make_config(preset, **own)
         _say_that_nothing_is_reduced_by_one_process()
         self._hooks = HookStates()
-        # The Accelerator that has forgotten a model, whose hook may still exist.
-        self._freed_by: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[Accelerator]]
+        # The Accelerator that has forgotten a model, by the state of the hook, which may still exist.
+        self._freed_by: weakref.WeakKeyDictionary[GQSGDState, weakref.ref[Accelerator]]
         self._freed_by = weakref.WeakKeyDictionary()
         self._loaded: list[dict[str, Any]] = []
         self._in_use_by: Accelerator | None = None  # the Accelerator that saves or loads the state now
@@ -129,18 +129,20 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         While an Accelerator saves or loads, only its own models count.
         """
         user = self._in_use_by
-        listed = [] if user is None else [state for model, state in self._hooks.items() if _lists(user, model)]
+        listed = [] if user is None else self._listed_by(user)
         # In training, the Accelerator of a Trainer lists no model, see `keep_only`.
         return listed or self._all_states()
 
     def _all_states(self) -> list[GQSGDState]:
-        return [state for model, state in self._hooks.items() if not self._is_freed(model)]
+        return [state for state, model in self._hooks.with_models() if not self._is_freed(state, model)]
+
+    def _listed_by(self, accelerator: Accelerator) -> list[GQSGDState]:
+        return [state for state, model in self._hooks.with_models() if _lists(accelerator, model)]
 
     def freed(self, accelerator: Accelerator) -> None:
         """Note that an Accelerator is about to forget its models."""
-        for model in self._hooks:
-            if _lists(accelerator, model):
-                self._freed_by[model] = weakref.ref(accelerator)
+        for state in self._listed_by(accelerator):
+            self._freed_by[state] = weakref.ref(accelerator)
 
     @contextmanager
     def used_by(self, accelerator: Accelerator) -> Iterator[None]:
@@ -151,11 +153,11 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         finally:
             self._in_use_by = None
 
-    def _is_freed(self, model: DistributedDataParallel) -> bool:
+    def _is_freed(self, state: GQSGDState, model: DistributedDataParallel) -> bool:
         """Returns whether an Accelerator has forgotten a model, and has not prepared it again."""
-        if model not in self._freed_by:
+        if state not in self._freed_by:
             return False
-        accelerator = self._freed_by[model]()
+        accelerator = self._freed_by[state]()
         return accelerator is None or not _lists(accelerator, model)
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _HOOK_FIELDS) -> dict[str, Any]:
@@ -177,7 +179,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         state = register_gqsgd(model, self.config)
         if self._loaded:
             state.load_state_dict(self._loaded.pop(0))
-        self._hooks[model] = state
+        self._hooks.add(state)
         # Accelerate's loggers show warnings only, and that compression is on should be seen.
         state.announce(print_to_stderr)
         return state
@@ -189,14 +191,12 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         Returns:
             The state of the hook on ``model``; None if this handler has no hook on it.
         """
-        state = self._hooks.get(model)
-        self._hooks.clear()
+        state = next((state for state, own in self._hooks.with_models() if own is model), None)
+        self._hooks.keep_only(state)
         # A Trainer frees the memory of its Accelerator when training begins. It does not prepare a model again that is
         # wrapped already, so the Accelerator does not list the model in training.
         self._freed_by.clear()
         self._loaded = []
-        if state is not None:
-            self._hooks[model] = state
         return state
 
     def state_dict(self) -> dict[str, Any]:

@@ -41,11 +41,27 @@ class StrategyArguments(FieldArguments, total=False):
     outlier: float
 
 
-class HookStates(WeakKeyDictionary[DistributedDataParallel, GQSGDState]):
+class HookStates:
     """The states of the hooks on models, in the order in which they were installed. Each is kept as long as its model.
 
-    The models stay in their process, so a pickle is empty.
+    They are looked up by their current models, because `GQSGDState.rewrap` replaces the model. The models stay in their
+    process, so a pickle is empty.
     """
+
+    def __init__(self) -> None:
+        self._states: WeakKeyDictionary[GQSGDState, None] = WeakKeyDictionary()
+
+    def add(self, state: GQSGDState) -> None:
+        """Add the state of a hook."""
+        self._states[state] = None
+
+    def keep_only(self, state: GQSGDState | None) -> None:
+        """Forget all states except one; None means all."""
+        self._states = WeakKeyDictionary({} if state is None else {state: None})
+
+    def with_models(self) -> list[tuple[GQSGDState, DistributedDataParallel]]:
+        """Returns the states whose models still exist, each with its model."""
+        return [(state, state.model) for state in self._states if state.model is not None]
 
     def __reduce__(self) -> Any:
         return HookStates, ()

@@ -98,18 +98,18 @@ class FabricMixin(StrategyMixin):
         order of set-up."""
         if self._local is not None:
             return [trained.averages for trained in self._local.trained]
-        return list(self._hooks.values())
+        return [state for state, _ in self._hooks.with_models()]
 
     def _heads_of(self, state: dict[str, Any]) -> Sequence[GQSGDState | Trained]:
         """Returns the objects whose states belong to a checkpoint: those of the models whose parameters are in it,
         or in its optimizers. Models of earlier set-ups may still exist, for example those of other folds."""
-        heads: list[tuple[Module, Any]] = list(self._hooks.items())
+        heads: list[tuple[GQSGDState | Trained, Module]] = list(self._hooks.with_models())
         if self._local is not None:
-            heads = [(trained.module, trained) for trained in self._local.trained]
+            heads = [(trained, trained.module) for trained in self._local.trained]
         own = {id(parameter) for module in _modules_in(state) for parameter in module.parameters()}
         for optimizer in _optimizers_in(state):
             own |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [head for model, head in heads if not own.isdisjoint(map(id, model.parameters()))]
+        return [head for head, model in heads if not own.isdisjoint(map(id, model.parameters()))]
 
     def setup_module(self, module: Module) -> Any:
         """Wrap a model and install the hook; with local steps, leave the model as it is."""
@@ -121,7 +121,7 @@ class FabricMixin(StrategyMixin):
             return module
         model = super().setup_module(module)
         state = register_gqsgd(model, self.gqsgd_config, timeout=self._timeout)
-        self._hooks[model] = state
+        self._hooks.add(state)
         self._restore([state])
         state.announce(self._rank_zero_info)
         return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import io
 import math
 import os
@@ -23,6 +24,7 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_gqsgd
 from lightning_gqsgd import GQSGDKwargs, enable
@@ -307,6 +309,29 @@ def _a_fold_each(rank: int) -> list[list[int]]:
 
 def test_a_checkpoint_of_a_fold_has_that_fold_s_state_only(tmp_path: Path) -> None:
     assert run_alike(_a_fold_each, 2, tmp_path, initialise=False) == [[1], [2], [3]]
+
+
+def _wrapped_anew(rank: int, folder: Path) -> list[list[int]]:
+    """A layer is frozen in training, and nothing but the Accelerator knows the first DDP model any more."""
+    accelerator, handler = accelerator_of("kwargs_handlers", {"preset": "signsgd_ef"})
+    assert handler is not None
+    model = accelerator.prepare(mlp(64))
+    accelerator.backward(loss_of(model, rank, 0))
+    (state,) = handler.states
+    next(model.parameters()).requires_grad_(False)
+    model = state.rewrap(DistributedDataParallel)
+    gc.collect()
+    accelerator.backward(loss_of(model, rank, 1))
+    accelerator.save_state(str(folder), safe_serialization=False)
+    accelerator.wait_for_everyone()
+    steps = [one["step"] for one in torch.load(folder / STATE, weights_only=True)["states"]]
+    accelerator.backward(loss_of(model, rank, 2))
+    accelerator.load_state(str(folder))
+    return [steps, [one.step for one in handler.states]]
+
+
+def test_a_model_that_was_wrapped_anew_keeps_its_state_in_checkpoints(tmp_path: Path) -> None:
+    assert run_alike(_wrapped_anew, 2, tmp_path, tmp_path / "saved", initialise=False) == [[2], [2]]
 
 
 @pytest.mark.slow
