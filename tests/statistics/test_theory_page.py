@@ -234,3 +234,44 @@ def test_what_a_running_mean_of_reduced_gradients_leaves_to_be_sent(noise: float
     assert of_other == pytest.approx(2 * noise / (noise + 1), rel=0.05)
     assert of_other > of_rank
     assert (of_other < 1) == (noise < 1)
+
+
+def square_error_of_mean(
+    rounding: str, *, together: bool, correlation: float, step: float, ranks: int = 8, numel: int = 200_000
+) -> float:
+    """The mean square error of a mean of normal gradients, whose dithers are independent or drawn together."""
+    rng = np.random.default_rng(7)
+    signal = rng.standard_normal(numel)
+    x = math.sqrt(correlation) * signal + math.sqrt(1 - correlation) * rng.standard_normal((ranks, numel))
+    dither = rng.random((ranks, numel))
+    if together:
+        order = np.argsort(dither, axis=0)
+        dither = (order + rng.random(numel)) / ranks
+    if rounding == "stochastic":
+        rounded = step * np.floor(x / step + dither)
+    else:
+        rounded = step * (np.rint(x / step + dither - 0.5) - (dither - 0.5))
+    return float(((rounded - x).mean(0) ** 2).mean())
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("together", [False, True])
+def test_stochastic_rounding_gains_from_dithers_drawn_together_what_subtractive_dither_has(
+    together: bool, ranks: int
+) -> None:
+    def error_of(rounding: str) -> float:
+        return square_error_of_mean(rounding, together=together, correlation=0, step=0.25, ranks=ranks)
+
+    one_rank = 0.25**2 / 12
+    assert error_of("subtractive") == pytest.approx(one_rank / ranks, rel=0.02)
+    stochastic = one_rank / ranks * (1 + 1 / ranks) if together else 2 * one_rank / ranks
+    assert error_of("stochastic") == pytest.approx(stochastic, rel=0.02)
+
+
+@pytest.mark.parametrize(("correlation", "gain"), [(0.5, 0.01), (0.95, 0.39)])
+def test_dithers_drawn_together_gain_where_gradients_of_ranks_are_within_a_step(
+    correlation: float, gain: float
+) -> None:
+    independent = square_error_of_mean("subtractive", together=False, correlation=correlation, step=2)
+    together = square_error_of_mean("subtractive", together=True, correlation=correlation, step=2)
+    assert 1 - together / independent == pytest.approx(gain, abs=0.01)
