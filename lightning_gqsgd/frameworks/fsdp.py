@@ -192,6 +192,13 @@ class GQSGDFSDPState:
         derived.)"""
         return max(self._reductions.values(), default=0)
 
+    def __reduce__(self) -> Any:
+        """Raise TypeError, for copies and pickles."""
+        raise TypeError(
+            "the state of register_gqsgd_fsdp belongs to its model and to the process groups of this process, so it is "
+            "not copied or pickled: save state_dict(), and register the hooks on the other model"
+        )
+
     # --- called by FSDP -----------------------------------------------------------------------------------------------
 
     def average(self, group: ShardedGroup, reduced: Tensor) -> None:

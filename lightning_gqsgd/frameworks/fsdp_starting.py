@@ -78,7 +78,8 @@ def check_groups(groups: list[ShardedGroup], replicate: dist.ProcessGroup | None
         if group.has_hook:
             raise ConfigError(
                 f"module {group.name!r} already has an all-reduce hook or a custom reduce-scatter, and FSDP takes one "
-                "of each: remove the other registration"
+                "of each: remove the other registration (a model keeps those of register_gqsgd_fsdp after close(), so "
+                "shard a new model)"
             )
         if gathers and group.has_all_gather:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import threading
@@ -98,8 +99,12 @@ def _refused(rank: int) -> None:
     model, _ = quantised(on, {})
     refuses("module 'the root' already has an all-reduce hook", model, **replicas)
     model = sharded(on["shard"])
-    register_gqsgd_fsdp(model, reduce_scatter=True)
+    state = register_gqsgd_fsdp(model, reduce_scatter=True)
     refuses("module 'the root' already has an all-reduce hook or a custom reduce-scatter", model, reduce_scatter=True)
+    with pytest.raises(TypeError, match="is not copied or pickled: save state_dict"):
+        copy.deepcopy(state)
+    state.close()
+    refuses(r"after close\(\), so shard a new model", model, reduce_scatter=True)
     later = fully_shard(mlp(), mesh=on["shard"])
     later[2] = nn.Identity()
     refuses(r"2 parameters \('weight of a Linear', 'bias of a Linear'\) .* cannot be found in this", later, **replicas)
