@@ -70,6 +70,10 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "lightning_gqsgd/wire/plan",
     ),
     "tests/integrations/test_fsdp": ("lightning_gqsgd/frameworks/fsdp", "lightning_gqsgd/wire/engine"),
+    "tests/integrations/test_transformers_fsdp.py": (
+        "lightning_gqsgd/frameworks/transformers",
+        "lightning_gqsgd/frameworks/fsdp",
+    ),
     "tests/integrations/test_transformers.py": ("lightning_gqsgd/frameworks/transformers", "lightning_gqsgd/ddp/"),
     "tests/integrations/test_lightning": ("lightning_gqsgd/_autoload", "lightning_gqsgd/frameworks/"),
     "tests/integrations/test_fabric.py": ("lightning_gqsgd/frameworks/fabric",),

@@ -50,7 +50,7 @@ from lightning_gqsgd.session.first_rank import take_from_first_rank
 from lightning_gqsgd.session.nodes import layouts
 from lightning_gqsgd.session.opening import Kernels, Side, compile_together, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import digest, number_parameters
-from lightning_gqsgd.session.report import in_words, report, summary
+from lightning_gqsgd.session.report import in_words, report, ring_bytes_in_fp32, summary
 from lightning_gqsgd.sparse.gradients import SparseGradients
 from lightning_gqsgd.sparse.missing import fill_missing_gradients
 from lightning_gqsgd.sparse.options import check_tables, tables_of
@@ -606,7 +606,7 @@ class GQSGDState:
 
     def summary(self) -> dict[str, float]:
         """Returns bytes, bits, errors and waiting times since the hook was created, by name (see `report.summary`)."""
-        return summary(self.telemetry, self._engine.world_size)
+        return summary(self.telemetry, ring_bytes_in_fp32(self.telemetry, self._engine.world_size))
 
     def summary_line(self) -> str:
         """Returns the summary as one line: bytes compared with fp32, bits, error, and the share of time spent

@@ -279,10 +279,22 @@ def enable_accelerator(
     """Enable compression on an ``Accelerator``; see `enable.enable`."""
     existing = accelerator.ddp_handler
     kind = DistributedType(accelerator.distributed_type).value
+    if accelerator.is_fsdp2:
+        raise ConfigError(
+            "this Accelerator shards models by FSDP2, and enable is for DistributedDataParallel: call "
+            "register_gqsgd_fsdp(model, reduce_scatter=True, all_gather_bits=8) on the model that `prepare` returns, "
+            "and accelerator.register_for_checkpointing on its result"
+        )
     if kind in WITHOUT_DDP:
         raise ConfigError(
             f"this Accelerator trains with {kind}, and gqsgd compresses the gradients of DistributedDataParallel; "
             f"leave {kind} out, or gqsgd"
+        )
+    of_fsdp = [name for name in ("reduce_scatter", "all_gather_bits") if name in fields]
+    if of_fsdp:
+        raise ConfigError(
+            f"{' and '.join(of_fsdp)}: for models that FSDP2 shards, and this one is trained with "
+            "DistributedDataParallel; leave it out, or set fsdp_version=2"
         )
     if accelerator._models:
         raise ConfigError(

@@ -16,16 +16,20 @@ if TYPE_CHECKING:
     from transformers import Trainer
     from typing_extensions import Unpack
 
+    from lightning_gqsgd.frameworks.transformers_fsdp import FSDPCallback
     from lightning_gqsgd.frameworks.transformers_local import LocalStepsCallback
 
 
 class EnableArguments(HandlerArguments, StrategyArguments, total=False):
-    """Keyword arguments of `enable`: those of `GQSGDKwargs`, and for a Trainer those of local steps."""
+    """Keyword arguments of `enable`: those of `GQSGDKwargs`, and for a Trainer those of local steps and of FSDP2."""
+
+    reduce_scatter: bool
+    all_gather_bits: int | None
 
 
 def enable(
     target: Accelerator | Trainer, preset: str | GQSGDConfig | None = None, **fields: Unpack[EnableArguments]
-) -> GQSGDKwargs | LocalStepsCallback:
+) -> GQSGDKwargs | LocalStepsCallback | FSDPCallback:
     """Compress the gradients of an Accelerator or of a transformers Trainer, and keep its other settings.
 
     The hook's state is added to checkpoints: those of an Accelerator's ``save_state``, or those that a Trainer writes.
@@ -36,14 +40,17 @@ def enable(
         preset: name of a preset (default ``gqsgd``), or a configuration.
         **fields: fields of `GQSGDConfig`, and fields of DistributedDataParallelKwargs, which override those of an
             existing handler. For a Trainer, ``local_steps=32`` or the preset ``gqsgd_diloco`` selects local steps
-            without DistributedDataParallel; the fields of `local_steps.options.LocalOptions` are arguments then.
+            without DistributedDataParallel; the fields of `local_steps.options.LocalOptions` are arguments then. A
+            Trainer with FSDP2 (``fsdp_version=2``) takes ``all_gather_bits`` and ``reduce_scatter`` (default True)
+            instead of those of DistributedDataParallelKwargs; see `fsdp.register_gqsgd_fsdp`.
 
     Returns:
-        The handler, whose ``states`` are the states of the hooks; with local steps, a callback that has ``averages``.
+        The handler, whose ``states`` are the states of the hooks; with local steps, a callback that has ``averages``;
+        with FSDP2, a callback whose ``state`` is the state of the hooks.
 
     Raises:
-        ConfigError: if an argument cannot work, or if the target trains without DDP, has prepared models already, or
-            has a communication hook already.
+        ConfigError: if an argument cannot work, or if the target trains with neither DDP nor, in a Trainer, FSDP2, has
+            prepared models already, or has a communication hook already.
     """
     if isinstance(target, Accelerator):
         return enable_accelerator(target, preset, **cast("dict[str, Any]", fields))

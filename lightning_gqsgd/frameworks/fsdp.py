@@ -51,10 +51,12 @@ from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS
+from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state, is_count
 from lightning_gqsgd.session.nodes import Layout, layouts
 from lightning_gqsgd.session.opening import Kernels, Side, compile_together, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import digest
+from lightning_gqsgd.session.report import FP32_BYTES, in_words, summary
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Stamp, Weights, digest_of
 from lightning_gqsgd.wire.communicator import patience_of
@@ -191,6 +193,10 @@ class GQSGDFSDPState:
         backward pass reduces a module several times. (Each module has its own count, from which its dither is
         derived.)"""
         return max(self._reductions.values(), default=0)
+
+    def is_on(self, model: nn.Module) -> bool:
+        """Returns True for the model that the hooks were registered on."""
+        return self._model() is model
 
     def __reduce__(self) -> Any:
         """Raise TypeError, for copies and pickles."""
@@ -504,6 +510,24 @@ class GQSGDFSDPState:
         if self._gather is not None:
             text += f"; weights are gathered at {self._gather.configs[0].describe()}"
         return text
+
+    def summary(self) -> dict[str, float]:
+        """Returns bytes, bits, errors and waiting times since the hooks were registered, by name; see
+        `report.summary`."""
+        return summary(self.telemetry, sum(map(self._fp32_bytes, self._collectives)))
+
+    def summary_line(self) -> str:
+        """Returns the summary as one line: bytes compared with fp32, bits, the error of gradients, and the share of
+        time spent waiting."""
+        return in_words(self.summary(), "gradients" if self._gather is None else "gradients and weights")
+
+    def _fp32_bytes(self, collective: _Collective) -> float:
+        """Returns the bytes that this rank would have sent in one of the collectives in fp32."""
+        own = range(collective.first_bucket, collective.first_bucket + len(self._groups))
+        numel = sum(self.telemetry.buckets[number].numel for number in own if number in self.telemetry.buckets)
+        of_reduction = ring_bytes(FP32_BYTES * numel, collective.engine.world_size)
+        # A reduce-scatter or an all-gather is half of an all-reduce.
+        return of_reduction if collective is self._average else of_reduction / 2
 
     def close(self) -> None:
         """Release threads and process groups. After that, the model cannot be trained any more, and computes with exact

@@ -14,6 +14,7 @@ from lightning_gqsgd.ddp.hook import GQSGDState
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs, ddp_in, enable_accelerator
 from lightning_gqsgd.frameworks.local import LocalTraining
+from lightning_gqsgd.frameworks.transformers_fsdp import FSDPCallback, enable_fsdp
 from lightning_gqsgd.frameworks.transformers_local import LocalStepsCallback, MeteredCallback, enable_local_steps
 from lightning_gqsgd.local_steps.choosing import pop_options
 from lightning_gqsgd.presets import make_config
@@ -105,7 +106,7 @@ class GQSGDCallback(MeteredCallback):
 
 def enable_trainer(
     trainer: Trainer, preset: str | GQSGDConfig | None = None, **fields: Any
-) -> GQSGDKwargs | LocalStepsCallback:
+) -> GQSGDKwargs | LocalStepsCallback | FSDPCallback:
     """Enable compression on a ``transformers.Trainer``; see `enable.enable`."""
     local, compression = LocalTraining.asked_for(preset, pop_options(fields), fields)
     if local is not None:
@@ -113,6 +114,11 @@ def enable_trainer(
         _tell_what_is_resumed(trainer, callback)
         _save_with_checkpoints(trainer, callback)
         return callback
+    if trainer.accelerator.is_fsdp2:
+        sharded = enable_fsdp(trainer, compression, **fields)
+        _tell_what_is_resumed(trainer, sharded)
+        _save_with_checkpoints(trainer, sharded)
+        return sharded
     handler = enable_accelerator(trainer.accelerator, preset, **fields)
     hooked = GQSGDCallback(trainer, handler)
     # In front of those that print and upload logs.
@@ -137,7 +143,7 @@ def _tell_what_is_resumed(trainer: Trainer, callback: MeteredCallback) -> None:
     trainer.train = train_and_restore  # type: ignore[method-assign]
 
 
-def _save_with_checkpoints(trainer: Trainer, callback: GQSGDCallback | LocalStepsCallback) -> None:
+def _save_with_checkpoints(trainer: Trainer, callback: GQSGDCallback | LocalStepsCallback | FSDPCallback) -> None:
     """Let a callback add its state to all checkpoints that training can resume from.
 
     The event ``on_save`` never comes for a checkpoint that SIGTERM asks for (``enable_jit_checkpoint``). For other

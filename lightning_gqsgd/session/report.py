@@ -9,6 +9,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.reducers import REDUCERS
+from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.session.parameters import Parameter
 from lightning_gqsgd.wire.telemetry import Telemetry
 
@@ -98,19 +99,25 @@ def _values(parameters: Sequence[Parameter], noun: str) -> str:
     return f"{counted(total, noun)} in {counted(len(parameters), 'tensor')}"
 
 
-def summary(telemetry: Telemetry, ranks: int) -> dict[str, float]:
+def ring_bytes_in_fp32(telemetry: Telemetry, ranks: int) -> int:
+    """Returns the bytes that this rank would have sent in ring all-reduces of the same gradients in fp32."""
+    numel = sum(bucket.numel for bucket in telemetry.buckets.values())
+    return ring_bytes(FP32_BYTES * numel, ranks)
+
+
+def summary(telemetry: Telemetry, fp32_bytes: float) -> dict[str, float]:
     """Returns bytes, bits, errors and times since the hook was created, as counted on this rank. Waits for a GPU.
 
     Args:
         telemetry: counters of this process.
-        ranks: number of ranks.
+        fp32_bytes: bytes that this rank would have sent in fp32.
 
     Returns:
         Numbers by name, which are NaN if nothing was measured:
 
         * ``steps``: number of averaged steps.
-        * ``bytes_sent``: bytes of gradients that this rank has sent.
-        * ``fp32_bytes``: bytes that this rank would have sent in ring all-reduces of the same gradients in fp32.
+        * ``bytes_sent``: bytes that this rank has sent.
+        * ``fp32_bytes``: see above.
         * ``compression_ratio``: ``fp32_bytes`` divided by ``bytes_sent``.
         * ``bits_per_coordinate``: bits of one rank's messages, including scales, padding and uncompressed parameters.
         * ``mean_rel_l2``: relative L2 error of the gradients' mean, over all sampled coordinates.
@@ -118,8 +125,6 @@ def summary(telemetry: Telemetry, ranks: int) -> dict[str, float]:
         * ``waiting_share``: ``exposed_s`` divided by ``step_s``, 0 to 1.
     """
     totals = telemetry.totals()
-    numel = sum(bucket.numel for bucket in telemetry.buckets.values())
-    fp32_bytes = 2 * (ranks - 1) / ranks * FP32_BYTES * numel
     sent = totals["bytes_sent"]
     error = telemetry.error
     reference = telemetry.reference
@@ -137,21 +142,22 @@ def summary(telemetry: Telemetry, ranks: int) -> dict[str, float]:
     }
 
 
-def in_words(values: Mapping[str, float]) -> str:
+def in_words(values: Mapping[str, float], sends: str = "gradients") -> str:
     """Returns the line for the end of a training.
 
     Args:
         values: from `summary`.
+        sends: the word for what ranks send.
     """
     steps = counted(int(values["steps"]), "step")
     if not values["bytes_sent"]:
-        return f"gqsgd: {steps}, in which this process has sent no gradients"
+        return f"gqsgd: {steps}, in which this process has sent no {sends}"
     sent = _megabytes(values["bytes_sent"])
     whole = _megabytes(values["fp32_bytes"])
     ratio = values["compression_ratio"]
     times = f"{ratio:.1f} times less" if ratio >= 1 else f"{1 / ratio:.1f} times more"
     parts = [
-        f"gqsgd: in {steps}, rank 0 sent {sent} of gradients instead of {whole} in fp32, {times} "
+        f"gqsgd: in {steps}, rank 0 sent {sent} of {sends} instead of {whole} in fp32, {times} "
         f"({values['bits_per_coordinate']:.2f} bits per coordinate)"
     ]
     if not math.isnan(values["mean_rel_l2"]):

@@ -409,6 +409,8 @@ def alone(_: int) -> None:
     accelerator.ddp_handler = None
     with pytest.raises(ConfigError, match="bits=9"):
         enable(accelerator, bits=9)
+    with pytest.raises(ConfigError, match="all_gather_bits: for models that FSDP2 shards"):
+        enable(accelerator, bits=4, all_gather_bits=8)
     assert (accelerator.ddp_handler, accelerator._custom_objects) == (None, [])
     handler = enable(accelerator, bits=4)
     assert accelerator._custom_objects == [handler]

@@ -1,0 +1,109 @@
+"""The Trainer of Hugging Face transformers with FSDP2: the hooks on the model that the Trainer shards."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import Trainer
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
+from lightning_gqsgd.frameworks.fsdp_starting import check_request
+from lightning_gqsgd.frameworks.transformers_local import MeteredCallback
+from lightning_gqsgd.presets import Preset, make_config
+from lightning_gqsgd.wire.announcing import print_to_stderr
+from lightning_gqsgd.wire.telemetry import Meter
+
+logger = logging.getLogger(__name__)
+
+#: File of the hooks' state in a checkpoint's folder.
+STATE_FILE = "gqsgd_fsdp.pt"
+
+
+class FSDPCallback(MeteredCallback):
+    """Registers the hooks on the sharded model, logs their counters, and saves and restores their state.
+
+    Attributes:
+        state: the state of the hooks; None before the first training.
+    """
+
+    def __init__(
+        self, trainer: Trainer, config: GQSGDConfig, *, reduce_scatter: bool, all_gather_bits: int | None
+    ) -> None:
+        super().__init__(trainer)
+        self.state: GQSGDFSDPState | None = None
+        self._config = config
+        self._reduce_scatter = reduce_scatter
+        self._all_gather_bits = all_gather_bits
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Register the hooks, unless an earlier training has, and restore their state.
+
+        Raises:
+            ConfigError: the model cannot work, or ranks see different checkpoints.
+        """
+        given: Any = self._trainer.model
+        model: nn.Module = getattr(given, "_orig_mod", given)  # torch.compile puts a module around it
+        if not isinstance(model, FSDPModule):
+            raise ConfigError(
+                f"the Trainer has not sharded its model, a {type(model).__name__}, by fully_shard; give the Trainer "
+                'the module itself, and fsdp_config={"fsdp_version": 2}'
+            )
+        is_primary = self._trainer.accelerator.is_main_process
+        if self.state is None or not self.state.is_on(model):
+            self.state = register_gqsgd_fsdp(
+                model,
+                preset=self._config,
+                reduce_scatter=self._reduce_scatter,
+                all_gather_bits=self._all_gather_bits,
+            )
+            if is_primary:
+                print_to_stderr(self.state.report())
+        saved = self.read(STATE_FILE)
+        if saved is not None:
+            self.state.load_state_dict(saved)
+        elif self.resumes_from is not None and is_primary:
+            logger.warning(
+                "gqsgd: %s has no %s, so the dither of the hooks goes on from step %d",
+                self.resumes_from,
+                STATE_FILE,
+                self.state.step,
+            )
+        self._meter = Meter(self.state.telemetry)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Report bytes, bits and waiting on rank 0."""
+        if self.state is not None and state.is_world_process_zero and self.state.telemetry.steps:
+            print_to_stderr(self.state.summary_line())
+
+    def save(self, folder: Path) -> None:
+        """Add the hooks' state to a checkpoint."""
+        if self.state is not None:
+            self.write(self.state.state_dict(), folder / STATE_FILE)
+
+
+def enable_fsdp(
+    trainer: Trainer,
+    preset: str | GQSGDConfig | Preset | None,
+    *,
+    reduce_scatter: bool = True,
+    all_gather_bits: int | None = None,
+    **fields: Any,
+) -> FSDPCallback:
+    """Compress what FSDP2 sends in a Trainer; see `enable.enable`.
+
+    Raises:
+        ConfigError: an argument that cannot work, or gqsgd is enabled already.
+    """
+    if any(isinstance(callback, FSDPCallback) for callback in trainer.callback_handler.callbacks):
+        raise ConfigError("gqsgd is enabled already; enable it once, with all fields")
+    config = make_config(preset, **fields)
+    check_request(config, None, reduce_scatter, all_gather_bits)
+    callback = FSDPCallback(trainer, config, reduce_scatter=reduce_scatter, all_gather_bits=all_gather_bits)
+    trainer.callback_handler.callbacks.insert(0, callback)  # in front of those that print and upload logs
+    return callback
