@@ -14,6 +14,7 @@ import re
 import runpy
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -422,6 +423,7 @@ def alone(_: int) -> None:
         enable(accelerator)
     accelerator = Accelerator(cpu=True)
     accelerator.state.distributed_type = "FSDP"
+    accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=1)
     with pytest.raises(ConfigError, match="trains with FSDP, and gqsgd compresses the gradients of Distributed"):
         enable(accelerator)
 
