@@ -482,8 +482,6 @@ class GQSGDFSDPState:
     def report(self) -> str:
         """Returns one line that says what is compressed, to how many bits and in which collectives, and what is sent
         uncompressed."""
-        every = [p for group in self._groups for p in group.parameters]
-        raw = [p for p in every if p.raw]
         ways = []
         if self._scatter is not None and self._sharded.world_size > 1:
             ways.append(f"reduce-scattered over {self._sharded.world_size} shards")
@@ -495,21 +493,25 @@ class GQSGDFSDPState:
         widths = self.config.by_bits().values()
         if not any(REDUCERS.get(config.reducer, REDUCERS["two_shot"]).compresses for config in widths):
             return f"gqsgd: gradients are {ways[0]}, nothing compressed (reducer={self.config.reducer!r})"
-        values = sum(p.numel for p in every) - sum(p.numel for p in raw)
-        if not values:
+        trained = [p for group in self._groups for p in group.trained_parameters()]
+        raw = [p for p in trained if p.raw]
+        coded = [p for p in trained if not p.raw]
+        weights = [p for group in self._groups for p in group.parameters if not p.raw and self._gather is not None]
+        if not coded and not weights:
             return (
                 f"gqsgd: NOTHING IS COMPRESSED: all parameters are smaller than min_numel={self.config.min_numel}, or "
                 "excluded by name; lower min_numel, or exclude fewer"
             )
-        text = f"gqsgd: {counted(values, 'gradient value')} in {counted(len(every) - len(raw), 'sharded tensor')}, "
-        text += f"{' and '.join(ways)}, at {self.config.describe()}"
+        parts = []
+        if coded:
+            parts.append(f"{_values(coded, 'gradient value')}, {' and '.join(ways)}, at {self.config.describe()}")
         if raw:
-            text += f"; uncompressed: {counted(sum(p.numel for p in raw), 'value')} in {counted(len(raw), 'tensor')}"
+            parts.append(f"uncompressed: {_values(raw, 'gradient value')}")
         if self.config.warmup_steps > self.step:
-            text += f"; uncompressed until step {self.config.warmup_steps}"
+            parts.append(f"uncompressed until step {self.config.warmup_steps}")
         if self._gather is not None:
-            text += f"; weights are gathered at {self._gather.configs[0].describe()}"
-        return text
+            parts.append(f"{_values(weights, 'weight')}, gathered at {self._gather.configs[0].describe()}")
+        return f"gqsgd: {'; '.join(parts)}"
 
     def summary(self) -> dict[str, float]:
         """Returns bytes, bits, errors and waiting times since the hooks were registered, by name; see
@@ -634,6 +636,11 @@ def register_gqsgd_fsdp(
         state = GQSGDFSDPState(model, config, replicate, reduce_scatter, all_gather_bits, timeout, meeting)
     weakref.finalize(model, state.close)  # also at exit: Gloo groups that are still open then can abort the process
     return state
+
+
+def _values(parameters: Sequence[ShardedParameter], noun: str) -> str:
+    total = sum(parameter.numel for parameter in parameters)
+    return f"{counted(total, noun)} in {counted(len(parameters), 'sharded tensor')}"
 
 
 def _for_average(config: GQSGDConfig, layout: Layout, numel: int) -> list[GQSGDConfig]:

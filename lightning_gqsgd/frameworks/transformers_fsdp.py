@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -47,13 +47,7 @@ class FSDPCallback(MeteredCallback):
         Raises:
             ConfigError: the model cannot work, or ranks see different checkpoints.
         """
-        given: Any = self._trainer.model
-        model: nn.Module = getattr(given, "_orig_mod", given)  # torch.compile puts a module around it
-        if not isinstance(model, FSDPModule):
-            raise ConfigError(
-                f"the Trainer has not sharded its model, a {type(model).__name__}, by fully_shard; give the Trainer "
-                'the module itself, and fsdp_config={"fsdp_version": 2}'
-            )
+        model = _sharded(self._trainer.model)
         is_primary = self._trainer.accelerator.is_main_process
         if self.state is None or not self.state.is_on(model):
             self.state = register_gqsgd_fsdp(
@@ -107,3 +101,18 @@ def enable_fsdp(
     callback = FSDPCallback(trainer, config, reduce_scatter=reduce_scatter, all_gather_bits=all_gather_bits)
     trainer.callback_handler.callbacks.insert(0, callback)  # in front of those that print and upload logs
     return callback
+
+
+def _sharded(model: Any) -> nn.Module:
+    """Returns the module that was sharded. Accelerate compiles first, so this may be the module of torch.compile.
+
+    Raises:
+        ConfigError: the Trainer's model is not sharded.
+    """
+    for module in (model, getattr(model, "_orig_mod", None)):
+        if isinstance(module, FSDPModule):
+            return cast("nn.Module", module)
+    raise ConfigError(
+        f"the Trainer has not sharded its model, a {type(model).__name__}, by fully_shard; give the Trainer the module "
+        'itself, and fsdp_config={"fsdp_version": 2}'
+    )

@@ -70,7 +70,10 @@ def gathered(
 def _rounded(rank: int) -> tuple[str, str]:
     """The weights that passes compute with, and the exact ones in the end."""
     model, state = gathered(layers(), {**GATHERED, "exclude": ("2.*",)})
-    assert "; weights are gathered at 8 bits" in state.report()
+    assert "; 1,749 weights in 4 sharded tensors, gathered at 8 bits" in state.report()
+    model[0].weight.requires_grad_(False)  # its weights are gathered, and it has no gradients
+    assert "gqsgd: 693 gradient values in 3 sharded tensors" in state.report()
+    model[0].weight.requires_grad_(True)
     first, second = model[0], model[2]
     exact = [first.weight.full_tensor().clone()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

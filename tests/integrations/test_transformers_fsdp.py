@@ -141,7 +141,7 @@ def test_a_trainer_compresses_what_fsdp_sends(tmp_path: Path) -> None:
     assert quantised["logged"].count("gqsgd/bytes_sent") == 2
     report, summary = quantised["said"]
     assert "reduce-scattered over 2 shards, at 4 bits" in report
-    assert "weights are gathered at 8 bits" in report
+    assert "weights in 2 sharded tensors, gathered at 8 bits" in report
     assert summary.startswith("gqsgd: in 8 steps, rank 0 sent")
     assert "of gradients and weights instead of" in summary
     assert second[2]["said"] == []
