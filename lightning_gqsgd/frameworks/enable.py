@@ -41,8 +41,9 @@ def enable(
         **fields: fields of `GQSGDConfig`, and fields of DistributedDataParallelKwargs, which override those of an
             existing handler. For a Trainer, ``local_steps=32`` or the preset ``gqsgd_diloco`` selects local steps
             without DistributedDataParallel; the fields of `local_steps.options.LocalOptions` are arguments then. A
-            Trainer with FSDP2 (``fsdp_version=2``) takes ``all_gather_bits`` and ``reduce_scatter`` (default True)
-            instead of those of DistributedDataParallelKwargs; see `fsdp.register_gqsgd_fsdp`.
+            Trainer with FSDP2 (``fsdp_version=2``) takes ``all_gather_bits`` and ``reduce_scatter`` instead of those of
+            DistributedDataParallelKwargs, see `fsdp.register_gqsgd_fsdp`. With replicas (``dp_replicate_size``), the
+            means over these are compressed; without, ``reduce_scatter`` is True unless it is given.
 
     Returns:
         The handler, whose ``states`` are the states of the hooks; with local steps, a callback that has ``averages``;

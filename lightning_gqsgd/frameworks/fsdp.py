@@ -542,6 +542,9 @@ class GQSGDFSDPState:
     def _install(self, model: nn.Module) -> None:
         self._said: set[tuple[str, int]] = set()  # warnings, and groups about which users have had them
         self._hooks = Hooks(self._average is not None, self._scatter is not None, self._gather is not None)
+        if self._average is not None:
+            for group in self._groups:
+                group.leave_replicas_to_hook()
         set_hooks(self, self._groups, self._hooks)
         # Reductions check the same, but there are none where all hooks were replaced.
         self._checks = model.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -586,11 +589,11 @@ def register_gqsgd_fsdp(
     This is a collective: every rank has to call it, after the last `fully_shard` and before the first backward pass.
     Returns the state of the hooks, which has counters, checkpoints and `close`.
 
-    For hybrid sharding, create a mesh of two dimensions, and shard over the inner dimension only. The mean over the
-    outer dimension is then quantised, and gradients are the mean over all ranks::
+    For hybrid sharding, create a mesh of two dimensions, and shard over both, or over the inner dimension only. The
+    mean over the outer dimension is then quantised, and gradients are the mean over all ranks::
 
         mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("replicate", "shard"))
-        fully_shard(model, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh)
         register_gqsgd_fsdp(model, replicate=mesh["replicate"], bits=4)
 
     Parameters are not broadcast: replicas have to start with the same parameters, which is checked in the first
@@ -598,8 +601,9 @@ def register_gqsgd_fsdp(
 
     Args:
         model: a model with sharded modules, all over one process group.
-        replicate: the ranks that have the same shards as this one, as a process group or a mesh of one dimension. None:
-            means over replicas are not quantised.
+        replicate: the ranks that have the same shards as this one, as a process group or a mesh of one dimension. If
+            the model is sharded over two dimensions, torch no longer averages over them itself. None: means over
+            replicas are not quantised.
         reduce_scatter: whether to quantise the reduce-scatter over the ranks among which parameters are sharded, in
             addition to ``replicate`` or alone. Codes are added only once, in full precision, so only the reducers
             "auto" and "two_shot" make sense.

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +84,29 @@ class ShardedGroup:
         # hooks must not keep the model alive
         self._module = weakref.ref(module)
         self._inner = weakref.ref(inner)
+
+    def leave_replicas_to_hook(self) -> None:
+        """Let torch no longer average over replicas itself, if the module is sharded over a mesh of two dimensions.
+
+        FSDP then takes the module for one that is sharded over the inner dimension only. Its parameters stay DTensors
+        on both dimensions, for checkpoints and norms.
+        """
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+        if self.replicas is None:
+            return
+        inner = self.inner
+        info = inner.mesh_info
+        names = [field.name for field in fields(info) if field.init and field.name != "replicate_mesh_dim"]
+        alone = FSDPMeshInfo(**{name: getattr(info, name) for name in names})
+        # The group of set_separate_reduce_scatter_group, which torch 2.15 has.
+        if hasattr(info, "reduce_scatter_process_group"):
+            alone.reduce_scatter_process_group = info.reduce_scatter_process_group
+        # FSDP compares the two meshes, which are equal unless a forward pass leaves weights on other ranks.
+        if inner.post_forward_mesh_info is info:
+            inner.post_forward_mesh_info = alone
+        inner.mesh_info = alone
+        self.replicas = None
 
     @property
     def module(self) -> Any:

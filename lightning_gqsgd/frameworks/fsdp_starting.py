@@ -57,23 +57,24 @@ def check_replicas(shards: dist.ProcessGroup, replicate: dist.ProcessGroup | Non
     """Raise ConfigError for a group of replicas that is the one over which parameters are divided."""
     if replicate is None:
         return
-    both = set(dist.get_process_group_ranks(replicate)) & set(dist.get_process_group_ranks(shards))
+    both = set(_ranks(replicate)) & set(_ranks(shards))
     alone = replicate.size() == shards.size() == 1 < dist.get_world_size()
     if len(both) > 1 or alone:
         raise ConfigError(
-            f"replicate has the ranks {dist.get_process_group_ranks(replicate)}, and parameters are divided among the "
-            f"ranks {dist.get_process_group_ranks(shards)}: replicas hold the same shards, so give the other dimension "
-            "of the mesh: replicate=mesh['replicate']"
+            f"replicate has the ranks {_ranks(replicate)}, and parameters are divided among the ranks "
+            f"{_ranks(shards)}: replicas hold the same shards, so give the other dimension of the mesh: "
+            "replicate=mesh['replicate']"
         )
 
 
 def check_groups(groups: list[ShardedGroup], replicate: dist.ProcessGroup | None, *, gathers: bool) -> None:
     """Raise ConfigError for modules that cannot have the hooks; ``gathers``: whether there is an all-gather."""
     for group in groups:
-        if replicate is not None and group.replicas is not None:
+        if replicate is not None and group.replicas is not None and _ranks(replicate) != _ranks(group.replicas):
             raise ConfigError(
-                f"module {group.name!r} is sharded over a mesh of two dimensions, so that torch averages over replicas "
-                "itself, uncompressed: apply fully_shard to mesh['shard'] only, and give replicate=mesh['replicate']"
+                f"module {group.name!r} is sharded over a mesh of two dimensions, whose replicas have the ranks "
+                f"{_ranks(group.replicas)}, and replicate has the ranks {_ranks(replicate)}: give the dimension of "
+                "replicas of that mesh: replicate=mesh['replicate']"
             )
         if group.has_hook:
             raise ConfigError(
@@ -86,3 +87,8 @@ def check_groups(groups: list[ShardedGroup], replicate: dist.ProcessGroup | None
                 f"module {group.name!r} already has an all-gather of its own (set_custom_all_gather, or another memory "
                 "for communication), and FSDP takes one: remove it, or leave all_gather_bits out"
             )
+
+
+def _ranks(group: dist.ProcessGroup) -> list[int]:
+    """Returns the global ranks of a process group."""
+    return dist.get_process_group_ranks(group)

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer
@@ -32,14 +33,10 @@ class FSDPCallback(MeteredCallback):
         state: the state of the hooks; None before the first training.
     """
 
-    def __init__(
-        self, trainer: Trainer, config: GQSGDConfig, *, reduce_scatter: bool, all_gather_bits: int | None
-    ) -> None:
+    def __init__(self, trainer: Trainer, arguments: dict[str, Any]) -> None:
         super().__init__(trainer)
         self.state: GQSGDFSDPState | None = None
-        self._config = config
-        self._reduce_scatter = reduce_scatter
-        self._all_gather_bits = all_gather_bits
+        self._arguments = arguments  # those of `register_gqsgd_fsdp`
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Register the hooks, unless an earlier training has, and restore their state.
@@ -50,12 +47,7 @@ class FSDPCallback(MeteredCallback):
         model = _sharded(self._trainer.model)
         is_primary = self._trainer.accelerator.is_main_process
         if self.state is None or not self.state.is_on(model):
-            self.state = register_gqsgd_fsdp(
-                model,
-                preset=self._config,
-                reduce_scatter=self._reduce_scatter,
-                all_gather_bits=self._all_gather_bits,
-            )
+            self.state = register_gqsgd_fsdp(model, **self._arguments)
             if is_primary:
                 print_to_stderr(self.state.report())
         saved = self.read(STATE_FILE)
@@ -85,7 +77,7 @@ def enable_fsdp(
     trainer: Trainer,
     preset: str | GQSGDConfig | Preset | None,
     *,
-    reduce_scatter: bool = True,
+    reduce_scatter: bool | None = None,
     all_gather_bits: int | None = None,
     **fields: Any,
 ) -> FSDPCallback:
@@ -97,10 +89,23 @@ def enable_fsdp(
     if any(isinstance(callback, FSDPCallback) for callback in trainer.callback_handler.callbacks):
         raise ConfigError("gqsgd is enabled already; enable it once, with all fields")
     config = make_config(preset, **fields)
-    check_request(config, None, reduce_scatter, all_gather_bits)
-    callback = FSDPCallback(trainer, config, reduce_scatter=reduce_scatter, all_gather_bits=all_gather_bits)
+    replicas = _replicas(trainer.accelerator)
+    if reduce_scatter is None:
+        reduce_scatter = replicas is None  # replicas are nodes, and shards inside of a node have fast links
+    check_request(config, replicas, reduce_scatter, all_gather_bits)
+    arguments = {"reduce_scatter": reduce_scatter, "all_gather_bits": all_gather_bits, "replicate": replicas}
+    callback = FSDPCallback(trainer, {"preset": config, **arguments})
     trainer.callback_handler.callbacks.insert(0, callback)  # in front of those that print and upload logs
     return callback
+
+
+def _replicas(accelerator: Any) -> dist.ProcessGroup | None:
+    """Returns the ranks that have the same shards as this one, for ``dp_replicate_size``; None: it is 1."""
+    layout = getattr(accelerator, "parallelism_config", None)
+    if layout is None or not layout.dp_replicate_enabled:
+        return None
+    group: dist.ProcessGroup = accelerator.torch_device_mesh["dp_replicate"].get_group()
+    return group
 
 
 def _sharded(model: Any) -> nn.Module:

@@ -194,6 +194,49 @@ def accumulate(method: str) -> Backward:
     return backward
 
 
+def _on_two_dimensions(rank: int) -> str:
+    """Models that are sharded over both dimensions of a mesh have the bits of those that are sharded over one."""
+    on = mesh(2)
+    found = []
+    for hooks, policy, backward in (
+        (QUANTISED, {}, once),
+        ({**BOTH, "all_gather_bits": 8}, {}, several),
+        (QUANTISED, {"reshard_after_forward": False}, accumulate("set_requires_gradient_sync")),
+        (QUANTISED, {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16)}, accumulate("set_requires_all_reduce")),
+    ):
+        bits = []
+        for way in ("one dimension", "two dimensions"):
+            if way == "one dimension":
+                model, state = quantised(on, hooks, padded(), **policy)
+            else:
+                model = sharded(on, padded(), **policy)
+                model.set_reshard_after_forward(policy.get("reshard_after_forward", True))
+                state = register_gqsgd_fsdp(model, replicate=on["replicate"], **hooks)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for _ in range(2):
+                backward(model, rank)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                loss_of(model, rank, 0)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # the evaluation has gathered weights
+            bits.append(weight_bits(model))
+            state.close()
+        assert bits[0] == bits[1], (hooks, policy)
+        found.append(bits[0])
+    placements = [str(parameter.placements) for parameter in model.parameters()]
+    assert set(placements) == {"(Replicate(), Shard(dim=0))"}
+    return " ".join(found)
+
+
+@pytest.mark.slow
+def test_sharding_over_two_dimensions_has_the_bits_of_one(tmp_path: Path) -> None:
+    assert len(set(run(_on_two_dimensions, 4, tmp_path))) == 1
+
+
 def divided(model: nn.Module, rank: int) -> None:
     """Gradients are the sum over all ranks, divided by 3."""
     for module in model.modules():

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
 
@@ -84,7 +85,9 @@ def _refused(rank: int) -> None:
     alone = mesh(4)  # each rank has all parameters
     refuses("replicas hold the same shards", sharded(alone["shard"]), replicate=alone["shard"])
     refuses("timeout=5 must be a positive", timeout=5, **replicas)
-    refuses("torch averages over replicas itself, uncompressed: apply fully_shard to mesh", sharded(on), **replicas)
+    crosswise = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    other = crosswise[dist.get_rank() in (1, 2)]
+    refuses("mesh of two dimensions, whose replicas have the ranks .*give the dimension", sharded(on), replicate=other)
     refuses("memories do not work with sharded gradients: give memory='none'", preset="signsgd_ef", **replicas)
     refuses("does not go with reducer='sum': take 'auto'", reducer="sum", reduce_scatter=True)
     refuses("does not go with reducer='native'", reducer="native", reduce_scatter=True)

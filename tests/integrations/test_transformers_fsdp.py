@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from torch import nn
@@ -146,6 +146,26 @@ def test_a_trainer_compresses_what_fsdp_sends(tmp_path: Path) -> None:
     assert "of gradients and weights instead of" in summary
     assert second[2]["said"] == []
     assert 3 < quantised["bytes"]["compression_ratio"] < 6
+
+
+def replicates(rank: int, folder: Path) -> list[dict[str, Any]]:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    layout = {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)}
+    with cpu_as_accelerator():
+        return [train(folder, None, **layout), train(folder, {"bits": 4, "min_numel": 100}, **layout)]
+
+
+@pytest.mark.slow
+def test_a_trainer_compresses_the_mean_over_replicas(tmp_path: Path) -> None:
+    ranks = run(replicates, 4, tmp_path, tmp_path / "run", initialise=False)
+    plain, quantised = ranks[0]
+    for other in ranks[1:]:
+        assert [one["weights"] for one in other] == [plain["weights"], quantised["weights"]]
+    report, summary = quantised["said"]
+    assert "averaged over 2 replicas by gather, at 4 bits" in report
+    assert "reduce-scattered" not in report
+    assert "of gradients instead of" in summary
+    assert abs(quantised["loss"] - plain["loss"]) < 0.1
 
 
 def resumes(rank: int, folder: Path) -> list[dict[str, Any]]:
