@@ -16,7 +16,7 @@ torch.manual_seed(0)  # replicas start alike
 mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 for layer in (model[0], model[2], model):
-    fully_shard(layer, mesh=mesh["shard"])  # not over both dimensions: torch would average over replicas itself
+    fully_shard(layer, mesh=mesh)
 state = register_gqsgd_fsdp(model, replicate=mesh["replicate"], bits=4)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
@@ -31,6 +31,6 @@ for _ in range(10):
         optimizer.step()
 accuracy = (model(x[1500:]).argmax(1) == y[1500:]).float().mean()
 if dist.get_rank() == 0:
-    print(f"{state.report()}\naccuracy {accuracy:.3f}, {state.telemetry.totals()['bytes_sent']:,} bytes sent by rank 0")
+    print(f"{state.report()}\naccuracy {accuracy:.3f}\n{state.summary_line()}")
 state.close()
 dist.destroy_process_group()

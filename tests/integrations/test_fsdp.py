@@ -53,7 +53,7 @@ def _trained(rank: int) -> dict[str, Any]:
         "warm": {"warmup_steps": 12},
     }.items():
         model, state = quantised(on, hooks)
-        groups = [m._get_fsdp_state()._fsdp_param_groups[0] for m in model.modules() if isinstance(m, FSDPModule)]
+        groups = [group.inner for group in state._groups]
         assert [group._all_reduce_hook.func for group in groups] == [state.average] * 3
         comms = {type(group._reduce_scatter_comm).__name__ for group in groups}
         assert comms == {"_ReduceScatter" if name == "both" else "DefaultReduceScatter"}
