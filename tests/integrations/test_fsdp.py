@@ -24,7 +24,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
 from tests.bits import bits_of
 from tests.distributed.models import batch, loss_of, mlp, train
-from tests.distributed.ranks import logged, run
+from tests.distributed.ranks import logged, run, run_alike
 from tests.integrations.fsdp_models import (
     gradients,
     mesh,
@@ -536,3 +536,44 @@ def test_lightnings_model_parallel_strategy(tmp_path: Path) -> None:
     for one in run(_lightning, 2, tmp_path, tmp_path, initialise=False):
         assert (one["comm"], one["steps"], one["equal"]) == ("_ReduceScatter", (12, 12, 12, 4), True)
         assert 0 < one["rel_l2"] < 0.2
+
+
+def _fabric(rank: int, folder: Path) -> list[str]:
+    """A loop of Fabric, and the same from its checkpoint on."""
+    import lightning.fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    def shard(model: nn.Module, on: DeviceMesh) -> nn.Module:
+        return sharded(on["data_parallel"], model)
+
+    strategy = ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
+    fabric = lightning.fabric.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup(padded())
+    state = register_gqsgd_fsdp(model, **{**BOTH, "all_gather_bits": 8, "bits": 4})
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train_from(first: int) -> str:
+        for step in range(first, 6):
+            with fabric.no_backward_sync(model, enabled=step % 2 == 0):
+                fabric.backward(loss_of(model, rank, step))
+            if step % 2:
+                fabric.clip_gradients(model, optimizer, max_norm=0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == 3 > first:
+                fabric.save(folder / "saved", {"model": model, "optimizer": optimizer, "gqsgd": state.state_dict()})
+        return weight_bits(model)
+
+    whole = train_from(0)
+    saved = fabric.load(folder / "saved", {"model": model, "optimizer": optimizer})
+    state.load_state_dict(saved["gqsgd"])
+    resumed = train_from(4)
+    assert state.step == 3
+    return [whole, resumed]
+
+
+@pytest.mark.slow
+def test_a_loop_of_fabric_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    whole, resumed = run_alike(_fabric, 2, tmp_path, tmp_path, initialise=False)
+    assert whole == resumed
