@@ -1,10 +1,12 @@
 """Time of whole training steps under FSDP2 on links of a given rate, with weights and gradients at few bits.
 
     python -m benchmarks.sharded --hosts 2 --rate 100mbit 1gbit --save
+    python -m benchmarks.sharded --hosts 2 --rate 100mbit 1gbit --ranks-per-host 2 --save
 
 The benchmark needs Linux, root and iproute2, see `netlab`. Parameters are divided among all hosts, so weights are
-gathered before a layer's forward pass and before its backward pass, and gradients are reduce-scattered. Every case is a
-model of its own in the same processes. The cases train in turns, on equal data. Before that, every case trains a
+gathered before a layer's forward pass and before its backward pass, and gradients are reduce-scattered. With several
+ranks per host, parameters are divided among the ranks of a host, and gradients are averaged over the hosts. Every case
+is a model of its own in the same processes. The cases train in turns, on equal data. Before that, every case trains a
 smaller network on scikit-learn's digits, on two hosts without a limit: its loss says what few bits cost.
 """
 
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
@@ -30,6 +33,15 @@ from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
 from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
 from netlab.lab import NetLab
 
+#: What travels where, for the page.
+OF_SHARDS = (
+    "divided among all hosts. Weights are gathered for the forward pass of a layer and again for its backward pass, "
+    "and gradients are reduce-scattered."
+)
+OF_REPLICAS = (
+    "divided among the ranks of a host, which gather weights and reduce-scatter gradients through its memory. The mean "
+    "over hosts travels."
+)
 #: Epochs of a training on the digits, and its seeds.
 EPOCHS, SEEDS = 15, (0, 1, 2)
 #: Digits that are trained on; the others are for validation.
@@ -41,7 +53,8 @@ class Way(NamedTuple):
 
     Attributes:
         number_bytes: bytes of a number that torch sends.
-        torchs_share: how often a number travels in a step by torch: twice as a weight, and once as a gradient.
+        torchs_share: how often a number travels in a step by torch: twice as a weight, and once as a gradient; or twice
+            as a gradient, in an all-reduce over the hosts.
         hooks: options of `register_gqsgd_fsdp`; None: there are no hooks.
     """
 
@@ -63,23 +76,39 @@ WAYS = {
     ),
 }
 
+#: The ways if every host has a replica, which is divided among its ranks.
+WAYS_OF_REPLICAS = {
+    "fp32": Way(torchs_share=2),
+    "bf16": Way(number_bytes=2, torchs_share=2),
+    "means 8 bit": Way(torchs_share=0, hooks={"bits": 8}),
+    "means 4 bit": Way(torchs_share=0, hooks={"bits": 4}),
+    "means 2 bit": Way(torchs_share=0, hooks={"bits": 2}),
+}
+
 
 class Case:
-    """A network that trains in one way, its parameters divided among all ranks layer by layer."""
+    """A network that trains in one way, its parameters divided layer by layer among all ranks, or among those of a
+    host."""
 
-    def __init__(self, way: Way, network: nn.Module, lr: float) -> None:
+    def __init__(self, way: Way, network: nn.Module, lr: float, ranks_per_host: int) -> None:
         self.network = network
+        self._hosts = dist.get_world_size() // ranks_per_host
+        self._ranks_per_host = ranks_per_host
+        mesh = init_device_mesh("cpu", (self._hosts, ranks_per_host), mesh_dim_names=("replicate", "shard"))
+        if ranks_per_host == 1:
+            mesh = mesh["replicate"]  # all hosts share one replica
         self.numel = sum(p.numel() for p in network.parameters())
         self._way = way
         number = torch.bfloat16 if way.number_bytes == 2 else None
         policy = MixedPrecisionPolicy(param_dtype=number, reduce_dtype=number)
         for layer in network.children():
             if isinstance(layer, nn.Linear):
-                fully_shard(layer, mp_policy=policy)
-        fully_shard(network, mp_policy=policy)
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(network, mesh=mesh, mp_policy=policy)
         self.state: GQSGDFSDPState | None = None
         if way.hooks is not None:
-            self.state = register_gqsgd_fsdp(network, sample_every=0, **way.hooks)
+            replicas = mesh["replicate"] if ranks_per_host > 1 else None
+            self.state = register_gqsgd_fsdp(network, replicate=replicas, sample_every=0, **way.hooks)
         self._optimizer = torch.optim.Adam(network.parameters(), lr=lr)
 
     def step(self, batch: Tensor, labels: Tensor) -> float:
@@ -90,12 +119,12 @@ class Case:
         self._optimizer.zero_grad()
         return float(loss.detach())
 
-    def sent_bytes(self, ranks: int) -> float:
-        """Bytes of weights and gradients that each rank sends in a step."""
-        sent = self._way.torchs_share * self._way.number_bytes * self.numel * (ranks - 1) / ranks
+    def sent_bytes(self) -> float:
+        """Bytes of weights and gradients that each host sends to others in a step."""
+        sent = self._way.torchs_share * self._way.number_bytes * self.numel * (self._hosts - 1) / self._hosts
         if self.state is not None:
             totals = self.state.telemetry.totals()
-            sent += totals["bytes_sent"] / totals["steps"]
+            sent += self._ranks_per_host * totals["bytes_sent"] / totals["steps"]
         return sent
 
     def close(self) -> None:
@@ -104,11 +133,11 @@ class Case:
             self.state.close()
 
 
-def loss_on_digits(way: Way, seed: int) -> float:
+def loss_on_digits(way: Way, seed: int, ranks_per_host: int) -> float:
     """Train a small network on scikit-learn's digits; the loss on other digits, the same on all ranks."""
     torch.manual_seed(seed)
     network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, CLASSES))
-    case = Case(way, network, lr=1e-3)
+    case = Case(way, network, 1e-3, ranks_per_host)
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     labels = torch.tensor(digits.target)
@@ -123,22 +152,39 @@ def loss_on_digits(way: Way, seed: int) -> float:
     return float(loss)
 
 
+def ways_of(options: argparse.Namespace) -> dict[str, Way]:
+    """The ways to measure, by name.
+
+    Raises:
+        SystemExit: a way that these hosts do not have.
+    """
+    every = WAYS if options.ranks_per_host == 1 else WAYS_OF_REPLICAS
+    for name in options.case:
+        if name not in every:
+            raise SystemExit(
+                f"--case {name!r} is none of {', '.join(every)} (--ranks-per-host {options.ranks_per_host})"
+            )
+    return {name: every[name] for name in options.case or every}
+
+
 def work(options: argparse.Namespace) -> None:
     """Do one rank's part."""
-    rank, ranks = begin()
+    rank, _ = begin()
+    ways = ways_of(options)
+    per_host = options.ranks_per_host
     if options.losses:
-        finish({name: [loss_on_digits(WAYS[name], seed) for seed in SEEDS] for name in options.case})
+        finish({name: [loss_on_digits(way, seed, per_host) for seed in SEEDS] for name, way in ways.items()})
         return
     batch, labels = batch_of("mlp", options.batch_size, torch.Generator().manual_seed(rank))
     cases = {}
-    for name in options.case:
+    for name, way in ways.items():
         torch.manual_seed(0)
-        cases[name] = Case(WAYS[name], mlp(), lr=1e-4)
+        cases[name] = Case(way, mlp(), 1e-4, per_host)
     steps: dict[str, Callable[[], object]] = {name: partial(case.step, batch, labels) for name, case in cases.items()}
     seconds = in_turns(steps, options.rounds, warmup=2, before=dist.barrier)
     result: dict[str, Any] = {
         "seconds": {name: slowest(values).tolist() for name, values in seconds.items()},
-        "bytes": {name: case.sent_bytes(ranks) for name, case in cases.items()},
+        "bytes": {name: case.sent_bytes() for name, case in cases.items()},
     }
     for case in cases.values():
         case.close()
@@ -147,9 +193,12 @@ def work(options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace) -> Report:
     """Run the workers in every lab."""
+    ways_of(options)  # before anything runs
+    has_replicas = options.ranks_per_host > 1
     report = Report(
-        "sharded_netlab",
-        f"Training step of dense layers under FSDP2, {options.batch_size} samples per host, over shaped links",
+        "replicated_netlab" if has_replicas else "sharded_netlab",
+        f"Training step of dense layers under FSDP2{', a replica on each host' if has_replicas else ''}, "
+        f"{options.batch_size} samples per {'rank' if has_replicas else 'host'}, over shaped links",
         {
             "case": "",
             "hosts": "d",
@@ -165,16 +214,15 @@ def measure(options: argparse.Namespace) -> Report:
             "highest": ".3f",
         },
         notes=(
-            "14.7 M parameters, divided among all hosts. Weights are gathered for the forward pass of a layer and "
-            "again for its backward pass, and gradients are reduce-scattered. sent: bytes of each host in a step; "
+            f"14.7 M parameters, {OF_REPLICAS if has_replicas else OF_SHARDS} sent: bytes of each host in a step; "
             "of torch's own collectives, the least that they can send. wire: these bytes / rate of the link. "
-            "step: median over rounds of the slowest host's time, one compute thread each. Ratios are medians "
+            "step: median over rounds of the slowest rank's time, one compute thread each. Ratios are medians "
             "over rounds of times within one round. bf16: torch's MixedPrecisionPolicy for weights and gradients. "
             f"loss: of a network of 84,000 parameters on digits that it was not trained on, after {EPOCHS} epochs, "
             f"mean over {len(SEEDS)} seeds, and the lowest and the highest of them.",
         ),
     )
-    with NetLab(2, "none") as lab:
+    with NetLab(2, "none", options.ranks_per_host) as lab:
         losses = in_lab(lab, f"{program()} --losses", "on two hosts without a limit")
     report.raw["losses"] = losses
     in_labs(options, report, partial(_add_rows, losses))
@@ -208,8 +256,8 @@ def _add_rows(losses: dict[str, list[float]], report: Report, hosts: int, rate: 
 if __name__ == "__main__":
     parser = command_line(__doc__)
     add_labs(parser)
-    parser.add_argument("--batch-size", type=int, default=8, help="per host (default 8)")
-    parser.add_argument("--case", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--batch-size", type=int, default=8, help="per rank (default 8)")
+    parser.add_argument("--case", nargs="+", default=[], metavar="NAME", help="the cases of these names only")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--losses", action="store_true", help=argparse.SUPPRESS)  # of the workers that train on digits
     work_or_present(parser, work, measure)
