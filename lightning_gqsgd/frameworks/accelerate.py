@@ -327,15 +327,14 @@ def _refuse_local_steps(preset: str | GQSGDConfig | None, fields: Mapping[str, A
         )
 
 
+@functools.cache
 def _watch_local_sgd() -> None:
-    """Let Accelerate's LocalSGD warn where it begins with a model that has the hook.
+    """From now on, let Accelerate's LocalSGD warn where it begins with a model that has the hook.
 
     It leaves all gradients on their ranks (``no_sync``) and averages whole parameters uncompressed by itself. The hook
     never hears of it.
     """
     begin = LocalSGD.__enter__
-    if getattr(begin, "warns_of_hook", False):
-        return
 
     @functools.wraps(begin)
     def __enter__(self: LocalSGD) -> LocalSGD:
@@ -350,18 +349,16 @@ def _watch_local_sgd() -> None:
             )
         return begin(self)
 
-    __enter__.warns_of_hook = True  # type: ignore[attr-defined]
     LocalSGD.__enter__ = __enter__
 
 
+@functools.cache
 def _watch_free_memory() -> None:
-    """Let ``Accelerator.free_memory`` tell the handler that it forgets its models.
+    """From now on, let ``Accelerator.free_memory`` tell the handler that it forgets its models.
 
     A user may keep the models, for example for an ensemble of folds. A later checkpoint must not have their states.
     """
     free = Accelerator.free_memory
-    if getattr(free, "tells_handler", False):
-        return
 
     @functools.wraps(free)
     def free_memory(self: Accelerator, *objects: Any) -> Any:
@@ -369,16 +366,14 @@ def _watch_free_memory() -> None:
             self.ddp_handler.freed(self)
         return free(self, *objects)
 
-    free_memory.tells_handler = True  # type: ignore[attr-defined]
     Accelerator.free_memory = free_memory
 
 
+@functools.cache
 def _watch_checkpoints() -> None:
-    """Let an Accelerator tell the handler when it saves or loads the handler's state."""
+    """From now on, let an Accelerator tell the handler when it saves or loads the handler's state."""
     for name in ("save_state", "load_state"):
-        method = getattr(Accelerator, name)
-        if not getattr(method, "tells_handler", False):
-            setattr(Accelerator, name, _telling_handler(method))
+        setattr(Accelerator, name, _telling_handler(getattr(Accelerator, name)))
 
 
 def _telling_handler(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -388,7 +383,6 @@ def _telling_handler(method: Callable[..., Any]) -> Callable[..., Any]:
         with handler.used_by(self) if isinstance(handler, GQSGDKwargs) else nullcontext():
             return method(self, *args, **kwargs)
 
-    save_or_load.tells_handler = True  # type: ignore[attr-defined]
     return save_or_load
 
 
