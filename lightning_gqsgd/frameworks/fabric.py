@@ -12,7 +12,6 @@ from torch import optim
 from torch.nn import Module
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import check_has_one_width
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.frameworks.distributed import (
@@ -20,13 +19,11 @@ from lightning_gqsgd.frameworks.distributed import (
     HookStates,
     StrategyArguments,
     after_setup,
-    split_arguments,
     start_anew,
     takes,
 )
-from lightning_gqsgd.frameworks.local import LocalTraining, StrategyMixin, Trained
+from lightning_gqsgd.frameworks.local import StrategyMixin, Trained
 from lightning_gqsgd.local_steps.averages import LocalAverages
-from lightning_gqsgd.local_steps.choosing import pop_options
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.watching import digest_of_tensors
 from lightning_gqsgd.session.checkpoint import is_of_local_steps
@@ -81,12 +78,8 @@ class FabricMixin(StrategyMixin):
     # Editors read the first overload. The second one has Lightning's arguments.
     @takes(StrategyArguments)
     def __init__(self, preset: str | GQSGDConfig | None = None, **kwargs: Any) -> None:
-        self._local, compression = LocalTraining.asked_for(preset, pop_options(kwargs), kwargs)
+        super().__init__(**self._configure(preset, kwargs))
         self._modules: list[Module] = []
-        self.gqsgd_config, rest = split_arguments(type(self), compression, kwargs)
-        if self._local is not None:
-            check_has_one_width(self.gqsgd_config)
-        super().__init__(**rest)
         if self._local is not None:
             self._backward_sync_control = _NothingToBlock()
         self._hooks = HookStates()

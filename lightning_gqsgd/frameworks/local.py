@@ -13,11 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import check_has_one_width
 from lightning_gqsgd.errors import ConfigError, check_integer
-from lightning_gqsgd.frameworks.distributed import parameter_names
+from lightning_gqsgd.frameworks.distributed import parameter_names, split_arguments
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
-from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_of
+from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_of, pop_options
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.options import MOST_STEPS, LocalOptions
 from lightning_gqsgd.presets import Preset
@@ -111,21 +112,21 @@ class LocalTraining:
 
     @classmethod
     def asked_for(
-        cls, preset: str | GQSGDConfig | None, given: Mapping[str, Any], others: Mapping[str, Any]
+        cls, preset: str | GQSGDConfig | None, arguments: dict[str, Any]
     ) -> tuple[LocalTraining | None, str | GQSGDConfig | Preset | None]:
         """Returns the local steps that a strategy's arguments ask for, if any, and the compression.
 
         Args:
             preset: the strategy's argument.
-            given: fields of `LocalOptions` among the arguments; None: not given.
-            others: all further arguments.
+            arguments: all others. Those of local steps are removed.
 
         Raises:
             ConfigError: a value that cannot work, or arguments of which one does nothing beside the others.
         """
+        given = pop_options(arguments)
         if not asks_for_local_steps(preset, given):
             return None, preset
-        of_ddp = [name for name in others if name in (*parameter_names(DistributedDataParallel), *_OF_DDP_STRATEGY)]
+        of_ddp = [name for name in arguments if name in (*parameter_names(DistributedDataParallel), *_OF_DDP_STRATEGY)]
         if of_ddp:
             raise ConfigError(
                 f"local steps train the module itself, without DistributedDataParallel, for which {', '.join(of_ddp)} "
@@ -140,7 +141,7 @@ class LocalTraining:
                 "collectives, at the end of an epoch, count on equal ones; give elastic=True, with which each process "
                 "trains by itself (docs/elastic.md), or use LocalSteps in a loop of your own"
             )
-        return cls(options, others.get("timeout")), compression
+        return cls(options, arguments.get("timeout")), compression
 
     def begin(
         self, module: nn.Module, optimizers: Sequence[Optimizer], config: GQSGDConfig, timeout: timedelta | None
@@ -215,9 +216,10 @@ class LocalTraining:
             trained.averages.finish()
 
     def close(self) -> None:
-        """Stop threads and process groups."""
+        """Stop threads and process groups, and forget the modules."""
         for trained in self.trained:
             trained.averages.close()
+        self.trained.clear()
 
 
 #: The types of a time between two merges.
@@ -230,12 +232,21 @@ _OF_DDP_STRATEGY = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "mode
 class StrategyMixin(_Base):
     """The methods that are the same for the Trainer's strategy and for Fabric's."""
 
+    gqsgd_config: GQSGDConfig
     _local: LocalTraining | None  # None: gradients are averaged
     _rank_zero_info: Callable[[str], None]  # each flavour's log of the first process
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Do nothing: `_autoload` registers the names when the package is imported."""
+
+    def _configure(self, preset: str | GQSGDConfig | None, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Set the local steps and the compression that a strategy's arguments ask for. Returns the other arguments."""
+        self._local, compression = LocalTraining.asked_for(preset, arguments)
+        self.gqsgd_config, rest = split_arguments(type(self), compression, arguments)
+        if self._local is not None:
+            check_has_one_width(self.gqsgd_config)
+        return rest
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Make an optimizer's step; with local steps, use and start the averages that are due."""

@@ -14,19 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import check_has_one_width
 from lightning_gqsgd.ddp.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, check_one_of
-from lightning_gqsgd.frameworks.distributed import (
-    CHECKPOINT_KEY,
-    StrategyArguments,
-    after_setup,
-    split_arguments,
-    takes,
-)
-from lightning_gqsgd.frameworks.local import LocalTraining, StrategyMixin
+from lightning_gqsgd.frameworks.distributed import CHECKPOINT_KEY, StrategyArguments, after_setup, takes
+from lightning_gqsgd.frameworks.local import StrategyMixin
 from lightning_gqsgd.local_steps.averages import LocalAverages
-from lightning_gqsgd.local_steps.choosing import pop_options
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.session.checkpoint import is_of_local_steps
@@ -104,11 +96,8 @@ class TrainerMixin(StrategyMixin):
         validate_at: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self._local, compression = LocalTraining.asked_for(preset, pop_options(kwargs), kwargs)
+        rest = self._configure(preset, kwargs)
         self._validates_at_anchor = self._check_validation(validate_at)
-        self.gqsgd_config, rest = split_arguments(type(self), compression, kwargs)
-        if self._local is not None:
-            check_has_one_width(self.gqsgd_config)
         super().__init__(**rest)
         self._adds_telemetry = telemetry
         self._gqsgd_state: GQSGDState | None = None
@@ -150,15 +139,13 @@ class TrainerMixin(StrategyMixin):
         super().setup(trainer)
         if self._local is not None:
             if trainer.state.fn == "fit":
-                self._local.close()
-                self._local.trained.clear()  # those of an earlier fit
+                self._local.close()  # those of an earlier fit
                 module = self.lightning_module
                 optimizers = self.optimizers
                 trained = self._local.begin(module, optimizers, self.gqsgd_config, self._timeout)
                 self._rank_zero_info(trained.averages.report())
             return  # what was loaded is for later: the optimizers have not taken their states yet
-        if self._loaded is not None and self._model_averager is not None:
-            self._model_averager.step = self._loaded.get("averager_step", self._model_averager.step)
+        self._restore_averager()
         self._loaded = None
 
     def configure_ddp(self) -> None:
@@ -240,7 +227,11 @@ class TrainerMixin(StrategyMixin):
         if self._loaded is None or self._gqsgd_state is None:
             return
         self._gqsgd_state.load_state_dict(self._loaded)
-        if self._model_averager is not None:
+        self._restore_averager()
+
+    def _restore_averager(self) -> None:
+        """Continue the periodic averaging of a checkpoint."""
+        if self._loaded is not None and self._model_averager is not None:
             self._model_averager.step = self._loaded.get("averager_step", self._model_averager.step)
 
     def _wrap_anew(self, module: Any) -> DistributedDataParallel:

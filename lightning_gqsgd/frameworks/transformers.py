@@ -16,7 +16,6 @@ from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs, ddp_in, enable_ac
 from lightning_gqsgd.frameworks.local import LocalTraining
 from lightning_gqsgd.frameworks.transformers_fsdp import FSDPCallback, enable_fsdp
 from lightning_gqsgd.frameworks.transformers_local import LocalStepsCallback, MeteredCallback, enable_local_steps
-from lightning_gqsgd.local_steps.choosing import pop_options
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.wire.announcing import print_to_stderr
 from lightning_gqsgd.wire.telemetry import Meter
@@ -108,24 +107,25 @@ def enable_trainer(
     trainer: Trainer, preset: str | GQSGDConfig | None = None, **fields: Any
 ) -> GQSGDKwargs | LocalStepsCallback | FSDPCallback:
     """Enable compression on a ``transformers.Trainer``; see `enable.enable`."""
-    local, compression = LocalTraining.asked_for(preset, pop_options(fields), fields)
+    local, compression = LocalTraining.asked_for(preset, fields)
     if local is not None:
-        callback = enable_local_steps(trainer, local, make_config(compression, **fields))
-        _tell_what_is_resumed(trainer, callback)
-        _save_with_checkpoints(trainer, callback)
-        return callback
+        steps = enable_local_steps(trainer, local, make_config(compression, **fields))
+        _add(trainer, steps)
+        return steps
     if trainer.accelerator.is_fsdp2:
         sharded = enable_fsdp(trainer, compression, **fields)
-        _tell_what_is_resumed(trainer, sharded)
-        _save_with_checkpoints(trainer, sharded)
+        _add(trainer, sharded)
         return sharded
     handler = enable_accelerator(trainer.accelerator, preset, **fields)
-    hooked = GQSGDCallback(trainer, handler)
-    # In front of those that print and upload logs.
-    trainer.callback_handler.callbacks.insert(0, hooked)
-    _tell_what_is_resumed(trainer, hooked)
-    _save_with_checkpoints(trainer, hooked)
+    _add(trainer, GQSGDCallback(trainer, handler))
     return handler
+
+
+def _add(trainer: Trainer, callback: GQSGDCallback | LocalStepsCallback | FSDPCallback) -> None:
+    """Add a callback to a Trainer, in front of those that print and upload logs."""
+    trainer.callback_handler.callbacks.insert(0, callback)
+    _tell_what_is_resumed(trainer, callback)
+    _save_with_checkpoints(trainer, callback)
 
 
 def _tell_what_is_resumed(trainer: Trainer, callback: MeteredCallback) -> None:

@@ -94,9 +94,7 @@ def enable_fsdp(
         reduce_scatter = replicas is None  # replicas are nodes, and shards inside of a node have fast links
     check_request(config, replicas, reduce_scatter, all_gather_bits)
     arguments = {"reduce_scatter": reduce_scatter, "all_gather_bits": all_gather_bits, "replicate": replicas}
-    callback = FSDPCallback(trainer, {"preset": config, **arguments})
-    trainer.callback_handler.callbacks.insert(0, callback)  # in front of those that print and upload logs
-    return callback
+    return FSDPCallback(trainer, {"preset": config, **arguments})
 
 
 def _replicas(accelerator: Any) -> dist.ProcessGroup | None:

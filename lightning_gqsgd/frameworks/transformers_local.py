@@ -92,7 +92,6 @@ class LocalStepsCallback(MeteredCallback):
         """
         accelerator = self._trainer.accelerator
         self._local.close()
-        self._local.trained.clear()
         if ddp_in(self._trainer.model_wrapped) is not None:
             raise ConfigError(
                 "the Trainer has wrapped its model in DistributedDataParallel, which averages gradients in every step, "
@@ -140,7 +139,7 @@ class LocalStepsCallback(MeteredCallback):
 
 
 def enable_local_steps(trainer: Trainer, local: LocalTraining, config: GQSGDConfig) -> LocalStepsCallback:
-    """Train with local steps; see `enable.enable`.
+    """Prepare a Trainer for local steps; see `enable.enable`. Returns the callback that makes them.
 
     Raises:
         ConfigError: the Trainer has prepared its model already, or the configuration has several numbers of bits.
@@ -158,6 +157,4 @@ def enable_local_steps(trainer: Trainer, local: LocalTraining, config: GQSGDConf
         say_that_there_is_one_process()
     # The Trainer asks its Accelerator to prepare the model, which would wrap the model in DistributedDataParallel.
     accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
-    callback = LocalStepsCallback(trainer, local, config)
-    trainer.callback_handler.callbacks.insert(0, callback)
-    return callback
+    return LocalStepsCallback(trainer, local, config)
