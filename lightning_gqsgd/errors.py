@@ -49,6 +49,11 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def in_ms(seconds: float) -> str:
+    """Returns a duration in milliseconds as text: ``12.3 ms``."""
+    return f"{1e3 * seconds:.3g} ms"
+
+
 def check_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
     """Raise ConfigError for a value that is not among the allowed ones."""
     allowed = tuple(allowed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_gqsgd.errors import in_ms
 from lightning_gqsgd.spec.decisions import Decision
 
 
@@ -23,7 +24,7 @@ def describe(decision: Decision, *, is_plain: bool = False, is_earlier: bool = F
 def _times(decision: Decision) -> list[str]:
     """Returns the measured and predicted times as one item, or no item if no time was measured."""
     times = [
-        f"{bits} bits {_in_ms(seconds)}{_as_predicted(decision, bits)}" for bits, seconds in decision.seconds.items()
+        f"{bits} bits {in_ms(seconds)}{_as_predicted(decision, bits)}" for bits, seconds in decision.seconds.items()
     ]
     untried = [bits for bits, seconds in decision.predicted.items() if seconds and bits not in decision.seconds]
     times += [f"{bits} bits not tried{_as_predicted(decision, bits)}" for bits in untried]
@@ -40,8 +41,4 @@ def _as_predicted(decision: Decision, bits: int) -> str:
     seconds = decision.predicted.get(bits)
     if seconds is None:
         return ""
-    return f" (predicted {'at least ' if bits in decision.at_least else ''}{_in_ms(seconds)})"
-
-
-def _in_ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+    return f" (predicted {'at least ' if bits in decision.at_least else ''}{in_ms(seconds)})"

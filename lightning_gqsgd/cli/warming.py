@@ -15,13 +15,10 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.kernels.cpu.cache import REMEDY, folders, writable_folder
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.kernels.wire import DTYPES_BY_NAME
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.wire.compiling import compile_kernels
-
-#: Gradient dtypes by name.
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in COMPUTE_DTYPES}
 
 
 class NoFolderError(Exception):
@@ -53,7 +50,7 @@ def warm(presets: Sequence[str], dtypes: Sequence[str], ranks: Sequence[int]) ->
         task = progress.add_task("kernels", total=len(jobs))
         for name, config, dtype, count in jobs:
             progress.update(task, description=f"{name}, {dtype}")
-            compile_kernels(config, DTYPES[dtype], torch.device("cpu"), count)
+            compile_kernels(config, DTYPES_BY_NAME[dtype], torch.device("cpu"), count)
             progress.advance(task)
     return f"CPU kernels of {counted(len(presets), 'preset')} are in {folder} ({perf_counter() - start:.1f} s)"
 
@@ -68,9 +65,9 @@ def _jobs(
     Raises:
         ConfigError: see `warm`.
     """
-    unknown = [name for name in dtypes if name not in DTYPES]
+    unknown = [name for name in dtypes if name not in DTYPES_BY_NAME]
     if unknown:
-        raise ConfigError(f"unknown dtype {unknown[0]!r} (dtypes: {', '.join(DTYPES)})")
+        raise ConfigError(f"unknown dtype {unknown[0]!r} (dtypes: {', '.join(DTYPES_BY_NAME)})")
     jobs: dict[tuple[GQSGDConfig, str], tuple[str, GQSGDConfig, str, int]] = {}
     for name in presets:
         for count in ranks:

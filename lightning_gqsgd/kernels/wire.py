@@ -136,6 +136,8 @@ COMPUTE_DTYPES = {
     torch.float16: torch.float32,
     torch.float64: torch.float64,
 }
+#: The gradient dtypes by name, e.g. ``"float32"``.
+DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in COMPUTE_DTYPES}
 
 
 class Share(NamedTuple):

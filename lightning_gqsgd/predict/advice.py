@@ -168,7 +168,7 @@ def over_probe(costs: Costs, measured_ranks: int, per_node: int) -> Any:
     return costs_at
 
 
-def methods(cluster: Cluster, nodes: int, costs: Costs, widths: Sequence[int] = BITS) -> dict[str, GQSGDConfig | str]:
+def methods(cluster: Cluster, nodes: int, costs: Costs, widths: Sequence[int]) -> dict[str, GQSGDConfig | str]:
     """Returns the candidates for a number of nodes, by name, most exact ones first."""
     ways: dict[str, GQSGDConfig | str] = {"fp32" if cluster.timeline.dtype == torch.float32 else "native": NATIVE}
     if cluster.timeline.dtype == torch.float32:

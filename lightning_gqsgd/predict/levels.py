@@ -15,7 +15,7 @@ import torch
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, in_ms
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.costs import LATENCY_S, Link, estimated_costs
 from lightning_gqsgd.predict.timeline import BUCKET_BYTES, Bucket, Timeline
@@ -80,8 +80,8 @@ def fitted(config: GQSGDConfig, layout: Layout, numel: int, dtype: torch.dtype) 
     if chosen != config:
         note = (
             f"; hierarchical, because {layout.node_size} ranks share the link of a node: on {predicted.link_in_words}, "
-            f"the gradients of a step are predicted to take {_ms(seconds[chosen])}, and {_ms(seconds[config])} without "
-            "levels"
+            f"the gradients of a step are predicted to take {in_ms(seconds[chosen])}, and {in_ms(seconds[config])} "
+            "without levels"
         )
     return Fit(chosen, note + predicted.warning(seconds[chosen], has_choice=bool(config.auto)))
 
@@ -162,9 +162,9 @@ class _Seconds:
         if not self._is_known or has_choice or seconds <= self._plain_s * (1 + TOLERANCE):
             return ""
         return (
-            f"; PREDICTED TO BE SLOWER than plain DDP: on {self.link_in_words}, {_ms(seconds)} for the gradients of a "
-            f"step against {_ms(self._plain_s)}; `gqsgd advise` says what pays, and auto=True takes plain DDP where "
-            "that is faster"
+            f"; PREDICTED TO BE SLOWER than plain DDP: on {self.link_in_words}, {in_ms(seconds)} for the gradients of "
+            f"a step against {in_ms(self._plain_s)}; `gqsgd advise` says what pays, and auto=True takes plain DDP "
+            "where that is faster"
         )
 
 
@@ -196,7 +196,3 @@ def _estimate_for(devices: frozenset[str]) -> str:
         return "cpu"
     is_newer = all(any(model in name.lower() for model in _AS_FAST_AS_H100) for name in devices)
     return "h100" if is_newer else "a100"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

@@ -15,15 +15,13 @@ from torch import nn
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, check_one_of
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.kernels.wire import DTYPES_BY_NAME
 from lightning_gqsgd.predict import files
 from lightning_gqsgd.session.parameters import number_parameters
 
 #: Sizes of DDP's first bucket and of its other buckets, in bytes (torch.distributed, ``bucket_cap_mb=25``).
 FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES if dist.is_available() else 1 << 20
 BUCKET_BYTES = 25 * 2**20
-#: Dtypes of gradients by their names in files.
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in COMPUTE_DTYPES}
 
 
 @dataclass(frozen=True)
@@ -115,14 +113,14 @@ class Timeline:
         has_batch = "batch" in files.entries(values, "a timeline")  # earlier files do not have it
         given = files.entries(values, "a timeline", (*names, "batch") if has_batch else names)
         dtype = files.text(given["dtype"], "the timeline's dtype")
-        check_one_of("the timeline's dtype", dtype, _DTYPES)
+        check_one_of("the timeline's dtype", dtype, DTYPES_BY_NAME)
         backward_s, forward_s, update_s = (
             files.number(given[name], f"the timeline's {name}") for name in ("backward_s", "forward_s", "update_s")
         )
         buckets = tuple(_bucket(row) for row in files.rows(given["buckets"], "the timeline's buckets"))
         name = files.text(given["name"], "the timeline's name")
         batch = files.integer(given["batch"], "the timeline's batch", 1) if has_batch else None
-        return cls(buckets, backward_s, forward_s, update_s, _DTYPES[dtype], name, batch)
+        return cls(buckets, backward_s, forward_s, update_s, DTYPES_BY_NAME[dtype], name, batch)
 
 
 def _bucket(row: object) -> Bucket:
