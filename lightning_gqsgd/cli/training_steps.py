@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
-from lightning_gqsgd.predict.bench import WARMUP, WIDTHS, WayTime, slowest_rounds
-from lightning_gqsgd.predict.timing import Case, clock_of_ranks, in_turns
+from lightning_gqsgd.predict.bench import WARMUP, WIDTHS, WayTime, on_slowest_rank
 from lightning_gqsgd.reducers.base import ring_bytes
 
 #: The model: dense layers of these widths, 4.7 M parameters, on so many samples of each rank.
@@ -45,21 +44,14 @@ def measure_steps(device: torch.device, rounds: int, tick: Callable[[], object] 
         name = f"{bits} bits"
         cases[name] = _Training(device)
         cases[name].state = register_gqsgd(cases[name].model, bits=bits, sample_every=0)
-
-    def ready() -> None:
-        tick()
-        dist.barrier()
-
     try:
-        steps: dict[str, Case] = {name: case.step for name, case in cases.items()}
-        seconds = in_turns(steps, rounds, warmup=WARMUP, before=ready, clock=clock_of_ranks(device))
+        seconds = on_slowest_rank({name: case.step for name, case in cases.items()}, device, rounds, tick)
         sent = {name: case.sent_bytes(2 if name == "bf16 hook" else 4) for name, case in cases.items()}
     finally:
         for case in cases.values():
             if case.state is not None:
                 case.state.close()
-    slowest_of = {name: slowest_rounds(values, device) for name, values in seconds.items()}
-    return WayTime.all_of(slowest_of, sent, against=PLAIN)
+    return WayTime.all_of(seconds, sent, against=PLAIN)
 
 
 class _Training:

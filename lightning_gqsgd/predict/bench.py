@@ -196,11 +196,6 @@ def _all_reduces(device: torch.device, numel: int, rounds: int, tick: Callable[[
     engine = Engine(device, dist.group.WORLD, "gqsgd bench")
     cases: dict[str, Case] = {"fp32": partial(_mean, x, ranks), "bf16": partial(_mean_in_bf16, x, ranks)}
     sent = {"fp32": ring_bytes(x.nbytes, ranks), "bf16": ring_bytes(x.nbytes // 2, ranks)}
-
-    def ready() -> None:
-        tick()
-        dist.barrier()
-
     try:
         for bits in WIDTHS:
             config = resolve(GQSGDConfig(bits=bits, sample_every=0), ranks)
@@ -210,18 +205,33 @@ def _all_reduces(device: torch.device, numel: int, rounds: int, tick: Callable[[
             name = f"{bits} bits, {config.reducer}"
             cases[name] = lambda request=request: engine.reduce(x, request).wait()  # type: ignore[misc]
             sent[name] = engine.plan(x, request).sent_bytes
-        dist.barrier()
-        seconds = in_turns(cases, rounds, warmup=WARMUP, before=ready, clock=clock_of_ranks(device))
+        seconds = on_slowest_rank(cases, device, rounds, tick)
     finally:
         engine.close()
-    slowest_of = {name: slowest_rounds(values, device) for name, values in seconds.items()}
-    return WayTime.all_of(slowest_of, sent, against="fp32")
+    return WayTime.all_of(seconds, sent, against="fp32")
 
 
-def slowest_rounds(values: np.ndarray, device: torch.device) -> np.ndarray:
-    """Returns each round's time on the slowest rank."""
-    made: np.ndarray = slowest(torch.from_numpy(values), device).numpy()
-    return made
+def on_slowest_rank(
+    cases: Mapping[str, Case], device: torch.device, rounds: int, tick: Callable[[], object]
+) -> dict[str, np.ndarray]:
+    """Time cases that all ranks run together. A collective.
+
+    Args:
+        cases: the cases, by name.
+        device: this rank's device.
+        rounds: number of timed rounds.
+        tick: function that is called before every run of a case.
+
+    Returns:
+        For each case, its seconds on the slowest rank, (rounds,).
+    """
+
+    def ready() -> None:
+        tick()
+        dist.barrier()
+
+    seconds = in_turns(cases, rounds, warmup=WARMUP, before=ready, clock=clock_of_ranks(device))
+    return {name: slowest(torch.from_numpy(values), device).numpy() for name, values in seconds.items()}
 
 
 def _mean(x: Tensor, ranks: int) -> None:
