@@ -150,7 +150,7 @@ def presets(
         tables.show(tables.in_full(rows[0]))
     else:
         others = [part for listing in listings for part in ("", listing.table(), listing.note)]
-        tables.show(tables.fitting_table(rows), *facts.notes(rows), *others)
+        tables.show(tables.table_of_presets(rows), *facts.notes(rows), *others)
 
 
 systems_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)

@@ -27,6 +27,7 @@ from lightning_gqsgd.cli.doctor_interfaces import Interface
 from lightning_gqsgd.cli.doctor_places import Place, place_of
 from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.wire.agreement import ranks_in_words
 from lightning_gqsgd.wire.communicator import GLOO_PATIENCE
 from lightning_gqsgd.wire.node import network
 from lightning_gqsgd.wire.store import EndingStore
@@ -235,10 +236,9 @@ def _asked(store: Any, key: str, host: Host, place: Place, end: float) -> list[H
         missing = [rank for rank in missing if not store.check([f"{key}/{rank}"])]
         time.sleep(0.05 if missing else 0)
     if missing:
-        named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         raise ConfigError(
-            f"{_who(place)} has waited {time.monotonic() - begun:.0f} s for rank {named} of {place.size}; look at the "
-            f"output of their hosts, and whether they reach {place.address}:{place.port}"
+            f"{_who(place)} has waited {time.monotonic() - begun:.0f} s for {ranks_in_words(missing)} of {place.size}; "
+            f"look at the output of their hosts, and whether they reach {place.address}:{place.port}"
         )
     found = [Host.of_json(store.get(f"{key}/{rank}")) for rank in range(place.size)]
     # Rank 0 may have the store, and has to be the last to leave.

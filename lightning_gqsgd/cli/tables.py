@@ -18,41 +18,54 @@ from lightning_gqsgd.config import GQSGDConfig
 #: Characters in a line where the output is no terminal.
 PIPED_WIDTH = 200
 
-#: Columns that are left out where the terminal is too narrow, the first one first.
+#: Columns of the table of presets that are left out where the terminal is too narrow, the first one first.
 _DISPENSABLE = ("paper", "scale shared by", "bias", "state")
 
 
-class TableOfNumbers(Table):
-    """A table that never shortens a number. If a line has no room for all columns, the last ones are left out, and the
-    caption says which."""
+class FittingTable(Table):
+    """A table that leaves out columns rather than shorten cells where a line has no room for all, and says which in
+    its caption.
+
+    Args:
+        title: the title.
+        dispensable: headings of the columns that may be left out, the first one first.
+        remedy: where all columns are, for the caption.
+    """
+
+    def __init__(self, title: str, dispensable: Sequence[str], remedy: str) -> None:
+        super().__init__(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        self._dispensable = dispensable
+        self._remedy = remedy
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Returns the columns for which a line has room, and at least two."""
+        """Returns the columns for which a line has room."""
         unlimited = options.update(width=PIPED_WIDTH)
-        count = len(self.columns)
-        shown = self._first(count)
-        while count > 2 and Measurement.get(console, unlimited, shown).maximum > options.max_width:
-            count -= 1
-            shown = self._first(count)
+        shown = self._without(())
+        for count in range(1, len(self._dispensable) + 1):
+            if Measurement.get(console, unlimited, shown).maximum <= options.max_width:
+                break
+            shown = self._without(self._dispensable[:count])
         yield shown
 
-    def _first(self, count: int) -> Table:
-        """Returns a table with the first ``count`` columns."""
+    def _without(self, left_out: Sequence[str]) -> Table:
+        """Returns a table without some columns."""
         shown = Table(title=self.title, title_justify=self.title_justify, box=self.box)
-        left_out = [str(column.header) for column in self.columns[count:]]
         if left_out:
-            shown.caption = f"No room for {', '.join(left_out)}: a wider terminal shows more, and so does a pipe."
+            named = [str(column.header) for column in self.columns if column.header in left_out]
+            shown.caption = f"No room for {', '.join(named)}: {self._remedy}."
             shown.caption_justify = "left"
-        for column in self.columns[:count]:
+        columns = [column for column in self.columns if column.header not in left_out]
+        for column in columns:
             shown.add_column(column.header, justify=column.justify, no_wrap=True)
-        for cells in zip(*(column.cells for column in self.columns[:count]), strict=True):
-            shown.add_row(*cells)
+        for row, *cells in zip(self.rows, *(column.cells for column in columns), strict=True):
+            shown.add_row(*cells, style=row.style)
         return shown
 
 
 def plain_table(title: str, headings: Sequence[str]) -> Table:
-    """Returns an empty table whose first column is text, and whose other columns are numbers."""
-    made = TableOfNumbers(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    """Returns an empty table whose first column is text, and whose other columns are numbers. Of these, all but the
+    first may be left out, the last one first."""
+    made = FittingTable(title, headings[:1:-1], "a wider terminal shows more, and so does a pipe")
     for number, heading in enumerate(headings):
         made.add_column(heading, justify="right" if number else "left", no_wrap=True)
     return made
@@ -76,34 +89,15 @@ def grid_of(facts: Mapping[str, str]) -> Table:
     return grid
 
 
-def fitting_table(rows: Sequence[Facts]) -> Table:
-    """Returns a table with a row for each preset, and as many columns as fit the terminal."""
-    table = _table(rows, ())
-    if not sys.stdout.isatty():
-        return table
-    console = Console()
-    unlimited = console.options.update(width=PIPED_WIDTH)
-    for count in range(1, len(_DISPENSABLE) + 1):
-        if Measurement.get(console, unlimited, table).maximum <= console.width:
-            break
-        table = _table(rows, _DISPENSABLE[:count])
-    return table
-
-
-def _table(rows: Sequence[Facts], left_out: tuple[str, ...]) -> Table:
-    table = Table(title=f"Presets at n = {rows[0].ranks}", title_justify="left", box=box.SIMPLE_HEAD)
-    if left_out:
-        table.caption = f"No room for {', '.join(left_out)}: see --json, or one preset by name."
-        table.caption_justify = "left"
-    kept = [column for column, heading in enumerate(HEADINGS) if heading not in left_out]
-    for column in kept:
-        heading = HEADINGS[column]
+def table_of_presets(rows: Sequence[Facts]) -> Table:
+    """Returns a table with a row for each preset."""
+    made = FittingTable(f"Presets at n = {rows[0].ranks}", _DISPENSABLE, "see --json, or one preset by name")
+    for heading in HEADINGS:
         numbers = heading in ("bits", "sent / fp32", "state")
-        table.add_column(heading, justify="right" if numbers else "left", no_wrap=True)
+        made.add_column(heading, justify="right" if numbers else "left", no_wrap=True)
     for row in rows:
-        cells = row.row()
-        table.add_row(*(cells[column] for column in kept), style="dim" if row.problem else None)
-    return table
+        made.add_row(*row.row(), style="dim" if row.problem else None)
+    return made
 
 
 def in_full(facts: Facts) -> Table:
@@ -115,8 +109,8 @@ def in_full(facts: Facts) -> Table:
         "paper": facts.preset.paper,
         "optimizer": facts.preset.optimizer,
         "left out": facts.preset.left_out or "nothing",
+        "config": config.describe(),
     }
-    lines |= {"config": config.describe()}
     if facts.problem:
         lines[f"at n = {facts.ranks}"] = f"cannot work: {facts.problem}"
     else:
