@@ -25,6 +25,7 @@ from lightning_gqsgd.wire.communicator import check_timeout
 from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import Peers
+from lightning_gqsgd.wire.pipeline import STREAMS
 from lightning_gqsgd.wire.plan import Plan
 
 
@@ -54,7 +55,7 @@ def open_engines(
     messages: Messages,
     dtypes: Sequence[torch.dtype] = (),
     prepare: Callable[[Engine], None] | None = None,
-    streams: int = 2,
+    streams: int = STREAMS,
 ) -> Iterator[list[Engine]]:
     """Create engines for process groups, on all of their ranks or on none. A collective.
 

@@ -31,7 +31,7 @@ from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.compiling import compile_kernels
 from lightning_gqsgd.wire.direct import DirectRunner
 from lightning_gqsgd.wire.peers import Peers
-from lightning_gqsgd.wire.pipeline import Job, Runner, Start, release, runner_for
+from lightning_gqsgd.wire.pipeline import STREAMS, Job, Runner, Start, release, runner_for
 from lightning_gqsgd.wire.plan import Plan, PlanCache, PlanKey, check_gradient
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
 from lightning_gqsgd.wire.workers import codec_threads
@@ -171,7 +171,7 @@ class Engine:
         key: str,
         *,
         timeout: timedelta | None = None,
-        streams: int = 2,
+        streams: int = STREAMS,
         shares_runner_of: Engine | None = None,
         messages: Messages | None = None,
         direct: bool = False,

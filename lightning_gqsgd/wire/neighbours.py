@@ -130,8 +130,8 @@ def connect(gather: Gather, rank: int, number: int, timeout_s: float) -> Neighbo
     nodes = gather(_node(number) if is_possible else secrets.token_bytes(_NODE_BYTES))
     if len(set(nodes)) > 1:
         return None
-    with ExitStack() as undo:
-        own = _Offer.make(undo)
+    with ExitStack() as offered, ExitStack() as undo:
+        own = _Offer.make(offered)
         tokens = gather(_NO_TOKEN if own is None else own.token)
         if own is None or _NO_TOKEN in tokens:
             return None
@@ -151,7 +151,6 @@ def connect(gather: Gather, rank: int, number: int, timeout_s: float) -> Neighbo
                     "gqsgd: the ranks of this node exchange over Gloo, not through shared memory: %s", found[first]
                 )
             return None
-        own.put_away()
         undo.pop_all()
         return neighbours
 
@@ -177,9 +176,9 @@ class _Offer:
         self._listener = listener
 
     @classmethod
-    def make(cls, undo: ExitStack) -> _Offer | None:
-        """Returns an offer that ``undo`` ends; None if the system does not provide such memory or sockets, or has run
-        out of them."""
+    def make(cls, offered: ExitStack) -> _Offer | None:
+        """Returns an offer that ends with ``offered``; None if the system does not provide such memory or sockets, or
+        has run out of them."""
         with ExitStack() as failed, suppress(OSError, AttributeError):
             memory = os.memfd_create("gqsgd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             failed.callback(os.close, memory)
@@ -189,14 +188,9 @@ class _Offer:
             token = secrets.token_bytes(_TOKEN_BYTES)
             listener.bind(_address(token))
             listener.listen(socket.SOMAXCONN)
-            undo.push(failed.pop_all())
+            offered.push(failed.pop_all())
             return cls(token, memory, listener)
         return None
-
-    def put_away(self) -> None:
-        """End the offer, once all ranks have taken it."""
-        self._listener.close()
-        os.close(self._memory)
 
     def meet(self, tokens: Sequence[bytes], rank: int, timeout_s: float) -> Neighbours:
         """Connect to all other ranks, and take their memory.
