@@ -52,7 +52,7 @@ from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.reducers.base import ring_bytes
-from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state, is_count
+from lightning_gqsgd.session.checkpoint import REMEDY, STATE_SCHEMA, check_state, is_count
 from lightning_gqsgd.session.nodes import Layout, layouts
 from lightning_gqsgd.session.opening import Kernels, Side, compile_together, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import digest
@@ -464,10 +464,7 @@ class GQSGDFSDPState:
         check_state(state, self.config, {"reductions": dict})
         for name, count in state["reductions"].items():
             if not (isinstance(name, str) and is_count(count)):
-                raise ConfigError(
-                    f"the gqsgd state's entry 'reductions' has {count!r:.200} for {name!r}; load what state_dict has "
-                    "written"
-                )
+                raise ConfigError(f"the gqsgd state's entry 'reductions' has {count!r:.200} for {name!r}; {REMEDY}")
         self.config = replace(self.config, seed=state["seed"])
         if self._average is not None:
             self._average.configs = [replace(one, seed=state["seed"]) for one in self._average.configs]

@@ -11,10 +11,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.wire import is_in_range
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.reducers.memory import Keeps
-from lightning_gqsgd.session.checkpoint import is_count, layout_of
-
-#: What to do if a state has entries that `checkpoint.state_of` does not write.
-REMEDY = "load what state_dict has written"
+from lightning_gqsgd.session.checkpoint import REMEDY, is_count, layout_of
 
 
 def check_local_state(averages: LocalAverages, state: Mapping[str, Any], own: bool) -> None:

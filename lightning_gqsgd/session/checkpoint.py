@@ -28,6 +28,9 @@ MEMORY_OF = "memory_of"
 #: The entry of a state that says which coordinates of a memory each rank has (see `MemoryStore.layout`).
 MEMORY_LAYOUT = "memory_layout"
 
+#: What to do with a state that has entries which ``state_dict`` does not write.
+REMEDY = "load what state_dict has written"
+
 #: Why the memory of all ranks is gathered, for errors.
 _GATHERING = "gathering what ranks remember (every rank calls state_dict)"
 #: Entries of every state.
@@ -66,14 +69,14 @@ def check_state(state: Any, now: GQSGDConfig, entries: Mapping[str, type] | None
         value = state.get(name)
         if not (is_count(value) if kind is int else isinstance(value, kind)):
             raise ConfigError(
-                f"the gqsgd state's entry {name!r} is {value!r:.200}; load what state_dict has written "
+                f"the gqsgd state's entry {name!r} is {value!r:.200}; {REMEDY} "
                 f"(its entries: {', '.join(map(str, state))})"
             )
     layout = state.get(MEMORY_LAYOUT, [1, 0])
     if not (isinstance(layout, list) and len(layout) == 2 and all(map(is_count, layout))):
         raise ConfigError(
             f"the gqsgd state's entry {MEMORY_LAYOUT!r} is {layout!r:.200}, and not the numbers of owners and of "
-            "coordinates in a block; load what state_dict has written"
+            f"coordinates in a block; {REMEDY}"
         )
     _check_plain(state["config"])
     _log_difference(state["config"], now)
@@ -98,8 +101,7 @@ def _check_plain(config: Mapping[str, Any]) -> None:
         is_plain = False
     if not is_plain:
         raise ConfigError(
-            f"the gqsgd state's entry 'config' is {config!r:.200}, which is not plain values by name; load what "
-            "state_dict has written"
+            f"the gqsgd state's entry 'config' is {config!r:.200}, which is not plain values by name; {REMEDY}"
         )
 
 
@@ -215,14 +217,12 @@ def check_memory(saved: object) -> None:
     kinds: Mapping[str, Any] = saved if isinstance(saved, Mapping) else {"memory": saved}
     for kind, tensors in kinds.items():
         if not isinstance(tensors, Mapping):
-            raise ConfigError(
-                f"the gqsgd state's memory {kind!r} is {tensors!r:.200}; load what state_dict has written"
-            )
+            raise ConfigError(f"the gqsgd state's memory {kind!r} is {tensors!r:.200}; {REMEDY}")
         for number, rows in tensors.items():
             if not _is_table(rows):
                 raise ConfigError(
                     f"the gqsgd state's memory {kind!r} of parameter {number} is {rows!r:.200}, and no floating-point "
-                    "tensor [ranks, numel] with values in memory; load what state_dict has written"
+                    f"tensor [ranks, numel] with values in memory; {REMEDY}"
                 )
             # A memory never takes in what is not finite, and would keep it for the rest of the training.
             if not _is_finite(rows):
@@ -233,8 +233,7 @@ def check_memory(saved: object) -> None:
                 )
     if len({frozenset(tensors) for tensors in kinds.values()}) > 1:
         raise ConfigError(
-            f"the gqsgd state's memories {', '.join(map(repr, kinds))} are of different parameters; load what "
-            "state_dict has written"
+            f"the gqsgd state's memories {', '.join(map(repr, kinds))} are of different parameters; {REMEDY}"
         )
 
 
