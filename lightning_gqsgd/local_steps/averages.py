@@ -351,9 +351,8 @@ class LocalAverages(AveragingLoop[Average]):
     def report(self) -> str:
         """Returns one line that says how often averages are made, and how changes are compressed."""
         options = self.options
-        every = "a varying number of" if callable(options.every) else options.every
         text = report(self.requested, [self.config], self._facts, self.world_size, self.averages, "value")
-        text += f"; changes are averaged every {every} steps"
+        text += f"; changes are averaged every {options.every_in_words()}"
         if options.fragments > 1:
             text += f" in {options.fragments} fragments"
         if options.delay:
@@ -503,7 +502,7 @@ class LocalAverages(AveragingLoop[Average]):
         self.start_from_anchors()  # anchors of fewer bits are rounded
         self.store = new_store(setting_of(self.config, self.world_size, self._dtype), self._sizes, self.device)
         self.averagers = [
-            [self.options.averaging.averager(bundle, self.rank, self.world_size) for bundle in fragment.bundles]
+            [self.options.averaging.averager(bundle, self.world_size) for bundle in fragment.bundles]
             for fragment in self.fragments
         ]
 

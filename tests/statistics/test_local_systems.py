@@ -121,7 +121,7 @@ def test_multi_step_compression_loses_a_power_of_what_one_message_loses() -> Non
         ranks = VirtualRanks(1, segments, preset="topk_ef", density=0.05, block_size=104)
         options = LocalOptions(every=1, rule=MultiStep(messages))
         bundle = fragments_of([Entry(segments[0], "x", torch.zeros(100), False)], [], options)[0].bundles[0]
-        part, total, step = options.averaging.averager(bundle, 0, 1).requests(x.clone()), None, 0
+        part, total, step = options.averaging.averager(bundle, 1).requests(x.clone()), None, 0
         request = next(part)
         while total is None:
             assert isinstance(request, MeanOf)

@@ -111,12 +111,11 @@ class Rule(ABC):
         """Raise ConfigError for a compression, with the chosen reducer, that the rule does not support."""
 
     @abstractmethod
-    def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
+    def averager(self, bundle: Bundle, ranks: int) -> Averager:
         """Returns the averager of a rank.
 
         Args:
             bundle: the tensors that are averaged, with their anchors.
-            rank: this rank.
             ranks: number of ranks.
         """
 

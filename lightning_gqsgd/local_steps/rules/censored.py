@@ -59,15 +59,14 @@ class Censored(Rule):
                 f"rule='censored' sends differences as they are, without reducer={config.reducer!r}; take bits=32"
             )
 
-    def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
+    def averager(self, bundle: Bundle, ranks: int) -> Averager:
         """Returns the averager of one bundle, as `Rule.averager` specifies."""
-        return _CensoredAverager(self, bundle, rank, ranks)
+        return _CensoredAverager(self, bundle, ranks)
 
 
 class _CensoredAverager(Averager):
-    def __init__(self, rule: Censored, bundle: Bundle, rank: int, ranks: int) -> None:
+    def __init__(self, rule: Censored, bundle: Bundle, ranks: int) -> None:
         self._bundle = bundle
-        self._rank = rank
         self._ranks = ranks
         self._threshold = rule.threshold
         anchors = bundle.flat_anchors()

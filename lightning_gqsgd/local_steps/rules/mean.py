@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Mean(Rule):
     """The mean of all changes."""
 
-    def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
+    def averager(self, bundle: Bundle, ranks: int) -> Averager:
         """Returns the averager of one bundle, as `Rule.averager` specifies."""
         return _MeanAverager(bundle)
 

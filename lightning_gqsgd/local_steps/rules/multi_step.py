@@ -61,7 +61,7 @@ class MultiStep(Rule):
                     f"{name}={getattr(config, name)!r}"
                 )
 
-    def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
+    def averager(self, bundle: Bundle, ranks: int) -> Averager:
         """Returns the averager of one bundle, as `Rule.averager` specifies."""
         return _MultiStepAverager(bundle, self.messages)
 

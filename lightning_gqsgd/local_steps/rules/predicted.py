@@ -42,7 +42,7 @@ class Predicted(Rule):
 
     remembers: ClassVar[bool] = True
 
-    def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
+    def averager(self, bundle: Bundle, ranks: int) -> Averager:
         """Returns the averager of one bundle, as `Rule.averager` specifies."""
         return _PredictedAverager(bundle)
 

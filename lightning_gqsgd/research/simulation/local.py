@@ -162,10 +162,7 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
         self._parameters = [nn.Parameter(point) for point in self.points]
         self._inner = make_optimizer(list(self._parameters))
         self._averagers = [
-            [
-                options.averaging.averager(of_worker.bundles[0], rank, crowd.each_round)
-                for rank, of_worker in enumerate(row)
-            ]
+            [options.averaging.averager(of_worker.bundles[0], crowd.each_round) for of_worker in row]
             for row in self._replicas
         ]
         self._own_bytes = self._own_message_bytes = 0
