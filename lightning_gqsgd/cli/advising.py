@@ -92,9 +92,9 @@ class Question:
                 f"--intra {self.intra} has no effect on nodes with one rank; leave it out, or give --gpus-per-node"
             )
         codec = self.codec or (MEASURED if probe else ASSUMED)
-        if codec == MEASURED and probe is None:
-            raise ConfigError("--codec measured needs a measurement; give --probe FILE, or --codec h100 or cpu")
-        if codec == MEASURED and probe is not None:
+        if codec == MEASURED:
+            if probe is None:
+                raise ConfigError("--codec measured needs a measurement; give --probe FILE, or --codec h100 or cpu")
             self._check_codes(probe)
         costs_at, link_rate = self._network(codec, probe, per_node)
         if self.backward is None:
@@ -119,11 +119,7 @@ class Question:
         return replace(inside, bytes_per_s=bytes_per_second(self.intra, "--intra")) if self.intra else inside
 
     def _check_codes(self, probe: Probe) -> None:
-        """Check that a probe has timed a codec that can be recommended.
-
-        Raises:
-            ConfigError: it has not.
-        """
+        """Raise ConfigError if a probe has timed no codec that can be recommended."""
         if any(codec_of_bits(bits) in probe.costs.gammas for bits in BITS if bits >= FEWEST_BITS):
             return
         timed = ", ".join(probe.costs.gammas) or "no codec"
@@ -133,11 +129,7 @@ class Question:
         )
 
     def _check_effects(self) -> None:
-        """Check that no option is given that would have no effect.
-
-        Raises:
-            ConfigError: there is one.
-        """
+        """Raise ConfigError for an option that would have no effect."""
         for name, value in (("--latency", self.latency), ("--intra", self.intra)):
             if value is not None and self.link is None:
                 raise ConfigError(

@@ -15,24 +15,17 @@ MOST_RANKS = 4096
 
 
 def check_name(name: str) -> None:
-    """Check that ``gqsgd presets`` knows a name.
-
-    Raises:
-        ConfigError: it is no preset, no system of local steps, and no other system.
-    """
+    """Raise ConfigError for a name that is no preset, no system of local steps, and no other system."""
     if name not in (*PRESETS, *LOCAL_PRESETS, *SYSTEMS):
         raise unknown(name)
 
 
 def refuse_without_effect(name: str, given: Mapping[str, object]) -> None:
-    """Check that no option was given that the figures of a system do not depend on.
+    """Raise ConfigError for an option that the figures of a system do not depend on.
 
     Args:
         name: the system.
         given: the options by name; None for those that were not given.
-
-    Raises:
-        ConfigError: one was given.
     """
     for option, value in given.items():
         if value is not None:
@@ -40,11 +33,7 @@ def refuse_without_effect(name: str, given: Mapping[str, object]) -> None:
 
 
 def check_system(name: str) -> None:
-    """Check that ``gqsgd systems check`` has an experiment of a name, or that it is "all".
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Raise ConfigError for a name of which ``gqsgd systems check`` has no experiment, other than "all"."""
     if name == "all":
         return
     check_name(name)
@@ -65,10 +54,6 @@ def unknown(name: str) -> ConfigError:
 
 
 def check_network(probe: Path | None, link: str | None) -> None:
-    """Check that one of the options of ``gqsgd advise`` describes a network.
-
-    Raises:
-        ConfigError: neither of them is given.
-    """
+    """Raise ConfigError if no option of ``gqsgd advise`` describes a network."""
     if probe is None and link is None:
         raise ConfigError("nothing is known of the network; give --probe FILE of `gqsgd probe`, or --link, e.g. 10gbit")

@@ -56,11 +56,7 @@ class Training:
 
 
 def check(part: str | None, megabytes: float | None) -> None:
-    """Check the arguments before anything starts.
-
-    Raises:
-        ConfigError: there is no such part, or it has no gradient whose size could be given.
-    """
+    """Raise ConfigError for a part that does not exist, or that has no gradient whose size could be given."""
     if part is not None:
         check_one_of("the part", part, CHOICES)
     if megabytes is not None and part in (KERNELS_PART, TRAINING):

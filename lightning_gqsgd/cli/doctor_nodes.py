@@ -183,11 +183,7 @@ def _wait_s() -> float:
 
 
 def _meet(place: Place, wait: timedelta) -> Any:
-    """Returns the store at which all ranks meet.
-
-    Raises:
-        ConfigError: see `examine`.
-    """
+    """Returns the store at which all ranks meet; raises ConfigError if this rank does not reach rank 0."""
     # torchrun's agent has the store already.
     is_server = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -204,11 +200,7 @@ def _meet(place: Place, wait: timedelta) -> Any:
 
 
 def _exchange(store: Any, key: str, host: Host, place: Place, wait: timedelta) -> list[Host]:
-    """Exchange hosts with the other ranks. Returns the host of each rank.
-
-    Raises:
-        ConfigError: a rank has not come.
-    """
+    """Returns the host of each rank; raises ConfigError if one has not come. A collective."""
     # Rank 0 may have the store: it waits a little longer, so that the others can still ask who is missing.
     end = time.monotonic() + wait.total_seconds() + (LAST_S if place.rank == 0 else 0)
     with _rank_0_may_have_ended(place):

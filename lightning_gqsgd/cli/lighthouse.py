@@ -79,11 +79,7 @@ def serve(bind: str, min_replicas: int, join_timeout: str, heartbeat_timeout: st
 
 
 def _milliseconds(option: str, value: str, least: int, reason: str) -> int:
-    """Returns a time in milliseconds.
-
-    Raises:
-        ConfigError: it is none, or too short.
-    """
+    """Returns a time in milliseconds; raises ConfigError if it is none, or too short."""
     found = round(parse_time(option, value).total_seconds() * 1000)
     if found < least:
         raise ConfigError(f"{option}={value} is too short: {least} ms is the least, because {reason}")

@@ -13,11 +13,7 @@ from lightning_gqsgd.predict.local_plan import LocalPlan, LocalProblem, plan
 
 
 def check_alone(others: Sequence[str]) -> None:
-    """Check that no options of clusters are given beside ``--local-steps``.
-
-    Raises:
-        ConfigError: there are some; ``others``: their names.
-    """
+    """Raise ConfigError for options of clusters beside ``--local-steps``; ``others``: their names."""
     if others:
         raise ConfigError(
             f"{', '.join(others)}: no effect beside --local-steps, whose file has all numbers; leave out either"

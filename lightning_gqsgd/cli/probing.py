@@ -48,11 +48,8 @@ def is_rank() -> bool:
 
 
 def check(model: str | None, batch: int | None, output: Path) -> None:
-    """Check the options before anything starts; ``batch`` is None where it was not given.
-
-    Raises:
-        ConfigError: a model that cannot be built, a batch that it does not have, or a file that cannot be written.
-    """
+    """Raise ConfigError for a model that cannot be built, a batch that it does not have, or a file that cannot be
+    written; ``batch`` is None where it was not given."""
     check_writable("--output", output)
     check_batch(batch)
     if model is None:

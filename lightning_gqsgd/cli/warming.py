@@ -61,9 +61,6 @@ def _jobs(
     """Returns the preset, the configuration, the dtype and the number of ranks of each compilation.
 
     Presets that need the same kernels have one compilation.
-
-    Raises:
-        ConfigError: see `warm`.
     """
     unknown = [name for name in dtypes if name not in DTYPES_BY_NAME]
     if unknown:

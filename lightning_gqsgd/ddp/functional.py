@@ -232,11 +232,7 @@ def _checked(
     config: GQSGDConfig,
     layout: Layout,
 ) -> GQSGDConfig:
-    """Returns the configuration of a call, with its reducer chosen.
-
-    Raises:
-        ConfigError: arguments that cannot work.
-    """
+    """Returns the configuration of a call, with its reducer chosen; raises ConfigError if arguments cannot work."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"all_reduce takes a tensor, not {type(tensor).__name__}")
     _check_plain(tensor, "the tensor")

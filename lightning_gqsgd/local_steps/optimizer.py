@@ -191,11 +191,7 @@ class LocalSteps(Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise an error: the parameters that are averaged cannot change.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError: the parameters that are averaged cannot change."""
         raise ConfigError(
             "LocalSteps averages the parameters that it was made with; call finish() and close(), add the group to the "
             "inner optimizer, and make a new LocalSteps"

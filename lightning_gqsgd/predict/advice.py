@@ -83,11 +83,7 @@ class Cluster:
 
 
 def check_size(nodes: int, per_node: int) -> None:
-    """Check the size of a cluster.
-
-    Raises:
-        ConfigError: if there are too few nodes or ranks, or more ranks than can be predicted in reasonable time.
-    """
+    """Raise ConfigError for too few nodes or ranks, or for more ranks than can be predicted in reasonable time."""
     for name, value in (("nodes", nodes), ("gpus-per-node", per_node)):
         if value < 1:
             raise ConfigError(f"--{name} {value} has to be at least 1; give a number from 1 on")
@@ -101,11 +97,8 @@ def check_size(nodes: int, per_node: int) -> None:
 
 
 def check_batch(batch: int | None) -> None:
-    """Check the number of samples of a rank in a step; None means unknown.
-
-    Raises:
-        ConfigError: if the number is below 1 or above `MOST_SAMPLES`.
-    """
+    """Raise ConfigError for a number of samples of a rank in a step below 1 or above `MOST_SAMPLES`; None means
+    unknown."""
     if batch is not None and batch < 1:
         raise ConfigError(f"--batch {batch} has to be at least 1; give the samples of each rank in a step")
     if batch is not None and batch > MOST_SAMPLES:

@@ -104,11 +104,7 @@ def _built(name: str, kind: str, rest: str, batch: int) -> Built:
 
 
 def _check_parameters(built: Built) -> None:
-    """Check that gradients of a model can be reduced.
-
-    Raises:
-        ConfigError: if a parameter has no size yet, or has a dtype that no kernel supports.
-    """
+    """Raise ConfigError if a parameter has no size yet, or has a dtype that no kernel supports."""
     for name, p in built.model.named_parameters():
         if is_lazy(p):
             raise ConfigError(

@@ -180,11 +180,7 @@ def _text(path: Path) -> str:
 
 
 def _costs_of(values: object, source: str) -> Costs:
-    """Returns the constants of a probe's entry ``costs``.
-
-    Raises:
-        ConfigError: if the entry does not belong to a probe. The message names the value.
-    """
+    """Returns the constants of a probe's entry ``costs``; raises ConfigError if it does not belong to a probe."""
     names = tuple(field.name for field in fields(Costs) if field.name not in _NOT_MEASURED)
     given = files.entries(values, "costs", names)
     collectives, gammas = (files.entries(given[name], f"costs.{name}") for name in ("collectives", "gammas"))

@@ -124,11 +124,7 @@ class Timeline:
 
 
 def _bucket(row: object) -> Bucket:
-    """Returns the bucket of a row of `Timeline.to_dict`.
-
-    Raises:
-        ConfigError: if it is no such row.
-    """
+    """Returns the bucket of a row of `Timeline.to_dict`; raises ConfigError if it is no such row."""
     ready_s, segments = files.rows(row, "a bucket of the timeline", 2)
     made = []
     for segment in files.rows(segments, "the segments of a bucket"):

@@ -250,11 +250,7 @@ def _greeted(connection: socket.socket, token: bytes) -> tuple[int, np.ndarray]:
 
 
 def _mapped(descriptor: int, *, writes: bool = False) -> np.ndarray:
-    """Returns memory as uint8 [MEMORY_BYTES].
-
-    Raises:
-        ValueError: if the memory has another size, or may become smaller.
-    """
+    """Returns memory as uint8 [MEMORY_BYTES]; raises ValueError if it has another size, or may become smaller."""
     size = os.fstat(descriptor).st_size
     if size != MEMORY_BYTES or not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise ValueError(f"memory of {size} bytes, in place of {MEMORY_BYTES} that are sealed")

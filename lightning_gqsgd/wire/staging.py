@@ -65,11 +65,7 @@ class StagedWork:
         done.add_done_callback(self._arrived)
 
     def _wait_for_input(self) -> None:
-        """Wait until the GPU has copied the input.
-
-        Raises:
-            RuntimeError: if it has not done so within the patience.
-        """
+        """Wait until the GPU has copied the input; raises RuntimeError if it has not done so within the patience."""
         make_current(self._device)
         ends = time.monotonic() + self._patience.total_seconds()
         while self._copied is not None and not self._copied.query():

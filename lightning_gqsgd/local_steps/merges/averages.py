@@ -180,11 +180,8 @@ class MergedAverages:
     # --- starting ----------------------------------------------------------------------------------------------------
 
     def _train(self, model: nn.Module) -> Trained:
-        """Prepare the model, and return its trained parts.
-
-        Raises:
-            ConfigError: if the model or an optimizer cannot work.
-        """
+        """Prepare the model, and return its trained parts; raises ConfigError if the model or an optimizer cannot
+        work."""
         model, trained = trained_by(model, self._optimizers, self.options, self.requested)
         self.device = trained.device
         (self._fragment,) = trained.fragments
@@ -435,11 +432,7 @@ class MergedAverages:
                 )
 
     def start_anew(self, model: nn.Module) -> None:
-        """Raise an error: members share their weights from the start.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError: members share their weights from the start."""
         raise ConfigError(
             "weights were loaded after merges began, and the other members would not have them; load them before "
             "training begins"

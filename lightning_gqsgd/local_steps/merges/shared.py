@@ -220,11 +220,8 @@ def _check_entries(state: Mapping[str, Any]) -> None:
 
 
 def _settled_in(state: Mapping[str, Any]) -> dict[int, tuple[int, int]]:
-    """Returns the latest settled contribution of each member in a state, and the merge that settled it.
-
-    Raises:
-        ConfigError: if the entry cannot be read.
-    """
+    """Returns the latest settled contribution of each member in a state, and the merge that settled it; raises
+    ConfigError if the entry cannot be read."""
     try:
         return {int(who): (int(entry[0]), int(entry[1])) for who, entry in state["counted"].items()}
     except (TypeError, ValueError, LookupError) as error:
