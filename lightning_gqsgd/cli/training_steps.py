@@ -30,7 +30,7 @@ def step_runs(rounds: int) -> int:
     return (rounds + WARMUP) * (2 + len(WIDTHS))
 
 
-def measure_steps(device: torch.device, rounds: int, tick: Callable[[], object] = lambda: None) -> tuple[WayTime, ...]:
+def measure_steps(device: torch.device, rounds: int, tick: Callable[[], object]) -> tuple[WayTime, ...]:
     """Time training steps between the ranks of the default process group. A collective.
 
     Args:

@@ -253,15 +253,13 @@ class _Registrations:
     """
 
     count = 0
-    _is_watching = False
 
     @classmethod
+    @cache
     def watch(cls) -> None:
         """Count from now on."""
-        if not cls._is_watching:
-            cls._is_watching = True
-            register_module_parameter_registration_hook(cls._note)
-            register_module_module_registration_hook(cls._note)
+        register_module_parameter_registration_hook(cls._note)
+        register_module_module_registration_hook(cls._note)
 
     @classmethod
     def _note(cls, module: nn.Module, name: str, value: object) -> None:

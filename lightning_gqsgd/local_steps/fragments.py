@@ -171,7 +171,7 @@ class Bundle:
                 return True
         return False
 
-    def set_gradients(self, change: Tensor, plain: bool, frozen: Collection[str] = ()) -> None:
+    def set_gradients(self, change: Tensor, plain: bool, frozen: Collection[str]) -> None:
         """Set a mean change as the gradient of the parameters' anchors, and subtract it from the buffers' anchors.
 
         Args:

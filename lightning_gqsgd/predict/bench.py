@@ -26,7 +26,6 @@ from lightning_gqsgd.predict.timing import (
     Spread,
     clock_of_ranks,
     in_turns,
-    ratio,
     slowest,
     thread_clock,
 )
@@ -174,15 +173,15 @@ def _kernels(device: torch.device, rounds: int, tick: Callable[[], object]) -> t
     made = []
     for codec, bits in KERNELS:
         encode, decode = (seconds[f"{codec} {bits} {way}"] for way in ("encode", "decode"))
-        both = {"both": encode + decode, "copy": seconds["copy"]}
+        both = encode + decode
         made.append(
             KernelTime(
                 codec,
                 bits,
                 encode_ns=1e9 * Spread.of(encode).median / numel,
                 decode_ns=1e9 * Spread.of(decode).median / numel,
-                gradient_gb_per_s=x.nbytes / Spread.of(both["both"]).median / 1e9,
-                times_copy=ratio(both, "both", "copy"),
+                gradient_gb_per_s=x.nbytes / Spread.of(both).median / 1e9,
+                times_copy=Spread.of(both / seconds["copy"]).median,
             )
         )
     return tuple(made)

@@ -55,7 +55,7 @@ class Prediction:
     exposed_s: float
     sent_bytes: int
     events: tuple[Event, ...]
-    node_bytes: int = 0
+    node_bytes: int
 
     @property
     def network_bytes(self) -> int:

@@ -232,7 +232,7 @@ class Agreed(NamedTuple):
     """
 
     period_us: int
-    numbers: tuple[tuple[int, ...], ...] = ()
+    numbers: tuple[tuple[int, ...], ...]
 
 
 def digest_of(text: str) -> int:
