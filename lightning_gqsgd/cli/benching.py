@@ -18,6 +18,7 @@ from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.cli.training_steps import measure_steps, step_runs
 from lightning_gqsgd.errors import ConfigError, check_one_of
 from lightning_gqsgd.predict.bench import KERNELS_PART, PARTS, REDUCERS_PART, Bench, WayTime, measure, runs
+from lightning_gqsgd.predict.timing import name_of
 
 #: What ``gqsgd bench`` can be restricted to, or asked for.
 TRAINING = "training"
@@ -76,9 +77,8 @@ def run_rank(part: str | None, megabytes: float | None, rounds: int) -> Bench | 
         made: Bench | Training
         if part == TRAINING:
             with _progress("training steps", step_runs(rounds)) as tick:
-                name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
                 steps = measure_steps(device, rounds, tick)
-                made = Training(name, dist.get_backend(), dist.get_world_size(), rounds, steps)
+                made = Training(name_of(device), dist.get_backend(), dist.get_world_size(), rounds, steps)
         else:
             parts = PARTS if part is None else (part,)
             words = {KERNELS_PART: "kernels", REDUCERS_PART: "all-reduces"}

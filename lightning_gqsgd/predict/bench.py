@@ -26,6 +26,7 @@ from lightning_gqsgd.predict.timing import (
     Spread,
     clock_of_ranks,
     in_turns,
+    name_of,
     slowest,
     thread_clock,
 )
@@ -145,9 +146,8 @@ def measure(
     """
     kernels = _kernels(device, rounds, tick) if dist.get_rank() == 0 and KERNELS_PART in parts else ()
     dist.barrier()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     reduces = _all_reduces(device, numel, rounds, tick) if REDUCERS_PART in parts else ()
-    return Bench(name, dist.get_backend(), dist.get_world_size(), numel, rounds, kernels, reduces)
+    return Bench(name_of(device), dist.get_backend(), dist.get_world_size(), numel, rounds, kernels, reduces)
 
 
 def runs(rounds: int, parts: Sequence[str] = PARTS) -> int:

@@ -32,7 +32,7 @@ from lightning_gqsgd.predict.device_times import TRELLIS, bf16_hook, codec_of_co
 from lightning_gqsgd.predict.pipeline_times import PipelineTimes, pipeline_times
 from lightning_gqsgd.predict.profile import message_of
 from lightning_gqsgd.predict.timeline import Timeline
-from lightning_gqsgd.predict.timing import slowest
+from lightning_gqsgd.predict.timing import name_of, slowest
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire.communicator import Communicator
 
@@ -244,8 +244,7 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
             costs = _in_pipeline(costs, pipeline_times(communicator, costs, min(bits)))
     finally:
         communicator.close()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return Probe(costs, ranks, per_node, communicator.backend, name, time.perf_counter() - begun)
+    return Probe(costs, ranks, per_node, communicator.backend, name_of(device), time.perf_counter() - begun)
 
 
 def _in_pipeline(costs: Costs, times: PipelineTimes) -> Costs:

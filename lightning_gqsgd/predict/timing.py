@@ -159,5 +159,10 @@ def of_all_ranks(values: Tensor, device: torch.device) -> Tensor:
     return torch.stack(everyone).cpu()
 
 
+def name_of(device: torch.device) -> str:
+    """Returns the name of a GPU; ``"CPU"`` for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
 def _sendable(values: Tensor, device: torch.device) -> Tensor:
     return values.to(device if dist.get_backend() == "nccl" else "cpu")
