@@ -42,7 +42,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.session.copies import on_gradients, remove_all
 from lightning_gqsgd.session.ddp_models import DDPModels
-from lightning_gqsgd.session.parameters import Parameter
+from lightning_gqsgd.session.parameters import Parameter, parameters_of
 from lightning_gqsgd.wire.agreement import Weights
 
 logger = logging.getLogger(__name__)
@@ -582,7 +582,7 @@ class BackwardWatch:
 
     def _say_if_local(self, optimizer: Optimizer) -> None:
         """Say that an optimizer trains with gradients of no_sync. It may step while others' gradients accumulate."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._local]
+        parameters = [parameter for parameter in parameters_of([optimizer]) if id(parameter) in self._local]
         self._local.difference_update(map(id, parameters))
         if any(parameter.grad is not None for parameter in parameters):
             self._say(
@@ -608,7 +608,7 @@ class BackwardWatch:
         )
 
     def _trains(self, optimizer: Optimizer) -> bool:
-        return any(id(p) in self._reduced for group in optimizer.param_groups for p in group["params"])
+        return any(id(parameter) in self._reduced for parameter in parameters_of([optimizer]))
 
     def _version(self) -> int:
         """Returns a number that grows whenever a watched parameter is changed in place."""

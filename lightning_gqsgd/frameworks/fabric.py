@@ -27,6 +27,7 @@ from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.watching import digest_of_tensors
 from lightning_gqsgd.session.checkpoint import is_of_local_steps
+from lightning_gqsgd.session.parameters import parameters_of
 from lightning_gqsgd.wire.agreement import digest_of
 
 if TYPE_CHECKING:
@@ -100,8 +101,7 @@ class FabricMixin(StrategyMixin):
         if self._local is not None:
             heads = [(trained, trained.module) for trained in self._local.trained]
         own = {id(parameter) for module in _modules_in(state) for parameter in module.parameters()}
-        for optimizer in _optimizers_in(state):
-            own |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own |= {id(parameter) for parameter in parameters_of(_optimizers_in(state))}
         return [head for head, model in heads if not own.isdisjoint(map(id, model.parameters()))]
 
     def setup_module(self, module: Module) -> Any:
@@ -158,7 +158,7 @@ class FabricMixin(StrategyMixin):
 
     def _module_of(self, optimizer: optim.Optimizer) -> Module:
         """Returns the module that was set up and has an optimizer's parameters."""
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own = {id(parameter) for parameter in parameters_of([optimizer])}
         for module in self._modules:
             if own & {id(parameter) for parameter in module.parameters()}:
                 return module

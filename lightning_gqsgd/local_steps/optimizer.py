@@ -21,6 +21,7 @@ from lightning_gqsgd.local_steps.distributed_checkpoint import STATE_KEY, is_cal
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.options import Every, LocalOptions
 from lightning_gqsgd.local_steps.outer import OuterOptimizer
+from lightning_gqsgd.session.parameters import parameters_of
 from lightning_gqsgd.wire.communicator import parent_group
 from lightning_gqsgd.wire.engine import untraced
 from lightning_gqsgd.wire.telemetry import Telemetry
@@ -307,10 +308,9 @@ class LocalSteps(Optimizer):
     @torch.no_grad()
     def _unscale(self, scale: torch.Tensor) -> None:
         inverse = scale.double().reciprocal().float()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(inverse.to(parameter.grad.device))
+        for parameter in parameters_of([self.inner]):
+            if parameter.grad is not None:
+                parameter.grad.mul_(inverse.to(parameter.grad.device))
 
 
 class DetachedLocalSteps:

@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_gqsgd.errors import ConfigError, check_one_of, describe_difference
 from lightning_gqsgd.kernels.wire import is_in_range
+from lightning_gqsgd.session.parameters import parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def make_outer(outer: OuterOptimizer, anchors: list[Tensor]) -> Optimizer:
         ) from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"outer={outer!r} makes a {type(optimizer).__name__}, not a torch optimizer")
-    own = [id(tensor) for group in optimizer.param_groups for tensor in group["params"]]
+    own = [id(tensor) for tensor in parameters_of([optimizer])]
     if sorted(own) != sorted(map(id, anchors)):
         raise ConfigError(
             f"outer={outer!r} makes a {type(optimizer).__name__} of {len(own)} tensors that are not the {len(anchors)} "

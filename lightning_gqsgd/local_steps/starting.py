@@ -21,7 +21,7 @@ from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.session.nodes import layouts
-from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters
+from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters, parameters_of
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import check_parameters
@@ -153,11 +153,6 @@ def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dic
         raise ConfigError("no parameter of the optimizer requires a gradient; unfreeze some before LocalSteps is made")
     check_parameters(trained)
     return trained
-
-
-def parameters_of(optimizers: Iterable[Optimizer]) -> Iterable[nn.Parameter]:
-    """Returns all parameters of some optimizers, in order."""
-    return (parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"])
 
 
 def numbered(

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.local_steps.fragments import Entry
-from lightning_gqsgd.local_steps.starting import in_words, parameters_of, place_of
+from lightning_gqsgd.local_steps.starting import in_words, place_of
 from lightning_gqsgd.session.ddp_models import DDPModels
+from lightning_gqsgd.session.parameters import parameters_of
 from lightning_gqsgd.wire.agreement import digest_of
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.session.parameters import parameters_of
 
 #: The largest distance between state and parameters, relative to the parameters, at which the state may be weights.
 #: Momentum and second moments are at a distance of 1 or more, because they have another pattern.
@@ -97,11 +98,10 @@ def _tensors_by_name(optimizer: Optimizer) -> dict[str, list[tuple[Tensor, Tenso
     A tensor that shares the parameter's memory is left out, because it is averaged with the parameter.
     """
     tensors: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for name, value in optimizer.state.get(parameter, {}).items():
-                if _is_beside(parameter, value):
-                    tensors.setdefault(str(name), []).append((parameter, value))
+    for parameter in parameters_of([optimizer]):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if _is_beside(parameter, value):
+                tensors.setdefault(str(name), []).append((parameter, value))
     return tensors
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
@@ -82,6 +83,11 @@ def segments_of(parameters: Iterable[Parameter], choices: Mapping[int, int]) -> 
     A parameter without its own number of bits uses choice 0.
     """
     return tuple(Segment(p.number, p.numel, p.raw, 0 if p.bits is None else choices[p.bits]) for p in parameters)
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
+    """Returns all parameters of some optimizers, in order."""
+    return (parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"])
 
 
 def digest(parameters: Iterable[object]) -> str:
