@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from copy import copy
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -34,15 +35,19 @@ class Requests:
     that process is stopped, or the connection to it is cut, a request would wait for ever. So another thread makes the
     requests, and the caller leaves a request behind if no answer comes. While such a request waits, other requests fail
     at once, because the client has one connection.
+
+    Args:
+        within_s: seconds that a request may take.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, within_s: float) -> None:
+        self.within_s = within_s
         self._left_behind: list[threading.Event] = []  # the ends of those requests
         self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def make(self, request: Callable[[], T], within_s: float) -> T:
-        """Make a request that may take at most ``within_s`` seconds, and return its answer.
+    def make(self, request: Callable[[], T]) -> T:
+        """Make a request, and return its answer.
 
         Raises:
             DistStoreError, DistNetworkError: if the store is gone, or does not answer.
@@ -65,14 +70,14 @@ class Requests:
                 self._start_thread()
             self._asked.put(ask)
             try:
-                ended.wait(within_s)
+                ended.wait(self.within_s)
             finally:  # an interrupt also leaves it behind
                 if not ended.is_set():
                     self._left_behind.append(ended)
         if errors:
             raise errors[0]
         if not answers:
-            raise dist.DistStoreError(f"it has not answered for {within_s:.0f} s")
+            raise dist.DistStoreError(f"it has not answered for {self.within_s:.0f} s")
         return answers[0]
 
     def close(self) -> None:
@@ -98,13 +103,12 @@ class Store:
 
     def __init__(self, store: dist.Store, within_s: float) -> None:
         self._store = store
-        self._within_s = within_s
-        self._requests = Requests()
+        self._requests = Requests(within_s)
 
     def under(self, prefix: str) -> Store:
         """Returns the part of the store whose keys begin with a prefix."""
-        part = Store(dist.PrefixStore(prefix, self._store), self._within_s)
-        part._requests = self._requests
+        part = copy(self)  # with the same requests
+        part._store = dist.PrefixStore(prefix, self._store)
         return part
 
     def get(self, key: str) -> str:
@@ -114,18 +118,15 @@ class Store:
         Raises:
             DistStoreError, DistNetworkError: if the store is gone, or does not answer.
         """
-        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else "")
+        return self._requests.make(lambda: self._store.get(key).decode() if self._store.check([key]) else "")
 
     def set(self, key: str, value: str) -> None:
         """Set the value of a key, which may have a value already; raises as `get` does."""
-        self._ask(lambda: self._store.set(key, value))
+        self._requests.make(lambda: self._store.set(key, value))
 
     def count(self, key: str) -> None:
         """Add 1 to a counter, which is 0 at first; raises as `get` does."""
-        self._ask(lambda: self._store.add(key, 1))
-
-    def _ask(self, request: Callable[[], T]) -> T:
-        return self._requests.make(request, self._within_s)
+        self._requests.make(lambda: self._store.add(key, 1))
 
 
 class EndingStore(dist.Store):
@@ -141,32 +142,28 @@ class EndingStore(dist.Store):
         super().__init__()
         self._store = store
         self._timeout = timeout
-        self._within_s = timeout.total_seconds() + _MARGIN_S
-        self._requests = Requests()
+        self._requests = Requests(timeout.total_seconds() + _MARGIN_S)
 
     def set(self, key: str, value: Any) -> None:
         """Set the value of a key, which may have a value already."""
-        self._ask(lambda: self._store.set(key, value))
+        self._requests.make(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
         """Returns a value, and waits until it is set."""
-        return self._ask(lambda: self._store.get(key))
+        return self._requests.make(lambda: self._store.get(key))
 
     def add(self, key: str, value: int) -> int:
         """Add to a number, which is 0 at first, and return it."""
-        return self._ask(lambda: self._store.add(key, value))
+        return self._requests.make(lambda: self._store.add(key, value))
 
     def check(self, keys: list[str]) -> bool:
         """Returns whether all keys have values."""
-        return self._ask(lambda: self._store.check(keys))
+        return self._requests.make(lambda: self._store.check(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys have values."""
-        self._ask(lambda: self._store.wait(keys, self._timeout))
+        self._requests.make(lambda: self._store.wait(keys, self._timeout))
 
     def close(self) -> None:
         """End the thread that makes the requests; see `Requests.close`. Later requests start another one."""
         self._requests.close()
-
-    def _ask(self, request: Callable[[], T]) -> T:
-        return self._requests.make(request, self._within_s)

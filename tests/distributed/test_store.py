@@ -79,7 +79,7 @@ def test_a_server_that_stands_still_is_an_error_and_one_that_goes_on_is_none(
     before = set(threading.enumerate())  # threads of other tests' stores end some time after their stores
     part = store.under("part")
     part.set("key", "value")
-    store._within_s = part._within_s = 1.0
+    store._requests.within_s = 1.0
     stop(process)
     for request in (store.get, part.count, part.get):  # the second and the third fail at once
         with pytest.raises(dist.DistStoreError, match="has not answered for 1 s"):
@@ -88,7 +88,7 @@ def test_a_server_that_stands_still_is_an_error_and_one_that_goes_on_is_none(
     os.kill(process.pid, signal.SIGCONT)
     for request in store._requests._left_behind:
         assert request.wait(10)
-    part._within_s = 30.0
+    store._requests.within_s = 30.0
     assert part.get("key") == "value"
 
 
@@ -96,7 +96,7 @@ def test_an_interrupt_of_a_request_leaves_it_behind_so_that_the_next_one_does_no
     server: tuple[Any, Store],
 ) -> None:
     process, store = server
-    store._within_s = 60.0
+    store._requests.within_s = 60.0
     stop(process)
     usual = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
