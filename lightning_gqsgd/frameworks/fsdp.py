@@ -645,13 +645,8 @@ def _values(parameters: Sequence[ShardedParameter], noun: str) -> str:
 
 
 def _for_average(config: GQSGDConfig, layout: Layout, numel: int) -> list[GQSGDConfig]:
-    """Returns the configurations of means over replicas, in the order of their bits in ``bits``.
-
-    Args:
-        config: the configuration as requested.
-        layout: nodes of the replicas.
-        numel: coordinates that a rank reduces in a step.
-    """
+    """Returns the configurations of means over replicas, in the order of their bits in ``bits``; ``numel`` is the
+    number of coordinates that a rank reduces in a step."""
     # The dtype of the gradients is known in the first step only.
     fit = fitted(config, layout, numel, torch.float32)
     return list(resolve_each(fit.config, len(layout.nodes)).values())

@@ -146,14 +146,7 @@ class LocalTraining:
     def begin(
         self, module: nn.Module, optimizers: Sequence[Optimizer], config: GQSGDConfig, timeout: timedelta | None
     ) -> Trained:
-        """Begin with a module and its optimizers. A collective.
-
-        Args:
-            module: the model.
-            optimizers: its optimizers.
-            config: the compression.
-            timeout: of the strategy's collectives.
-        """
+        """Begin with a module and its optimizers; ``timeout`` is that of the strategy's collectives. A collective."""
         kind = MergedAverages if self.options.is_merged else LocalAverages
         timeout = self._given_timeout if self.options.elastic else timeout
         averages = kind(module, optimizers, self.options, config, timeout=timeout)

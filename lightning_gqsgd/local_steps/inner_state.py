@@ -12,11 +12,7 @@ from lightning_gqsgd.errors import ConfigError
 
 
 class InnerState:
-    """The state that inner optimizers keep for parameters, e.g. momenta.
-
-    Args:
-        optimizers: the inner optimizers.
-    """
+    """The state that inner optimizers keep for parameters, e.g. momenta."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)

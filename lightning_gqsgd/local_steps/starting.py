@@ -224,11 +224,7 @@ def in_words(place: tuple[torch.Size, torch.dtype, torch.device]) -> str:
 
 
 class OwnBuffers:
-    """The buffers of a model. The tensors that were its buffers when this was created are averaged.
-
-    Args:
-        model: the model.
-    """
+    """The buffers of a model. The tensors that were its buffers when this was created are averaged."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -269,12 +265,7 @@ def integer_buffers(model: nn.Module) -> list[Tensor]:
 
 
 class IntegerBuffers:
-    """Buffers that cannot be averaged, such as counters. Every rank uses the values of the group's first rank.
-
-    Args:
-        model: the model.
-        group: process group.
-    """
+    """Buffers that cannot be averaged, such as counters. Every rank uses the values of the group's first rank."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         self._buffers = integer_buffers(model)

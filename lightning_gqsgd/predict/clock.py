@@ -49,9 +49,6 @@ class Clock:
     than exist, the processors are shared by max-min fairness: a task that needs less than an equal share gets its full
     demand, and the others share the rest. If a task gets only a fraction of its demand, it is slower by that factor.
 
-    Args:
-        cores: number of processors.
-
     Attributes:
         now_s: seconds since the start.
         events: the tasks of resources, in the order in which they ended.
@@ -91,12 +88,7 @@ class Clock:
 
 
 class Resource:
-    """Does one task at a time, in the order in which tasks were added.
-
-    Args:
-        clock: the clock.
-        name: see `Event`.
-    """
+    """Does one task at a time, in the order in which tasks were added; for ``name``, see `Event`."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self.name = name

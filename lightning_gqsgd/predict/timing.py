@@ -88,11 +88,7 @@ def _between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
 
 
 def clock_of_ranks(device: torch.device) -> Clock:
-    """Returns the clock for cases with collectives, which all ranks of the default process group run equally often.
-
-    Args:
-        device: this rank's device.
-    """
+    """Returns the clock for cases with collectives, which all ranks of the default process group run equally often."""
     return EventClock(partial(_on_any_rank, device)) if device.type == "cuda" else stopwatch
 
 

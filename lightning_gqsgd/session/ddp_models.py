@@ -33,14 +33,8 @@ class DDPModels:
         self._was_called = False
 
     def look(self, but: Collection[nn.Module | None] = ()) -> bool:
-        """Search all objects of this process for such models, which takes a fraction of a second.
-
-        Args:
-            but: models to ignore.
-
-        Returns:
-            Whether new models were found.
-        """
+        """Search all objects of this process for such models other than ``but``, which takes a fraction of a second.
+        Returns whether new ones were found."""
         self._known.update(model for model in but if model is not None)
         found = [model for model in _all_models() if model not in self._known and self._counts(model)]
         self._known.update(found)

@@ -108,16 +108,12 @@ def ring_bytes_in_fp32(telemetry: Telemetry, ranks: int) -> int:
 def summary(telemetry: Telemetry, fp32_bytes: float) -> dict[str, float]:
     """Returns bytes, bits, errors and times since the hook was created, as counted on this rank. Waits for a GPU.
 
-    Args:
-        telemetry: counters of this process.
-        fp32_bytes: bytes that this rank would have sent in fp32.
-
     Returns:
         Numbers by name, which are NaN if nothing was measured:
 
         * ``steps``: number of averaged steps.
         * ``bytes_sent``: bytes that this rank has sent.
-        * ``fp32_bytes``: see above.
+        * ``fp32_bytes``: bytes that this rank would have sent in fp32, as it is given.
         * ``compression_ratio``: ``fp32_bytes`` divided by ``bytes_sent``.
         * ``bits_per_coordinate``: bits of one rank's messages, including scales, padding and uncompressed parameters.
         * ``mean_rel_l2``: relative L2 error of the gradients' mean, over all sampled coordinates.
@@ -143,12 +139,7 @@ def summary(telemetry: Telemetry, fp32_bytes: float) -> dict[str, float]:
 
 
 def in_words(values: Mapping[str, float], sends: str = "gradients") -> str:
-    """Returns the line for the end of a training.
-
-    Args:
-        values: from `summary`.
-        sends: the word for what ranks send.
-    """
+    """Returns the line for the end of a training, from the values of `summary` and the word for what ranks send."""
     steps = counted(int(values["steps"]), "step")
     if not values["bytes_sent"]:
         return f"gqsgd: {steps}, in which this process has sent no {sends}"

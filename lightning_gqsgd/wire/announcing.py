@@ -78,11 +78,7 @@ def _say_once(text: str) -> None:
 
 
 class _Announcement:
-    """Announces the first compilation for a CPU, and the first failure to keep compiled kernels.
-
-    Args:
-        dtype: dtype of the gradients.
-    """
+    """Announces the first compilation for a CPU, and the first failure to keep compiled kernels."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -187,12 +187,7 @@ class Communicator:
                 raise self.describe(error, "the first collective of a group") from error
 
     def turns(self, count: int, connections: int) -> list[int]:
-        """Returns the connections of the next pieces. Every rank has to call this in the same order.
-
-        Args:
-            count: number of pieces.
-            connections: number of connections.
-        """
+        """Returns the connections of the next ``count`` pieces. Every rank has to call this in the same order."""
         first = self._turn
         self._turn = self._turn + count
         return [turn % connections for turn in range(first, first + count)]

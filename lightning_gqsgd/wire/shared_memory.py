@@ -205,11 +205,7 @@ class _Collective:
 
 
 class _Ring:
-    """The memory of a rank, which messages use in turns as a ring buffer.
-
-    Args:
-        nbytes: size of the memory.
-    """
+    """The memory of a rank, which messages use in turns as a ring buffer."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes

@@ -10,11 +10,7 @@ from lightning_gqsgd.local_steps.starting import integer_buffers
 
 
 class IntegerValues:
-    """The buffers of a model whose dtype is not floating-point.
-
-    Args:
-        model: the model.
-    """
+    """The buffers of a model whose dtype is not floating-point."""
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = integer_buffers(model)

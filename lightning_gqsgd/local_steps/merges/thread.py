@@ -146,28 +146,16 @@ class MergeThread:
             )
 
     def wait_settled(self, within_s: float) -> Merge | None:
-        """Wait for the merge that settles the latest contribution. Returns None if it has not come in time.
-
-        Args:
-            within_s: how long to wait at most, in seconds.
-
-        Raises:
-            ConfigError, CollectiveError, RuntimeError: see `check`.
-        """
+        """Wait for the merge that settles the latest contribution. Returns None if it has not come within so many
+        seconds; raises as `check` does."""
         with self._changed:
             self._changed.wait_for(lambda: self._settled_by is not None or self.is_closed, within_s)
             self.check()
             return self._settled_by
 
     def wait_finished(self, within_s: float) -> bool:
-        """Wait for the merge in which all members have finished. Returns whether it has come in time.
-
-        Args:
-            within_s: how long to wait at most, in seconds.
-
-        Raises:
-            ConfigError, CollectiveError, RuntimeError: see `check`.
-        """
+        """Wait for the merge in which all members have finished. Returns whether it has come within so many seconds;
+        raises as `check` does."""
         with self._changed:
             self._changed.wait_for(lambda: self._rests or self.is_closed, within_s)
             self.check()
