@@ -37,7 +37,6 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.session.copies import on_gradients, remove_all
@@ -634,9 +633,9 @@ _WATCHES: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
 
 
 @cache
-def _watch_optimizers() -> RemovableHandle:
+def _watch_optimizers() -> None:
     """Show the steps of all optimizers to all watches, from now on."""
-    return register_optimizer_step_pre_hook(_before_optimizer_step)
+    register_optimizer_step_pre_hook(_before_optimizer_step)
 
 
 def _before_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

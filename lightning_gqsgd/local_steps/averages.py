@@ -305,7 +305,7 @@ class LocalAverages(AveragingLoop[Average]):
             model: the module that this was made with.
         """
         self.check_open()
-        self.waited_for()
+        self.wait_for_all()
         self.under_way.clear()
         self._buffers.take_back()
         take_from_first_rank((*model.parameters(), *model.buffers()), self.group)
@@ -379,12 +379,11 @@ class LocalAverages(AveragingLoop[Average]):
 
     # --- for checkpoints ---------------------------------------------------------------------------------------------
 
-    def waited_for(self) -> list[Average]:
-        """Wait for the averages under way, and return them."""
+    def wait_for_all(self) -> None:
+        """Wait for the averages under way."""
         for average in self.under_way:
             with self._or_broken():
                 self._wait(average)
-        return self.under_way
 
     def succeeded(self) -> list[Average]:
         """Wait for the averages under way, and return those that have not failed, e.g. because a rank has died.

@@ -95,7 +95,7 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
     check_state(state, averages.requested, _ENTRIES)
     own = (state["rank"], state["world_size"]) == (averages.rank, averages.world_size)
     check_local_state(averages, state, own)
-    averages.waited_for()  # their jobs would write error memories, and those of the rule, after the state was loaded
+    averages.wait_for_all()  # their jobs would write error memories, and those of the rule, after the state was loaded
     with all_or_nothing([averages.outer]):
         load_outer(averages.outer, state["outer"])
         load_beside()

@@ -19,17 +19,19 @@ def make_local(
     Args:
         preset: name of a preset of local steps or of a compression, or a configuration; None means ``gqsgd_diloco``.
         given: fields of `LocalOptions`; None means the preset's value.
-        fields: fields of `GQSGDConfig`.
+        fields: fields of `GQSGDConfig`, and further ones of `LocalOptions`.
 
     Raises:
         ConfigError: if a preset or field is unknown, or if values cannot work.
     """
-    known = (*LocalOptions.field_names(), *GQSGDConfig.field_names())
+    local = LocalOptions.field_names()
+    known = (*local, *GQSGDConfig.field_names())
     for name in fields:
         if name not in known:
             raise ConfigError(f"unknown field {name!r}{did_you_mean(name, known)} (fields: {', '.join(known)})")
-    options, compression = options_of(preset, given)
-    return options, make_config(compression, **fields)
+    further = {name: value for name, value in fields.items() if name in local}
+    options, compression = options_of(preset, {**further, **given})
+    return options, make_config(compression, **{name: fields[name] for name in fields if name not in further})
 
 
 def options_of(
@@ -55,13 +57,6 @@ def options_of(
         chosen = {**LOCAL_PRESETS[preset].options, **chosen}
         return LocalOptions(**chosen), LOCAL_PRESETS[preset].compression
     return LocalOptions(**chosen), preset
-
-
-def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split fields into those of `LocalOptions` and the others."""
-    names = LocalOptions.field_names()
-    own = {name: value for name, value in fields.items() if name in names}
-    return own, {name: value for name, value in fields.items() if name not in names}
 
 
 def pop_options(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.averages import LocalAverages, open_meeting
 from lightning_gqsgd.local_steps.checkpoint import load_state, state_of
-from lightning_gqsgd.local_steps.choosing import make_local, split_fields
+from lightning_gqsgd.local_steps.choosing import make_local
 from lightning_gqsgd.local_steps.distributed_checkpoint import STATE_KEY, is_called_by_it, packed, unpacked
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.options import Every, LocalOptions
@@ -103,28 +103,31 @@ class LocalSteps(Optimizer):
         **fields: Unpack[LocalArguments],
     ) -> None:
         # Optimizer.__init__ is not called, because the inner optimizer has everything that it would create.
-        own, rest = split_fields(fields)
-        own.update(every=every, outer=outer, fragments=fragments, delay=delay, elastic=elastic)
+        given = {"every": every, "outer": outer, "fragments": fragments, "delay": delay, "elastic": elastic}
         self.averages: LocalAverages | MergedAverages
         if elastic:
             if group is not None:
                 raise ConfigError("elastic=True has no process group: ranks meet at a lighthouse; leave group out")
-            options, config = self._made(optimizer, preset, own, rest)
+            options, config = self._made(optimizer, preset, given, fields)
             self.averages = MergedAverages(model, [optimizer], options, config, timeout=timeout)
             return
         parent = parent_group(group)
         with open_meeting(model, parent, timeout) as meeting:
-            options, config = self._made(optimizer, preset, own, rest)
+            options, config = self._made(optimizer, preset, given, fields)
             kind = MergedAverages if options.is_merged else LocalAverages
             self.averages = kind(model, [optimizer], options, config, group=parent, timeout=timeout, meeting=meeting)
 
     def _made(
-        self, optimizer: Optimizer, preset: str | GQSGDConfig | None, own: dict[str, Any], rest: dict[str, Any]
+        self,
+        optimizer: Optimizer,
+        preset: str | GQSGDConfig | None,
+        given: Mapping[str, Any],
+        fields: Mapping[str, Any],
     ) -> tuple[LocalOptions, GQSGDConfig]:
         """Returns the options and the compression, and stores the inner optimizer."""
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LocalSteps):
             raise ConfigError(f"LocalSteps goes around a torch optimizer, not a {type(optimizer).__name__}")
-        options, config = make_local(preset, own, rest)
+        options, config = make_local(preset, given, fields)
         self._inner = optimizer
         return options, config
 
