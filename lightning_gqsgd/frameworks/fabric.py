@@ -22,7 +22,7 @@ from lightning_gqsgd.frameworks.distributed import (
     start_anew,
     takes,
 )
-from lightning_gqsgd.frameworks.local import StrategyMixin, Trained
+from lightning_gqsgd.frameworks.local import StrategyMixin, TrainedModule
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.watching import digest_of_tensors
@@ -94,10 +94,10 @@ class FabricMixin(StrategyMixin):
             return [trained.averages for trained in self._local.trained]
         return [state for state, _ in self._hooks.with_models()]
 
-    def _heads_of(self, state: dict[str, Any]) -> Sequence[GQSGDState | Trained]:
+    def _heads_of(self, state: dict[str, Any]) -> Sequence[GQSGDState | TrainedModule]:
         """Returns the objects whose states belong to a checkpoint: those of the models whose parameters are in it,
         or in its optimizers. Models of earlier set-ups may still exist, for example those of other folds."""
-        heads: list[tuple[GQSGDState | Trained, Module]] = list(self._hooks.with_models())
+        heads: list[tuple[GQSGDState | TrainedModule, Module]] = list(self._hooks.with_models())
         if self._local is not None:
             heads = [(trained, trained.module) for trained in self._local.trained]
         own = {id(parameter) for module in _modules_in(state) for parameter in module.parameters()}
@@ -198,7 +198,7 @@ class FabricMixin(StrategyMixin):
             self._local.start_anew(_modules_in(state))
         return remainder
 
-    def _restore(self, heads: Sequence[GQSGDState | Trained]) -> None:
+    def _restore(self, heads: Sequence[GQSGDState | TrainedModule]) -> None:
         """Load the states of these, in order; the others are kept for models that are not set up yet."""
         for head, loaded in zip(heads, self._loaded, strict=False):
             head.load_state_dict(loaded)

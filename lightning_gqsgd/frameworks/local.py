@@ -33,7 +33,7 @@ _Loaded = TypeVar("_Loaded")
 
 
 @dataclass(eq=False)
-class Trained:
+class TrainedModule:
     """A module that is trained by local steps, with the optimizers whose steps are counted together.
 
     Attributes:
@@ -106,7 +106,7 @@ class LocalTraining:
     def __init__(self, options: LocalOptions, given_timeout: timedelta | None = None) -> None:
         self.options = options
         self._given_timeout = given_timeout
-        self.trained: list[Trained] = []
+        self.trained: list[TrainedModule] = []
         self._at_anchor = ExitStack()
         self.is_lent = False
 
@@ -145,12 +145,12 @@ class LocalTraining:
 
     def begin(
         self, module: nn.Module, optimizers: Sequence[Optimizer], config: GQSGDConfig, timeout: timedelta | None
-    ) -> Trained:
+    ) -> TrainedModule:
         """Begin with a module and its optimizers; ``timeout`` is that of the strategy's collectives. A collective."""
         kind = MergedAverages if self.options.is_merged else LocalAverages
         timeout = self._given_timeout if self.options.elastic else timeout
         averages = kind(module, optimizers, self.options, config, timeout=timeout)
-        self.trained.append(Trained(averages, module, list(optimizers)))
+        self.trained.append(TrainedModule(averages, module, list(optimizers)))
         return self.trained[-1]
 
     def forget_closed(self) -> list[nn.Module]:
@@ -163,7 +163,7 @@ class LocalTraining:
         """Count a step. Where several optimizers are counted together, the steps of the first one count.
 
         Raises:
-            ConfigError: local steps did not begin with this optimizer; or see `Trained.count`.
+            ConfigError: local steps did not begin with this optimizer; or see `TrainedModule.count`.
         """
         owners = [trained for trained in self.trained if any(optimizer is own for own in trained.optimizers)]
         if not owners:

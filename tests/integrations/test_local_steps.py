@@ -530,7 +530,7 @@ def test_each_of_the_other_optimizers_may_make_its_steps_before_the_first_one(mo
     module = nn.Linear(2, 2)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(3)]
     averages: Any = SimpleNamespace(step=0, options=LocalOptions(every=2))
-    trained = local.Trained(averages, module, optimizers)
+    trained = local.TrainedModule(averages, module, optimizers)
     for _ in range(4):
         trained.count(optimizers[1])
         trained.count(optimizers[2])
