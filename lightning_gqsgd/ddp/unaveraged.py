@@ -562,8 +562,7 @@ class BackwardWatch:
             self._say_stray()
 
     def _say_stray(self) -> None:
-        parameters = [parameter for ref in self._watched if (parameter := ref()) is not None]
-        if all(parameter.grad is None for parameter in parameters):
+        if all(parameter.grad is None for parameter in self._watched_now()):
             self._stray_version = None  # the gradients were thrown away
             return
         if not self._is_others:
@@ -611,8 +610,11 @@ class BackwardWatch:
 
     def _version(self) -> int:
         """Returns a number that grows whenever a watched parameter is changed in place."""
-        parameters = [parameter for ref in self._watched if (parameter := ref()) is not None]
-        return sum(parameter._version for parameter in parameters)
+        return sum(parameter._version for parameter in self._watched_now())
+
+    def _watched_now(self) -> list[nn.Parameter]:
+        """Returns the watched parameters that still exist."""
+        return [parameter for ref in self._watched if (parameter := ref()) is not None]
 
     def _say(self, text: str) -> None:
         if not self._has_said:

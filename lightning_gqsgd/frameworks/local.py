@@ -165,7 +165,7 @@ class LocalTraining:
         Raises:
             ConfigError: local steps did not begin with this optimizer; or see `TrainedModule.count`.
         """
-        owners = [trained for trained in self.trained if any(optimizer is own for own in trained.optimizers)]
+        owners = self._owners(optimizer)
         if not owners:
             raise ConfigError(
                 f"this {type(optimizer).__name__} was made after local steps began, which would not count its steps, "
@@ -178,9 +178,12 @@ class LocalTraining:
     def check_start(self, optimizer: Optimizer) -> None:
         """Before the very first step of any optimizer of a module, check what the module starts from; see
         `LocalAverages.check_start`."""
-        for trained in self.trained:
-            if any(optimizer is own for own in trained.optimizers):
-                trained.averages.check_start()
+        for trained in self._owners(optimizer):
+            trained.averages.check_start()
+
+    def _owners(self, optimizer: Optimizer) -> list[TrainedModule]:
+        """Returns the modules that an optimizer trains."""
+        return [trained for trained in self.trained if any(optimizer is own for own in trained.optimizers)]
 
     def start_anew(self, loaded: Iterable[nn.Module]) -> None:
         """Begin again with the weights that modules have loaded, where those are trained. A collective."""
