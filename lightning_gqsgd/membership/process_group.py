@@ -307,7 +307,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         Args:
             side: the side of this rank; None if its compression cannot work for these ranks.
         """
-        digest = 0 if side is None else digest_of_facts(side.facts) % 2**63
+        digest = 0 if side is None else digest_of_facts(side.facts)
         is_ready = side is not None and self._is_compiled(side.configs[0], self._peers.size())
         rows = self.rows_of_all(torch.tensor([digest, self._calls, int(is_ready), secrets.randbits(62)]))
         digests, calls, ready, tokens = rows.T.tolist()
