@@ -25,9 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.kernels.meta import codec_name
 
 if TYPE_CHECKING:
     from lightning_gqsgd.predict.model import Prediction
@@ -100,6 +98,7 @@ class _Model:
 
     def __init__(self, candidates: Mapping[int, GQSGDConfig], ranks: int, compute_s: float, backward_s: float) -> None:
         # Imported here, because only trainings that try several numbers of bits need the model.
+        from lightning_gqsgd.predict.device_times import codec_of_config
         from lightning_gqsgd.predict.timeline import Bucket, Timeline
 
         self._candidates = candidates
@@ -109,8 +108,7 @@ class _Model:
         ready = [backward_s * number / (BUCKETS - 1) for number in range(BUCKETS)]
         buckets = tuple(Bucket(segments, ready_s) for ready_s in ready)
         self._timeline = Timeline(buckets, backward_s, max(0.0, compute_s - backward_s))
-        coded = [config for bits, config in candidates.items() if bits not in REDUCER_OF_BITS]
-        self._codecs = [codec_name(codec_of(c).quantiser(c.block_size).kind, c.num_bits) for c in coded]
+        self._codecs = [codec_of_config(config) for bits, config in candidates.items() if bits not in REDUCER_OF_BITS]
 
     def largest_beta_s(self, step_s: float) -> float:
         """Returns a cost of a byte at which a step of 32 bits takes longer than ``step_s``, even if part of the

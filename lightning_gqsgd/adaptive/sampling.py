@@ -26,14 +26,10 @@ from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import REDUCERS, new_store
 from lightning_gqsgd.wire.compiling import current, every_tile
-from lightning_gqsgd.wire.plan import Plan, PlanCache, PlanKey
+from lightning_gqsgd.wire.plan import PLANS_KEPT, Plan, PlanCache, PlanKey
 
 #: Number of sampled coordinates of a parameter, at most.
 SAMPLE_NUMEL = 4096
-
-#: Steps after which an unused plan of a sample is dropped. There is a plan for each bucket and number of bits, and DDP
-#: rebuilds its buckets once.
-_STEPS_KEPT = 100
 
 
 class Run(NamedTuple):
@@ -158,7 +154,7 @@ class GradientSampler:
         # The plan rounds the sample as a gather with one rank does.
         key = PlanKey((config,), segments, x.dtype, compressed=True)
         plan = self._plans.get(key, step, lambda: Plan(segments, setting_of(config, 1, x.dtype)))
-        self._plans.drop_unused(step - _STEPS_KEPT)
+        self._plans.drop_unused(step - PLANS_KEPT)  # DDP rebuilds its buckets once
         result = x.clone()
         plan.average([result], step, [new_store(plan.setting, {}, x.device)])
         return result
