@@ -7,7 +7,6 @@ reduce-scatter, a flat tensor has a row for every rank.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.checks import wrapped_otherwise
 from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.session.parameters import number_parameters
+from lightning_gqsgd.session.parameters import digest, number_parameters
 from lightning_gqsgd.wire.agreement import Weights
 
 logger = logging.getLogger(__name__)
@@ -271,8 +270,7 @@ def row(parameters: list[ShardedParameter], shard: int, shards: int, choices: Ma
 
 def parameter_bits(groups: list[ShardedGroup]) -> str:
     """Returns a digest of the values of this rank's shards of all parameters. Waits for the device."""
-    sums = [group.bit_sums() for group in groups]
-    return hashlib.sha256(str(sums).encode()).hexdigest()[:16]
+    return digest(group.bit_sums() for group in groups)
 
 
 def _checked_param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
