@@ -15,7 +15,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.timeline import Bucket, Timeline
 from lightning_gqsgd.predict.timing import of_all_ranks, slowest
-from lightning_gqsgd.session.parameters import number_parameters
+from lightning_gqsgd.session.parameters import number_parameters, segments_of
 
 
 class Recorder:
@@ -40,9 +40,8 @@ class Recorder:
         self._forward = forward
         self._update = update
         self._name = name
-        entries = number_parameters(dict(module.named_parameters()), GQSGDConfig())
-        named = {id(p): entry for entry, p in zip(entries, module.parameters(), strict=True)}
-        self._segment_of = {key: Segment(entry.number, entry.numel, entry.raw) for key, entry in named.items()}
+        segments = segments_of(number_parameters(dict(module.named_parameters()), GQSGDConfig()), {})
+        self._segment_of = {id(p): segment for p, segment in zip(module.parameters(), segments, strict=True)}
         self._device = next(module.parameters()).device
         self._dtype = next(p.dtype for p in module.parameters() if p.requires_grad)
         self.model = DistributedDataParallel(module, gradient_as_bucket_view=True)
