@@ -36,6 +36,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 #: Exit code after an interrupt, as shells have it.
 INTERRUPTED = 130
 
+#: Options that several commands have.
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Procs = Annotated[int | None, typer.Option(help="Number of processes to start here; not under torchrun.  [default: 2]")]
+
 
 class _Commands(TyperGroup):
     """The commands. An interrupt ends them with `INTERRUPTED`, which old versions of typer do not do."""
@@ -107,7 +111,7 @@ def presets(
         int | None,
         typer.Option("--block-size", "--block-numel", help="Number of coordinates of a block."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what each preset sends, remembers and guarantees.
 
@@ -167,7 +171,7 @@ def check(
     names: Annotated[
         list[str], typer.Argument(metavar="NAME", help="Names from `gqsgd presets`, or all, which takes minutes.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run the smallest experiment of each named system.
 
@@ -219,9 +223,7 @@ def warmup(
 
 @app.command()
 def probe(
-    procs: Annotated[
-        int | None, typer.Option(help="Number of processes to start here; not under torchrun.  [default: 2]")
-    ] = None,
+    procs: Procs = None,
     output: Annotated[Path, typer.Option(help="File to write; `gqsgd advise` reads it with --probe.")] = Path(
         "probe.json"
     ),
@@ -300,7 +302,7 @@ def advise(
     gantt: Annotated[
         Path | None, typer.Option(help="Draw what happens in a step, at fp32, bf16, 8 and 4 bits.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict what compression gains on a cluster.
 
@@ -364,9 +366,7 @@ def bench(
             help="What to time: kernels, reducers, or training (steps of a small model).  [default: kernels, reducers]"
         ),
     ] = None,
-    procs: Annotated[
-        int | None, typer.Option(help="Number of processes to start here; not under torchrun.  [default: 2]")
-    ] = None,
+    procs: Procs = None,
     megabytes: Annotated[
         float | None,
         typer.Option(min=0.1, max=1024, help="Size of the fp32 gradient to average, in MiB.  [default: 25]"),
@@ -374,7 +374,7 @@ def bench(
     rounds: Annotated[
         int, typer.Option(min=3, max=1000, help="Number of rounds; all cases take turns in each round.")
     ] = 15,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time kernels, all-reduces or training steps on this machine.
 
@@ -407,7 +407,7 @@ def simulate(
     workers: Annotated[int, typer.Option(min=1, max=256, help="Number of virtual workers.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Number of steps.")] = 200,
     lr: Annotated[float, typer.Option(help="Learning rate of SGD.")] = 0.1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a small problem under several presets.
 
