@@ -18,11 +18,7 @@ _MOST_ROWS = 2**20
 
 
 def check_scales(config: Fields, codec: Codec) -> None:
-    """Check the fields of a configuration that are about scales.
-
-    Raises:
-        ConfigError: a value out of its range, or one that does not go with the codec.
-    """
+    """Raise ConfigError for a field about scales that is out of its range, or does not go with the codec."""
     check_one_of("norm", config.norm, NORMS)
     check_one_of("scale", config.scale, SCALES)
     check_one_of("norm_over_ranks", config.norm_over_ranks, NORMS_OVER_RANKS)
@@ -66,11 +62,8 @@ def _check_norm_over_ranks(config: Fields) -> None:
 
 
 def check_floats(config: Fields) -> None:
-    """Check that numbers of 16 or 32 bits have a reducer for them, and that all of 16 bits are rounded.
-
-    Raises:
-        ConfigError: another reducer, or parameters that are to be left as they are.
-    """
+    """Raise ConfigError for numbers of 16 or 32 bits with another reducer than theirs, and for 16 bits with parameters
+    that are to be left as they are."""
     if config.codec != "float":
         return
     if config.num_bits not in REDUCERS[config.reducer].float_bits:
@@ -86,11 +79,8 @@ def check_floats(config: Fields) -> None:
 
 
 def check_reducer(config: Fields) -> None:
-    """Check what a configuration asks of its reducer, before the number of ranks is known.
-
-    Raises:
-        ConfigError: the reducer does not go with the codec, or with the scales, memories or coder that are asked for.
-    """
+    """Raise ConfigError for a reducer that does not go with the codec, or with the scales, memories or coder that are
+    asked for, as far as that does not depend on the number of ranks."""
     codec = codec_of(config)
     name = config.reducer
     if config.scale == "global" and not codec.leaves_room_for_sums:
@@ -130,11 +120,8 @@ def check_reducer(config: Fields) -> None:
 
 
 def check_memories(config: Fields) -> None:
-    """Check the memories of a configuration against its codec: a biased one needs them.
-
-    Raises:
-        ConfigError: a biased codec whose memory is left to "auto".
-    """
+    """Raise ConfigError for a biased codec whose memory is left to "auto", and for a shared ``memory_down`` that is not
+    the memory of the other way."""
     biased_by = codec_of(config).biased_by
     if biased_by and config.memory == "auto":
         raise ConfigError(
@@ -149,11 +136,8 @@ def check_memories(config: Fields) -> None:
 
 
 def check_sparse(config: Fields) -> None:
-    """Check the fields about sparse gradients.
-
-    Raises:
-        ConfigError: a value out of its range, or a combination with fields that sparse gradients cannot have.
-    """
+    """Raise ConfigError for a field about sparse gradients that is out of its range, or that goes with fields which
+    sparse gradients cannot have."""
     check_one_of("sparse", config.sparse, SPARSE_METHODS)
     check_real("sparse_limit", config.sparse_limit, 0, _MOST_ROWS)
     if config.sparse == "refuse":

@@ -26,11 +26,7 @@ from lightning_gqsgd.spec.memories import Memory, described
 
 
 def check_has_one_width(config: GQSGDConfig) -> None:
-    """Check that a configuration has one number of bits, for all parameters and for the whole training.
-
-    Raises:
-        ConfigError: bits are to be chosen while training, or given by name.
-    """
+    """Raise ConfigError for bits that are chosen during the training, or given by name."""
     if config.chooses_bits:
         allowed = ", ".join(map(str, config.allow))
         how = (

@@ -88,11 +88,7 @@ def lighthouse_address(environment: Mapping[str, str]) -> str:
 
 
 def check_resolves(lighthouse: str) -> None:
-    """Check that the lighthouse's host has an address.
-
-    Raises:
-        ConfigError: if it has none.
-    """
+    """Raise ConfigError if the lighthouse's host has no address."""
     host, port = _socket_address(lighthouse)
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

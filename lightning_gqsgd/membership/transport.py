@@ -115,11 +115,7 @@ class PlainTransport(HTTPTransport[Any]):
 
 
 def check_time(seconds: float, timeout: timedelta) -> None:
-    """Check how long the transfer of a state took.
-
-    Raises:
-        ConfigError: if it took longer than members wait for each other.
-    """
+    """Raise ConfigError if the transfer of a state took longer than members wait for each other."""
     if seconds > timeout.total_seconds():
         raise ConfigError(
             f"another member's state took {seconds:.0f} s to come here, and members wait for each other for "
