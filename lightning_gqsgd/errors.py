@@ -9,6 +9,9 @@ import numbers
 from collections.abc import Iterable
 from typing import Any
 
+#: The largest integer in configurations, states and files: numbers of steps, seeds and levels have 63 bits.
+MAX_INTEGER = 2**63 - 1
+
 
 class ConfigError(ValueError):
     """Raised for a configuration that cannot work. The message names the value, the limit and the remedy."""

@@ -11,7 +11,7 @@ import math
 from statistics import NormalDist
 
 from lightning_gqsgd.codecs.scales import NORMS_OVER_RANKS
-from lightning_gqsgd.errors import ConfigError, check_one_of
+from lightning_gqsgd.errors import MAX_INTEGER, ConfigError, check_one_of
 
 #: Magnitudes of the Lloyd-Max levels of the standard normal distribution, for each number of bits. The level of an
 #: interval is the mean of the distribution over the interval, and intervals end halfway between two levels (J. Max,
@@ -305,7 +305,7 @@ def omega_eden(bits: int) -> float:
     return distortion / (1 - distortion)
 
 
-def check_count(low: int = 1, high: int = 2**63 - 1, /, **values: int) -> None:
+def check_count(low: int = 1, high: int = MAX_INTEGER, /, **values: int) -> None:
     """Raise ConfigError if a value is not an integer, is below ``low``, or is above ``high``."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

@@ -17,6 +17,7 @@ from lightning_gqsgd.codecs.linear.codec import DITHERS
 from lightning_gqsgd.config.combinations import check_floats, check_memories, check_reducer, check_scales, check_sparse
 from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.errors import (
+    MAX_INTEGER,
     ConfigError,
     check_integer,
     check_one_of,
@@ -41,7 +42,6 @@ MAX_SLOWDOWN = 0.05
 _BIASED_CODECS = tuple(name for name, kind in CODECS.items() if issubclass(kind, BiasedCodec))
 #: The reducers whose sums of codes are rounded in ways that `adaptive.noise` does not predict.
 ADDING_REDUCERS = ("sum", "tree")
-_LARGEST = 2**63 - 1
 #: Fields that all candidates of ``auto`` have in common, also those of 16 and 32 bits.
 _ALIKE = ("min_numel", "warmup_steps", "seed", "sample_every", "exclude", "sparse", "sparse_limit", "connections")
 #: What to do instead, by names that are no fields and that users try, because other calls have them.
@@ -348,12 +348,12 @@ class GQSGDConfig(Fields):
         if self.block_size % 8:
             raise ConfigError(f"block_size={self.block_size} is not a multiple of 8; take e.g. 128 or 256")
         for name in ("min_numel", "warmup_steps", "seed", "sample_every"):
-            check_integer(name, getattr(self, name), 0, _LARGEST)
+            check_integer(name, getattr(self, name), 0, MAX_INTEGER)
         check_integer("node_size", self.node_size, 0, 2**20)
         check_integer("connections", self.connections, 1, 16)
         check_real("density", self.density, 0, 1)
         if self.levels is not None:
-            check_integer("levels", self.levels, 1, _LARGEST)
+            check_integer("levels", self.levels, 1, MAX_INTEGER)
         if not isinstance(self.rotation, bool):
             raise ConfigError(f"rotation={self.rotation!r} must be True or False")
         # A set has another order in each process.

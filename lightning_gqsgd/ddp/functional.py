@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
+from lightning_gqsgd.errors import MAX_INTEGER, ConfigError, check_integer, plain_integer
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.presets import make_config
@@ -24,7 +24,7 @@ from lightning_gqsgd.session.parameters import check_for_tensors
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Card
 from lightning_gqsgd.wire.communicator import parent_group, timeout_of
-from lightning_gqsgd.wire.engine import MAX_STEP, Engine, Messages, Request, untraced
+from lightning_gqsgd.wire.engine import Engine, Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import is_alive
 from lightning_gqsgd.wire.pipeline import Job
@@ -247,7 +247,7 @@ def _checked(
             f"on {tensor.device}; they must be alike"
         )
     if step is not None:
-        check_integer("step", step, 0, MAX_STEP)
+        check_integer("step", step, 0, MAX_INTEGER)
     # Numbers of coordinates of the same power of two share a prediction, and a reducer.
     numel = 1 << tensor.numel().bit_length()
     config = resolve(fitted(config, layout, numel, tensor.dtype).config, len(layout.nodes))

@@ -39,7 +39,7 @@ from lightning_gqsgd.ddp.checks import (
 )
 from lightning_gqsgd.ddp.model import Attachment, NumberedParameters
 from lightning_gqsgd.ddp.unaveraged import average
-from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
+from lightning_gqsgd.errors import MAX_INTEGER, ConfigError, check_integer, plain_integer
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS
@@ -57,7 +57,7 @@ from lightning_gqsgd.sparse.options import check_tables, tables_of
 from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.wire.agreement import Stamp, StepCounter, digest_of
 from lightning_gqsgd.wire.communicator import Communicator, parent_group, patience_of
-from lightning_gqsgd.wire.engine import MAX_STEP, Engine, Messages, Request, untraced
+from lightning_gqsgd.wire.engine import Engine, Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import PLANS_KEPT, check_parameters
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
@@ -185,7 +185,7 @@ class GQSGDState:
 
     @step.setter
     def step(self, number: int) -> None:
-        check_integer("step", plain_integer(number), 0, MAX_STEP)
+        check_integer("step", plain_integer(number), 0, MAX_INTEGER)
         self._steps.go_to(int(number))
         if self._attachment.plain is not None:
             self._attachment.plain.forget_comparison()

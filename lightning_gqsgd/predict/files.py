@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import MAX_INTEGER, ConfigError
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ def above_0(value: object, what: str) -> float:
 
 def integer(value: object, what: str, least: int = 0) -> int:
     """Returns an integer of 63 bits that is at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_INTEGER:
         raise _error(value, what, f"an integer from {least} on")
     return value
 

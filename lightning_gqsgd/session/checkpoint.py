@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError, describe_difference, listed
+from lightning_gqsgd.errors import MAX_INTEGER, ConfigError, describe_difference, listed
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.session.parameters import Parameter
 from lightning_gqsgd.wire.communicator import Communicator
@@ -37,8 +37,6 @@ _GATHERING = "gathering what ranks remember (every rank calls state_dict)"
 _ENTRIES = {"seed": int, "step": int, "config": Mapping}
 #: Entries that some states have.
 _OPTIONAL_ENTRIES = {"post_local_iter": int, "weights": int}
-#: The largest integer in a state: the dither and the comparison of steps use 63 bits.
-_LARGEST = 2**63 - 1
 
 
 def check_state(state: Any, now: GQSGDConfig, entries: Mapping[str, type] | None = None) -> None:
@@ -88,8 +86,8 @@ def is_of_local_steps(state: object) -> bool:
 
 
 def is_count(value: object) -> bool:
-    """Returns True for an integer from 0 to `_LARGEST`."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
+    """Returns True for an integer from 0 to `MAX_INTEGER`."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INTEGER
 
 
 def _check_plain(config: Mapping[str, Any]) -> None:

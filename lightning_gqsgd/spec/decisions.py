@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import MAX_INTEGER, ConfigError
 
 #: Number of steps from a step to the first choice that can use its length. The length is known when the next step
 #: begins. Ranks exchange it in that step. Over NCCL, the host reads the exchanged values one step later.
@@ -18,8 +18,6 @@ LAG = 3
 
 #: The numbers of bits that a candidate can have: 1 to 8 for codes, 16 for bf16 numbers, 32 for uncompressed gradients.
 WIDTHS = (*range(1, 9), 16, 32)
-#: The largest number of steps in a state: step numbers have 63 bits.
-_MOST = 2**63 - 1
 
 #: Part of error messages: how to pass a decision instead of ``auto=True``.
 _REMEDY = "give a row of state.decisions, or its to_dict()"
@@ -133,8 +131,8 @@ def count(value: Any) -> int:
         TypeError, ValueError: if the number is not from 0 to 2^63 - 1.
     """
     number = int(value)
-    if not 0 <= number <= _MOST or isinstance(value, bool):
-        raise ValueError(f"a number of steps or bits is {value!r}, not from 0 to {_MOST}")
+    if not 0 <= number <= MAX_INTEGER or isinstance(value, bool):
+        raise ValueError(f"a number of steps or bits is {value!r}, not from 0 to {MAX_INTEGER}")
     return number
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import setting_of
-from lightning_gqsgd.errors import CollectiveError, ConfigError
+from lightning_gqsgd.errors import MAX_INTEGER, CollectiveError, ConfigError
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.reducers import Steps, new_store, setting_for, stages
 from lightning_gqsgd.reducers.base import Exchange
@@ -38,9 +38,6 @@ from lightning_gqsgd.wire.workers import codec_threads
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-#: The largest number of a step.
-MAX_STEP = 2**63 - 1
 
 #: Seconds beyond the timeout that a rank waits for live ranks that may have to compile kernels.
 COMPILE_PATIENCE_S = 600.0
@@ -281,7 +278,7 @@ class Engine:
         starts = [partial(start, counters)] if self.world_size > 1 else []
         return self._submit(self._job(x, starts, request, counters))
 
-    def agreed(self, until_step: int = MAX_STEP, *, at_once: bool = False) -> dict[int, Agreed]:
+    def agreed(self, until_step: int = MAX_INTEGER, *, at_once: bool = False) -> dict[int, Agreed]:
         """Return and forget the numbers that the compared stamps of all ranks had, by step.
 
         Args:
