@@ -206,6 +206,12 @@ class LocalTraining:
         self._at_anchor.close()
         self.is_lent = False
 
+    def settle(self) -> None:
+        """Use the averages under way now. A collective, except among members that come and go, who have none."""
+        for trained in self.trained:
+            if isinstance(trained.averages, LocalAverages):
+                trained.averages.settle()
+
     def finish(self) -> None:
         """Make the last averages."""
         for trained in self.trained:
@@ -249,9 +255,13 @@ class StrategyMixin(_Base):
         if self._local is not None:
             self._local.check_start(optimizer)
         output = super().optimizer_step(optimizer, *args, **kwargs)
-        if self._local is not None:
+        if self._local is not None and self._is_step():
             self._local.count(optimizer)
         return output
+
+    def _is_step(self) -> bool:
+        """Returns whether the optimizer is called to change weights."""
+        return True
 
     def _usable(self, loaded: _Loaded | None, *, is_local: bool) -> _Loaded | None:
         """Returns what a checkpoint has of this strategy, or None if that is not for the way in which this run

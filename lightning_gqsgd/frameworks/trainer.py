@@ -70,6 +70,7 @@ class TrainerMixin(StrategyMixin):
     """
 
     _telemetry: Callable[[], Any]  # each flavour's callback
+    _settling: Callable[[], Any]  # each flavour's callback
     _ddp_kwargs: dict[str, Any]  # Lightning's: what it gives to DistributedDataParallel
     _pl_static_graph_delay_done: bool  # Lightning's
 
@@ -122,12 +123,15 @@ class TrainerMixin(StrategyMixin):
         return self._local.trained[0].averages if self._local.trained else None
 
     def connect(self, model: Any) -> None:
-        """Add the telemetry callback. Lightning calls this first, while callbacks can still be added to the Trainer."""
+        """Add the callbacks of this package. Lightning calls this first, while callbacks can still be added to the
+        Trainer."""
         super().connect(model)
         callbacks = model.trainer.callbacks
         if self._adds_telemetry and not any(isinstance(callback, TelemetryMixin) for callback in callbacks):
             # In front: checkpoint callbacks have to stay last.
             callbacks.insert(0, self._telemetry())
+        if self._local is not None and not any(isinstance(callback, SettlingMixin) for callback in callbacks):
+            callbacks.insert(0, self._settling())
 
     def setup_distributed(self) -> None:
         """Set up the process group, then finish as in `distributed.after_setup`."""
@@ -188,6 +192,11 @@ class TrainerMixin(StrategyMixin):
                 f"{self._gqsgd_state.report()}"
             )
 
+    def _is_step(self) -> bool:
+        """Returns False in the epoch in which StochasticWeightAveraging computes the statistics of BatchNorm: Lightning
+        calls the optimizer once then, without a new gradient."""
+        return not getattr(self.lightning_module.trainer.fit_loop, "_skip_backward", False)
+
     def on_validation_start(self) -> None:
         """With local steps and ``validate_at="anchor"``, validate the anchor."""
         super().on_validation_start()
@@ -200,6 +209,11 @@ class TrainerMixin(StrategyMixin):
         super().on_validation_end()
         if self._local is not None:
             self._local.take_back()
+
+    def settle(self) -> None:
+        """With local steps, use the averages under way. Every rank has to call this."""
+        if self._local is not None:
+            self._local.settle()
 
     def on_train_end(self) -> None:
         """Report bytes, bits and waiting; with local steps, make the last average."""
@@ -302,6 +316,24 @@ class TrainerMixin(StrategyMixin):
         if self.gqsgd_state is not None:
             self.gqsgd_state.close()
         super().teardown()
+
+
+class SettlingMixin(_Base):
+    """With local steps, uses the averages under way before other callbacks put weights of their own into the model.
+
+    Otherwise, these averages would be mixed with such weights. There are averages under way with ``delay`` only. This
+    has to be the first callback.
+    """
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Use them before the epoch after the last one, in which StochasticWeightAveraging has put its mean into a
+        model with BatchNorm."""
+        if any(getattr(callback, "swa_end", None) == trainer.current_epoch - 1 for callback in trainer.callbacks):
+            trainer.strategy.settle()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Use them before the end of training, where callbacks put averages of weights into the model."""
+        trainer.strategy.settle()
 
 
 class TelemetryMixin(_Base):

@@ -240,6 +240,21 @@ class LocalAverages(AveragingLoop[Average]):
 
     @untraced
     @torch.no_grad()
+    def settle(self) -> None:
+        """Use the averages under way now, although their delay is not over.
+
+        Every rank has to call this after the same step, before it replaces its weights by others, for example by their
+        mean over steps. An average that is used later would be mixed with the new weights.
+
+        Raises:
+            ConfigError, CollectiveError, RuntimeError: see `advance`.
+        """
+        refuse_kept(self.fragments)
+        self.check_open()
+        self._use(self.under_way)
+
+    @untraced
+    @torch.no_grad()
     def finish(self) -> None:
         """Use the averages under way, and average the changes since. All ranks then have the same bits.
 
