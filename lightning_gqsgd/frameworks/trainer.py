@@ -231,6 +231,7 @@ class TrainerMixin(StrategyMixin):
             self._restore_hook()
         elif self._loaded is not None:
             self._local.trained[0].load_state_dict(self._loaded)
+            self._local.is_finished = False
         self._loaded = None
 
     def _restore_hook(self) -> None:
@@ -309,10 +310,21 @@ class TrainerMixin(StrategyMixin):
             text = text.replace("'ddp_find_unused", f"'{presets[0]}_find_unused")
         return text.replace("DDPStrategy(", f"{type(self).__name__}(")
 
+    def _skips_end(self) -> bool:
+        """Returns whether a fit ends without `on_train_end`, because the checkpoint that it was to resume from is that
+        of a training without further steps: each rank then has its own weights still."""
+        if self._local is None or not self._local.trained or self._local.is_finished:
+            return False
+        state = self.lightning_module.trainer.state
+        is_as_planned = state.fn == "fit" and state.status == "running"
+        return is_as_planned and self._local.trained[0].averages.step > 0
+
     def teardown(self) -> None:
         """Stop threads and process groups of the hook; its counters and state stay readable."""
         if self._local is not None:
             self._local.take_back()  # after an error in a validation
+            if self._skips_end():
+                self._local.finish()
         if self.gqsgd_state is not None:
             self.gqsgd_state.close()
         super().teardown()

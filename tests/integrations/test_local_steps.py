@@ -579,6 +579,25 @@ def test_the_mean_of_weights_over_epochs_is_averaged_over_ranks_beside_batch_nor
         assert float((end - mean).norm()) < 0.04 * float(mean.norm())
 
 
+def _resumed_after_the_end(_: int, folder: Path) -> list[list[str]]:
+    results = []
+    for number, way in enumerate(WAYS):
+        bits = []
+        saving = {"save_last": True, "filename": "{epoch}"}
+        for begins in ({}, {"ckpt_path": folder / str(number) / "last.ckpt"}):
+            module = Classifier()
+            trainer_of(way, [ModelCheckpoint(folder / str(number), **saving)]).fit(module, data(6), **begins)
+            bits.append(fingerprint(module))
+        results.append(bits)
+    return results
+
+
+def test_a_fit_that_has_no_step_left_ends_with_the_average_as_well(tmp_path: Path) -> None:
+    """The checkpoint was saved before the last average, as callbacks save at the end of an epoch."""
+    for whole, resumed in run_alike(_resumed_after_the_end, 2, tmp_path, tmp_path, initialise=False):
+        assert resumed == whole
+
+
 class _OnlyTheSecond(Gan):
     """Steps only the second of its optimizers."""
 
