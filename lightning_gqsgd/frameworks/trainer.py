@@ -6,7 +6,7 @@ They are mixins: `trainer_lightning` and `trainer_pytorch_lightning` add them to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
@@ -130,7 +130,8 @@ class TrainerMixin(StrategyMixin):
         if self._adds_telemetry and not any(isinstance(callback, TelemetryMixin) for callback in callbacks):
             # In front: checkpoint callbacks have to stay last.
             callbacks.insert(0, self._telemetry())
-        if self._local is not None and not any(isinstance(callback, SettlingMixin) for callback in callbacks):
+        is_delayed = self._local is not None and self._local.options.delay > 0  # else no average is ever under way
+        if is_delayed and not any(isinstance(callback, SettlingMixin) for callback in callbacks):
             callbacks.insert(0, self._settling())
 
     def setup_distributed(self) -> None:
@@ -143,6 +144,7 @@ class TrainerMixin(StrategyMixin):
         super().setup(trainer)
         if self._local is not None:
             if trainer.state.fn == "fit":
+                _refuse_pruning(trainer.callbacks)
                 self._local.close()  # those of an earlier fit
                 module = self.lightning_module
                 optimizers = self.optimizers
@@ -328,6 +330,18 @@ class TrainerMixin(StrategyMixin):
         if self.gqsgd_state is not None:
             self.gqsgd_state.close()
         super().teardown()
+
+
+def _refuse_pruning(callbacks: Iterable[Any]) -> None:
+    """Raise ConfigError if a callback prunes the model between averages."""
+    for callback in callbacks:
+        # By name, because each flavour of Lightning has its own class.
+        if any(ancestor.__name__ == "ModelPruning" for ancestor in type(callback).__mro__):
+            raise ConfigError(
+                f"local steps do not work with the callback {type(callback).__name__}: each rank would prune other "
+                "weights, averages would make fractions of its masks, and the last average would give pruned weights "
+                "values other than zero. Prune the model after the fit, or leave local steps out"
+            )
 
 
 class SettlingMixin(_Base):

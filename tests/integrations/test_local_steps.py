@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
@@ -596,6 +596,15 @@ def test_a_fit_that_has_no_step_left_ends_with_the_average_as_well(tmp_path: Pat
     """The checkpoint was saved before the last average, as callbacks save at the end of an epoch."""
     for whole, resumed in run_alike(_resumed_after_the_end, 2, tmp_path, tmp_path, initialise=False):
         assert resumed == whole
+
+
+def _pruned(_: int) -> str:
+    trainer = trainer_of({"local_steps": 4}, [ModelPruning("l1_unstructured", amount=0.3)], enable_checkpointing=False)
+    return error_text(ConfigError, trainer.fit, Classifier(), data(2))
+
+
+def test_pruning_between_averages_is_refused(tmp_path: Path) -> None:
+    assert "local steps do not work with the callback ModelPruning" in run_alike(_pruned, 2, tmp_path, initialise=False)
 
 
 class _OnlyTheSecond(Gan):
