@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import DistributedType
+from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from lightning_gqsgd.config import GQSGDConfig
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 #: File of the state in a checkpoint's folder.
 STATE_FILE = "gqsgd_local.pt"
+
+#: Attribute of the models that Accelerate has prepared, and prepares no second time.
+PREPARED = "_is_accelerate_prepared"
 
 
 class MeteredCallback(TrainerCallback):
@@ -103,6 +107,7 @@ class LocalStepsCallback(MeteredCallback):
             return
         destroy_at_exit()
         module = accelerator.unwrap_model(self._trainer.model)
+        _let_others_wrap(module)
         inner: Any = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)  # AcceleratedOptimizer's
         trained = self._local.begin(module, [inner], self._config, None)
         saved = self.read(STATE_FILE)
@@ -136,6 +141,16 @@ class LocalStepsCallback(MeteredCallback):
         """Add all processes' states to a checkpoint. A collective."""
         if self._local.trained:
             self.write(self._local.trained[0].state_dict(), folder / STATE_FILE)
+
+
+def _let_others_wrap(module: nn.Module) -> None:
+    """Take Accelerate's mark of prepared models from a module that was prepared without DistributedDataParallel.
+
+    With the mark, no other Trainer or Accelerator of this process would wrap the module, and without a word each rank
+    would train a model of its own.
+    """
+    if getattr(module, PREPARED, False):
+        delattr(module, PREPARED)
 
 
 def enable_local_steps(trainer: Trainer, local: LocalTraining, config: GQSGDConfig) -> LocalStepsCallback:

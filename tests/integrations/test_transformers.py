@@ -475,6 +475,27 @@ def test_local_steps_leave_the_best_model_as_it_was_saved(tmp_path: Path) -> Non
     assert trained == saved
 
 
+def _locally_first(_: int, folder: Path) -> list[Any]:
+    """Trainers that train one model, one after the other: with local steps, then without this package, and with it."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    model = Classifier()
+    found: list[Any] = []
+    for fields in ({"local_steps": 3}, None, {"bits": 4}, {"local_steps": 3}):
+        usual = trainer_of(folder, max_steps=4)
+        trainer = Trainer(model, usual.args, train_dataset=usual.train_dataset)
+        if fields is not None:
+            enable(trainer, **fields)
+        trainer.train()
+        found += [isinstance(trainer.model_wrapped, DistributedDataParallel), fingerprint(model)]
+    return found
+
+
+@pytest.mark.slow
+def test_a_model_of_local_steps_is_wrapped_by_the_trainers_that_follow(tmp_path: Path) -> None:
+    found = run_alike(_locally_first, 2, tmp_path, tmp_path, initialise=False)
+    assert found[::2] == [False, True, True, False]
+
+
 def _local(_: int, folder: Path) -> list[list[Any]]:
     results = []
     for number, fields in enumerate(({"local_steps": 3}, {"preset": "gqsgd_fedpaq", "fragments": 2, "delay": 1})):
