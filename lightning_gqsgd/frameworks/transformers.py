@@ -14,7 +14,9 @@ from lightning_gqsgd.ddp.hook import GQSGDState
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs, ddp_in, enable_accelerator
 from lightning_gqsgd.frameworks.local import LocalTraining
+from lightning_gqsgd.frameworks.transformers_fsdp import STATE_FILE as FSDP_STATE_FILE
 from lightning_gqsgd.frameworks.transformers_fsdp import FSDPCallback, enable_fsdp
+from lightning_gqsgd.frameworks.transformers_local import STATE_FILE as LOCAL_STATE_FILE
 from lightning_gqsgd.frameworks.transformers_local import LocalStepsCallback, MeteredCallback, enable_local_steps
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.wire.announcing import print_to_stderr
@@ -153,9 +155,13 @@ def _save_with_checkpoints(trainer: Trainer, callback: GQSGDCallback | LocalStep
 
     @functools.wraps(save)
     def save_with_state(model: Any, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
+        folder = Path(trainer._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        if trainer.args.should_save:
+            # An earlier training may have left them. The Trainer overwrites its own files only.
+            for name in (STATE_FILE, LOCAL_STATE_FILE, FSDP_STATE_FILE):
+                (folder / name).unlink(missing_ok=True)
         if not trainer.args.save_only_model:
-            output = Path(trainer._get_output_dir(trial=trial))
-            callback.save(output / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+            callback.save(folder)
         return save(model, trial, *args, **kwargs)
 
     trainer._save_checkpoint = save_with_state  # type: ignore[method-assign]

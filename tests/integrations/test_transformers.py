@@ -475,6 +475,26 @@ def test_local_steps_leave_the_best_model_as_it_was_saved(tmp_path: Path) -> Non
     assert trained == saved
 
 
+def _one_folder(_: int, folder: Path) -> list[list[str]]:
+    """Trainings of several kinds that save the same checkpoint, one after the other: the states in it after each."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    found = []
+    for fields, only_model in (({"local_steps": 2}, False), ({"bits": 4}, False), ({"local_steps": 2}, True)):
+        trainer = trainer_of(folder, max_steps=2, save_strategy="steps", save_steps=2, save_only_model=only_model)
+        enable(trainer, **fields)
+        trainer.train()
+        dist.barrier()  # rank 0 writes
+        found.append(sorted(file.name for file in (folder / "checkpoint-2").glob("gqsgd*")))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_written_over_keeps_no_state_of_another_training(tmp_path: Path) -> None:
+    found = run_alike(_one_folder, 2, tmp_path, tmp_path, initialise=False)
+    assert found == [["gqsgd_local.pt"], ["gqsgd.pt"], []]
+
+
 def _locally_first(_: int, folder: Path) -> list[Any]:
     """Trainers that train one model, one after the other: with local steps, then without this package, and with it."""
     os.environ["OMP_NUM_THREADS"] = "1"
