@@ -39,8 +39,8 @@ OF_SHARDS = (
     "and gradients are reduce-scattered."
 )
 OF_REPLICAS = (
-    "divided among the ranks of a host, which gather weights and reduce-scatter gradients through its memory. The mean "
-    "over hosts travels."
+    "divided among the ranks of a host, which gather weights and reduce-scatter gradients there: in fp32, or in bf16 "
+    "if the case has it. The mean over hosts travels."
 )
 #: Epochs of a training on the digits, and its seeds.
 EPOCHS, SEEDS = 15, (0, 1, 2)
@@ -83,6 +83,7 @@ WAYS_OF_REPLICAS = {
     "means 8 bit": Way(torchs_share=0, hooks={"bits": 8}),
     "means 4 bit": Way(torchs_share=0, hooks={"bits": 4}),
     "means 2 bit": Way(torchs_share=0, hooks={"bits": 2}),
+    "bf16, means 4 bit": Way(number_bytes=2, torchs_share=0, hooks={"bits": 4}),
 }
 
 

@@ -257,6 +257,15 @@ def percent_of_copy(stage: int) -> str:
 SENTENCES: Sentences = {
     (
         "docs/frameworks.md",
+        r"means at 4 bits have ([\d.]+) times the speed of\s+bf16 at 1 Gbit/s, and ([\d.]+) times at 100 Mbit/s\. Between "
+        r"two hosts on one machine without a limit, they have ([\d.]+) times",
+    ): [
+        lambda: cell("replicated_netlab", "bf16 / step", case="bf16, means 4 bit", rate="1gbit"),
+        lambda: cell("replicated_netlab", "bf16 / step", case="bf16, means 4 bit", rate="100mbit"),
+        lambda: cell("replicated_netlab", "bf16 / step", case="bf16, means 4 bit", rate="none"),
+    ],
+    (
+        "docs/frameworks.md",
         r"gradients at 4 have ([\d.]+) times the speed of fp32, and ([\d.]+) times that of bf16\. With gradients at 8 "
         r"bits and weights as they are, they have ([\d.]+) times the speed of fp32",
     ): [
