@@ -257,8 +257,8 @@ def percent_of_copy(stage: int) -> str:
 SENTENCES: Sentences = {
     (
         "docs/frameworks.md",
-        r"means at 4 bits have ([\d.]+) times the speed of\s+bf16 at 1 Gbit/s, and ([\d.]+) times at 100 Mbit/s\. Between "
-        r"two hosts on one machine without a limit, they have ([\d.]+) times",
+        r"means at 4 bits have ([\d.]+) times the speed of\s+bf16 at 1 Gbit/s, and ([\d.]+) times at 100 Mbit/s\. "
+        r"Between two hosts on one machine without a limit, they have ([\d.]+) times",
     ): [
         lambda: cell("replicated_netlab", "bf16 / step", case="bf16, means 4 bit", rate="1gbit"),
         lambda: cell("replicated_netlab", "bf16 / step", case="bf16, means 4 bit", rate="100mbit"),

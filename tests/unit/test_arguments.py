@@ -51,10 +51,11 @@ def test_those_of_accelerates_handler_are_its_base_classs_without_hooks() -> Non
     assert _keys(HandlerArguments) == set(GQSGDConfig.field_names()) | (base - set(_HOOK_FIELDS))
 
 
-def test_those_of_enable_are_the_handlers_and_those_of_local_steps() -> None:
+def test_those_of_enable_are_the_handlers_and_those_of_local_steps_and_of_fsdp() -> None:
     pytest.importorskip("accelerate")
     from lightning_gqsgd.frameworks.accelerate import HandlerArguments
     from lightning_gqsgd.frameworks.enable import EnableArguments
 
     options = set(LocalOptions.field_names()) - {"every", "anchor_device", "anchor_dtype"}
-    assert _keys(EnableArguments) == _keys(HandlerArguments) | options | {"local_steps"}
+    of_fsdp = {"reduce_scatter", "all_gather_bits"}
+    assert _keys(EnableArguments) == _keys(HandlerArguments) | options | of_fsdp | {"local_steps"}
