@@ -55,7 +55,7 @@ def test_example(example: Path) -> None:
 
 @pytest.mark.slow
 def test_example_of_members(lighthouse: str) -> None:  # noqa: F811
-    command = [word.replace("localhost:29510", lighthouse) for word in command_of(OF_MEMBERS)]
+    command = [word.replace("HOST:29510", lighthouse) for word in command_of(OF_MEMBERS)]
     members = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
     try:
         outputs = [member.communicate(timeout=250)[0] for member in members]
