@@ -266,11 +266,13 @@ SENTENCES: Sentences = {
     ],
     (
         "docs/frameworks.md",
-        r"gradients at 4 have ([\d.]+) times the speed of fp32, and ([\d.]+) times that of bf16\. With gradients at 8 "
-        r"bits and weights as they are, they have ([\d.]+) times the speed of fp32",
+        r"gradients at 4 have ([\d.]+) times the speed of fp32, and ([\d.]+) times that of bf16; with 1 Gbit/s, "
+        r"([\d.]+) and ([\d.]+) times\. With gradients at 8 bits and weights as they are, they have ([\d.]+) times",
     ): [
         lambda: cell("sharded_netlab", "fp32 / step", case="weights 8 bit, gradients 4 bit", rate="100mbit"),
         lambda: cell("sharded_netlab", "bf16 / step", case="weights 8 bit, gradients 4 bit", rate="100mbit"),
+        lambda: cell("sharded_netlab", "fp32 / step", case="weights 8 bit, gradients 4 bit", rate="1gbit"),
+        lambda: cell("sharded_netlab", "bf16 / step", case="weights 8 bit, gradients 4 bit", rate="1gbit"),
         lambda: cell("sharded_netlab", "fp32 / step", case="gradients 8 bit", rate="100mbit"),
     ],
     ("docs/prediction.md", r"\*\*Set 1\*\*: (\d+) of (\d+) steps lie inside .*? errors is ([\d.]+) %"): [
