@@ -606,7 +606,7 @@ class GQSGDState:
 
     def summary(self) -> dict[str, float]:
         """Returns bytes, bits, errors and waiting times since the hook was created, by name (see `report.summary`)."""
-        return summary(self.telemetry, ring_bytes_in_fp32(self.telemetry, self._engine.world_size))
+        return summary(self.telemetry, ring_bytes_in_fp32(self.telemetry.buckets.values(), self._engine.world_size))
 
     def summary_line(self) -> str:
         """Returns the summary as one line: bytes compared with fp32, bits, error, and the share of time spent

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve_each
-from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.fsdp_changes import ModelChanges
 from lightning_gqsgd.frameworks.fsdp_hooks import Hooks, check_hooks, set_hooks
 from lightning_gqsgd.frameworks.fsdp_modules import (
@@ -51,12 +51,11 @@ from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS
-from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.session.checkpoint import REMEDY, STATE_SCHEMA, check_state, is_count
 from lightning_gqsgd.session.nodes import Layout, layouts
 from lightning_gqsgd.session.opening import Kernels, Side, compile_together, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import digest
-from lightning_gqsgd.session.report import FP32_BYTES, in_words, summary
+from lightning_gqsgd.session.report import in_tensors, in_words, ring_bytes_in_fp32, summary
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Stamp, Weights, digest_of
 from lightning_gqsgd.wire.communicator import patience_of
@@ -490,24 +489,27 @@ class GQSGDFSDPState:
         widths = self.config.by_bits().values()
         if not any(REDUCERS.get(config.reducer, REDUCERS["two_shot"]).compresses for config in widths):
             return f"gqsgd: gradients are {ways[0]}, nothing compressed (reducer={self.config.reducer!r})"
-        trained = [p for group in self._groups for p in group.trained_parameters()]
-        raw = [p for p in trained if p.raw]
-        coded = [p for p in trained if not p.raw]
-        weights = [p for group in self._groups for p in group.parameters if not p.raw and self._gather is not None]
-        if not coded and not weights:
+        trained = [p for group in self._groups for p in group.reduced()]
+        raw = [p.numel for p in trained if p.raw]
+        coded = [p.numel for p in trained if not p.raw]
+        weights = [p.numel for group in self._groups for p in group.parameters if not p.raw]
+        if not coded and (self._gather is None or not weights):
             return (
                 f"gqsgd: NOTHING IS COMPRESSED: all parameters are smaller than min_numel={self.config.min_numel}, or "
                 "excluded by name; lower min_numel, or exclude fewer"
             )
         parts = []
+        kind = "sharded tensor"
         if coded:
-            parts.append(f"{_values(coded, 'gradient value')}, {' and '.join(ways)}, at {self.config.describe()}")
+            parts.append(
+                f"{in_tensors(coded, 'gradient value', kind)}, {' and '.join(ways)}, at {self.config.describe()}"
+            )
         if raw:
-            parts.append(f"uncompressed: {_values(raw, 'gradient value')}")
+            parts.append(f"uncompressed: {in_tensors(raw, 'gradient value', kind)}")
         if self.config.warmup_steps > self.step:
             parts.append(f"uncompressed until step {self.config.warmup_steps}")
         if self._gather is not None:
-            parts.append(f"{_values(weights, 'weight')}, gathered at {self._gather.configs[0].describe()}")
+            parts.append(f"{in_tensors(weights, 'weight', kind)}, gathered at {self._gather.configs[0].describe()}")
         return f"gqsgd: {'; '.join(parts)}"
 
     def summary(self) -> dict[str, float]:
@@ -523,8 +525,8 @@ class GQSGDFSDPState:
     def _fp32_bytes(self, collective: _Collective) -> float:
         """Returns the bytes that this rank would have sent in one of the collectives in fp32."""
         own = range(collective.first_bucket, collective.first_bucket + len(self._groups))
-        numel = sum(self.telemetry.buckets[number].numel for number in own if number in self.telemetry.buckets)
-        of_reduction = ring_bytes(FP32_BYTES * numel, collective.engine.world_size)
+        counters = (bucket for number, bucket in self.telemetry.buckets.items() if number in own)
+        of_reduction = ring_bytes_in_fp32(counters, collective.engine.world_size)
         # A reduce-scatter or an all-gather is half of an all-reduce.
         return of_reduction if collective is self._average else of_reduction / 2
 
@@ -637,11 +639,6 @@ def register_gqsgd_fsdp(
         state = GQSGDFSDPState(model, config, replicate, reduce_scatter, all_gather_bits, timeout, meeting)
     weakref.finalize(model, state.close)  # also at exit: Gloo groups that are still open then can abort the process
     return state
-
-
-def _values(parameters: Sequence[ShardedParameter], noun: str) -> str:
-    total = sum(parameter.numel for parameter in parameters)
-    return f"{counted(total, noun)} in {counted(len(parameters), 'sharded tensor')}"
 
 
 def _for_average(config: GQSGDConfig, layout: Layout, numel: int) -> list[GQSGDConfig]:

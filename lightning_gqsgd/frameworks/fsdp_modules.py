@@ -170,10 +170,6 @@ class ShardedGroup:
         """Which of the parameters require a gradient now: 1 or 0 for each."""
         return "".join("1" if param.sharded_param.requires_grad else "0" for param in self.inner.fsdp_params)
 
-    def trained_parameters(self) -> list[ShardedParameter]:
-        """Returns the parameters that require a gradient now."""
-        return [entry for entry, flag in zip(self.parameters, self.trained, strict=True) if flag == "1"]
-
     @property
     def used(self) -> str:
         """Which of the parameters have a gradient now: 1 or 0 for each."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import counted
@@ -11,7 +11,7 @@ from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.session.parameters import Parameter
-from lightning_gqsgd.wire.telemetry import Telemetry
+from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
 
 FP32_BYTES = 4
 
@@ -60,7 +60,7 @@ def report(
             f"min_numel={config.min_numel} values would be; lower min_numel, or give a larger model"
         )
     ways = [
-        f"{_values(parameters, noun)} at {own.describe()} by {own.reducer}"
+        f"{in_tensors([parameter.numel for parameter in parameters], noun)} at {own.describe()} by {own.reducer}"
         for own, parameters in coded.items()
         if parameters
     ]
@@ -91,18 +91,17 @@ def _raw(raw: Sequence[Parameter], config: GQSGDConfig) -> str:
     small = [parameter for parameter in raw if parameter.numel < config.min_numel]
     why = [f"{len(small)} smaller than {config.min_numel}"] if small else []
     why += [f"{len(raw) - len(small)} excluded by name"] if len(raw) > len(small) else []
-    return f"{_values(raw, 'value')} ({', '.join(why)})"
+    return f"{in_tensors([parameter.numel for parameter in raw], 'value')} ({', '.join(why)})"
 
 
-def _values(parameters: Sequence[Parameter], noun: str) -> str:
-    total = sum(parameter.numel for parameter in parameters)
-    return f"{counted(total, noun)} in {counted(len(parameters), 'tensor')}"
+def in_tensors(numels: Sequence[int], noun: str, kind: str = "tensor") -> str:
+    """Returns in words how many numbers there are in so many tensors."""
+    return f"{counted(sum(numels), noun)} in {counted(len(numels), kind)}"
 
 
-def ring_bytes_in_fp32(telemetry: Telemetry, ranks: int) -> int:
-    """Returns the bytes that this rank would have sent in ring all-reduces of the same gradients in fp32."""
-    numel = sum(bucket.numel for bucket in telemetry.buckets.values())
-    return ring_bytes(FP32_BYTES * numel, ranks)
+def ring_bytes_in_fp32(buckets: Iterable[BucketCounters], ranks: int) -> int:
+    """Returns the bytes that this rank would have sent in ring all-reduces of the same numbers in fp32."""
+    return ring_bytes(FP32_BYTES * sum(bucket.numel for bucket in buckets), ranks)
 
 
 def summary(telemetry: Telemetry, fp32_bytes: float) -> dict[str, float]:

@@ -27,7 +27,7 @@ def _trained(steps: int = 10) -> Telemetry:
 
 def test_numbers_and_their_units() -> None:
     telemetry = _trained()
-    values = summary(telemetry, ring_bytes_in_fp32(telemetry, ranks=2))
+    values = summary(telemetry, ring_bytes_in_fp32(telemetry.buckets.values(), ranks=2))
     assert values["steps"] == 10
     assert values["bytes_sent"] == 10_000_000
     assert values["fp32_bytes"] == 40_000_000  # a ring of two ranks sends every coordinate once
@@ -35,7 +35,7 @@ def test_numbers_and_their_units() -> None:
     assert values["bits_per_coordinate"] == 8
     assert values["mean_rel_l2"] == pytest.approx(0.1)
     assert math.isnan(values["step_s"])
-    assert ring_bytes_in_fp32(telemetry, ranks=4) == 60_000_000
+    assert ring_bytes_in_fp32(telemetry.buckets.values(), ranks=4) == 60_000_000
 
 
 def test_pauses_between_steps_and_steps_of_plain_ddp_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_pauses_between_steps_and_steps_of_plain_ddp_do_not_count(monkeypatch: p
         now += {3: 100.0, 5: 7.0}.get(step, 1.0)
         if step == 5:
             telemetry.add_plain_step(10, 40, 40)
-    values = summary(telemetry, ring_bytes_in_fp32(telemetry, ranks=2))
+    values = summary(telemetry, ring_bytes_in_fp32(telemetry.buckets.values(), ranks=2))
     assert (values["step_s"], values["exposed_s"], values["waiting_share"]) == (1.0, 0.25, 0.25)
 
 
