@@ -14,20 +14,17 @@ from lightning_gqsgd.ddp.hook import GQSGDState
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs, ddp_in, enable_accelerator
 from lightning_gqsgd.frameworks.local import LocalTraining
-from lightning_gqsgd.frameworks.transformers_fsdp import STATE_FILE as FSDP_STATE_FILE
 from lightning_gqsgd.frameworks.transformers_fsdp import FSDPCallback, enable_fsdp
-from lightning_gqsgd.frameworks.transformers_local import STATE_FILE as LOCAL_STATE_FILE
 from lightning_gqsgd.frameworks.transformers_local import LocalStepsCallback, MeteredCallback, enable_local_steps
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.wire.announcing import print_to_stderr
 from lightning_gqsgd.wire.telemetry import Meter
 
-#: File of the hook's state in a checkpoint's folder.
-STATE_FILE = "gqsgd.pt"
-
 
 class GQSGDCallback(MeteredCallback):
     """Logs the hook's counters, and saves and restores its state."""
+
+    state_file = "gqsgd.pt"
 
     def __init__(self, trainer: Trainer, handler: GQSGDKwargs) -> None:
         super().__init__(trainer)
@@ -42,7 +39,7 @@ class GQSGDCallback(MeteredCallback):
             ConfigError: the Trainer does not use the hook, or ranks see different checkpoints.
         """
         self._hook = self._hook_in_use()
-        saved = self.read(STATE_FILE)
+        saved = self.read()
         if self.resumes_from is not None:
             self._handler.load_state_dict({"states": []} if saved is None else saved)
         if self._hook is not None:
@@ -75,7 +72,7 @@ class GQSGDCallback(MeteredCallback):
 
     def save(self, folder: Path) -> None:
         """Add the hook's state to a checkpoint. Perhaps a collective."""
-        self.write(self._handler.state_dict(), folder / STATE_FILE)
+        self.write(self._handler.state_dict(), folder)
 
     def _hook_in_use(self) -> GQSGDState | None:
         """Returns the state of the hook on the model that the Trainer trains; None: there is one process."""
@@ -123,7 +120,7 @@ def enable_trainer(
     return handler
 
 
-def _add(trainer: Trainer, callback: GQSGDCallback | LocalStepsCallback | FSDPCallback) -> None:
+def _add(trainer: Trainer, callback: MeteredCallback) -> None:
     """Add a callback to a Trainer, in front of those that print and upload logs."""
     trainer.callback_handler.callbacks.insert(0, callback)
     _tell_what_is_resumed(trainer, callback)
@@ -145,7 +142,7 @@ def _tell_what_is_resumed(trainer: Trainer, callback: MeteredCallback) -> None:
     trainer.train = train_and_restore  # type: ignore[method-assign]
 
 
-def _save_with_checkpoints(trainer: Trainer, callback: GQSGDCallback | LocalStepsCallback | FSDPCallback) -> None:
+def _save_with_checkpoints(trainer: Trainer, callback: MeteredCallback) -> None:
     """Let a callback add its state to all checkpoints that training can resume from.
 
     The event ``on_save`` never comes for a checkpoint that SIGTERM asks for (``enable_jit_checkpoint``). For other
@@ -158,8 +155,8 @@ def _save_with_checkpoints(trainer: Trainer, callback: GQSGDCallback | LocalStep
         folder = Path(trainer._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         if trainer.args.should_save:
             # An earlier training may have left them. The Trainer overwrites its own files only.
-            for name in (STATE_FILE, LOCAL_STATE_FILE, FSDP_STATE_FILE):
-                (folder / name).unlink(missing_ok=True)
+            for kind in (GQSGDCallback, LocalStepsCallback, FSDPCallback):
+                (folder / kind.state_file).unlink(missing_ok=True)
         if not trainer.args.save_only_model:
             callback.save(folder)
         return save(model, trial, *args, **kwargs)

@@ -22,9 +22,6 @@ from lightning_gqsgd.wire.telemetry import Meter
 
 logger = logging.getLogger(__name__)
 
-#: File of the hooks' state in a checkpoint's folder.
-STATE_FILE = "gqsgd_fsdp.pt"
-
 
 class FSDPCallback(MeteredCallback):
     """Registers the hooks on the sharded model, logs their counters, and saves and restores their state.
@@ -32,6 +29,8 @@ class FSDPCallback(MeteredCallback):
     Attributes:
         state: the state of the hooks; None before the first training.
     """
+
+    state_file = "gqsgd_fsdp.pt"
 
     def __init__(self, trainer: Trainer, arguments: dict[str, Any]) -> None:
         super().__init__(trainer)
@@ -50,14 +49,14 @@ class FSDPCallback(MeteredCallback):
             self.state = register_gqsgd_fsdp(model, **self._arguments)
             if is_primary:
                 print_to_stderr(self.state.report())
-        saved = self.read(STATE_FILE)
+        saved = self.read()
         if saved is not None:
             self.state.load_state_dict(saved)
         elif self.resumes_from is not None and is_primary:
             logger.warning(
                 "gqsgd: %s has no %s, so the dither of the hooks goes on from step %d",
                 self.resumes_from,
-                STATE_FILE,
+                self.state_file,
                 self.state.step,
             )
         self._meter = Meter(self.state.telemetry)
@@ -70,7 +69,7 @@ class FSDPCallback(MeteredCallback):
     def save(self, folder: Path) -> None:
         """Add the hooks' state to a checkpoint."""
         if self.state is not None:
-            self.write(self.state.state_dict(), folder / STATE_FILE)
+            self.write(self.state.state_dict(), folder)
 
 
 def enable_fsdp(

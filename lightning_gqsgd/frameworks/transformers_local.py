@@ -6,7 +6,7 @@ import logging
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.utils import DistributedType
 from torch import nn
@@ -31,40 +31,44 @@ from lightning_gqsgd.wire.telemetry import Meter
 
 logger = logging.getLogger(__name__)
 
-#: File of the state in a checkpoint's folder.
-STATE_FILE = "gqsgd_local.pt"
-
 #: Attribute of the models that Accelerate has prepared, and prepares no second time.
 PREPARED = "_is_accelerate_prepared"
 
 
 class MeteredCallback(TrainerCallback):
-    """Puts counters (see `telemetry.Meter`) into the logs of a Trainer.
+    """Puts counters (see `telemetry.Meter`) into the logs of a Trainer, and a state into its checkpoints.
 
     Attributes:
+        state_file: name of the state's file in a checkpoint's folder.
         resumes_from: folder of the checkpoint that training resumes from; None: it starts anew.
     """
+
+    state_file: ClassVar[str]
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._meter: Meter | None = None
         self.resumes_from: Path | None = None
 
-    def read(self, name: str) -> Any:
-        """Returns what the checkpoint's file of this name holds; None: there is none. See `read_by_all`."""
-        return read_by_all(self.resumes_from and self.resumes_from / name, self._trainer.accelerator)
+    def save(self, folder: Path) -> None:
+        """Add the state to a checkpoint. Perhaps a collective."""
+        raise NotImplementedError
 
-    def write(self, content: Any, file: Path) -> None:
-        """Write a file of a checkpoint in the processes that save. The checkpoint's folder may not exist yet.
+    def read(self) -> Any:
+        """Returns the state in the checkpoint that training resumes from; None: there is none. See `read_by_all`."""
+        return read_by_all(self.resumes_from and self.resumes_from / self.state_file, self._trainer.accelerator)
+
+    def write(self, state: Any, folder: Path) -> None:
+        """Write the state in the processes that save. The checkpoint's folder may not exist yet.
 
         Memories, and the states of local steps, come to rank 0 only. With ``save_on_each_node``, others save as well,
         and this is a collective.
         """
         if self._trainer.args.save_on_each_node:
-            content = as_on_first_rank(content)
+            state = as_on_first_rank(state)
         if self._trainer.args.should_save:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(content, file)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(state, folder / self.state_file)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Put the counters beside what is logged."""
@@ -76,6 +80,8 @@ class MeteredCallback(TrainerCallback):
 
 class LocalStepsCallback(MeteredCallback):
     """Counts the Trainer's steps, makes the averages, logs the counters, and keeps the state in checkpoints."""
+
+    state_file = "gqsgd_local.pt"
 
     def __init__(self, trainer: Trainer, local: LocalTraining, config: GQSGDConfig) -> None:
         super().__init__(trainer)
@@ -110,7 +116,7 @@ class LocalStepsCallback(MeteredCallback):
         _let_others_wrap(module)
         inner: Any = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)  # AcceleratedOptimizer's
         trained = self._local.begin(module, [inner], self._config, None)
-        saved = self.read(STATE_FILE)
+        saved = self.read()
         if self.resumes_from is not None:
             if saved is not None:
                 trained.load_state_dict(saved)
@@ -119,7 +125,7 @@ class LocalStepsCallback(MeteredCallback):
                     "gqsgd: %s has no %s, because it was saved without local steps: all ranks start from its weights, "
                     "and the outer optimizer's momentum starts at zero",
                     self.resumes_from,
-                    STATE_FILE,
+                    self.state_file,
                 )
         self._meter = Meter(trained.averages.telemetry)
         if accelerator.is_main_process:
@@ -140,7 +146,7 @@ class LocalStepsCallback(MeteredCallback):
     def save(self, folder: Path) -> None:
         """Add all processes' states to a checkpoint. A collective."""
         if self._local.trained:
-            self.write(self._local.trained[0].state_dict(), folder / STATE_FILE)
+            self.write(self._local.trained[0].state_dict(), folder)
 
 
 def _let_others_wrap(module: nn.Module) -> None:
