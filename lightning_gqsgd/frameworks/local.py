@@ -101,7 +101,6 @@ class LocalTraining:
     Attributes:
         trained: the modules that are trained, in the order in which they were set up.
         is_lent: whether the modules have the anchors' values, see `lend_anchors`.
-        is_finished: whether the last averages were made, and no step since then.
     """
 
     def __init__(self, options: LocalOptions, given_timeout: timedelta | None = None) -> None:
@@ -110,7 +109,6 @@ class LocalTraining:
         self.trained: list[TrainedModule] = []
         self._at_anchor = ExitStack()
         self.is_lent = False
-        self.is_finished = False
 
     @classmethod
     def asked_for(
@@ -152,7 +150,6 @@ class LocalTraining:
         kind = MergedAverages if self.options.is_merged else LocalAverages
         timeout = self._given_timeout if self.options.elastic else timeout
         averages = kind(module, optimizers, self.options, config, timeout=timeout)
-        self.is_finished = False
         self.trained.append(TrainedModule(averages, module, list(optimizers)))
         return self.trained[-1]
 
@@ -175,7 +172,6 @@ class LocalTraining:
                 "or its averages were closed; keep the optimizers of configure_optimizers, and change their "
                 "param_groups, or begin another fit"
             )
-        self.is_finished = False
         for trained in owners:
             trained.count(optimizer)
 
@@ -220,7 +216,6 @@ class LocalTraining:
         """Make the last averages."""
         for trained in self.trained:
             trained.averages.finish()
-        self.is_finished = True
 
     def close(self) -> None:
         """Stop threads and process groups, and forget the modules."""

@@ -102,6 +102,7 @@ class TrainerMixin(StrategyMixin):
         super().__init__(**rest)
         self._adds_telemetry = telemetry
         self._gqsgd_state: GQSGDState | None = None
+        self._has_ended = False  # whether the latest fit with local steps has made its last averages
         self._loaded: dict[str, Any] | None = None
 
     def _check_validation(self, validate_at: str | None) -> bool:
@@ -146,6 +147,7 @@ class TrainerMixin(StrategyMixin):
             if trainer.state.fn == "fit":
                 _refuse_pruning(trainer.callbacks)
                 self._local.close()  # those of an earlier fit
+                self._has_ended = False
                 module = self.lightning_module
                 optimizers = self.optimizers
                 trained = self._local.begin(module, optimizers, self.gqsgd_config, self._timeout)
@@ -222,6 +224,7 @@ class TrainerMixin(StrategyMixin):
         super().on_train_end()
         if self._local is not None:
             self._local.finish()
+            self._has_ended = True
         elif self.is_global_zero and self.world_size > 1 and self._gqsgd_state is not None:
             self._rank_zero_info(self._gqsgd_state.summary_line())
 
@@ -233,7 +236,7 @@ class TrainerMixin(StrategyMixin):
             self._restore_hook()
         elif self._loaded is not None:
             self._local.trained[0].load_state_dict(self._loaded)
-            self._local.is_finished = False
+            self._has_ended = False  # LearningRateFinder goes back to before its own training
         self._loaded = None
 
     def _restore_hook(self) -> None:
@@ -315,7 +318,7 @@ class TrainerMixin(StrategyMixin):
     def _skips_end(self) -> bool:
         """Returns whether a fit ends without `on_train_end`, because the checkpoint that it was to resume from is that
         of a training without further steps: each rank then has its own weights still."""
-        if self._local is None or not self._local.trained or self._local.is_finished:
+        if self._local is None or not self._local.trained or self._has_ended:
             return False
         state = self.lightning_module.trainer.state
         is_as_planned = state.fn == "fit" and state.status == "running"
