@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
@@ -91,13 +91,9 @@ class Case:
     """A network that trains in one way, its parameters divided layer by layer among all ranks, or among those of a
     host."""
 
-    def __init__(self, way: Way, network: nn.Module, lr: float, ranks_per_host: int) -> None:
+    def __init__(self, way: Way, network: nn.Module, lr: float, mesh: DeviceMesh) -> None:
         self.network = network
-        self._hosts = dist.get_world_size() // ranks_per_host
-        self._ranks_per_host = ranks_per_host
-        mesh = init_device_mesh("cpu", (self._hosts, ranks_per_host), mesh_dim_names=("replicate", "shard"))
-        if ranks_per_host == 1:
-            mesh = mesh["replicate"]  # all hosts share one replica
+        self._mesh = mesh
         self.numel = sum(p.numel() for p in network.parameters())
         self._way = way
         number = torch.bfloat16 if way.number_bytes == 2 else None
@@ -108,7 +104,7 @@ class Case:
         fully_shard(network, mesh=mesh, mp_policy=policy)
         self.state: GQSGDFSDPState | None = None
         if way.hooks is not None:
-            replicas = mesh["replicate"] if ranks_per_host > 1 else None
+            replicas = mesh["replicate"] if mesh.ndim == 2 else None
             self.state = register_gqsgd_fsdp(network, replicate=replicas, sample_every=0, **way.hooks)
         self._optimizer = torch.optim.Adam(network.parameters(), lr=lr)
 
@@ -122,10 +118,11 @@ class Case:
 
     def sent_bytes(self) -> float:
         """Bytes of weights and gradients that each host sends to others in a step."""
-        sent = self._way.torchs_share * self._way.number_bytes * self.numel * (self._hosts - 1) / self._hosts
+        hosts = self._mesh.size(0)
+        sent = self._way.torchs_share * self._way.number_bytes * self.numel * (hosts - 1) / hosts
         if self.state is not None:
             totals = self.state.telemetry.totals()
-            sent += self._ranks_per_host * totals["bytes_sent"] / totals["steps"]
+            sent += self._mesh.size() / hosts * totals["bytes_sent"] / totals["steps"]
         return sent
 
     def close(self) -> None:
@@ -134,11 +131,11 @@ class Case:
             self.state.close()
 
 
-def loss_on_digits(way: Way, seed: int, ranks_per_host: int) -> float:
+def loss_on_digits(way: Way, seed: int, mesh: DeviceMesh) -> float:
     """Train a small network on scikit-learn's digits; the loss on other digits, the same on all ranks."""
     torch.manual_seed(seed)
     network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, CLASSES))
-    case = Case(way, network, 1e-3, ranks_per_host)
+    case = Case(way, network, 1e-3, mesh)
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     labels = torch.tensor(digits.target)
@@ -168,19 +165,27 @@ def ways_of(options: argparse.Namespace) -> dict[str, Way]:
     return {name: every[name] for name in options.case or every}
 
 
+def mesh_of(ranks_per_host: int) -> DeviceMesh:
+    """All ranks, among which parameters are divided; with several ranks per host, hosts by ranks of a host."""
+    ranks = dist.get_world_size()
+    if ranks_per_host == 1:
+        return init_device_mesh("cpu", (ranks,))
+    return init_device_mesh("cpu", (ranks // ranks_per_host, ranks_per_host), mesh_dim_names=("replicate", "shard"))
+
+
 def work(options: argparse.Namespace) -> None:
     """Do one rank's part."""
     rank, _ = begin()
     ways = ways_of(options)
-    per_host = options.ranks_per_host
+    mesh = mesh_of(options.ranks_per_host)
     if options.losses:
-        finish({name: [loss_on_digits(way, seed, per_host) for seed in SEEDS] for name, way in ways.items()})
+        finish({name: [loss_on_digits(way, seed, mesh) for seed in SEEDS] for name, way in ways.items()})
         return
     batch, labels = batch_of("mlp", options.batch_size, torch.Generator().manual_seed(rank))
     cases = {}
     for name, way in ways.items():
         torch.manual_seed(0)
-        cases[name] = Case(way, mlp(), 1e-4, per_host)
+        cases[name] = Case(way, mlp(), 1e-4, mesh)
     steps: dict[str, Callable[[], object]] = {name: partial(case.step, batch, labels) for name, case in cases.items()}
     seconds = in_turns(steps, options.rounds, warmup=2, before=dist.barrier)
     result: dict[str, Any] = {
