@@ -16,9 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from lightning_gqsgd import GQSGDKwargs, enable
@@ -26,35 +25,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.frameworks.transformers_local import MeteredCallback
 from tests.distributed.models import fingerprint
 from tests.distributed.ranks import run, run_alike
-
-
-class Classifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 32), nn.Linear(32, 2))
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.net(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def trainer_of(folder: Path, model_init: Any = None, **arguments: Any) -> Trainer:
-    rows = torch.randn(128, 32, generator=torch.Generator().manual_seed(1))
-    data = [{"x": row, "labels": int(row.sum() > 0)} for row in rows]
-    usual = {
-        "max_steps": 8,
-        "logging_steps": 2,
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": 8,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    settings = TrainingArguments(str(folder), **{**usual, **arguments})
-    model = None if model_init else Classifier()
-    return Trainer(model, settings, train_dataset=data, eval_dataset=data[:32], model_init=model_init)
+from tests.integrations.trainers import Classifier, trainer_of
 
 
 def seen(trainer: Trainer, handler: GQSGDKwargs | None) -> dict[str, Any]:

@@ -18,31 +18,19 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
-from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from lightning_gqsgd import enable, register_gqsgd_fsdp
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.transformers_fsdp import FSDPCallback
 from tests.distributed.models import loss_of, mlp
 from tests.distributed.ranks import run, run_alike
+from tests.integrations.trainers import trainer_of
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"), reason="torch before 2.9"
 )
-
-
-class Classifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(32, 64)
-        self.last = nn.Linear(64, 2)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.last(self.first(x).relu())
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 @contextlib.contextmanager
@@ -68,28 +56,14 @@ def cpu_as_accelerator() -> Any:
         GradientState._reset_state()
 
 
-def trainer_of(folder: Path, **arguments: Any) -> Trainer:
-    rows = torch.randn(128, 32, generator=torch.Generator().manual_seed(1))
-    data = [{"x": row, "labels": int(row.sum() > 0)} for row in rows]
-    usual = {
-        "max_steps": 8,
-        "logging_steps": 4,
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": 8,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "fsdp": True,
-        "fsdp_config": {
-            "fsdp_version": 2,
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "transformer_layer_cls_to_wrap": ["Linear"],
-            "cpu_ram_efficient_loading": False,
-        },
+def sharding_trainer_of(folder: Path, **arguments: Any) -> Trainer:
+    sharding = {
+        "fsdp_version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["Linear"],
+        "cpu_ram_efficient_loading": False,
     }
-    settings = TrainingArguments(str(folder), **{**usual, **arguments})
-    return Trainer(Classifier(), settings, train_dataset=data, eval_dataset=data[:32])
+    return trainer_of(folder, **{"logging_steps": 4, "fsdp": True, "fsdp_config": sharding, **arguments})
 
 
 def whole_weights(model: Any) -> list[list[float]]:
@@ -99,7 +73,7 @@ def whole_weights(model: Any) -> list[list[float]]:
 
 
 def train(folder: Path, fields: dict[str, Any] | None, resume: Any = None, **arguments: Any) -> dict[str, Any]:
-    trainer = trainer_of(folder, **arguments)
+    trainer = sharding_trainer_of(folder, **arguments)
     callback = None if fields is None else enable(trainer, **fields)
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -200,7 +174,7 @@ def test_an_interrupted_trainer_resumes_to_the_same_bits_under_fsdp(tmp_path: Pa
 def trains_twice(rank: int, folder: Path) -> list[Any]:
     os.environ["OMP_NUM_THREADS"] = "1"
     with cpu_as_accelerator():
-        trainer = trainer_of(folder)
+        trainer = sharding_trainer_of(folder)
         callback = enable(trainer, bits=4)
         assert isinstance(callback, FSDPCallback)
         steps = []
@@ -220,7 +194,7 @@ def trains_twice(rank: int, folder: Path) -> list[Any]:
             ({"bucket_cap_mb": 5}, "bucket_cap_mb"),
         ):
             with pytest.raises(ConfigError, match=match):
-                enable(trainer_of(folder), **fields)
+                enable(sharding_trainer_of(folder), **fields)
     return steps
 
 
