@@ -329,6 +329,16 @@ class WholeNumbers(Reducer):
         return 0.0
 
 
+def in_scope(steps: Steps, scope: Scope) -> Steps:
+    """Run steps with all exchanges between the ranks of a scope. Returns their result."""
+    while True:
+        try:
+            exchanges = next(steps)
+        except StopIteration as end:
+            return end.value
+        yield [exchange._replace(scope=scope) for exchange in exchanges]
+
+
 def side_by_side(*several: Steps) -> Steps:
     """Run the steps of several parts of a piece together, stage by stage. Returns the sum of their results."""
     result: Count = 0

@@ -20,7 +20,7 @@ from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.kernels.layout import LENGTH, BlockRun, block_runs_of, divided, table_of
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Share
-from lightning_gqsgd.reducers.base import ALL, Exchange, Reducer, Scope, Setting, StepKeys, Steps, reduced
+from lightning_gqsgd.reducers.base import ALL, Exchange, Reducer, Scope, Setting, StepKeys, Steps, in_scope, reduced
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.reducers.two_shot import TwoShot
 
@@ -38,7 +38,7 @@ class Hierarchical(Reducer):
     needs_copy = False
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
-        between = _between(setting)
+        between = between_nodes(setting)
         size = setting.ranks // between.ranks
         self.node = Scope("node", size)
         self.peers = Scope("peers", size)
@@ -57,14 +57,14 @@ class Hierarchical(Reducer):
     @staticmethod
     def stages(setting: Setting) -> int:
         """Returns the number of stages; see `reducers.base.Reducer.stages`."""
-        between = _between(setting)
+        between = between_nodes(setting)
         return 2 + between.reducer.stages(between)
 
     @classmethod
     def scopes(cls, setting: Setting) -> list[tuple[Scope, ...]]:
         """Returns the scopes of the exchanges, stage by stage; see `reducers.base.Reducer.scopes`. The first stage
         includes all ranks, because telemetry exchanges its samples between all ranks in it."""
-        size = setting.ranks // _between(setting).ranks
+        size = setting.ranks // between_nodes(setting).ranks
         node = Scope("node", size)
         peers = Scope("peers", size)
         return [(ALL, node), *[(peers,)] * (cls.stages(setting) - 2), (node,)]
@@ -73,7 +73,7 @@ class Hierarchical(Reducer):
     def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
         """Returns the sizes of the shards, and the results of `alike` of the reducers between nodes; see
         `reducers.base.Reducer.alike`."""
-        between = _between(setting)
+        between = between_nodes(setting)
         parts = divided(block_runs, setting.ranks // between.ranks, setting.block_size)
         numels = [sum(run.numel for run in part) for part in parts]
         each = [between.reducer.alike(part, between) for part in parts if part]
@@ -96,7 +96,7 @@ class Hierarchical(Reducer):
         parts = torch.empty(size, mine, dtype=x.dtype, device=x.device)
         yield (Exchange("all_to_all", parts.view(-1), x, ([mine] * size, self.numels), self.node),)
 
-        shard = _mean(parts)
+        shard = mean_of_rows(parts)
         bad = yield from self._between_nodes(shard, place, node, replace(keys, up=keys.up[:nodes]), store)
 
         # Shards consist of whole blocks, so their lengths differ, but an all-gather needs equal lengths.
@@ -114,7 +114,7 @@ class Hierarchical(Reducer):
         stages = self.peer_stages
         bad: Count = 0
         if between is not None:
-            steps = reduced(between, shard, node, keys, store)
+            steps = in_scope(reduced(between, shard, node, keys, store), self.peers)
             while True:
                 try:
                     exchanges = next(steps)
@@ -122,19 +122,19 @@ class Hierarchical(Reducer):
                     bad = end.value
                     break
                 stages -= 1
-                yield [exchange._replace(scope=self.peers) for exchange in exchanges]
+                yield exchanges
         for _ in range(stages):
             yield ()
         return bad
 
 
-def _between(setting: Setting) -> Setting:
+def between_nodes(setting: Setting) -> Setting:
     """Returns the setting for the ranks that have the same place on each node."""
     assert setting.between is not None  # `config.setting_of` gives one to every setting of this reducer
     return setting.between
 
 
-def _mean(parts: Tensor) -> Tensor:
+def mean_of_rows(parts: Tensor) -> Tensor:
     """Returns the mean over the rows of [ranks, numel]. For all shapes, rows are added in rank order. The mean of
     finite numbers is finite."""
     share = Share.of(len(parts))

@@ -1,17 +1,21 @@
 """Reduce-scatter and all-gather of shards: the two exchanges of `two_shot`, each by itself.
 
 The caller determines which rank owns which shard, so these reducers are not available in a configuration. A rank sends
-(n-1)/n times the bits per coordinate in each of them. Scales are local and part of the messages.
+(n-1)/n times the bits per coordinate in each of them. Scales are local and part of the messages. The reduce-scatter has
+a form with two levels, for nodes of several ranks.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.kernels.layout import place_alike
-from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps
+from lightning_gqsgd.kernels.layout import LENGTH, START, place_alike
+from lightning_gqsgd.reducers.base import Exchange, Scope, Setting, StepKeys, Steps, in_scope, reduced
+from lightning_gqsgd.reducers.hierarchical import between_nodes, mean_of_rows
 from lightning_gqsgd.reducers.link import Link
 from lightning_gqsgd.reducers.memory import DOWN, UP, Direction, MemoryStore
 
@@ -55,6 +59,68 @@ class ReduceScatter(_Shards):
 
         messages = received.view(self.ranks, -1)
         return self.link.decode(messages, layout.shard(rank), x, keys.up, keys.rotation, store, own=rank)
+
+
+class HierarchicalReduceScatter:
+    """Averages each shard on its owner: uncompressed inside each node, and with codes between nodes.
+
+    The ranks at the same place on each node, the peers, own a shard each. First, the ranks of a node send the shards of
+    all peers to the one of them that is their peer, which averages them in rank order. Then the peers reduce-scatter
+    the means of their nodes. So the links between nodes carry each coordinate once per node, and not once per rank.
+
+    The error is ω (N-1)/N² for N nodes, because an owner has the mean of its own node exactly.
+
+    Args:
+        table: the shards in rank order, which are runs of blocks with equal lengths.
+        setting: the setting, with one for the ranks between nodes. The reducers of both are ignored.
+    """
+
+    needs_copy = False
+
+    def __init__(self, table: np.ndarray, setting: Setting) -> None:
+        between = between_nodes(setting)
+        size = setting.ranks // between.ranks
+        self.ranks = setting.ranks
+        self.node = Scope("node", size)
+        self.peers = Scope("peers", size)
+        rows = table.reshape(setting.ranks, -1, table.shape[1])
+        self.share = int(rows[0, :, LENGTH].sum())
+        self.between = [
+            ReduceScatter(_shards_of_peers(rows[place::size], self.share), between) for place in range(size)
+        ]
+        self.message_bytes = self.between[0].message_bytes
+        inside = (size - 1) * between.ranks * self.share * setting.dtype.itemsize
+        self.sent_bytes = inside + self.between[0].sent_bytes
+
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
+        """Replace this rank's shard by its mean over ranks; see `reducers.base.Reducer.steps`. The contents of the
+        other shards are undefined afterwards."""
+        size = self.node.node_size
+        nodes = self.ranks // size
+        place = rank % size
+        node = rank // size
+        for_peers = x.view(nodes, size, self.share).transpose(0, 1).reshape(-1)
+        parts = torch.empty_like(for_peers)
+        yield (Exchange("all_to_all", parts, for_peers, scope=self.node),)
+
+        means = mean_of_rows(parts.view(size, -1))
+        steps = reduced(self.between[place], means, node, replace(keys, up=keys.up[:nodes]), store)
+        bad = yield from in_scope(steps, self.peers)
+        x.view(self.ranks, -1)[rank] = means.view(nodes, -1)[node]
+        return bad
+
+
+def _shards_of_peers(rows: np.ndarray, share: int) -> np.ndarray:
+    """Returns the table of the peers' shards, which counts from the start of the first one.
+
+    Args:
+        rows: a row of blocks for each peer, in a table that counts from the start of another tensor.
+        share: number of coordinates of a shard.
+    """
+    moved = rows.copy()
+    for peer, row in enumerate(moved):
+        row[:, START] += peer * share - row[0, START]
+    return moved.reshape(-1, rows.shape[2])
 
 
 class AllGather(_Shards):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from lightning_gqsgd.reducers import Setting, StepKeys, Steps, reduced, run_virt
 from lightning_gqsgd.reducers.base import HasSteps
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.reducers.native import Native
-from lightning_gqsgd.reducers.shards import AllGather, ReduceScatter
+from lightning_gqsgd.reducers.shards import AllGather, HierarchicalReduceScatter, ReduceScatter
 from lightning_gqsgd.wire.telemetry import SAMPLE_NUMEL, BucketCounters, Telemetry, sampled
 
 #: Steps after which an unused plan is dropped, if configurations take turns.
@@ -223,12 +223,12 @@ class ShardPlan(Plan):
         segments: the parameters' shards in the tensor, in order. All parts have the same number of segments, of the
             same sizes.
         setting, *others: as for `Plan`; the reducers of their configurations are ignored.
-
-    Attributes:
-        collective: the class of the pieces' reducers.
     """
 
-    collective: ClassVar[type[ReduceScatter | AllGather]]
+    @staticmethod
+    def collective(table: np.ndarray, setting: Setting) -> HasSteps:
+        """Returns the reducer of a piece; ``table`` has the blocks of all parts, in rank order."""
+        raise NotImplementedError
 
     @staticmethod
     def parts(ranks: int) -> int:
@@ -278,9 +278,12 @@ class ShardPlan(Plan):
 
 class ScatterPlan(ShardPlan):
     """The pieces of a flat tensor for a reduce-scatter: after a step, part r holds the mean on rank r. The contents of
-    the other parts are undefined."""
+    the other parts are undefined. It has two levels if the setting has."""
 
-    collective = ReduceScatter
+    @staticmethod
+    def collective(table: np.ndarray, setting: Setting) -> HasSteps:
+        """Returns the reducer of a piece, see `ShardPlan.collective`."""
+        return (ReduceScatter if setting.between is None else HierarchicalReduceScatter)(table, setting)
 
     def _result(self, rank: int) -> slice:
         return slice(rank, rank + 1)
@@ -290,7 +293,10 @@ class GatherPlan(ShardPlan):
     """The pieces of a flat tensor for an all-gather: before a step, rank r knows part r, and after the step, all ranks
     hold the same decoded values of all parts."""
 
-    collective = AllGather
+    @staticmethod
+    def collective(table: np.ndarray, setting: Setting) -> HasSteps:
+        """Returns the reducer of a piece, see `ShardPlan.collective`."""
+        return AllGather(table, setting)
 
 
 class PlanKey(NamedTuple):

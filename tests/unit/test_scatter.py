@@ -1,6 +1,10 @@
-"""The reduce-scatter on virtual ranks: its result is that of a gather, but for owners, who have their own gradients."""
+"""The reduce-scatter on virtual ranks: its result is that of a gather, but for owners, who have their own gradients.
+
+With two levels, it is the reduce-scatter of the means of nodes.
+"""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +13,9 @@ from torch import Tensor
 from lightning_gqsgd.codecs import LinearCodec
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import setting_of
-from lightning_gqsgd.kernels.layout import PIECE_NUMEL, Segment
+from lightning_gqsgd.kernels.layout import PIECE_NUMEL, PieceSize, Segment
 from lightning_gqsgd.reducers import REDUCERS
+from lightning_gqsgd.reducers.hierarchical import mean_of_rows
 from lightning_gqsgd.wire.plan import Plan, ScatterPlan
 
 REPEATS = 400
@@ -149,3 +154,83 @@ def test_unbiased(dither: str) -> None:
     assert of_mean < 1.3 * of_one / math.sqrt(REPEATS)
     z = ((total / REPEATS) / (squares / REPEATS / REPEATS).sqrt())[squares > 0]
     assert abs(float(z.mean())) * math.sqrt(z.numel()) < 4
+
+
+def of_nodes(gradients: list[Tensor], nodes: int) -> list[Tensor]:
+    """The mean of each node's gradients, in rank order and rounded to their dtype, as the levels compute it."""
+    size = len(gradients) // nodes
+    return [mean_of_rows(torch.stack(gradients[node * size : (node + 1) * size])) for node in range(nodes)]
+
+
+def of_peers(flat: list, ranks: int, place: int, size: int) -> list:
+    """The segments of the shards that the peers of a place own, in rank order."""
+    each = len(flat) // ranks
+    return [segment for rank in range(place, ranks, size) for segment in flat[rank * each : (rank + 1) * each]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("nodes", "size"), [(2, 2), (3, 2), (2, 3)])
+def test_two_levels_are_a_reduce_scatter_of_the_means_of_nodes(nodes: int, size: int, dtype: torch.dtype) -> None:
+    ranks = nodes * size
+    for sizes in ([1], [7, 0, 256], [300, 257, 1000, 2]):
+        segments = rows(sizes, ranks, raw=(1,))
+        gradients = gaussian(ranks, ranks * sum(sizes), dtype)
+        means = of_nodes(gradients, nodes)
+        for fields in ({"bits": 4}, {"bits": 3, "dither": "stochastic"}, {"bits": 2, "codec": "eden"}):
+            ours = reduced(ScatterPlan, gradients, segments, reducer="hierarchical", node_size=size, **fields)
+            for place in range(size):
+                shards = [mean.view(ranks, -1)[place::size].reshape(-1) for mean in means]
+                own = of_peers(segments, ranks, place, size)
+                expected = reduced(ScatterPlan, shards, own, reducer="two_shot", **fields)
+                assert all(torch.equal(x, y) for x, y in zip(ours[place::size], expected, strict=True))
+
+
+def test_two_levels_in_several_pieces_have_the_bits_of_one() -> None:
+    sizes = [PIECE_NUMEL // 4 + 5, 3, PIECE_NUMEL]
+    gradients = gaussian(4, 4 * sum(sizes))
+    segments = rows(sizes, 4)
+    setting = setting_of(GQSGDConfig(bits=4, reducer="hierarchical", node_size=2), 4, torch.float32)
+    at_once = replace(setting, piece_size=PieceSize(1 << 30, 1 << 30))
+    several, one = ([x.clone() for x in gradients] for _ in range(2))
+    assert len(ScatterPlan(segments, setting)._pieces) > 1
+    ScatterPlan(segments, setting).average(several, 0, [None] * 4)
+    ScatterPlan(segments, at_once).average(one, 0, [None] * 4)
+    for rank in range(4):
+        assert torch.equal(several[rank].view(4, -1)[rank], one[rank].view(4, -1)[rank])
+
+
+def test_bytes_of_two_levels() -> None:
+    """Between nodes, a rank sends the shard of its one peer: a quarter of a piece of codes. Inside its node, it sends
+    half of the piece in fp32."""
+    config = GQSGDConfig(bits=4, reducer="hierarchical", node_size=2)
+    plan = ScatterPlan(rows([PIECE_NUMEL // 4], 4), setting_of(config, 4, torch.float32))
+    codes = PIECE_NUMEL // 4 * (4 / 8 + 2 / 128)
+    assert plan.message_bytes == 2 * codes
+    assert plan.sent_bytes == PIECE_NUMEL // 2 * 4 + codes
+
+
+def test_the_error_of_two_levels_is_that_of_two_nodes() -> None:
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.rand(1 << 17, generator=generator) * 2 - 1 for _ in range(4)]
+    for one in gradients:
+        one[::256] = 1.0
+    mean = torch.stack([one.double() for one in gradients]).mean(0)
+    fields = {"reducer": "hierarchical", "node_size": 2, "codec": "linear", "dither": "subtractive"}
+    squares, total = [], torch.zeros_like(mean)
+    for step in range(16):
+        parts = reduced(ScatterPlan, gradients, rows([(1 << 17) // 4], 4), step, **fields)
+        error = torch.cat(parts).double() - mean
+        total += error
+        squares.append(error.square().mean())
+    of_two = REDUCERS["gather"].mean_error(LinearCodec(8, "subtractive"), 2) / 2
+    assert float(torch.stack(squares).mean()) == pytest.approx(of_two, rel=0.05)
+    assert float((total / 16).square().mean()) < 1.2 * of_two / 16  # unbiased
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_non_finite_values_reach_their_owner_through_two_levels(bad: float) -> None:
+    gradients = gaussian(4, 4000)
+    gradients[3][1300] = bad  # in the part of rank 1
+    parts = reduced(ScatterPlan, gradients, rows([1000], 4), reducer="hierarchical", node_size=2, bits=4)
+    assert not parts[1][300].isfinite()
+    assert all(part.isfinite().all() for part in (parts[0], parts[2], parts[3], parts[1][:256]))
