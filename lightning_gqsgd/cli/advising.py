@@ -16,6 +16,7 @@ from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.errors import ConfigError, check_one_of
 from lightning_gqsgd.predict import models
 from lightning_gqsgd.predict.advice import (
+    ADAM_BYTES,
     BITS,
     FEWEST_BITS,
     Candidate,
@@ -42,6 +43,7 @@ from lightning_gqsgd.predict.costs import (
 )
 from lightning_gqsgd.predict.device_times import codec_of_bits
 from lightning_gqsgd.predict.probe import Probe
+from lightning_gqsgd.predict.sharded import ShardedModel, sharded_model
 from lightning_gqsgd.predict.timeline import Timeline, estimated
 from lightning_gqsgd.sparse.options import tables_of
 
@@ -66,6 +68,7 @@ class Question:
     backward: str | None
     forward: str | None
     codec: str | None
+    fsdp: bool | None
 
     def given(self) -> list[str]:
         """Returns the names of the options that were given."""
@@ -97,13 +100,20 @@ class Question:
                 raise ConfigError("--codec measured needs a measurement; give --probe FILE, or --codec h100 or cpu")
             self._check_codes(probe)
         costs_at, link_rate = self._network(codec, probe, per_node)
+        sharded = None
         if self.backward is None:
             timeline = self._measured(probe)
             notes = [""]
             batch = self._batch_of(timeline)
+            if self.fsdp:
+                sharded = _sharded(models.build(timeline.name, 1, torch.device("meta")), timeline)
         else:
-            timeline, notes = self._estimated(self.backward)
+            built = self._built()
+            timeline, notes = self._estimated(built, self.backward)
             batch = models.USUAL_BATCH if self.batch is None else self.batch
+            sharded = _sharded(built, timeline) if self.fsdp else None
+        if sharded is not None:
+            notes = _notes_on_shards(sharded, nodes, per_node)
         notes.append(_note(codec, probe, is_assumed=self.codec is None))
         if self.link is not None and self.intra is None and per_node > 1:
             rate = rate_in_words(inside_rate(_device(codec, probe)))
@@ -111,7 +121,9 @@ class Question:
         if batch is None:
             notes.append("samples/s: not known, because the probe does not say its batch; give --batch")
         words = f"codec {codec}" + (" (assumed)" if self.codec is None and probe is None else "")
-        return Cluster(timeline, costs_at, nodes, per_node, batch, link_rate, tuple(filter(None, notes)), words)
+        return Cluster(
+            timeline, costs_at, nodes, per_node, batch, link_rate, tuple(filter(None, notes)), words, sharded
+        )
 
     def _inside(self, codec: str, probe: Probe | None, link: Link) -> Link:
         """Returns the link between the ranks of a node, at the rate of ``--intra``, or else at that of the device."""
@@ -196,22 +208,51 @@ class Question:
             )
         return measured
 
-    def _estimated(self, backward: str) -> tuple[Timeline, list[str]]:
+    def _built(self) -> models.Built:
+        """Returns the model without weights.
+
+        Raises:
+            ConfigError: a time that is none, no model, or one that cannot be built.
+        """
+        for name, value in (("--backward", self.backward), ("--forward", self.forward)):
+            if value is not None:
+                seconds(value, name)  # a model takes longer to build than a time to read
+        if self.model is None:
+            raise ConfigError(f"no model; give --model {models.FORMS}")
+        return models.build(self.model, 1, torch.device("meta"))
+
+    def _estimated(self, built: models.Built, backward: str) -> tuple[Timeline, list[str]]:
         """Returns when buckets are ready in a backward pass of a given length, and notes on how sure that is.
 
         Raises:
-            ConfigError: no model, one that cannot be built, or a time that is none.
+            ConfigError: a model that cannot be called.
         """
-        backward_s = seconds(backward, "--backward")
         forward_s = None if self.forward is None else seconds(self.forward, "--forward")
-        if self.model is None:
-            raise ConfigError(f"no model; give --model {models.FORMS}")
-        built = models.build(self.model, 1, torch.device("meta"))
         weights = models.operations(built)
-        line = estimated(built.model, backward_s, forward_s=forward_s, weights=weights)
+        line = estimated(built.model, seconds(backward, "--backward"), forward_s=forward_s, weights=weights)
         share = "their multiplications" if weights else "their size"
         note = f"when gradients are ready: an estimate, layers take their share of --backward by {share}"
-        return replace(line, name=self.model), [note, _note_on_tables(tables_of(built.model), line.numel)]
+        return replace(line, name=built.name), [note, _note_on_tables(tables_of(built.model), line.numel)]
+
+
+def _sharded(built: models.Built, timeline: Timeline) -> ShardedModel:
+    """Returns a model under FSDP2, whose layers take their share of the computation by their multiplications."""
+    return sharded_model(built.model, timeline, models.operations(built))
+
+
+def _notes_on_shards(sharded: ShardedModel, nodes: int, per_node: int) -> list[str]:
+    """Returns notes on how a model is assumed to be sharded, and on the memory that this needs."""
+    numel = sum(unit.weights.numel for unit in sharded.units)
+    root = [] if sharded.root is None else ["the root"]
+    calls = " and ".join([*([f"{len(sharded.blocks)} blocks"] if sharded.blocks else []), *root])
+    notes = [f"fully_shard: on {calls}, which take their share of the computation by their multiplications"]
+    if min(nodes, per_node) > 1:
+        each, alone = (f"{ADAM_BYTES * numel / ranks / 1e9:.2g} GB" for ranks in (per_node, nodes * per_node))
+        notes.append(
+            f"replicas: each node has the whole model, so a rank needs {each} for weights, gradients and Adam in fp32, "
+            f"instead of {alone}"
+        )
+    return notes
 
 
 def _device(codec: str, probe: Probe | None) -> str:
@@ -252,13 +293,14 @@ def _note_on_tables(tables: Mapping[str, Tensor], numel: int) -> str:
 
 def table(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | None) -> Table:
     """Returns a table with a row for each prediction; ``local``: that of local steps, if there is one."""
+    wrapper = " under FSDP2" if cluster.sharded is not None else ""
     title = (
-        f"{cluster.timeline.name}, {cluster.timeline.numel / 1e6:.1f} M parameters, "
+        f"{cluster.timeline.name}{wrapper}, {cluster.timeline.numel / 1e6:.1f} M parameters, "
         f"{cluster.nodes} × {cluster.per_node} ranks{', ' * bool(cluster.codec)}{cluster.codec}: predicted"
     )
     levels = min(cluster.nodes, cluster.per_node) > 1
     headings = (
-        "gradients",
+        "gradients" if cluster.sharded is None else "weights and gradients",
         "step (ms)",
         "range (ms)",
         "of it waiting",
@@ -310,6 +352,7 @@ def to_dict(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | N
     return {
         "model": cluster.timeline.name,
         "parameters": cluster.timeline.numel,
+        "fsdp": cluster.sharded is not None,
         "nodes": cluster.nodes,
         "gpus_per_node": cluster.per_node,
         "batch": cluster.batch,

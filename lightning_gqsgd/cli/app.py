@@ -293,6 +293,9 @@ def advise(
             "core), or measured (by the probe).  [default: measured with --probe, else h100]"
         ),
     ] = None,
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="Train under FSDP2, with the model divided among ranks, instead of DDP.")
+    ] = False,
     local_steps: Annotated[
         Path | None, typer.Option(help="JSON file of workers, server, learning and limits: plan local steps instead.")
     ] = None,
@@ -318,7 +321,7 @@ def advise(
     from lightning_gqsgd.cli import advising, tables, waiting
     from lightning_gqsgd.predict.advice import Sweeps, candidates, recommendable, with_intervals, with_local_steps
 
-    places = (nodes, gpus_per_node, backward, forward, codec)
+    places = (nodes, gpus_per_node, backward, forward, codec, fsdp or None)
     question = advising.Question(model, batch, probe, link, latency, intra, *places)
     files = {option: file for option, file in (("--plot", plot), ("--gantt", gantt)) if file is not None}
     if local_steps is not None:

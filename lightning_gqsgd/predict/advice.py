@@ -13,8 +13,9 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.predict.costs import Costs, Link, at_ranks, on_faster_link, on_links
 from lightning_gqsgd.predict.device_times import TRELLIS, codec_of_bits, codec_of_config
-from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, Interval, interval
+from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, Interval, interval, interval_of
 from lightning_gqsgd.predict.model import BF16, NATIVE, Prediction, predict
+from lightning_gqsgd.predict.sharded import ShardedMethod, ShardedModel, predict_sharded
 from lightning_gqsgd.predict.timeline import Timeline
 
 #: Numbers of bits that are compared, most exact ones first.
@@ -30,6 +31,10 @@ CLOSE = 0.03
 LONG_WAIT = 0.5
 #: If a smaller share of a step waits, the cause is not named.
 NO_WAIT = 0.01
+#: Bits of weights that FSDP2 gathers, where they are compressed.
+WEIGHT_BITS = 8
+#: Bytes of a parameter with its gradient and Adam's two states, in fp32.
+ADAM_BYTES = 16
 #: Steps between two averages, and bits of the changes, of the preset ``gqsgd_diloco``.
 LOCAL_STEPS = 32
 LOCAL_BITS = 4
@@ -40,6 +45,10 @@ MOST_SAMPLES = 1_000_000
 #: The numbers of nodes of a sweep, and the factors by which a sweep changes the rate of links.
 SWEEP_NODES = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 RATE_FACTORS = tuple(10 ** (step / 8) for step in range(-16, 17))
+
+
+#: A way of training: under DDP, see `model.predict`; or under FSDP2.
+Method = GQSGDConfig | str | ShardedMethod
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class Cluster:
         link: rate of the link between nodes in bytes per second; None if it was measured.
         notes: sentences on how reliable the numbers are.
         codec: the codec that the predictions assume, in words; empty if not given.
+        sharded: the model under FSDP2; None: it trains under DDP.
     """
 
     timeline: Timeline
@@ -65,6 +75,7 @@ class Cluster:
     link: float | None = None
     notes: tuple[str, ...] = ()
     codec: str = ""
+    sharded: ShardedModel | None = None
 
     def __post_init__(self) -> None:
         check_size(self.nodes, self.per_node)
@@ -74,6 +85,13 @@ class Cluster:
     def ranks(self) -> int:
         """Number of ranks."""
         return self.nodes * self.per_node
+
+    def predict(self, costs: Costs, nodes: int, method: Method) -> Prediction:
+        """Returns the prediction of a step on a number of nodes; for ``costs``, see `costs_at`."""
+        if isinstance(method, ShardedMethod):
+            assert self.sharded is not None
+            return predict_sharded(self.sharded, costs, nodes, self.per_node, method)
+        return predict(self.timeline, costs, nodes * self.per_node, method)
 
     @property
     def knows_other_nodes(self) -> bool:
@@ -113,19 +131,29 @@ class Candidate:
 
     Attributes:
         name: name for tables, e.g. ``"4 bit, hierarchical"``.
-        method: see `model.predict`.
+        method: what travels in which form.
         prediction: the prediction.
         interval: the shortest and the longest expected step in seconds, see `intervals`; None if not predicted.
     """
 
     name: str
-    method: GQSGDConfig | str
+    method: Method
     prediction: Prediction
     interval: Interval | None = None
 
     @property
+    def num_bits(self) -> int | None:
+        """Bits of the gradients; None: they are not compressed."""
+        if isinstance(self.method, ShardedMethod):
+            return self.method.bits
+        return None if isinstance(self.method, str) else self.method.num_bits
+
+    @property
     def keywords(self) -> str:
-        """The arguments for `GQSGDStrategy` or `register_gqsgd`; empty for a candidate that needs neither."""
+        """The arguments for `GQSGDStrategy` or `register_gqsgd`, or the calls for FSDP2; empty for a candidate that
+        needs none."""
+        if isinstance(self.method, ShardedMethod):
+            return self.method.keywords
         if isinstance(self.method, str):
             return ""
         reducer = ', reducer="hierarchical"' if self.method.reducer == "hierarchical" else ""
@@ -161,9 +189,12 @@ def over_probe(costs: Costs, measured_ranks: int, per_node: int) -> Any:
     return costs_at
 
 
-def methods(cluster: Cluster, nodes: int, costs: Costs, widths: Sequence[int]) -> dict[str, GQSGDConfig | str]:
+def methods(cluster: Cluster, nodes: int, costs: Costs, widths: Sequence[int]) -> dict[str, Method]:
     """Returns the candidates for a number of nodes, by name, most exact ones first."""
-    ways: dict[str, GQSGDConfig | str] = {"fp32" if cluster.timeline.dtype == torch.float32 else "native": NATIVE}
+    if cluster.sharded is not None:
+        known = [bits for bits in widths if bits >= FEWEST_BITS and codec_of_bits(bits) in costs.gammas]
+        return sharded_methods(cluster.timeline.dtype, known, has_levels=min(nodes, cluster.per_node) > 1)
+    ways: dict[str, Method] = {"fp32" if cluster.timeline.dtype == torch.float32 else "native": NATIVE}
     if cluster.timeline.dtype == torch.float32:
         ways["bf16"] = BF16
     for bits in widths:
@@ -175,6 +206,32 @@ def methods(cluster: Cluster, nodes: int, costs: Costs, widths: Sequence[int]) -
         if nodes > 1 and cluster.per_node > 1:
             levels = GQSGDConfig(bits=bits, sample_every=0, reducer="hierarchical", node_size=cluster.per_node)
             ways[f"{bits} bit, hierarchical"] = levels
+    return ways
+
+
+def sharded_methods(dtype: torch.dtype, widths: Sequence[int], *, has_levels: bool) -> dict[str, Method]:
+    """Returns the candidates under FSDP2, by name, most exact ones first.
+
+    Args:
+        dtype: dtype of the parameters. If it is fp32, weights and gradients that are not compressed may also be bf16.
+        widths: numbers of bits of gradients.
+        has_levels: whether there are several nodes of several ranks, so that each node may have a replica.
+    """
+    plain = "fp32" if dtype == torch.float32 else "native"
+    dtypes = {plain: dtype, **({"bf16": torch.bfloat16} if dtype == torch.float32 else {})}
+    ways: dict[str, Method] = {}
+    for name, sent in dtypes.items():
+        ways[name] = ShardedMethod(sent)
+        if has_levels:
+            ways[f"replicas, {name}"] = ShardedMethod(sent, has_replicas=True)
+    short, shorter = list(dtypes.items())[-1]
+    for bits in widths:
+        ways[f"{short}, gradients {bits} bit"] = ShardedMethod(shorter, bits, has_levels=has_levels)
+        if has_levels:
+            ways[f"replicas, {short}, means {bits} bit"] = ShardedMethod(shorter, bits, has_replicas=True)
+        if WEIGHT_BITS in widths:
+            both = ShardedMethod(shorter, bits, WEIGHT_BITS, has_levels=has_levels)
+            ways[f"weights {WEIGHT_BITS} bit, gradients {bits} bit"] = both
     return ways
 
 
@@ -200,7 +257,7 @@ def candidates(
     made = []
     for name, method in methods(cluster, nodes, costs, widths).items():
         tick(name)
-        made.append(Candidate(name, method, predict(cluster.timeline, costs, nodes * cluster.per_node, method)))
+        made.append(Candidate(name, method, cluster.predict(costs, nodes, method)))
     return made
 
 
@@ -211,11 +268,12 @@ def with_local_steps(cluster: Cluster) -> Candidate | None:
     the same time.
 
     Returns:
-        The candidate, with a prediction of one step that has no events; None if the costs of its codes are missing.
+        The candidate, with a prediction of one step that has no events; None if the costs of its codes are missing, or
+        if the model is sharded, which local steps do not support.
     """
     costs = cluster.costs_at(cluster.nodes, 1.0)
     line = cluster.timeline
-    if codec_of_bits(LOCAL_BITS) not in costs.gammas:
+    if cluster.sharded is not None or codec_of_bits(LOCAL_BITS) not in costs.gammas:
         return None
     alone = line.at_once()
     method = GQSGDConfig(bits=LOCAL_BITS, sample_every=0)
@@ -239,19 +297,16 @@ def with_local_steps(cluster: Cluster) -> Candidate | None:
 def with_intervals(cluster: Cluster, choices: Sequence[Candidate]) -> list[Candidate]:
     """Returns the candidates of a cluster with the intervals of their steps."""
     costs = cluster.costs_at(cluster.nodes, 1.0)
-    line = cluster.timeline
-    return [
-        replace(candidate, interval=interval(line, costs, cluster.ranks, candidate.method)) for candidate in choices
-    ]
+
+    def interval_around(method: Method) -> Interval:
+        return interval_of(costs, lambda at: cluster.predict(at, cluster.nodes, method).step_s)
+
+    return [replace(candidate, interval=interval_around(candidate.method)) for candidate in choices]
 
 
 def recommendable(choices: Sequence[Candidate]) -> list[Candidate]:
     """Returns the candidates that are exact enough for most trainings."""
-    return [
-        candidate
-        for candidate in choices
-        if isinstance(candidate.method, str) or candidate.method.num_bits >= FEWEST_BITS
-    ]
+    return [candidate for candidate in choices if candidate.num_bits is None or candidate.num_bits >= FEWEST_BITS]
 
 
 def best_of(choices: Sequence[Candidate]) -> Candidate:
@@ -273,7 +328,9 @@ def recommendation(choices: Sequence[Candidate]) -> str:
     plain = choices[0].prediction
     best = best_of(choices)
     made = best.prediction
-    waits = f"a step of plain DDP waits {_ms(plain.exposed_s)} of {_ms(plain.step_s)} for gradients"
+    wrapper = _wrapper_of(choices)
+    what = "gradients" if wrapper == "DDP" else "weights and gradients"
+    waits = f"a step of plain {wrapper} waits {_ms(plain.exposed_s)} of {_ms(plain.step_s)} for {what}"
     shortest = min(candidate.prediction.step_s for candidate in recommendable(choices))
     if best is choices[0]:
         # Fewer bits may save more, but are never recommended. Percentages are rounded up, so that the sentence is true.
@@ -281,18 +338,26 @@ def recommendation(choices: Sequence[Candidate]) -> str:
         most = f" by more than {percent}%" if percent > 0 else ""
         return (
             f"Not worth it: {waits}, and no compression to {FEWEST_BITS} bits or more would shorten it{most}; "
-            "keep plain DDP."
+            f"keep plain {wrapper}."
         )
     name = "torch's bf16_compress_hook" if best.method == BF16 else best.keywords
-    saved = f"predicted to take {_ms(made.step_s)}, {_times(plain, made)} than DDP{_against_bf16(choices, best)}"
+    saved = f"predicted to take {_ms(made.step_s)}, {_times(plain, made)} than {wrapper}{_against_bf16(choices, best)}"
     return f"Take {name}, {saved}: {waits}, and {_what_is_left(best)}."
 
 
+def _wrapper_of(choices: Sequence[Candidate]) -> str:
+    """Returns the name of what candidates train under."""
+    return "FSDP2" if isinstance(choices[0].method, ShardedMethod) else "DDP"
+
+
 def _against_bf16(choices: Sequence[Candidate], best: Candidate) -> str:
-    """Returns how a candidate compares with torch's bf16 hook, which needs no package; empty if the candidate is that
-    hook, or if the hook is not predicted."""
-    hook = next((candidate for candidate in choices if candidate.method == BF16), None)
-    return "" if hook is None or best is hook else f", {_times(hook.prediction, best.prediction)} than its bf16 hook"
+    """Returns how a candidate compares with bf16 by torch itself, which needs no package; empty if the candidate is
+    that, or if it is not predicted."""
+    torchs = next((candidate for candidate in choices if candidate.name == "bf16"), None)
+    if torchs is None or best is torchs:
+        return ""
+    name = "its bf16 hook" if torchs.method == BF16 else "with bf16"
+    return f", {_times(torchs.prediction, best.prediction)} than {name}"
 
 
 def _times(other: Prediction, made: Prediction) -> str:

@@ -17,8 +17,17 @@ from lightning_gqsgd.spec.quantities import RATES, TIMES, quantity
 
 #: Kinds of collectives that have a cost. Sums have one cost for each dtype, because ranks add the numbers.
 KINDS = ("all_to_all", "all_gather", "max", "sum/float32", "sum/bfloat16", "sum/uint8")
-#: If a dtype was not measured, the kind whose cost is used for its sums.
-_STANDS_FOR = {"sum/float16": "sum/bfloat16", "sum/float64": "sum/float32", "sum/int64": "sum/float32"}
+#: If a dtype was not measured, the kind whose cost is used for its sums. A byte that a rank sends in a reduce-scatter
+#: costs as much as in an all-reduce, whose ring sends twice as many.
+_STANDS_FOR = {
+    "sum/float16": "sum/bfloat16",
+    "sum/float64": "sum/float32",
+    "sum/int64": "sum/float32",
+    "reduce_scatter/float32": "sum/float32",
+    "reduce_scatter/bfloat16": "sum/bfloat16",
+    "reduce_scatter/float16": "sum/bfloat16",
+    "reduce_scatter/float64": "sum/float32",
+}
 #: The name of the costs of torch's ``bf16_compress_hook``. It is no codec, but is timed like one.
 BF16_HOOK = "bf16_compress_hook"
 

@@ -7,6 +7,8 @@ measured beforehand, so the ratios show the effects that the model leaves out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.predict.costs import Costs
 from lightning_gqsgd.predict.model import predict
@@ -22,11 +24,11 @@ Interval = tuple[float, float]
 
 def interval(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | str) -> Interval:
     """Returns the interval of a step in seconds; see `model.predict` for the arguments and errors."""
-    if costs.terms is None:
-        step_s = predict(timeline, costs, ranks, method).step_s
-        return SHORTEST * step_s, LONGEST * step_s
-    least, most = (costs.at(factors) for factors in (costs.terms.least, costs.terms.most))
-    return (
-        SHORTEST * predict(timeline, least, ranks, method).step_s,
-        LONGEST * predict(timeline, most, ranks, method).step_s,
-    )
+    return interval_of(costs, lambda at: predict(timeline, at, ranks, method).step_s)
+
+
+def interval_of(costs: Costs, step_at: Callable[[Costs], float]) -> Interval:
+    """Returns the interval of a step in seconds; ``step_at`` returns the predicted seconds of the step at given
+    costs."""
+    least, most = (costs, costs) if costs.terms is None else (costs.at(costs.terms.least), costs.at(costs.terms.most))
+    return SHORTEST * step_at(least), LONGEST * step_at(most)

@@ -20,7 +20,7 @@ from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.predict.clock import Clock, Event, Resource
 from lightning_gqsgd.predict.costs import Costs
 from lightning_gqsgd.predict.profile import Profile, bf16_hook_profile, bucket_profiles, stamp_profile
-from lightning_gqsgd.predict.runners import StreamsRunner, ThreadRunner
+from lightning_gqsgd.predict.runners import Network, StreamsRunner, ThreadRunner
 from lightning_gqsgd.predict.timeline import Timeline
 from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_SIZE
@@ -90,7 +90,8 @@ def predict(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | 
     profiles, sent = _profiles(timeline, costs, ranks, method) if ranks > 1 else ([() for _ in timeline.buckets], 0)
     clock = Clock(costs.cores)
     backward = Resource(clock, "backward")
-    runner = (StreamsRunner if costs.on_streams else ThreadRunner)(clock, costs, has_backward=timeline.backward_s > 0)
+    network = Network(clock, costs, has_backward=timeline.backward_s > 0)
+    runner = (StreamsRunner if costs.on_streams else ThreadRunner)(clock, costs, network)
     demand = costs.speed  # times were measured while all ranks computed, each on one thread or GPU
     clock.start(timeline.forward_s, demand, lambda: None)
     clock.run()
@@ -108,11 +109,24 @@ def predict(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | 
     step = reduced + timeline.update_s
     if timeline.update_s:
         clock.events.append(Event("backward", "optimizer", -1, -1, reduced, step))
-    events = tuple(sorted(clock.events, key=lambda event: event.start_s))
-    codec = _busy(events, lambda name: name == "codec" or name.startswith("stream"))
-    wire = _busy(events, lambda name: name in LINKS)
     inside = sum(profile.node_bytes for bucket in profiles for profile in bucket)
-    return Prediction(step, timeline.compute_s, codec, wire, step - timeline.compute_s, sent, events, inside)
+    return prediction_of(clock.events, step, timeline.compute_s, sent, inside)
+
+
+def prediction_of(
+    events: Sequence[Event], step_s: float, compute_s: float, sent_bytes: int, node_bytes: int
+) -> Prediction:
+    """Returns the prediction of a step with given tasks; for the other arguments, see `Prediction`."""
+    return Prediction(
+        step_s=step_s,
+        compute_s=compute_s,
+        codec_s=_busy(events, lambda name: name == "codec" or name.startswith("stream")),
+        wire_s=_busy(events, lambda name: name in LINKS),
+        exposed_s=step_s - compute_s,
+        sent_bytes=sent_bytes,
+        events=tuple(sorted(events, key=lambda event: event.start_s)),
+        node_bytes=node_bytes,
+    )
 
 
 def _profiles(
@@ -125,7 +139,7 @@ def _profiles(
     if isinstance(method, str) and method != NATIVE:
         raise ConfigError(f"method={method!r} is not 'native', 'bf16' or a GQSGDConfig")
     config = resolve(GQSGDConfig(reducer="native") if isinstance(method, str) else method, ranks)
-    setting = setting_of(config, ranks, timeline.dtype, _piece_size(costs, config.num_bits))
+    setting = setting_of(config, ranks, timeline.dtype, piece_size_of(costs, config.num_bits))
     several = []
     sent = 0
     for bucket in timeline.buckets:
@@ -137,7 +151,7 @@ def _profiles(
     return several, sent
 
 
-def _piece_size(costs: Costs, bits: int) -> PieceSize:
+def piece_size_of(costs: Costs, bits: int) -> PieceSize:
     """Returns the number of coordinates of a piece whose codes have ``bits`` bits, as `wire.engine` chooses it if each
     rank has one thread."""
     if costs.on_streams:

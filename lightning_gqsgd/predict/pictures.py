@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.predict.advice import Cluster, Sweeps, break_even
+from lightning_gqsgd.predict.advice import Candidate, Cluster, Sweeps, break_even
 from lightning_gqsgd.predict.costs import rate_in_words
 from lightning_gqsgd.predict.files import check_writable
 from lightning_gqsgd.predict.model import Prediction
@@ -57,9 +57,9 @@ def draw_sweeps(cluster: Cluster, sweeps: Sweeps, file: Path) -> None:
     plt = _pyplot()
     nodes = sweeps.nodes
     rates = sweeps.rates
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.2), layout="constrained")
-    for name in dict.fromkeys(candidate.name for choices in nodes.values() for candidate in choices):
-        style = {"color": _COLOURS[name.split(" ")[0]], "ls": "--" if "hierarchical" in name else "-", "lw": 1.4}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.6), layout="constrained")
+    for name, first in {candidate.name: candidate for choices in nodes.values() for candidate in choices}.items():
+        style = {"color": _colour(first), "ls": _line_style(name), "lw": 1.4}
         points = {
             count: candidate.prediction.efficiency
             for count, choices in nodes.items()
@@ -78,7 +78,7 @@ def draw_sweeps(cluster: Cluster, sweeps: Sweeps, file: Path) -> None:
     left.set(xscale="log", xlabel="nodes", ylabel="scaling efficiency", ylim=(0, 1.02))
     left.set_xscale("log", base=2)
     left.set_title("Step without communication / step", loc="left", fontsize=10)
-    left.legend(fontsize=7, frameon=False)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=7, frameon=False)
     limit = break_even(rates)
     right.axvline(_rate(cluster, 1.0), color=_GREY, lw=0.8, ls=":")
     if limit is not None:
@@ -138,6 +138,19 @@ def draw_steps(predictions: Mapping[str, Prediction], file: Path | IO[bytes], wi
             axes.spines[side].set_visible(False)
     several[-1, 0].set_xlabel("ms from the start of the step (shades: buckets in turns)")
     _save(figure, file, plt)
+
+
+def _colour(candidate: Candidate) -> str:
+    """Returns the colour of a candidate: that of the bits of its gradients, or of their dtype."""
+    bits = candidate.num_bits
+    return _COLOURS[candidate.name.split(", ")[-1] if bits is None else str(bits)]
+
+
+def _line_style(name: str) -> str:
+    """Returns the line of a candidate: dashed with two levels or replicas, dotted with compressed weights."""
+    if name.startswith("weights"):
+        return ":"
+    return "--" if "hierarchical" in name or name.startswith("replicas") else "-"
 
 
 def _rate(cluster: Cluster, factor: float) -> float:

@@ -24,6 +24,7 @@ from lightning_gqsgd.kernels.meta import Work, note, noting
 from lightning_gqsgd.predict.costs import BF16_HOOK
 from lightning_gqsgd.reducers import REDUCERS, Setting, StepKeys, new_store, reduced
 from lightning_gqsgd.reducers.base import Exchange, Scope, Steps, ring_bytes
+from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.wire.agreement import Stamp, StampCheck
 from lightning_gqsgd.wire.plan import Plan, pieces_of
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
@@ -158,10 +159,17 @@ def _profiles_of_plan(segments: Sequence[Segment], setting: Setting) -> tuple[tu
     The memories of pieces, and scales of whole parameters, depend on the parameters, so no two pieces are equal.
     """
     plan = Plan(segments, setting)
-    x = torch.empty(plan.numel, dtype=setting.dtype, device=META)
     store = new_store(setting, {segment.parameter: segment.numel for segment in segments}, META)
-    starts = plan.starts(x, 0, 1, store, BucketCounters(), Telemetry())
-    return tuple(profile_of(start, setting.ranks) for start in starts), plan.sent_bytes
+    return plan_profiles(plan, store), plan.sent_bytes
+
+
+def plan_profiles(plan: Plan, store: MemoryStore | None = None) -> tuple[Profile, ...]:
+    """Returns the profiles of the pieces of a plan; ``store`` is the memory of its rank, None if it has none."""
+    setting = plan.setting
+    x = torch.empty(plan.numel, dtype=setting.dtype, device=META)
+    memory = new_store(setting, {}, META) if store is None else store
+    starts = plan.starts(x, 0, 1, memory, BucketCounters(), Telemetry())
+    return tuple(profile_of(start, setting.ranks) for start in starts)
 
 
 def stamp_profile(ranks: int) -> Profile:

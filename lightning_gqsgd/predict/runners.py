@@ -111,11 +111,12 @@ class Network:
 
 @dataclass(eq=False)
 class _Piece:
-    """A piece that is under way, with the attributes of `pipeline.Underway`."""
+    """A piece that is under way, with the attributes of `pipeline.Underway`, and what is called at its end."""
 
     profile: Profile
     bucket: int
     number: int
+    then: Then
     waiting_for: int = 0
     is_through: bool = False
     blocks: bool = False
@@ -132,8 +133,17 @@ class _Piece:
         return stage or Stage(self.profile.last, ())
 
 
-def _pieces(profiles: Sequence[Profile], bucket: int) -> list[_Piece]:
-    return [_Piece(profile, bucket, number) for number, profile in enumerate(profiles)]
+def _pieces(profiles: Sequence[Profile], bucket: int, then: Then | None) -> list[_Piece]:
+    """Returns the pieces of a bucket, the last of which calls ``then`` at its end, whichever that is."""
+    left = len(profiles)
+
+    def ended() -> None:
+        nonlocal left
+        left -= 1
+        if not left and then is not None:
+            then()
+
+    return [_Piece(profile, bucket, number, ended) for number, profile in enumerate(profiles)]
 
 
 def _label(works: Sequence[Work]) -> str:
@@ -145,16 +155,16 @@ def _label(works: Sequence[Work]) -> str:
 class ThreadRunner:
     """One thread that encodes, decodes and starts collectives, like `pipeline.Sequencer`."""
 
-    def __init__(self, clock: Clock, costs: Costs, *, has_backward: bool) -> None:
+    def __init__(self, clock: Clock, costs: Costs, network: Network) -> None:
         self._costs = costs
-        self._network = Network(clock, costs, has_backward=has_backward)
+        self._network = network
         self._codec = Resource(clock, "codec")
         self._lane: deque[_Piece] = deque()
         self._is_busy = False
 
-    def submit(self, profiles: Sequence[Profile], bucket: int) -> None:
-        """Start to reduce a bucket."""
-        self._lane.extend(_pieces(profiles, bucket))
+    def submit(self, profiles: Sequence[Profile], bucket: int, then: Then | None = None) -> None:
+        """Start to reduce a bucket, and call ``then`` at the end of its last piece."""
+        self._lane.extend(_pieces(profiles, bucket, then))
         self._advance()
 
     def _advance(self) -> None:
@@ -176,6 +186,8 @@ class ThreadRunner:
         piece.waiting_for = len(messages)
         for message in messages:
             self._network.start(message, stage, piece.bucket, piece.number, partial(self._arrived, piece))
+        if piece.is_through:
+            piece.then()
         self._advance()
 
     def _arrived(self, piece: _Piece) -> None:
@@ -195,12 +207,14 @@ class _Collective:
 
 @dataclass
 class _Operation:
-    """Work on a stream, the collectives for which it waits, and the collectives whose input it computes."""
+    """Work on a stream, the collectives for which it waits, the collectives whose input it computes, and whether it is
+    the last of its piece."""
 
     piece: _Piece
     works: Sequence[Work]
     after: Sequence[_Collective]
     makes: Sequence[_Collective]
+    is_last: bool
 
 
 @dataclass
@@ -213,22 +227,23 @@ class _Stream:
 class StreamsRunner:
     """Streams of a GPU that jobs use in turns, with one order of collectives, like `pipeline.StreamRunner`."""
 
-    def __init__(self, clock: Clock, costs: Costs, *, has_backward: bool) -> None:
+    def __init__(self, clock: Clock, costs: Costs, network: Network, streams: int = STREAMS) -> None:
         self._costs = costs
-        self._network = Network(clock, costs, has_backward=has_backward)
-        self._streams = [_Stream(Resource(clock, f"stream {number}")) for number in range(STREAMS)]
+        self._network = network
+        self._streams = [_Stream(Resource(clock, f"stream {number}")) for number in range(streams)]
         self._turns = cycle(self._streams)
         self._collectives: deque[_Collective] = deque()
         self._sends = False
 
-    def submit(self, profiles: Sequence[Profile], bucket: int) -> None:
-        """Issue all work of a bucket at once, in the order of `pipeline.StreamRunner.submit`."""
+    def submit(self, profiles: Sequence[Profile], bucket: int, then: Then | None = None) -> None:
+        """Issue all work of a bucket at once, in the order of `pipeline.StreamRunner.submit`; ``then`` is called at
+        the end of its last piece."""
         stream = next(self._turns)
         latest: dict[_Piece, list[_Collective]] = {}
-        for piece in by_stages(_pieces(profiles, bucket)):
+        for piece in by_stages(_pieces(profiles, bucket, then)):
             works, messages = piece.take()
             made = [_Collective(message, bucket, piece.number) for message in messages]
-            stream.operations.append(_Operation(piece, works, latest.get(piece, []), made))
+            stream.operations.append(_Operation(piece, works, latest.get(piece, []), made, piece.is_through))
             latest[piece] = made
             self._collectives.extend(made)
         self._advance()
@@ -252,6 +267,8 @@ class StreamsRunner:
         stream.is_busy = False
         for collective in operation.makes:
             collective.has_input = True
+        if operation.is_last:
+            operation.piece.then()
         self._advance()
 
     def _sent(self) -> None:

@@ -485,3 +485,32 @@ def test_a_sweep_has_no_more_ranks_than_are_predicted(monkeypatch: pytest.Monkey
     monkeypatch.setattr(advice, "candidates", lambda *_, **__: [])
     assert list(advice.over_nodes(cluster)) == [1, 2, 4, 8, 16, 32, 64]
     assert list(advice.over_nodes(replace(cluster, per_node=4)))[-1] == 1024
+
+
+def test_fsdp_has_its_own_candidates() -> None:
+    advised = _json(*USUAL, "--link", "1gbit", "--gpus-per-node", "2", "--fsdp")
+    made = {candidate["name"]: candidate for candidate in advised["candidates"]}
+    assert list(made)[:5] == ["fp32", "replicas, fp32", "bf16", "replicas, bf16", "bf16, gradients 8 bit"]
+    assert {"replicas, bf16, means 4 bit", "weights 8 bit, gradients 4 bit"} <= set(made)
+    assert advised["fsdp"] is True
+    assert advised["local_steps"] is None
+    # Both layers are gathered twice and reduce-scattered, among 8 ranks.
+    assert made["fp32"]["sent_bytes"] == pytest.approx(3 * 7 / 8 * 4 * advised["parameters"], rel=1e-3)
+    assert made["weights 8 bit, gradients 4 bit"]["step_s"] < made["bf16"]["step_s"] < made["fp32"]["step_s"]
+    assert "than FSDP2" in advised["recommendation"]
+    assert "register_gqsgd_fsdp(model, " in advised["recommendation"]
+    assert any(note.startswith("fully_shard: on 2 blocks, which") for note in advised["notes"])
+    assert any(note.startswith("replicas: ") for note in advised["notes"])
+    fast = _json(*USUAL, "--link", "800gbit", "--fsdp")
+    assert fast["recommendation"].endswith("keep plain FSDP2.")
+    assert not any(name.startswith("replicas") for name in (candidate["name"] for candidate in fast["candidates"]))
+
+
+def test_fsdp_of_a_probe_builds_the_model_that_it_measured(tmp_path: Path) -> None:
+    path = tmp_path / "probe.json"
+    line = Timeline((Bucket((Segment(0, 4_000_000, False),), 0.1),), 0.1, 0.05, 0.01, name=f"{HERE}:network", batch=8)
+    _probe(path, timelines=(line,))
+    made = {candidate["name"]: candidate for candidate in _json("--probe", str(path), "--fsdp")["candidates"]}
+    assert made["fp32"]["compute_s"] == pytest.approx(0.15 + 0.01 / 2)
+    _probe(path)
+    assert "mine" in _refusal("--probe", str(path), "--fsdp")
