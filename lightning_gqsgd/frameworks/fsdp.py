@@ -48,7 +48,7 @@ from lightning_gqsgd.frameworks.fsdp_modules import (
 from lightning_gqsgd.frameworks.fsdp_starting import check_groups, check_replicas, check_request
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.predict.levels import fitted
+from lightning_gqsgd.predict.levels import Fit, fitted, fitted_scatter
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.session.checkpoint import REMEDY, STATE_SCHEMA, check_state, is_count
@@ -137,15 +137,19 @@ class GQSGDFSDPState:
             check_replicas(shards, replicate)
             check_request(config, replicate, reduce_scatter, all_gather_bits)
             check_groups(self._groups, replicate, gathers=all_gather_bits is not None)
-            scattered = _for_scatter(config, self._replica) if reduce_scatter else []
             gathered = [] if all_gather_bits is None else [_for_gather(config, all_gather_bits)]
-            layout = layouts(start, device)[-1]
-            numel = sum(p.numel for group in self._groups for p in group.parameters) // dist.get_world_size(shards)
-            averaged = _for_average(config, layout, numel) if replicate is not None else []
+            of_shards, *of_replicas = layouts(start, device)
+            numel = sum(p.numel for group in self._groups for p in group.parameters)
+            fit = fitted_scatter(config, of_shards, numel) if reduce_scatter else Fit(config)
+            self._note = fit.note
+            scattered = _for_scatter(fit.config, self._replica) if reduce_scatter else []
+            shard_numel = numel // dist.get_world_size(shards)
+            averaged = [one for layout in of_replicas for one in _for_average(config, layout, shard_numel)]
             own = {
                 "parameters": digest(f"{g.name} {g.parameters}" for g in self._groups),
                 "reduce_scatter": reduce_scatter,
                 "all_gather_bits": all_gather_bits,
+                "reducers of reduce-scatters": [[scatter.reducer, scatter.node_size] for scatter in scattered],
                 "reducers over replicas": [[average.reducer, average.node_size] for average in averaged],
             }
             facts = facts_of(config, own)
@@ -468,7 +472,8 @@ class GQSGDFSDPState:
         if self._average is not None:
             self._average.configs = [replace(one, seed=state["seed"]) for one in self._average.configs]
         if self._scatter is not None:
-            self._scatter.configs = _for_scatter(self.config, self._replica)
+            seed = _seed_of_scatter(state["seed"], self._replica)
+            self._scatter.configs = [replace(one, seed=seed) for one in self._scatter.configs]
         if self._gather is not None and self._all_gather_bits is not None:
             self._gather.configs = [_for_gather(self.config, self._all_gather_bits)]
         self._reductions = defaultdict(partial(int, state["step"]), state["reductions"])
@@ -480,7 +485,8 @@ class GQSGDFSDPState:
         uncompressed."""
         ways = []
         if self._scatter is not None and self._sharded.world_size > 1:
-            ways.append(f"reduce-scattered over {self._sharded.world_size} shards")
+            levels = " by hierarchical" if self._scatter.configs[0].reducer == "hierarchical" else ""
+            ways.append(f"reduce-scattered over {self._sharded.world_size} shards{levels}")
         if self._average is not None and self._average.engine.world_size > 1:
             names = dict.fromkeys(config.reducer for config in self._average.configs)
             ways.append(f"averaged over {self._average.engine.world_size} replicas by {' and '.join(names)}")
@@ -510,7 +516,7 @@ class GQSGDFSDPState:
             parts.append(f"uncompressed until step {self.config.warmup_steps}")
         if self._gather is not None:
             parts.append(f"{in_tensors(weights, 'weight', kind)}, gathered at {self._gather.configs[0].describe()}")
-        return f"gqsgd: {'; '.join(parts)}"
+        return f"gqsgd: {'; '.join(parts)}{self._note}"
 
     def summary(self) -> dict[str, float]:
         """Returns bytes, bits, errors and waiting times since the hooks were registered, by name; see
@@ -659,15 +665,16 @@ def _lacks_gradients(name: str) -> str:
 
 
 def _for_scatter(config: GQSGDConfig, replica: int) -> list[GQSGDConfig]:
-    """Returns the configurations of a replica's reduce-scatters, in the order of their bits in ``bits``.
+    """Returns the configurations of a replica's reduce-scatters, in the order of their bits in ``bits``, from one with
+    the chosen reducer."""
+    seed = _seed_of_scatter(config.seed, replica)
+    return [replace(one_width, memory_down="none", seed=seed) for one_width in config.by_bits().values()]
 
-    They have a seed of their own: their dither has to be independent of that of other replicas, and of the mean over
-    replicas, which rounds their results.
-    """
-    seed = _seed_of(f"{config.seed} reduce-scatter {replica}")
-    return [
-        replace(one_width, reducer="two_shot", memory_down="none", seed=seed) for one_width in config.by_bits().values()
-    ]
+
+def _seed_of_scatter(seed: int, replica: int) -> int:
+    """Returns the seed of a replica's reduce-scatters. Their dither has to be independent of that of other replicas,
+    and of the mean over replicas, which rounds their results."""
+    return _seed_of(f"{seed} reduce-scatter {replica}")
 
 
 def _for_gather(config: GQSGDConfig, bits: int) -> GQSGDConfig:

@@ -41,10 +41,10 @@ def check_request(
         check_integer("all_gather_bits", all_gather_bits, 2, 8)
     if reduce_scatter:
         for one_width in config.by_bits().values():
-            if one_width.reducer not in ("auto", "two_shot"):
+            if one_width.reducer not in ("auto", "two_shot", "hierarchical"):
                 raise ConfigError(
-                    f"reduce_scatter=True does not go with reducer={one_width.reducer!r}: take 'auto' or 'two_shot' "
-                    "(so no 16 or 32 bits), or drop reduce_scatter to leave reduce-scatters to torch"
+                    f"reduce_scatter=True does not go with reducer={one_width.reducer!r}: take 'auto', 'two_shot' or "
+                    "'hierarchical' (so no 16 or 32 bits), or drop reduce_scatter to leave reduce-scatters to torch"
                 )
     if config.up is not None or config.down is not None:
         raise ConfigError(

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.choosing import level_or_levels
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, in_ms
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.predict.costs import LATENCY_S, Link, estimated_costs
+from lightning_gqsgd.predict.costs import LATENCY_S, Costs, Link, estimated_costs
 from lightning_gqsgd.predict.timeline import BUCKET_BYTES, Bucket, Timeline
 from lightning_gqsgd.session.nodes import with_nodes
 
@@ -78,12 +79,54 @@ def fitted(config: GQSGDConfig, layout: Layout, numel: int, dtype: torch.dtype) 
     chosen = min(seconds, key=lambda way: seconds[way])
     note = ""
     if chosen != config:
-        note = (
-            f"; hierarchical, because {layout.node_size} ranks share the link of a node: on {predicted.link_in_words}, "
-            f"the gradients of a step are predicted to take {in_ms(seconds[chosen])}, and {in_ms(seconds[config])} "
-            "without levels"
-        )
+        note = _why_levels(layout.node_size, predicted.link_in_words, seconds[chosen], seconds[config])
     return Fit(chosen, note + predicted.warning(seconds[chosen], has_choice=bool(config.auto)))
+
+
+def fitted_scatter(config: GQSGDConfig, layout: Layout, numel: int) -> Fit:
+    """Returns a configuration for FSDP2's reduce-scatters with the number of levels that fits the nodes of a process
+    group best, if the user did not choose it.
+
+    All ranks with the same layout get the same result.
+
+    Args:
+        config: a configuration whose reducer is "auto", "two_shot" or "hierarchical".
+        layout: nodes of the ranks among which the model is divided, and the devices of their gradients.
+        numel: number of coordinates that are reduced in a step.
+
+    Raises:
+        ConfigError: if ``reducer="hierarchical"`` has no ``node_size``, and nodes have unequal sizes; if the ranks make
+            no nodes of this size, or one node.
+    """
+    one_level = replace(config, reducer="two_shot", node_size=0)
+    size = layout.node_size
+    if config.reducer == "hierarchical":
+        config = level_or_levels(with_nodes(config, layout), len(layout.nodes))
+        if config.reducer == "native":
+            raise ConfigError(
+                f"reducer='hierarchical' compresses nothing inside a node, and the model is divided among the "
+                f"{len(layout.nodes)} ranks of one node: leave out reduce_scatter, or give reducer='two_shot'"
+            )
+        return Fit(config if config.reducer == "hierarchical" else one_level)
+    widths = _widths(config)
+    if layout.num_nodes == 1 or size < 2 or not widths or not numel:
+        return Fit(one_level)
+    ways = {way.reducer: way for way in (one_level, *_ways(config, size)[1:])}
+    predicted = _ScatterSeconds(layout, numel, max(widths))
+    seconds = {reducer: predicted.of(reducer) for reducer in ways}
+    chosen = min(seconds, key=lambda reducer: seconds[reducer])
+    note = ""
+    if chosen == "hierarchical":
+        note = _why_levels(size, predicted.link_in_words, seconds[chosen], seconds["two_shot"])
+    return Fit(ways[chosen], note + predicted.warning(seconds[chosen]))
+
+
+def _why_levels(node_size: int, link: str, seconds: float, without_s: float) -> str:
+    """Returns a clause on why a reducer has two levels."""
+    return (
+        f"; hierarchical, because {node_size} ranks share the link of a node: on {link}, the gradients of a step are "
+        f"predicted to take {in_ms(seconds)}, and {in_ms(without_s)} without levels"
+    )
 
 
 def _warning_of_one_node(config: GQSGDConfig, layout: Layout) -> str:
@@ -117,16 +160,69 @@ def _ways(config: GQSGDConfig, node_size: int) -> list[GQSGDConfig]:
         return [config]
 
 
+class _Nodes:
+    """The nodes of a process group and their links, as predictions take them."""
+
+    def __init__(self, layout: Layout) -> None:
+        device = _estimate_for(layout.devices)
+        self.is_known = bool(layout.bytes_per_s)
+        self.rate = layout.bytes_per_s or ASSUMED_RATES.get(device, OTHER_ASSUMED_RATE)
+        self.size = max(1, layout.node_size)
+        self.count = len(layout.nodes) // self.size
+        self.device = device
+
+    @property
+    def link_in_words(self) -> str:
+        """The rate of the link."""
+        return f"{'' if self.is_known else 'an assumed '}{8 * self.rate / 1e9:.3g} Gbit/s"
+
+    @property
+    def costs(self) -> Costs:
+        """All constants."""
+        return estimated_costs(self.device, self.count, self.size, Link(self.rate, LATENCY_S))
+
+
+class _ScatterSeconds:
+    """Predicted seconds of the reduce-scatters of a step's gradients, which come one after the other."""
+
+    def __init__(self, layout: Layout, numel: int, bits: int) -> None:
+        self._nodes = _Nodes(layout)
+        self._bits = bits
+        self._bucket = min(BUCKET_BYTES // 4, numel)
+        self._factor = numel / self._bucket
+
+    def of(self, reducer: str) -> float:
+        """Returns the seconds of a reducer; "native" is torch's own reduce-scatter in fp32."""
+        # The model of steps takes some time to import, and most starts have one node.
+        from lightning_gqsgd.predict.sharded import ShardedMethod, scatter_seconds
+
+        bits = None if reducer == "native" else self._bits
+        method = ShardedMethod(torch.float32, bits, has_levels=reducer == "hierarchical")
+        nodes = self._nodes
+        return self._factor * scatter_seconds(nodes.costs, nodes.count, nodes.size, method, self._bucket)
+
+    @property
+    def link_in_words(self) -> str:
+        """The rate of the link."""
+        return self._nodes.link_in_words
+
+    def warning(self, seconds: float) -> str:
+        """Returns a clause that says that torch's own reduce-scatter in fp32 is predicted to be faster; empty if it is
+        not, or if the rate of the link is unknown."""
+        plain_s = self.of("native")
+        if not self._nodes.is_known or seconds <= plain_s * (1 + TOLERANCE):
+            return ""
+        return (
+            f"; PREDICTED TO BE SLOWER than torch's own reduce-scatters: on {self.link_in_words}, {in_ms(seconds)} for "
+            f"the gradients of a step against {in_ms(plain_s)} in fp32; `gqsgd advise --fsdp` says what pays"
+        )
+
+
 class _Seconds:
     """Predicted seconds of a step's gradients, between the nodes of a process group."""
 
     def __init__(self, layout: Layout, numel: int, dtype: torch.dtype) -> None:
-        device = _estimate_for(layout.devices)
-        self._is_known = bool(layout.bytes_per_s)
-        self._rate = layout.bytes_per_s or ASSUMED_RATES.get(device, OTHER_ASSUMED_RATE)
-        self._size = max(1, layout.node_size)
-        self._nodes = len(layout.nodes) // self._size
-        self._device = device
+        self._nodes = _Nodes(layout)
         self._dtype = dtype
         bucket = max(1, BUCKET_BYTES // dtype.itemsize)
         count = max(1, min(_BUCKETS, numel // bucket))
@@ -140,26 +236,28 @@ class _Seconds:
 
         The default codec is assumed, because its costs are known. Both ways use the same codec.
         """
-        hierarchical = {"reducer": "hierarchical", "node_size": self._size}
-        levels = hierarchical if config.reducer == "hierarchical" and self._size > 1 else {"reducer": "two_shot"}
-        return self.of_method(resolve(GQSGDConfig(bits=bits, sample_every=0, **levels), self._nodes * self._size))
+        nodes = self._nodes
+        hierarchical = {"reducer": "hierarchical", "node_size": nodes.size}
+        levels = hierarchical if config.reducer == "hierarchical" and nodes.size > 1 else {"reducer": "two_shot"}
+        return self.of_method(resolve(GQSGDConfig(bits=bits, sample_every=0, **levels), nodes.count * nodes.size))
 
     def of_method(self, method: GQSGDConfig | str) -> float:
         """Returns the seconds of a method; see `model.predict`."""
-        key = (self._nodes, self._size, self._rate, self._device)
+        nodes = self._nodes
+        key = (nodes.count, nodes.size, nodes.rate, nodes.device)
         return self._factor * _seconds(method, *key, self._dtype, self._bucket, self._count)
 
     @property
     def link_in_words(self) -> str:
         """The rate of the link."""
-        return f"{'' if self._is_known else 'an assumed '}{8 * self._rate / 1e9:.3g} Gbit/s"
+        return self._nodes.link_in_words
 
     def warning(self, seconds: float, *, has_choice: bool) -> str:
         """Returns a clause that says that plain DDP is predicted to be faster; empty if it is not.
 
         There is no warning if the rate of the link is unknown, or if the configuration may choose plain DDP.
         """
-        if not self._is_known or has_choice or seconds <= self._plain_s * (1 + TOLERANCE):
+        if not self._nodes.is_known or has_choice or seconds <= self._plain_s * (1 + TOLERANCE):
             return ""
         return (
             f"; PREDICTED TO BE SLOWER than plain DDP: on {self.link_in_words}, {in_ms(seconds)} for the gradients of "

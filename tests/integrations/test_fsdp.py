@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
     pytest.skip("FSDP2 before torch 2.9 averages by what Gloo does not have", allow_module_level=True)
@@ -452,6 +453,69 @@ def _through_a_file(state: dict[str, Any]) -> io.BytesIO:
 @pytest.mark.slow
 def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
     run(_interrupted, 4, tmp_path)
+
+
+def wide() -> nn.Sequential:
+    """A model that takes longer to send than to begin to send; the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 2049), nn.ReLU(), nn.Linear(2049, 1024), nn.ReLU(), nn.Linear(1024, 11))
+
+
+def _on_nodes_of_two(rank: int) -> str:
+    """Four shards on two nodes."""
+    os.environ["GROUP_RANK"] = str(rank // 2)
+    on = init_device_mesh("cpu", (4,))
+    plain = sharded(on, wide())
+    once(plain, rank)
+    exact = gradients(plain)
+    found = {}
+    for name, hooks in {
+        "auto": {},
+        "hierarchical": {"reducer": "hierarchical"},
+        "two_shot": {"reducer": "two_shot"},
+        "weights": {"reducer": "hierarchical", "node_size": 2, "all_gather_bits": 8},
+        "warm": {"warmup_steps": 5},
+        "by name": {"bits": {"*": 8, "2.*": 4}},
+    }.items():
+        model = sharded(on, wide())
+        state = register_gqsgd_fsdp(model, **{"bits": 8, **BOTH, **hooks, "sample_every": 1})
+        once(model, rank)
+        errors = relative_errors(model, exact)
+        assert max(errors.values()) < (1e-6 if name == "warm" else 0.1), (name, errors)
+        found[name] = bits_of(gradients(model).values())
+        has_levels = state._scatter.configs[0].reducer == "hierarchical"
+        assert has_levels == (name != "two_shot"), state.report()
+        assert ("2 ranks share the link of a node" in state.report()) == ("reducer" not in hooks)
+        assert 0 <= state.telemetry.totals()["rel_l2"] < 0.1
+        state.close()
+    assert found["auto"] == found["hierarchical"] != found["two_shot"]
+
+    bits = []
+    saved: io.BytesIO | None = None
+    for steps in (range(3), range(2, 3)):
+        model = sharded(on, wide())
+        state = register_gqsgd_fsdp(model, bits=2, **BOTH)
+        if saved is not None:
+            state.load_state_dict(torch.load(saved, weights_only=True))
+        for step in steps:
+            saved = _through_a_file(state.state_dict())
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+        bits.append(bits_of(gradients(model).values()))
+        state.close()
+    assert bits[0] == bits[1]
+
+    with pytest.raises(ConfigError, match="4 ranks do not make nodes of 3"):
+        register_gqsgd_fsdp(sharded(on), reduce_scatter=True, reducer="hierarchical", node_size=3)
+    os.environ["GROUP_RANK"] = "0"
+    with pytest.raises(ConfigError, match="the model is divided among the 4 ranks of one node"):
+        register_gqsgd_fsdp(sharded(on), reduce_scatter=True, reducer="hierarchical")
+    return found["auto"] + bits[0]
+
+
+@pytest.mark.slow
+def test_reduce_scatters_have_levels_on_nodes_of_several_ranks(tmp_path: Path) -> None:
+    assert len(set(run(_on_nodes_of_two, 4, tmp_path))) == 1
 
 
 class Partly(nn.Sequential):

@@ -14,7 +14,8 @@ from benchmarks.default_reducer import Cluster, Steps, steps_of
 from benchmarks.report import RESULTS
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.predict.levels import fitted
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.predict.levels import fitted, fitted_scatter
 from lightning_gqsgd.predict.timeline import estimated
 from lightning_gqsgd.session.nodes import Layout
 
@@ -23,6 +24,10 @@ NUMEL = 25_000_000
 
 def on(nodes: int, per_node: int, gbit: float = 10) -> Layout:
     return Layout(tuple(rank // per_node for rank in range(nodes * per_node)), gbit * 1e9 / 8)
+
+
+def on_gpus(nodes: int, per_node: int, gbit: float = 10) -> Layout:
+    return on(nodes, per_node, gbit)._replace(devices=frozenset({"NVIDIA H100"}))
 
 
 def reducer(layout: Layout, **fields: Any) -> str:
@@ -137,3 +142,32 @@ def test_the_committed_grid_holds(device: str) -> None:
         steps = Steps(ddp, one_level, two_levels, taken == "two levels", said == "yes")
         assert steps.above_best <= 0.05, cluster
         assert steps.is_warned or steps.above_ddp <= 0.01, cluster
+
+
+def test_reduce_scatters_have_two_levels_where_ranks_share_a_link() -> None:
+    fit = fitted_scatter(GQSGDConfig(), on_gpus(2, 8), NUMEL)
+    assert (fit.config.reducer, fit.config.node_size) == ("hierarchical", 8)
+    assert fit.note.startswith("; hierarchical, because 8 ranks share the link of a node: on 10 Gbit/s, the gradients")
+    for layout in (on_gpus(1, 8), on_gpus(8, 1), Layout((0, 0, 0, 1, 1), 1e8)):
+        fit = fitted_scatter(GQSGDConfig(), layout, NUMEL)
+        assert (fit.config.reducer, fit.config.node_size, fit.note) == ("two_shot", 0, "")
+
+
+def test_reduce_scatters_of_one_level_warn_where_torchs_own_are_faster() -> None:
+    slow = fitted_scatter(GQSGDConfig(reducer="two_shot"), on_gpus(16, 8, 100), NUMEL)
+    assert slow.config.reducer == "two_shot"
+    assert "PREDICTED TO BE SLOWER than torch's own reduce-scatters: on 100 Gbit/s" in slow.note
+    assert fitted_scatter(GQSGDConfig(reducer="two_shot", bits=2), on_gpus(16, 8, 100), NUMEL).note == ""
+    assert fitted_scatter(GQSGDConfig(), on_gpus(16, 8, 100), NUMEL).config.reducer == "hierarchical"
+
+
+def test_two_levels_of_reduce_scatters_need_equal_nodes() -> None:
+    for layout, size, words in (
+        (on(2, 2), 3, "4 ranks do not make nodes of 3"),
+        (on(1, 4), 0, "the 4 ranks of one node"),
+        (on(2, 2), 4, "the 4 ranks of one node"),
+        (Layout((0, 0, 1), 1e8), 0, "are not in order on nodes of equal size"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            fitted_scatter(GQSGDConfig(reducer="hierarchical", node_size=size), layout, NUMEL)
+    assert fitted_scatter(GQSGDConfig(reducer="hierarchical"), on(4, 1), NUMEL).config.reducer == "two_shot"
