@@ -610,8 +610,9 @@ def register_gqsgd_fsdp(
             the model is sharded over two dimensions, torch no longer averages over them itself. None: means over
             replicas are not quantised.
         reduce_scatter: whether to quantise the reduce-scatter over the ranks among which parameters are sharded, in
-            addition to ``replicate`` or alone. Codes are added only once, in full precision, so only the reducers
-            "auto" and "two_shot" make sense.
+            addition to ``replicate`` or alone. Codes are added only once, in full precision, so ``reducer`` may be
+            "two_shot", "hierarchical" (with two levels: uncompressed inside a node, and quantised between nodes), or
+            "auto", which takes two levels where that is predicted to be faster.
         all_gather_bits: number of bits of the weights, 2 to 8, in the all-gathers before a module's forward and
             backward pass (QSDP, arXiv 2302.02390). The model then computes with rounded weights, also in evaluation,
             and the optimizer and checkpoints have the exact ones. Weights need more bits than gradients, 8 or 6. None:
