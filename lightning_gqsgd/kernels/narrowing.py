@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: The largest number of coordinates in a block.
-BLOCK = 1024
-
 #: The bits of infinity, and a mask of all bits except for the sign.
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF

@@ -267,7 +267,9 @@ class Kernels(CodecKernels, Protocol):
         blocks that are not finite."""
         ...
 
-    def narrow(self, x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
+    def narrow(
+        self, x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, factor: float, limit: int
+    ) -> None:
         """Write the coordinates of all blocks, including raw blocks, times a factor, rounded stochastically to bf16;
         see `narrowing`.
 
@@ -275,6 +277,7 @@ class Kernels(CodecKernels, Protocol):
             x: fp32 [numel], contiguous.
             out: bf16 [numel], contiguous.
             key: the dither keys of the message.
+            block_size: the largest number of coordinates in a block.
             factor: the factor of all coordinates, in fp32.
             limit: bits of the largest magnitude that is written, an fp32 number.
         """

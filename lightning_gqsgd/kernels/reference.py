@@ -137,11 +137,10 @@ def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quant
     return _scatter(in_finite_range(mean, x.dtype), blocks, x)
 
 
-def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
+def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, factor: float, limit: int) -> None:
     """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`."""
-    width = int(blocks[:, LENGTH].max()) if len(blocks) else 1
-    values = _gather(x, blocks, width) * torch.tensor(factor, dtype=torch.float32, device=x.device)
-    random = (uniform(blocks, key, width) * 2**16).long()
+    values = _gather(x, blocks, block_size) * torch.tensor(factor, dtype=torch.float32, device=x.device)
+    random = (uniform(blocks, key, block_size) * 2**16).long()
     _scatter(rounded(values, random, limit), blocks, out)
 
 

@@ -68,7 +68,8 @@ class Bf16(Reducer):
         small = torch.empty_like(wide, dtype=torch.bfloat16)
         part = self.layout.on(x.device).whole
         # Ranks divide before they round, and clamp to `largest`, so that no sum within the all-reduce overflows.
-        part.kernels.narrow(wide, part.blocks, small, keys.up[rank], 1.0 / self.ranks, largest(self.ranks))
+        factor = 1.0 / self.ranks
+        part.kernels.narrow(wide, part.blocks, small, keys.up[rank], part.block_size, factor, largest(self.ranks))
         yield (Exchange.in_place("sum", small),)
         x.copy_(small)
         return 0

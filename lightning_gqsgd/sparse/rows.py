@@ -93,7 +93,7 @@ class RowsOfBf16:
         wide = in_finite_range(touched.values, torch.float32).float().view(-1)
         small = torch.empty(len(wide), dtype=torch.bfloat16)
         blocks = torch.from_numpy(cut_rows(self._table, touched.rows, self._block_size))
-        kernels_for(wide.device).narrow(wide, blocks, small, self._keys.up[rank], 1.0, self._limit)
+        kernels_for(wide.device).narrow(wide, blocks, small, self._keys.up[rank], self._block_size, 1.0, self._limit)
         message.copy_(small.view(torch.uint8))
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:

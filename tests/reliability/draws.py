@@ -85,7 +85,7 @@ def _mean_of_messages(config: GQSGDConfig, x: Tensor, keys: list[tuple[int, int]
     if isinstance(codec, FloatCodec):
         rows = torch.empty(len(keys), len(x), dtype=torch.bfloat16)
         for row, key in zip(rows, keys, strict=True):
-            cpu.narrow(x, torch.from_numpy(table), row, key, 1.0, largest(len(keys)))
+            cpu.narrow(x, torch.from_numpy(table), row, key, config.block_size, 1.0, largest(len(keys)))
         return rows.double().mean(0)
     q = codec.quantiser(config.block_size)
     layout = place(table, q, shards=1, scale_bytes=2, raw_bytes=4)

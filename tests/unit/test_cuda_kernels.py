@@ -347,9 +347,9 @@ def test_stages_work_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch
     assert 0 < float((y - x).abs().max()) < float(x.abs().max()) / 4
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_rounding_to_bf16(ranks: int) -> None:
-    check_rounding(ranks, PAIR)
+@pytest.mark.parametrize(("ranks", "block_size"), [(2, 1024), (3, 1024), (2, 256), (3, 4096)])
+def test_rounding_to_bf16(ranks: int, block_size: int) -> None:
+    check_rounding(ranks, PAIR, block_size)
 
 
 @pytest.mark.slow

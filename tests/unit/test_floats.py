@@ -43,13 +43,13 @@ def test_numba_gives_the_bits_of_the_reference(ranks: int) -> None:
     check_rounding(ranks, BOTH)
 
 
-def check_rounding(ranks: int, both: list[Any]) -> None:
+def check_rounding(ranks: int, both: list[Any], block_size: int = 1024) -> None:
     """Both kernels round to the same bits."""
-    x, blocks = _gradient(), torch.from_numpy(cut(ROWS, 1024))
+    x, blocks = _gradient(), torch.from_numpy(cut(ROWS, block_size))
     results = []
     for kernels in both:
         out = torch.full((NUMEL,), torch.nan, dtype=torch.bfloat16)
-        kernels.narrow(x, blocks, out, (3, 2**32 - 4), 1 / ranks, largest(ranks))
+        kernels.narrow(x, blocks, out, (3, 2**32 - 4), block_size, 1 / ranks, largest(ranks))
         results.append(out.view(torch.int16))
     assert torch.equal(*results)
 

@@ -28,7 +28,6 @@ from typing import ClassVar, NoReturn
 from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.variance import relative_variance
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels import narrowing
 
 #: The reducer for each number of bits per coordinate.
 REDUCER_OF_BITS = {16: "bf16", 32: "native"}
@@ -63,7 +62,7 @@ class FloatCodec(Codec):
 
     name: ClassVar[str] = "float"
     default_bits: ClassVar[int] = 32
-    default_block_size: ClassVar[int] = narrowing.BLOCK
+    default_block_size: ClassVar[int] = 1024
     has_scale: ClassVar[bool] = False
     takes_norm: ClassVar[bool] = False
 

@@ -56,7 +56,7 @@ def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key
     _family_of(q).combine(mine.numpy(), theirs.numpy(), blocks.numpy(), q, np.array(key, dtype=np.uint32))
 
 
-def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
+def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, factor: float, limit: int) -> None:
     """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`."""
     values = x.detach().numpy()
     bits = out.view(torch.int16).numpy().view(np.uint16)

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.kernels import narrowing, reference
+from lightning_gqsgd.kernels import reference
 from lightning_gqsgd.kernels.cuda import launch
 from lightning_gqsgd.kernels.cuda.constants import constants_of
 from lightning_gqsgd.kernels.cuda.measures import maxima_kernel, moments_kernel
@@ -34,9 +34,6 @@ def _kernels_of(q: Quantiser) -> CodecKernels:
     """Returns the kernels of a quantiser's family. If the family has no fast kernels, returns `reference`."""
     return cuda_family(q.kind) or cast(CodecKernels, reference)
 
-
-#: The largest number of coordinates in a block that is rounded to bf16.
-_NARROWED = narrowing.BLOCK
 
 #: Number of coordinates of a block that `block_maxima` and `block_moments` read together. Blocks may be longer.
 _MEASURED = 256
@@ -62,12 +59,12 @@ def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: boo
     launch.run(rotate_kernel, c, blocks, x, launch.packed(key))
 
 
-def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
+def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, factor: float, limit: int) -> None:
     """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`."""
-    c = constants_of(x.dtype, _NARROWED, Narrowing(factor, limit))
+    c = constants_of(x.dtype, block_size, Narrowing(factor, limit))
     if not launch.is_aligned(out):  # both tensors need the same alignment, because they share one table
         aligned = torch.empty_like(out)
-        narrow(x, blocks, aligned, key, factor, limit)
+        narrow(x, blocks, aligned, key, block_size, factor, limit)
         out.copy_(aligned)
         return
     if not launch.is_aligned(x):
