@@ -85,7 +85,7 @@ class Lossless(WholeNumbers):
         messages = [b"" if owner == rank else pack(shard) for owner, shard in enumerate(shards)]
         received = yield from self._to_owners(messages)
 
-        mean = torch.zeros(len(shards[rank]), dtype=torch.float64)
+        mean = torch.zeros(len(shards[rank]), dtype=torch.float64, device="cpu")
         for sender, message in enumerate(received):
             values = shards[rank] if sender == rank else unpack(message, len(mean), x.dtype)
             mean.add_(values.double(), alpha=1 / self.ranks)  # divided first, because sums of fp64 may overflow

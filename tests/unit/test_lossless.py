@@ -116,6 +116,17 @@ def test_the_mean_is_that_of_fp64_rounded_once(ranks: int, dtype: torch.dtype) -
         assert mean.double().numpy() == pytest.approx(exact, rel=half_a_step, abs=1e-12)
 
 
+def test_a_default_device_of_the_user_s_changes_nothing() -> None:
+    gradients = [normal(rank, 1003, torch.float32) for rank in range(3)]
+    expected = average(gradients, reducer="lossless")
+    torch.set_default_device("meta")
+    try:
+        means = average(gradients, reducer="lossless")
+    finally:
+        torch.set_default_device(None)
+    assert all(torch.equal(*pair) for pair in zip(means, expected, strict=True))
+
+
 def test_the_largest_numbers_stay_finite_and_nan_reaches_all() -> None:
     for dtype in DTYPES:
         largest = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)
