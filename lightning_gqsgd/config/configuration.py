@@ -414,7 +414,7 @@ class GQSGDConfig(Fields):
 
     def _check_forgetful(self) -> None:
         """Check that the codec and the memory let bits change, before other fields are looked at."""
-        remembers = [name for name in ("memory", "memory_down") if getattr(self, name) not in ("auto", "none")]
+        remembers = [name for name in ("memory", "memory_down") if getattr(self, name) not in ("auto", "none", None)]
         name, fields = ("auto=True", "auto") if self.max_slowdown is None else ('bits="auto"', "bits and max_slowdown")
         if self.codec in _BIASED_CODECS:
             weighs = "does not work with a memory, and codec={!r} needs one"

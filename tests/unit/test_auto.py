@@ -69,6 +69,13 @@ def test_what_auto_does_not_go_with_is_refused_in_one_line(fields: dict, words: 
     check_refused_in_one_line(ConfigError, words, GQSGDConfig, **{"auto": True, **fields})
 
 
+@pytest.mark.parametrize("fields", [{"auto": True}, {"bits": "auto"}], ids=str)
+def test_no_memory_in_any_spelling_goes_with_bits_that_change(fields: dict) -> None:
+    assert GQSGDConfig(**fields, memory=None, memory_down=None) == GQSGDConfig(
+        **fields, memory="none", memory_down="none"
+    )
+
+
 def decided(bits: int) -> Decision:
     """A decision for some bits."""
     return Decision(70, bits, {32: 0.04, bits: 0.01}, "first trial", {32: None, bits: 0.011})
