@@ -190,10 +190,8 @@ class GQSGDConfig(Fields):
         """With ``auto`` or ``bits="auto"``, the configurations from which bits are chosen, by their bits, widest first.
 
         Raises:
-            ConfigError: if one of them cannot work, or has a memory, which would not survive a change of bits.
+            ConfigError: if one of them cannot work.
         """
-        if self.remembers:
-            raise ConfigError("auto=True does not work with a memory; leave memory and memory_down out")
         if self.max_slowdown is not None:
             self._check_noise()
         fixed: dict[str, Any] = {"auto": False, "allow": ALLOW, "max_slowdown": None}
