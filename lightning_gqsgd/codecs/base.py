@@ -51,6 +51,16 @@ class Codec(ABC):
             ConfigError: if the codec cannot have this number of bits, or such a field.
         """
 
+    @classmethod
+    def _refuse_float_bits(cls, bits: int) -> None:
+        """Raise ConfigError for more than 8 bits, which codes do not have. Floating-point numbers have their own
+        codec."""
+        if bits > 8:
+            raise ConfigError(
+                f"codec={cls.name!r} has codes of {cls.widths[0]} to {cls.widths[-1]} bits, not bits={bits}; leave "
+                "codec out, for floating-point numbers of so many bits"
+            )
+
     def check_blocks(self, block_size: int, *, rotation: bool) -> None:
         """Check that the codec works with a block size, and with rotated blocks if ``rotation`` is true.
 
@@ -146,21 +156,3 @@ class BiasedCodec(Codec):
     @abstractmethod
     def delta(self, dimension: int) -> float:
         """Returns δ with E|C(x) - x|² <= (1-δ) |x|²."""
-
-
-def check_code_bits(codec: str, bits: int, widths: range) -> None:
-    """Check that a number of bits is not one of the floating-point numbers, which have their own codec.
-
-    Args:
-        codec: name of the codec.
-        bits: the number of bits. The configuration has checked that at least one codec has this number.
-        widths: the numbers of bits that the codec can have, for the error message.
-
-    Raises:
-        ConfigError: if the number is above 8, the largest number of bits of a code.
-    """
-    if bits > 8:
-        raise ConfigError(
-            f"codec={codec!r} has codes of {widths[0]} to {widths[-1]} bits, not bits={bits}; leave codec out, for "
-            "floating-point numbers of so many bits"
-        )

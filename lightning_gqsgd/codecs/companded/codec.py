@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs.base import Codec, check_code_bits
+from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.linear.codec import are_stochastic, coordinates, levels_per_unit
 from lightning_gqsgd.codecs.variance import (
     mean_variance_companded,
@@ -190,7 +190,7 @@ class CompandedCodec(Codec):
     @classmethod
     def of(cls, bits: int, *, dither: str = "adaptive") -> CompandedCodec:
         """Returns the codec with these attributes; see `Codec.of`."""
-        check_code_bits("companded", bits, cls.widths)
+        cls._refuse_float_bits(bits)
         if bits < 2:
             raise ConfigError(
                 "codec='companded' needs two levels on each side of zero for its curve; take bits=2 to 8, not 1, or "

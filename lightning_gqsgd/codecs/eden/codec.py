@@ -46,7 +46,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs.base import Codec, check_code_bits
+from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.variance import LLOYD_MAX, gaussian_distortion
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.dither import uniform, words
@@ -285,7 +285,7 @@ class EdenCodec(Codec):
     @classmethod
     def of(cls, bits: int) -> Self:
         """Returns the codec with ``bits`` bits, 1 to 4; see `Codec.of`."""
-        check_code_bits(cls.name, bits, cls.widths)
+        cls._refuse_float_bits(bits)
         if bits not in cls.widths:
             raise ConfigError(
                 f"codec={cls.name!r} has levels for bits=1 to {cls.widths[-1]}, not {bits}; take codec='companded', "

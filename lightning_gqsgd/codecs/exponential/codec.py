@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs.base import Codec, check_code_bits
+from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.linear.codec import check_levels
 from lightning_gqsgd.codecs.variance import omega_exponential, relative_variance, smallest_level
 from lightning_gqsgd.errors import ConfigError
@@ -144,7 +144,7 @@ class ExponentialCodec(Codec):
     @classmethod
     def of(cls, bits: int, *, levels: int | None = None, mantissa: int = 0) -> ExponentialCodec:
         """Returns the codec with these attributes; see `Codec.of`. ``levels`` becomes ``most``."""
-        check_code_bits("exponential", bits, cls.widths)
+        cls._refuse_float_bits(bits)
         if bits < 2:
             raise ConfigError(
                 "codec='exponential' needs a bit for the sign and one for the magnitude; take bits=2 or more"

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs.base import Codec, check_code_bits
+from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.variance import omega_linear, omega_subtractive
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.packing import code_bytes, summable_code_bytes
@@ -177,7 +177,7 @@ class LinearCodec(Codec):
     @classmethod
     def of(cls, bits: int, *, levels: int | None = None, dither: str = "adaptive") -> LinearCodec:
         """Returns the codec with these attributes; see `Codec.of`. ``levels`` becomes ``most``."""
-        check_code_bits("linear", bits, cls.widths)
+        cls._refuse_float_bits(bits)
         if bits == 1 and dither == "stochastic":
             raise ConfigError(
                 "bits=1 cannot hold the three levels (-1, 0, 1) of stochastic rounding; take bits=2 or "
