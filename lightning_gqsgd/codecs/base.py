@@ -86,10 +86,12 @@ class Codec(ABC):
         """True if all blocks have an odd number of levels, which Elias codes need."""
         return False
 
-    @property
-    def leaves_room_for_sums(self) -> bool:
-        """True if a code has enough bits for the sum of two ranks' codes."""
-        return self.bits > 1
+    def check_room_for_sums(self) -> None:
+        """Raise ConfigError if a code has too few bits for the sum of two ranks' codes."""
+        if self.bits < 2:
+            raise ConfigError(
+                f"bits={self.bits} leaves no room to sum the codes of two ranks; take bits=2 or reducer='two_shot'"
+            )
 
     def describe(self) -> tuple[str, list[str]]:
         """Returns the bits per coordinate as text, and a list of words that describe the codec."""

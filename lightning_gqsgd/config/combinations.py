@@ -83,10 +83,8 @@ def check_reducer(config: Fields) -> None:
     asked for, as far as that does not depend on the number of ranks."""
     codec = codec_of(config)
     name = config.reducer
-    if config.scale == "global" and not codec.leaves_room_for_sums:
-        raise ConfigError(
-            f"bits={codec.bits} leaves no room to sum the codes of two ranks; take bits=2 or reducer='two_shot'"
-        )
+    if config.scale == "global":
+        codec.check_room_for_sums()
     if config.coder == "elias" and (name == "auto" or "elias" not in REDUCERS[name].coders or not codec.has_odd_levels):
         raise ConfigError("coder='elias' is for codec='linear' with dither='stochastic' and reducer='gather'")
     if config.node_size and name != "hierarchical":

@@ -39,10 +39,7 @@ class Sum(Summed):
             raise ConfigError(
                 f"reducer='sum' cannot add codes of codec={codec.name!r}; take codec='linear', or reducer={others}"
             )
-        if not codec.leaves_room_for_sums:
-            raise ConfigError(
-                f"bits={codec.bits} leaves no room to sum the codes of two ranks; take bits=2 or reducer='two_shot'"
-            )
+        codec.check_room_for_sums()
 
     @staticmethod
     def stages(setting: Setting) -> int:
