@@ -34,7 +34,7 @@ from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
-from lightning_gqsgd.reducers import new_store, stages
+from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.session.nodes import layouts, with_nodes
@@ -92,7 +92,7 @@ class Bench:
             (layout,) = layouts(meeting, self.buffer.device)
         config = resolve(with_nodes(config, layout), self.ranks)
         setting = setting_of(config, self.ranks, self.buffer.dtype, self.communicator.piece_size(config.num_bits))
-        self.communicator.extend(stages(setting), connections)
+        self.communicator.extend(setting.reducer.scopes(setting), connections)
         compile_kernels(config, self.buffer.dtype, self.buffer.device, self.communicator.size)
         plan = Plan([Segment(0, self.buffer.numel(), raw=False)], setting)
         store = new_store(setting, {0: self.buffer.numel()}, self.buffer.device)

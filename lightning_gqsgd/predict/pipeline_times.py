@@ -19,7 +19,7 @@ from lightning_gqsgd.predict.costs import Costs
 from lightning_gqsgd.predict.device_times import MODEL_NUMEL
 from lightning_gqsgd.predict.profile import bucket_profiles
 from lightning_gqsgd.predict.timing import slowest
-from lightning_gqsgd.reducers import Setting, Steps, new_store, stages
+from lightning_gqsgd.reducers import Setting, Steps, new_store
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.pipeline import Job, Runner, Start, release, runner_for
 from lightning_gqsgd.wire.plan import Plan
@@ -87,7 +87,7 @@ def pipeline_times(communicator: Communicator, costs: Costs, bits: int) -> Pipel
     """
     config = resolve(GQSGDConfig(bits=bits, reducer="two_shot", sample_every=0), communicator.size)
     setting = setting_of(config, communicator.size, torch.float32)
-    communicator.extend(stages(setting))
+    communicator.extend(setting.reducer.scopes(setting))
     runner = runner_for(communicator)
     try:
         block = config.block_size

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from lightning_gqsgd.reducers.base import Exchange, Reducer, Scope, Setting, StepKeys, Steps, reduced, run_virtual
+from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, reduced, run_virtual
 from lightning_gqsgd.reducers.bf16 import Bf16
 from lightning_gqsgd.reducers.gather import Gather
 from lightning_gqsgd.reducers.hierarchical import Hierarchical
@@ -35,7 +35,6 @@ __all__ = [
     "REDUCERS",
     "Exchange",
     "Reducer",
-    "Scope",
     "Setting",
     "StepKeys",
     "Steps",
@@ -43,13 +42,7 @@ __all__ = [
     "reduced",
     "run_virtual",
     "setting_for",
-    "stages",
 ]
-
-
-def stages(setting: Setting) -> list[tuple[Scope, ...]]:
-    """Returns the ranks that exchange in each stage of a piece, as scopes."""
-    return setting.reducer.scopes(setting)
 
 
 def setting_for(setting: Setting, *, compressed: bool) -> Setting:

@@ -19,7 +19,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, in_finite_range
-from lightning_gqsgd.reducers import StepKeys, Steps, new_store, stages
+from lightning_gqsgd.reducers import StepKeys, Steps, new_store
 from lightning_gqsgd.reducers.base import ALL
 from lightning_gqsgd.session.parameters import Parameter
 from lightning_gqsgd.sparse import row_numbers
@@ -59,7 +59,7 @@ class SparseGradients:
         for config in configs:
             # Stage 1 gathers lengths. If a table is reduced whole, the reducer's own stages follow.
             setting = setting_of(config, engine.world_size, torch.float32)  # any dtype will do: the stages are the same
-            later = [tuple(dict.fromkeys((ALL, *scopes))) for scopes in stages(setting)]
+            later = [tuple(dict.fromkeys((ALL, *scopes))) for scopes in setting.reducer.scopes(setting)]
             engine.communicator.extend([(ALL,), *later])  # at least three stages
 
     @classmethod

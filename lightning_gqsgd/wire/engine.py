@@ -23,7 +23,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.errors import MAX_INTEGER, CollectiveError, ConfigError
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
-from lightning_gqsgd.reducers import Steps, new_store, setting_for, stages
+from lightning_gqsgd.reducers import Steps, new_store, setting_for
 from lightning_gqsgd.reducers.base import Exchange
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.wire.agreement import STATE_DIFFERS, Agreed, Card, Stamp, StampCheck, compared
@@ -221,7 +221,7 @@ class Engine:
         for config in configs:
             setting = setting_of(config, self.world_size, torch.float32)  # any dtype will do: the stages are the same
             setting.reducer.check_device(setting, self.communicator.device)
-            self.communicator.extend(stages(setting), config.connections)
+            self.communicator.extend(setting.reducer.scopes(setting), config.connections)
         self.communicator.try_groups()
 
     def compile(self, config: GQSGDConfig, dtype: torch.dtype, plan: type[Plan] = Plan) -> None:

@@ -16,7 +16,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.presets import FIXED
-from lightning_gqsgd.reducers import Steps, new_store, stages
+from lightning_gqsgd.reducers import Steps, new_store
 from lightning_gqsgd.reducers.base import ALL
 from lightning_gqsgd.wire.communicator import CollectiveError, Communicator
 from lightning_gqsgd.wire.pipeline import Job, Runner, StreamRunner, release, runner_for
@@ -50,7 +50,8 @@ class Alone(Communicator):
 
     def __init__(self, device: torch.device, config: GQSGDConfig) -> None:
         super().__init__(device, dist.group.WORLD, f"alone/{next(self._numbers)}", timedelta(seconds=60))
-        for stage, scopes in enumerate([(ALL,), *stages(setting_of(config, self.size, torch.float32))]):
+        setting = setting_of(config, self.size, torch.float32)
+        for stage, scopes in enumerate([(ALL,), *setting.reducer.scopes(setting)]):
             for scope in scopes:
                 self._groups[stage, scope, 0] = self._group_for(stage, scope, 0)
 

@@ -12,7 +12,6 @@ from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.choosing import between_nodes
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.reducers import stages
 from lightning_gqsgd.reducers.gather import Gather
 from lightning_gqsgd.research.simulation import average, relative_error
 from lightning_gqsgd.session.nodes import Layout, _layout, link_rate, with_nodes
@@ -172,7 +171,8 @@ def test_the_rate_of_a_group_is_that_of_its_slowest_link_that_is_known() -> None
 
 def test_stages_of_two_levels() -> None:
     config = resolve(GQSGDConfig(reducer="hierarchical", node_size=4), 8)
-    kinds = [[scope.kind for scope in stage] for stage in stages(setting_of(config, 8, torch.float32))]
+    setting = setting_of(config, 8, torch.float32)
+    kinds = [[scope.kind for scope in stage] for stage in setting.reducer.scopes(setting)]
     assert kinds == [["all", "node"], ["peers"], ["node"]]
 
 
