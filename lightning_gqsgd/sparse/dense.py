@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.reducers import Exchange, Steps
+from lightning_gqsgd.reducers import Steps
 from lightning_gqsgd.reducers.base import side_by_side
-from lightning_gqsgd.sparse.gathering import Mean
+from lightning_gqsgd.sparse.gathering import Mean, gathered_unions
 from lightning_gqsgd.sparse.tables import Table, Touched
 from lightning_gqsgd.wire.telemetry import BucketCounters
 
@@ -40,16 +39,12 @@ def dense_mean(
         ranks: number of ranks.
         counters: counters of the bucket.
     """
-    mine = np.zeros(table.height, dtype=np.uint8)
-    mine[touched.rows.numpy()] = 1
-    sent = torch.from_numpy(np.packbits(mine))
-    received = torch.empty(ranks, len(sent), dtype=torch.uint8)
-    counters.add_sent((ranks - 1) * len(sent), len(sent))
-    yield from side_by_side(_gathered(sent, received), *pieces)
-    union = torch.from_numpy(np.flatnonzero(np.unpackbits(received.numpy(), axis=1, count=table.height).any(axis=0)))
+    unions: list[Tensor] = []
+
+    def gathered() -> Steps:
+        unions.extend((yield from gathered_unions(table, [touched.rows], ranks, counters)))
+        return 0
+
+    yield from side_by_side(gathered(), *pieces)
+    (union,) = unions
     return Touched(union, x.view(table.height, table.width)[union])
-
-
-def _gathered(sent: Tensor, received: Tensor) -> Steps:
-    yield (Exchange("all_gather", received, sent),)
-    return 0

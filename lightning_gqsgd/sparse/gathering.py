@@ -79,6 +79,28 @@ def gathered_mean(
     return mean_of(messages)
 
 
+def gathered_unions(
+    table: Table, marks: Sequence[Tensor], ranks: int, counters: BucketCounters
+) -> Generator[Sequence[Exchange], None, list[Tensor]]:
+    """Gather a bit for each row of a table, which returns the rows that at least one rank has marked, ascending.
+
+    Args:
+        table: the table.
+        marks: the rows that this rank marks, in one or several sets. There is one result for each set.
+        ranks: number of ranks.
+        counters: counters of the bucket.
+    """
+    bits = np.zeros((len(marks), table.height), dtype=np.uint8)
+    for line, rows in zip(bits, marks, strict=True):
+        line[rows.numpy()] = 1
+    sent = torch.from_numpy(np.packbits(bits, axis=1)).flatten()
+    received = torch.empty(ranks, len(sent), dtype=torch.uint8)
+    counters.add_sent((ranks - 1) * len(sent), len(sent))
+    yield (Exchange("all_gather", received, sent),)
+    everyone = np.bitwise_or.reduce(received.numpy(), axis=0).reshape(len(marks), -1)
+    return [torch.from_numpy(np.flatnonzero(np.unpackbits(line, count=table.height))) for line in everyone]
+
+
 def mean_of(messages: Sequence[Touched]) -> Touched:
     """Returns the mean over ranks of the rows that at least one rank has touched, summed in rank order."""
     share = Share.of(len(messages))

@@ -21,7 +21,6 @@ NaN on all. In steps with such rows, ranks also gather a bit for each of them, a
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +31,7 @@ from lightning_gqsgd.kernels.dither import words
 from lightning_gqsgd.kernels.wire import Key, Share
 from lightning_gqsgd.reducers import Exchange
 from lightning_gqsgd.reducers.base import ring_bytes
-from lightning_gqsgd.sparse.gathering import Mean
+from lightning_gqsgd.sparse.gathering import Mean, gathered_unions
 from lightning_gqsgd.sparse.tables import Table, Touched, cut_rows
 from lightning_gqsgd.wire.telemetry import BucketCounters
 
@@ -121,7 +120,7 @@ def sketched_mean(table: Table, touched: Touched, bad: int, key: Key, ranks: int
     """
     finite = touched.values.isfinite().all(dim=1)
     marks = [touched.rows, touched.rows[~finite]] if bad else [touched.rows]
-    unions = yield from _unions(table, marks, ranks, counters)
+    unions = yield from gathered_unions(table, marks, ranks, counters)
     union = unions[0]
     is_bad = torch.isin(union, unions[1]) if bad else torch.zeros(len(union), dtype=torch.bool)
     each = Share.of(ranks * len(union)).each
@@ -136,18 +135,3 @@ def sketched_mean(table: Table, touched: Touched, bad: int, key: Key, ranks: int
     values = values.clamp(-limit, limit)
     values[is_bad] = torch.nan
     return Touched(union, values / rest)
-
-
-def _unions(
-    table: Table, marks: Sequence[Tensor], ranks: int, counters: BucketCounters
-) -> Generator[Sequence[Exchange], None, list[Tensor]]:
-    """Returns the rows that at least one rank has marked, in ascending order, for each set of marks."""
-    bits = np.zeros((len(marks), table.height), dtype=np.uint8)
-    for line, rows in zip(bits, marks, strict=True):
-        line[rows.numpy()] = 1
-    sent = torch.from_numpy(np.packbits(bits, axis=1)).flatten()
-    received = torch.empty(ranks, len(sent), dtype=torch.uint8)
-    counters.add_sent((ranks - 1) * len(sent), len(sent))
-    yield (Exchange("all_gather", received, sent),)
-    everyone = np.bitwise_or.reduce(received.numpy(), axis=0).reshape(len(marks), -1)
-    return [torch.from_numpy(np.flatnonzero(np.unpackbits(line, count=table.height))) for line in everyone]
