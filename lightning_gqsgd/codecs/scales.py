@@ -143,15 +143,15 @@ class _Norms:
     @property
     def mean(self) -> Tensor:
         """The mean magnitude."""
-        return self._sums[:, 1] / self._counts
+        return self._sums[:, 0] / self._counts
 
     @property
     def l2(self) -> Tensor:
-        return self._sums[:, 2].sqrt()
+        return self._sums[:, 1].sqrt()
 
     @property
     def root_mean_square(self) -> Tensor:
-        return (self._sums[:, 2] / self._counts).sqrt()
+        return (self._sums[:, 1] / self._counts).sqrt()
 
     def bits_above(self, values: Tensor) -> Tensor:
         """Returns the bits of the smallest numbers of the compute dtype that are not below the values. Finite values

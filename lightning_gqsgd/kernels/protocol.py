@@ -244,7 +244,7 @@ class Kernels(CodecKernels, Protocol):
         ...
 
     def block_moments(self, x: Tensor, blocks: Tensor) -> Tensor:
-        """Returns the sums Σ x, Σ |x| and Σ x² of each block, fp64 [B, 3].
+        """Returns the sums Σ |x| and Σ x² of each block, fp64 [B, 2].
 
         Coordinates l, l + 16, l + 32, ... are added in lane l, and then the 16 lanes are added in order. All kernels
         add in this order, so they give the same bits.

@@ -46,12 +46,12 @@ def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
-    """Sum x, |x| and x² of each block; see `protocol.Kernels.block_moments`."""
+    """Sum |x| and x² of each block; see `protocol.Kernels.block_moments`."""
     width = int(blocks[:, LENGTH].max()) if len(blocks) else 1
     values = _gather(x, blocks, -(-width // LANES) * LANES).double()
-    terms = torch.stack([values, values.abs(), values.square()], dim=1).unflatten(2, (-1, LANES))
-    total = torch.zeros(len(blocks), 3, dtype=torch.float64, device=x.device)
-    lanes = torch.zeros(len(blocks), 3, LANES, dtype=torch.float64, device=x.device)
+    terms = torch.stack([values.abs(), values.square()], dim=1).unflatten(2, (-1, LANES))
+    total = torch.zeros(len(blocks), 2, dtype=torch.float64, device=x.device)
+    lanes = torch.zeros(len(blocks), 2, LANES, dtype=torch.float64, device=x.device)
     # The order of additions is fixed: the fast kernels have to give the same bits, and `sum` may use another order.
     for row in terms.unbind(2):
         lanes += row

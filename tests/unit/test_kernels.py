@@ -385,10 +385,7 @@ def test_moments_are_sums() -> None:
     x = torch.randn(1000, dtype=torch.float64)
     blocks = torch.from_numpy(cut([Segment(0, 1000, False)], 256))
     for kernels in BOTH:
-        plain, absolute, square = kernels.block_moments(x, blocks).sum(0)
-        assert torch.allclose(
-            torch.stack([x.sum(), x.abs().sum(), x.square().sum()]), torch.stack([plain, absolute, square])
-        )
+        assert torch.allclose(torch.stack([x.abs().sum(), x.square().sum()]), kernels.block_moments(x, blocks).sum(0))
     x[300] = torch.nan
     assert cpu.block_moments(x, blocks).isnan().all(1).tolist() == [False, True, False, False]
 

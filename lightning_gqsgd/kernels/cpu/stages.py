@@ -21,7 +21,7 @@ from lightning_gqsgd.kernels.cpu.blocks import LONGEST_TOGETHER, TOGETHER, Recei
 from lightning_gqsgd.kernels.cpu.narrow import round_blocks
 from lightning_gqsgd.kernels.cpu.rotation import Rotation, rotate_blocks
 from lightning_gqsgd.kernels.cpu.scales import form_of
-from lightning_gqsgd.kernels.cpu.statistics import LANES, maxima, moments
+from lightning_gqsgd.kernels.cpu.statistics import maxima, moments
 from lightning_gqsgd.kernels.cpu.vectors import VECTOR_BYTES
 from lightning_gqsgd.kernels.families import cpu_family
 from lightning_gqsgd.kernels.layout import LENGTH, START
@@ -38,10 +38,10 @@ def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
-    """Sum x, |x| and x² of each block; see `protocol.Kernels.block_moments`."""
-    out = torch.empty(len(blocks), 3, dtype=torch.float64, device="cpu")
+    """Sum |x| and x² of each block; see `protocol.Kernels.block_moments`."""
+    out = torch.empty(len(blocks), 2, dtype=torch.float64, device="cpu")
     wide = _widened(x, blocks)
-    moments(wide.values, wide.table, np.empty((3, LANES)), out.numpy())
+    moments(wide.values, wide.table, np.empty((2, reference.LANES)), out.numpy())
     return out
 
 

@@ -8,9 +8,7 @@ from lightning_gqsgd.kernels.cpu.casts import numbers, part
 from lightning_gqsgd.kernels.cpu.jit import kernel
 from lightning_gqsgd.kernels.cpu.loops import fetch_ahead, maximum
 from lightning_gqsgd.kernels.layout import LENGTH, START
-
-#: Number of lanes in which coordinates are added, see `protocol.Kernels.block_moments`.
-LANES = 16
+from lightning_gqsgd.kernels.reference import LANES
 
 
 @kernel("maxima")
@@ -29,24 +27,22 @@ def moments(x, blocks, lanes, out):
     Args:
         x: coordinates.
         blocks: block table.
-        lanes: scratch space, fp64 [3, LANES].
-        out: the sums Σ x, Σ |x| and Σ x², fp64 [number of blocks, 3].
+        lanes: scratch space, fp64 [2, LANES].
+        out: the sums Σ |x| and Σ x², fp64 [number of blocks, 2].
     """
     for k in range(blocks.shape[0]):
         values = part(x, blocks[k, START], blocks[k, LENGTH])
-        plain = lanes[0]
-        absolute = lanes[1]
-        square = lanes[2]
+        absolute = lanes[0]
+        square = lanes[1]
         for lane in range(LANES):
-            plain[lane] = absolute[lane] = square[lane] = 0.0
+            absolute[lane] = square[lane] = 0.0
         for first in range(0, values.size, LANES):
             row = values[first : first + LANES]
             for lane in range(row.size):
                 value = float64(row[lane])
-                plain[lane] += value
                 absolute[lane] += abs(value)
                 square[lane] += value * value
-        for kind in range(3):
+        for kind in range(2):
             total = 0.0
             for lane in range(LANES):
                 total += lanes[kind, lane]

@@ -47,8 +47,8 @@ def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
-    """Sum x, |x| and x² of each block; see `protocol.Kernels.block_moments`."""
-    out = torch.empty(len(blocks), 3, dtype=torch.float64, device=x.device)
+    """Sum |x| and x² of each block; see `protocol.Kernels.block_moments`."""
+    out = torch.empty(len(blocks), 2, dtype=torch.float64, device=x.device)
     launch.run(moments_kernel, constants_of(x.dtype, _MEASURED), blocks, x, out, splits=False)
     return out
 
