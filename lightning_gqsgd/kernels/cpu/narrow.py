@@ -10,11 +10,7 @@ from lightning_gqsgd.kernels.cpu.dither import block_keys, word
 from lightning_gqsgd.kernels.cpu.jit import instruction, kernel, loop
 from lightning_gqsgd.kernels.cpu.loops import fetch_ahead
 from lightning_gqsgd.kernels.layout import LENGTH, START
-
-_INFINITY = 0x7F800000
-_MAGNITUDE = 0x7FFFFFFF
-_SIGN = 0x8000
-_QUIET = 0x40
+from lightning_gqsgd.kernels.narrowing import INFINITY, MAGNITUDE, QUIET, SIGN
 
 
 @instruction(lambda value, random, limit: types.uint16(types.float32, types.uint32, types.uint32))
@@ -28,13 +24,13 @@ def _rounded(code, value, random, limit):
     """
     wide = ir.IntType(32)
     bits = code.bitcast(value, wide)
-    magnitude = code.and_(bits, wide(_MAGNITUDE))
+    magnitude = code.and_(bits, wide(MAGNITUDE))
     clipped = code.select(code.icmp_unsigned(">", magnitude, limit), limit, magnitude)
     upper = code.lshr(code.add(clipped, random), wide(16))
-    quiet = code.select(code.icmp_unsigned(">", magnitude, wide(_INFINITY)), wide(_QUIET), wide(0))
+    quiet = code.select(code.icmp_unsigned(">", magnitude, wide(INFINITY)), wide(QUIET), wide(0))
     special = code.or_(code.lshr(magnitude, wide(16)), quiet)
-    upper = code.select(code.icmp_unsigned(">=", magnitude, wide(_INFINITY)), special, upper)
-    sign = code.and_(code.lshr(bits, wide(16)), wide(_SIGN))
+    upper = code.select(code.icmp_unsigned(">=", magnitude, wide(INFINITY)), special, upper)
+    sign = code.and_(code.lshr(bits, wide(16)), wide(SIGN))
     return code.trunc(code.or_(upper, sign), ir.IntType(16))
 
 

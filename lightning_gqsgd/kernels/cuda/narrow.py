@@ -7,11 +7,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from lightning_gqsgd.kernels import narrowing
 from lightning_gqsgd.kernels.cuda.hashing import draws
 from lightning_gqsgd.kernels.cuda.tiles import load_tile, store_tile, tile_of
 
-_INFINITY = tl.constexpr(0x7F800000)
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_INFINITY = tl.constexpr(narrowing.INFINITY)
+_MAGNITUDE = tl.constexpr(narrowing.MAGNITUDE)
+_SIGN = tl.constexpr(narrowing.SIGN)
+_QUIET = tl.constexpr(narrowing.QUIET)
 
 
 class Narrowing(NamedTuple):
@@ -32,8 +35,8 @@ def _rounded(v, random, LIMIT: tl.constexpr):
     bits = v.to(tl.uint32, bitcast=True)
     magnitude = bits & _MAGNITUDE
     upper = (tl.minimum(magnitude, tl.full((), LIMIT, tl.uint32)) + random.to(tl.uint32)) >> 16
-    special = (magnitude >> 16) | tl.where(magnitude > _INFINITY, 0x40, 0).to(tl.uint32)
-    return tl.where(magnitude >= _INFINITY, special, upper) | ((bits >> 16) & 0x8000)
+    special = (magnitude >> 16) | tl.where(magnitude > _INFINITY, _QUIET, 0).to(tl.uint32)
+    return tl.where(magnitude >= _INFINITY, special, upper) | ((bits >> 16) & _SIGN)
 
 
 @triton.jit(do_not_specialize=["count", "key"])
