@@ -28,15 +28,11 @@ from lightning_gqsgd.errors import (
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.spec import memories
 from lightning_gqsgd.spec.bits_by_name import BitsByName
-from lightning_gqsgd.spec.decisions import pinned_bits
+from lightning_gqsgd.spec.decisions import WIDTHS, WIDTHS_IN_WORDS, pinned_bits
 from lightning_gqsgd.spec.fields import ALLOW, Chosen, Fields
 
 #: How codes are written: with a fixed width, or as Elias omega codes.
 CODERS = ("fixed", "elias")
-#: The numbers of bits of codes; each codec has some of them.
-CODE_BITS = tuple(range(1, 9))
-_WIDTHS = (*CODE_BITS, *sorted(REDUCER_OF_BITS))
-_WIDTHS_IN_WORDS = f"{CODE_BITS[0]} to {CODE_BITS[-1]}, {', '.join(map(str, sorted(REDUCER_OF_BITS)))}"
 #: The share of further steps that rounding may cost with ``bits="auto"`` if it is not told.
 MAX_SLOWDOWN = 0.05
 _BIASED_CODECS = tuple(name for name, kind in CODECS.items() if issubclass(kind, BiasedCodec))
@@ -311,8 +307,8 @@ class GQSGDConfig(Fields):
         """
         object.__setattr__(self, "bits", bits)
         for pattern, width in bits.items():
-            if width not in _WIDTHS:
-                raise ConfigError(f"bits={{{pattern!r}: {width}}} is out of range: {_WIDTHS_IN_WORDS}")
+            if width not in WIDTHS:
+                raise ConfigError(f"bits={{{pattern!r}: {width}}} is out of range: {WIDTHS_IN_WORDS}")
         if self.auto or self.max_slowdown is not None:
             name = "auto" if self.auto else "max_slowdown"
             raise ConfigError(
@@ -365,8 +361,8 @@ class GQSGDConfig(Fields):
             object.__setattr__(self, "bits", 16 if self.reducer == "bf16" else CODECS[self.codec].default_bits)
         elif isinstance(self.bits, bool) or not isinstance(self.bits, int):
             raise ConfigError(f"bits={self.bits!r} must be an integer, or 'auto'")
-        elif self.bits not in _WIDTHS:
-            raise ConfigError(f"bits={self.bits} is out of range: {_WIDTHS_IN_WORDS}, or 'auto'")
+        elif self.bits not in WIDTHS:
+            raise ConfigError(f"bits={self.bits} is out of range: {WIDTHS_IN_WORDS}, or 'auto'")
         if self.codec == "float" and self.reducer == "auto":
             object.__setattr__(self, "reducer", REDUCER_OF_BITS.get(self.num_bits, "auto"))
 

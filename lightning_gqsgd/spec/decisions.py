@@ -16,8 +16,10 @@ from lightning_gqsgd.errors import MAX_INTEGER, ConfigError
 #: begins. Ranks exchange it in that step. Over NCCL, the host reads the exchanged values one step later.
 LAG = 3
 
-#: The numbers of bits that a candidate can have: 1 to 8 for codes, 16 for bf16 numbers, 32 for uncompressed gradients.
+#: The numbers of bits that there are: 1 to 8 for codes, of which each codec has some, 16 for bf16 numbers, and 32 for
+#: uncompressed gradients.
 WIDTHS = (*range(1, 9), 16, 32)
+WIDTHS_IN_WORDS = "1 to 8, 16, 32"
 
 #: Part of error messages: how to pass a decision instead of ``auto=True``.
 _REMEDY = "give a row of state.decisions, or its to_dict()"

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, did_you_mean_preset
-from lightning_gqsgd.spec.decisions import WIDTHS
+from lightning_gqsgd.spec.decisions import WIDTHS, WIDTHS_IN_WORDS
 from lightning_gqsgd.spec.quantities import TIMES, quantity
 from recipes.errors import OverrideError, RecipeError
 
@@ -131,10 +131,7 @@ def check_light(strategy: Mapping[str, Any], accelerator: str) -> None:
     if strategy["_target_"] != TARGET or bits is None or isinstance(bits, Mapping) or bits == "auto":
         return
     if type(bits) is not int or bits not in WIDTHS:  # `check_settings` knows those of each codec
-        raise SettingError(
-            f"strategy.bits={bits} is out of range: {WIDTHS[0]} to {WIDTHS[-3]}, {WIDTHS[-2]}, {WIDTHS[-1]}, or auto, "
-            "e.g. strategy.bits=4"
-        )
+        raise SettingError(f"strategy.bits={bits} is out of range: {WIDTHS_IN_WORDS}, or auto, e.g. strategy.bits=4")
 
 
 def timeout_for(strategy: Mapping[str, Any]) -> dict[str, timedelta]:
