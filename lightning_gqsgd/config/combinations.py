@@ -17,6 +17,16 @@ SPARSE_METHODS = ("refuse", "gather", "logarithmic", "sketch")
 _MOST_ROWS = 2**20
 
 
+def adds_codes(config: Fields) -> bool:
+    """Returns whether the reducer adds the codes of several ranks; False for "auto", which is not chosen yet."""
+    return config.reducer != "auto" and REDUCERS[config.reducer].adds_codes
+
+
+def shares_scales(config: Fields) -> bool:
+    """Returns whether all ranks have the same scales in the messages that they send at the same time."""
+    return config.scale == "global" or adds_codes(config)
+
+
 def check_scales(config: Fields, codec: Codec) -> None:
     """Raise ConfigError for a field about scales that is out of its range, or does not go with the codec."""
     check_one_of("norm", config.norm, NORMS)
@@ -44,8 +54,7 @@ def _check_norm_over_ranks(config: Fields) -> None:
     if config.norm_over_ranks == "max":
         return
     named = f"norm_over_ranks={config.norm_over_ranks!r}"
-    adds_codes = config.reducer != "auto" and REDUCERS[config.reducer].adds_codes
-    if config.scale != "global" and not adds_codes:
+    if not shares_scales(config):
         raise ConfigError(
             f"{named} is for scales that all ranks share, which scale={config.scale!r} does not ask for; give "
             "scale='global' or reducer='sum', or leave norm_over_ranks out"

@@ -14,7 +14,7 @@ from lightning_gqsgd.codecs.eden.codec import EdenCodec
 from lightning_gqsgd.codecs.exponential.codec import MAX_MANTISSA
 from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.codecs.linear.codec import DITHERS
-from lightning_gqsgd.config.combinations import check_floats, check_memories, check_reducer, check_scales, check_sparse
+from lightning_gqsgd.config import combinations
 from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.errors import (
     MAX_INTEGER,
@@ -36,8 +36,6 @@ CODERS = ("fixed", "elias")
 #: The share of further steps that rounding may cost with ``bits="auto"`` if it is not told.
 MAX_SLOWDOWN = 0.05
 _BIASED_CODECS = tuple(name for name, kind in CODECS.items() if issubclass(kind, BiasedCodec))
-#: The reducers whose sums of codes are rounded in ways that `adaptive.noise` does not predict.
-ADDING_REDUCERS = ("sum", "tree")
 #: Fields that all candidates of ``auto`` have in common, also those of 16 and 32 bits.
 _ALIKE = ("min_numel", "warmup_steps", "seed", "sample_every", "exclude", "sparse", "sparse_limit", "connections")
 #: What to do instead, by names that are no fields and that users try, because other calls have them.
@@ -176,9 +174,9 @@ class GQSGDConfig(Fields):
             return
         self._check_values()
         self._check_codec()
-        check_reducer(self)
-        check_memories(self)
-        check_sparse(self)
+        combinations.check_reducer(self)
+        combinations.check_memories(self)
+        combinations.check_sparse(self)
         if self.chooses_bits:
             self.candidates()
 
@@ -443,7 +441,7 @@ class GQSGDConfig(Fields):
                 f'bits="auto" weighs a variance, and dither={self.dither!r} has a bias; leave dither out, or give bits '
                 "as a number"
             )
-        if self.reducer in ADDING_REDUCERS:
+        if combinations.adds_codes(self):  # sums are rounded in ways that `adaptive.noise` does not predict
             raise ConfigError(
                 f'bits="auto" goes with reducers that average decoded codes, not reducer={self.reducer!r}; leave '
                 "reducer out, or give bits as a number"
@@ -481,9 +479,8 @@ class GQSGDConfig(Fields):
 
     def _needs_linear_codes(self) -> bool:
         """Returns whether a field asks for what companded codes do not have, and linear ones do."""
-        sums = self.reducer != "auto" and REDUCERS[self.reducer].adds_codes
         rounds = self.levels is not None or self.dither not in COMPANDED_DITHERS
-        return sums or rounds or self.scale == "global" or self.coder == "elias" or self.bits == 1
+        return combinations.shares_scales(self) or rounds or self.coder == "elias" or self.bits == 1
 
     def _suits_eden(self) -> bool:
         """Returns whether no field asks for what EDEN does not have."""
@@ -511,6 +508,6 @@ class GQSGDConfig(Fields):
         if "dither" not in own and self.dither not in ("adaptive", "stochastic"):
             raise ConfigError(f"dither={self.dither!r} is for codec='linear'; leave it out with codec={self.codec!r}")
         codec = codec_of(self)
-        check_floats(self)
+        combinations.check_floats(self)
         codec.check_blocks(self.block_size, rotation=self.rotation)
-        check_scales(self, codec)
+        combinations.check_scales(self, codec)

@@ -15,6 +15,7 @@ from lightning_gqsgd.codecs.linear.codec import LinearCodec
 from lightning_gqsgd.codecs.scales import ScaleRule
 from lightning_gqsgd.codecs.variance import best_alpha, dimension_together, stability
 from lightning_gqsgd.config.choosing import between_nodes, choose_reducer, level_or_levels
+from lightning_gqsgd.config.combinations import adds_codes, shares_scales
 from lightning_gqsgd.config.configuration import GQSGDConfig
 from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.errors import ConfigError
@@ -102,11 +103,6 @@ def setting_of(config: GQSGDConfig, ranks: int, dtype: torch.dtype, piece_size: 
     )
 
 
-def shares_scales(config: Fields) -> bool:
-    """Returns whether all ranks have one scale for the messages that they send at the same time."""
-    return REDUCERS[config.reducer].adds_codes or config.scale == "global"
-
-
 def omega_of(config: Fields, ranks: int, *, is_shared: bool = True) -> float:
     """Returns ω of the coordinates that share a scale: of a block, or of the blocks of all ranks if these share scales;
     see `codecs.variance.dimension_together`.
@@ -123,7 +119,7 @@ def omega_of(config: Fields, ranks: int, *, is_shared: bool = True) -> float:
     if not (is_shared and shares_scales(config)):
         return factor * codec.omega(config.block_size)
     together = dimension_together(config.block_size, ranks, config.norm_over_ranks)
-    return factor * codec.omega(together, summed=ranks if REDUCERS[config.reducer].adds_codes else 1)
+    return factor * codec.omega(together, summed=ranks if adds_codes(config) else 1)
 
 
 def _noise_of_shared(config: Fields, ranks: int) -> float:
