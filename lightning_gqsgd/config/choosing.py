@@ -12,13 +12,12 @@ from lightning_gqsgd.spec.fields import AnyFields, Fields
 
 
 def level_or_levels(config: AnyFields, ranks: int) -> AnyFields:
-    """Returns the configuration with a reducer of one level, where one level is enough.
+    """Returns the configuration. If one level is enough for `hierarchical`, it has a reducer of one level instead.
 
-    It is enough where each node has one rank, and where there is one node only. A configuration with another reducer is
-    returned as it is.
+    One level is enough if each node has one rank, or if there is only one node.
 
     Raises:
-        ConfigError: the size of nodes is not given, nodes are of unequal size, or no reducer fits between them.
+        ConfigError: if the size of nodes is not given, if nodes have unequal sizes, or if no reducer fits between them.
     """
     if config.reducer != "hierarchical":
         return config
@@ -30,7 +29,7 @@ def level_or_levels(config: AnyFields, ranks: int) -> AnyFields:
             f"{ranks} ranks do not make nodes of {size}; reducer='hierarchical' needs nodes of equal size: "
             "correct node_size, or take another reducer"
         )
-    # With one node there are no links to save bytes on; with one rank per node there is nothing to average inside.
+    # With one node, there are no links between nodes. With one rank per node, there is nothing to average inside.
     if size == ranks:
         return replace(config, reducer="native", node_size=0, scale="auto", norm_over_ranks="max")
     if size == 1:
@@ -46,16 +45,15 @@ def between_nodes(config: AnyFields, ranks: int) -> AnyFields:
 
 
 def choose_reducer(config: Fields, ranks: int) -> str:
-    """Returns the reducer for ``ranks``: the configured one, or for "auto" the one with the least predicted error on
-    the same wire.
+    """Returns the configured reducer, or for "auto", of reducers that send about as many bytes, the one with the
+    smallest predicted error for this number of ranks.
 
     Raises:
-        ConfigError: the configured reducer (or the only one with the configured scales) cannot add the codes of so many
-            ranks.
+        ConfigError: if the reducer cannot add the codes of so many ranks.
     """
     codec = codec_of(config)
     name = _automatic(config, codec, ranks) if config.reducer == "auto" else config.reducer
-    # The quantiser is built for its check only: it refuses a world size whose sums do not fit the bits.
+    # The quantiser is built only for its check: it refuses numbers of ranks whose sums do not fit the bits.
     if REDUCERS[name].adds_codes:
         codec.quantiser(config.block_size, summed=ranks)
     return name

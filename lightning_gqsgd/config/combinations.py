@@ -10,7 +10,7 @@ from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.spec.fields import SPARSE_LIMIT, Fields
 from lightning_gqsgd.spec.memories import described
 
-#: Whose norm a scale is: that of all ranks, each rank's own, or what the reducer needs.
+#: The scales: those of all ranks together, each rank's own ones, or those that the reducer needs.
 SCALES = ("auto", "global", "local")
 #: What can be done with sparse gradients.
 SPARSE_METHODS = ("refuse", "gather", "logarithmic", "sketch")
@@ -50,7 +50,7 @@ def check_scales(config: Fields, codec: Codec) -> None:
 
 
 def _check_norm_over_ranks(config: Fields) -> None:
-    """Check that ranks share scales, and that the norm over ranks goes with what a scale is."""
+    """Check that ranks share scales, and that the norm over ranks goes with the norm and the clipping of a scale."""
     if config.norm_over_ranks == "max":
         return
     named = f"norm_over_ranks={config.norm_over_ranks!r}"
@@ -71,8 +71,8 @@ def _check_norm_over_ranks(config: Fields) -> None:
 
 
 def check_floats(config: Fields) -> None:
-    """Raise ConfigError for numbers of 16 or 32 bits with another reducer than theirs, and for 16 bits with parameters
-    that are to be left as they are."""
+    """Raise ConfigError if the reducer does not average floating-point numbers of so many bits, and for 16 bits with
+    parameters that are to stay uncompressed."""
     if config.codec != "float":
         return
     if config.num_bits not in REDUCERS[config.reducer].float_bits:

@@ -33,12 +33,12 @@ from lightning_gqsgd.spec.fields import ALLOW, Chosen, Fields
 
 #: How codes are written: with a fixed width, or as Elias omega codes.
 CODERS = ("fixed", "elias")
-#: The share of further steps that rounding may cost with ``bits="auto"`` if it is not told.
+#: Default of ``max_slowdown`` with ``bits="auto"``.
 MAX_SLOWDOWN = 0.05
 _BIASED_CODECS = tuple(name for name, kind in CODECS.items() if issubclass(kind, BiasedCodec))
 #: Fields that all candidates of ``auto`` have in common, also those of 16 and 32 bits.
 _ALIKE = ("min_numel", "warmup_steps", "seed", "sample_every", "exclude", "sparse", "sparse_limit", "connections")
-#: What to do instead, by names that are no fields and that users try, because other calls have them.
+#: Remedies for names that are not fields, which users try because other calls have them.
 _REMEDIES = {
     **dict.fromkeys(("config", "cfg"), "a GQSGDConfig takes the preset's place: preset=GQSGDConfig(...)"),
     **dict.fromkeys(
@@ -205,8 +205,8 @@ class GQSGDConfig(Fields):
 
     @property
     def biased(self) -> bool:
-        """Returns whether the mean of what the codec decodes differs from its input, so that training needs a memory.
-        (Clipping is a bias as well, but it does not count here, because the user asks for it.)"""
+        """True if the mean of the decoded coordinates differs from the encoded ones, so that training needs a memory.
+        Clipping is a bias, too, but does not count here, because the user asks for it."""
         return bool(codec_of(self).biased_by)
 
     def describe(self) -> str:
@@ -283,14 +283,14 @@ class GQSGDConfig(Fields):
         return replace(self, **fields)
 
     def _with_bits(self, bits: int, **fields: Any) -> GQSGDConfig:
-        """Returns the configuration at a number of bits, with some fields replaced. Of 16 and 32 bits, which are no
-        codes, it has the fields that are not about codes."""
+        """Returns the configuration with a number of bits and with other fields. With 16 or 32 bits, it has only the
+        fields that do not concern codes."""
         if bits in REDUCER_OF_BITS:
             return GQSGDConfig(bits=bits, **{name: getattr(self, name) for name in _ALIKE})
         return replace(self, bits=bits, **fields)
 
     def _pin(self, bits: int) -> None:
-        """Take the bits of a decision, and become what the candidate of so many bits was."""
+        """Take the bits of a decision: become the candidate with this number of bits."""
         pinned: dict[str, Any] = {"auto": False, "bits": bits, "allow": ALLOW}
         if bits in REDUCER_OF_BITS:
             kept = {*_ALIKE, "memory", "memory_down"}  # memories are refused where they cannot be
@@ -299,9 +299,9 @@ class GQSGDConfig(Fields):
             object.__setattr__(self, name, value)
 
     def _check_bits_by_name(self, bits: BitsByName) -> None:
-        """Check ``bits`` by name, and all other fields at each number of bits.
+        """Check ``bits`` by name, and all other fields with each number of bits.
 
-        The codec is that of each number of bits, so ``codec`` may stay "auto".
+        Each number of bits has its own codec, so ``codec`` may stay "auto".
         """
         object.__setattr__(self, "bits", bits)
         for pattern, width in bits.items():
@@ -322,7 +322,7 @@ class GQSGDConfig(Fields):
                 object.__setattr__(self, name, getattr(config, name))
 
     def _check_values(self) -> None:
-        """Check the fields one by one, and bring those with several spellings into one."""
+        """Check each field by itself, and give a field that has several spellings one of them."""
         self._check_auto()
         check_one_of("codec", self.codec, ("auto", *CODECS))
         check_one_of("dither", self.dither, DITHERS)
@@ -405,7 +405,7 @@ class GQSGDConfig(Fields):
         object.__setattr__(self, "max_slowdown", float(self.max_slowdown))
 
     def _check_forgetful(self) -> None:
-        """Check that the codec and the memory let bits change, before other fields are looked at."""
+        """Check, before all other fields, that there is no memory, because it would not survive a change of bits."""
         remembers = [name for name in ("memory", "memory_down") if getattr(self, name) not in ("auto", "none", None)]
         name, fields = ("auto=True", "auto") if self.max_slowdown is None else ('bits="auto"', "bits and max_slowdown")
         if self.codec in _BIASED_CODECS:
@@ -455,7 +455,7 @@ class GQSGDConfig(Fields):
         object.__setattr__(self, "allow", tuple(sorted(set(map(plain_integer, self.allow)), reverse=True)))
 
     def _choose_codec(self) -> None:
-        """Choose the codec that "auto" stands for, also where one was chosen before other fields were replaced."""
+        """Choose the codec that "auto" stands for, or choose it again after other fields were replaced."""
         before = self.codec
         chosen = Chosen(self._automatic_codec())
         object.__setattr__(self, "codec", chosen)
@@ -474,7 +474,7 @@ class GQSGDConfig(Fields):
 
     @property
     def _averages_floats(self) -> bool:
-        """Returns whether the reducer is one of floating-point numbers, and of no codes."""
+        """True if the reducer averages floating-point numbers instead of codes."""
         return self.reducer != "auto" and bool(REDUCERS[self.reducer].float_bits)
 
     def _needs_linear_codes(self) -> bool:

@@ -44,13 +44,13 @@ def check_has_one_width(config: GQSGDConfig) -> None:
 
 
 def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
-    """Returns the configuration with the reducer chosen and all numbers of its memories given.
+    """Returns the configuration with the chosen reducer and all numbers of its memories.
 
     A field ``scale`` that only repeats what the reducer always has becomes "auto".
 
     Raises:
-        ConfigError: see `check_has_one_width`, which `resolve_each` does without, `choosing.choose_reducer`,
-            `choosing.level_or_levels` and `resolve_memory`.
+        ConfigError: for the reasons of `check_has_one_width`, `choosing.choose_reducer`, `choosing.level_or_levels` and
+            `resolve_memory`.
 
     Warns:
         StabilityWarning: see `resolve_memory`.
@@ -63,24 +63,25 @@ def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
     kept = config.scale if config.scale in REDUCERS[reducer].scales[1:] else "auto"
     config = replace(config, reducer=reducer, scale=kept)
     if config.up is not None and config.up.shared and config.memory_down == "auto":
-        # The way back has the same reference, where there is a way back that is encoded.
+        # If the way back is encoded, too, it has the same reference.
         config = replace(config, memory_down=config.up) if "memory_down" in REDUCERS[reducer].memories else config
     return resolve_memory(config, ranks)
 
 
 def resolve_each(config: GQSGDConfig, ranks: int) -> dict[int, GQSGDConfig]:
-    """`resolve` of each configuration that parameters have, by their bits; the first is that of the first pattern."""
+    """Returns the result of `resolve` for each configuration that parameters have, by their bits. The first one belongs
+    to the first pattern."""
     return {bits: resolve(one_width, ranks) for bits, one_width in config.by_bits().items()}
 
 
 def setting_of(config: GQSGDConfig, ranks: int, dtype: torch.dtype, piece_size: PieceSize = USUAL_SIZE) -> Setting:
-    """Returns what the reducer of a resolved configuration is built for, with all that it needs to know of it.
+    """Returns the setting from which the reducer of a configuration is built.
 
     Args:
-        config: the configuration, with its reducer chosen and the numbers of its memories.
+        config: the configuration with the chosen reducer and all numbers of its memories, see `resolve`.
         ranks: number of ranks.
         dtype: dtype of the gradients.
-        piece_size: how many coordinates a piece has; results do not depend on it.
+        piece_size: number of coordinates of a piece; results do not depend on it.
     """
     has_levels = config.reducer == "hierarchical"
     between = setting_of(between_nodes(config, ranks), ranks // config.node_size, dtype) if has_levels else None
@@ -134,14 +135,13 @@ def _noise_of_shared(config: Fields, ranks: int) -> float:
 
 
 def resolve_memory(config: AnyFields, ranks: int) -> AnyFields:
-    """Returns the configuration with all numbers of its memories given: α = 1/(1 + ω), ρ = 1/(2 (1 + ω)) where they are
-    None.
+    """Returns the configuration with all numbers of its memories: α = 1/(1 + ω) and ρ = 1/(2 (1 + ω)) if they are None.
 
     Raises:
-        ConfigError: the codec has no ω to compute them from.
+        ConfigError: if a number is None, and the codec has no ω.
 
     Warns:
-        StabilityWarning: an error memory with λ >= 1, a reference with ρ (1 + ω) >= 2, or a shared reference with
+        StabilityWarning: if an error memory has λ >= 1, a reference ρ (1 + ω) >= 2, or a shared reference
             β² + ρ² θ >= 1, for the codec's bound ω and the bound θ of the reduced gradient's noise.
     """
     given: dict[str, Any] = {}
@@ -154,7 +154,7 @@ def resolve_memory(config: AnyFields, ranks: int) -> AnyFields:
 def _resolved(config: Fields, ranks: int, name: str, memory: Memory) -> Memory:
     codec = codec_of(config)
     has_omega = not codec.biased_by and config.scale_per == "block"
-    # A biased codec has no ω. Where a scale is that of a whole parameter or bucket, ω depends on its size.
+    # A biased codec has no ω. If a scale belongs to a whole parameter or bucket, ω depends on its size.
     if not has_omega:
         if memory.alpha is None or memory.rho is None:
             sizes = f"with scale_per={config.scale_per!r} it depends on the {config.scale_per}"
