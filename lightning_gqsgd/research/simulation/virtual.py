@@ -96,26 +96,22 @@ class VirtualRanks:
         Raises:
             ConfigError: if the gradients and the segments have different numbers of coordinates.
         """
-        self._check_sizes(gradients)
-        results = [gradient.clone() for gradient in gradients]
-        self.bytes_sent += self._plan.average(results, step, self.stores)
-        return results
+        return self._averaged(gradients, step)
 
     def mean(self, gradients: Sequence[Tensor], step: int) -> Tensor:
         """Returns the mean that rank 0 would have; see `average`. Without a memory, this is faster."""
-        self._check_sizes(gradients)
-        results = [gradient.clone() for gradient in gradients]
-        only_first = not self.config.remembers
-        self.bytes_sent += self._plan.average(results, step, self.stores, only_first=only_first)
-        return results[0]
+        return self._averaged(gradients, step, only_first=not self.config.remembers)[0]
 
-    def _check_sizes(self, gradients: Sequence[Tensor]) -> None:
+    def _averaged(self, gradients: Sequence[Tensor], step: int, *, only_first: bool = False) -> list[Tensor]:
         for rank, gradient in enumerate(gradients):
             if gradient.numel() != self._plan.numel:
                 raise ConfigError(
                     f"the gradient of rank {rank} has {counted(gradient.numel(), 'coordinate')}, the segments have "
                     f"{self._plan.numel:,}; give segments whose numel add up to the gradient's"
                 )
+        results = [gradient.clone() for gradient in gradients]
+        self.bytes_sent += self._plan.average(results, step, self.stores, only_first=only_first)
+        return results
 
 
 def average(
