@@ -17,7 +17,7 @@ from lightning_gqsgd.sparse import row_numbers
 from lightning_gqsgd.sparse.gathering import gathered_lengths, gathered_mean
 from lightning_gqsgd.sparse.rows import rows_for
 from lightning_gqsgd.sparse.sketching import places_of, sketch_of, sketched_mean
-from lightning_gqsgd.sparse.tables import Table, Touched
+from lightning_gqsgd.sparse.tables import Table, Touched, sparse_rows
 from lightning_gqsgd.wire.telemetry import BucketCounters
 
 
@@ -106,8 +106,7 @@ class SparseRows:
         labels = self.labels[chosen]
         slopes = -labels * torch.sigmoid(-labels * x[samples].sum(1)) / len(chosen)
         values = slopes.repeat_interleave(self.per_sample)[:, None]
-        made = torch.sparse_coo_tensor(samples.flatten()[None], values, (self.features, 1), check_invariants=False)
-        made = made.coalesce()
+        made = sparse_rows(samples.flatten(), values, self.features).coalesce()
         return Touched(made.indices()[0], made.values())
 
     def loss(self, x: Tensor) -> float:
