@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.kernels.protocol import Kind, Quantiser
+from lightning_gqsgd.kernels.protocol import Quantiser
 
 
 class Work(NamedTuple):
@@ -56,9 +56,9 @@ def note(work: Work) -> None:
         works.append(work)
 
 
-def codec_name(kind: Kind, bits: int) -> str:
+def codec_name(q: Quantiser) -> str:
     """Returns the name of a codec in tables of costs, e.g. ``"companded/4"``."""
-    return f"{kind.name}/{bits}"
+    return f"{q.kind.name}/{q.bits}"
 
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
@@ -112,4 +112,4 @@ def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Any
 
 def _note(kind: str, q: Quantiser, blocks: Tensor, most: int | None = None, sources: int = 1) -> None:
     numel = len(blocks) * q.block_size
-    note(Work(kind, codec_name(q.kind, q.bits), numel if most is None else min(numel, most), sources))
+    note(Work(kind, codec_name(q), numel if most is None else min(numel, most), sources))

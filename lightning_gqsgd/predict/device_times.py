@@ -38,8 +38,7 @@ def codec_of_bits(bits: int) -> str:
 
 def codec_of_config(config: GQSGDConfig) -> str:
     """Returns the name in `Costs` of a configuration's codes."""
-    q = codec_of(config).quantiser(config.block_size)
-    return codec_name(q.kind, q.bits)
+    return codec_name(codec_of(config).quantiser(config.block_size))
 
 
 def gamma_of(device: torch.device, config: GQSGDConfig, patience_s: float) -> Gamma:
