@@ -64,11 +64,11 @@ def scales_of(x: Tensor, blocks: Tensor, codec: Codec, rule: ScaleRule) -> Tenso
     """
     norms = _Norms(x, blocks, rule.per)
     if not codec.takes_norm:  # the codec's own scale, which is the mean magnitude
-        return norms.bits_above(norms.mean)
+        return _bits_above(norms.mean, norms.dtype)
     scales = NORMS[rule.norm](norms)
     if rule.clip:
         root_mean_square = norms.root_mean_square
-        limit = norms.bits_above(root_mean_square * rule.clip)
+        limit = _bits_above(root_mean_square * rule.clip, norms.dtype)
         # The squares of fp64 numbers below 1e-162 are 0, and a limit of 0 would lose the block.
         limited = torch.where(root_mean_square > 0, torch.minimum(scales, limit), scales)
         finite = norms.maximum < norms.form.infinity
@@ -153,11 +153,6 @@ class _Norms:
     def root_mean_square(self) -> Tensor:
         return (self._sums[:, 1] / self._counts).sqrt()
 
-    def bits_above(self, values: Tensor) -> Tensor:
-        """Returns the bits of the smallest numbers of the compute dtype that are not below the values. Finite values
-        stay finite."""
-        return _bits_above(values, self.dtype)
-
     def power_of_two(self, bits: Tensor) -> Tensor:
         """Returns the bits of the next power of two, or of the largest finite number if that power is infinite."""
         form = self.form
@@ -200,6 +195,6 @@ def _numbers(values: Tensor) -> Tensor:
 NORMS: dict[str, Callable[[_Norms], Tensor]] = {
     "max": lambda norms: norms.maximum,
     # At least the largest magnitude, because the squares of fp64 numbers below 1e-162 are 0.
-    "l2": lambda norms: torch.maximum(norms.bits_above(norms.l2), norms.maximum),
+    "l2": lambda norms: torch.maximum(_bits_above(norms.l2, norms.dtype), norms.maximum),
     "power_of_two": lambda norms: norms.power_of_two(norms.maximum),
 }
