@@ -85,18 +85,18 @@ class FedVote:
         check_whole(rounds=rounds)
         x = problem.start().clone()
         places = _places(problem.segments, voted)
-        tally = _Weighed(self.workers, len(places)) if self.reputations else _Summed(self.workers, len(places))
+        ranks = (_Weighed if self.reputations else _summed)(self.workers, len(places))
         latent = x[places].atanh() / self.slope
         x[places] = torch.tanh(self.slope * latent)
         rows = Rows()
-        _note(rows, problem, x, places, 0, tally, math.nan)
+        _note(rows, problem, x, places, 0, ranks, math.nan)
         for number in range(rounds):
             weights = self._trained(problem, x, places, latent, number)
-            x[places] = tally.mean(self._votes(weights, number), number)
+            x[places] = ranks.mean(list(self._votes(weights, number)), number)
             latent = x[places].clamp(MARGIN - 1, 1 - MARGIN).atanh() / self.slope
             error = relative_error(x[places], list(weights))
-            _note(rows, problem, x, places, (number + 1) * self.local_steps, tally, error)
-        return rows.record("fedvote", tally.ranks.config, self.workers, x)
+            _note(rows, problem, x, places, (number + 1) * self.local_steps, ranks, error)
+        return rows.record("fedvote", ranks.config, self.workers, x)
 
     def _trained(self, problem: Problem, x: Tensor, places: Tensor, latent: Tensor, number: int) -> Tensor:
         """Returns the workers' weights W after a round's local steps, [workers, voted]."""
@@ -120,46 +120,38 @@ class FedVote:
         return votes
 
 
-class _Summed:
-    """All votes have equal weight: the reducer ``sum`` adds them as integers, in the fewest bits that hold n votes.
+def _summed(workers: int, numel: int) -> VirtualRanks:
+    """Returns ranks whose votes have equal weight: the reducer ``sum`` adds them as integers, in the fewest bits that
+    hold n votes.
 
     The scale is 1 and a vote is one of the outermost levels, -1 and 1, so the sum is exact.
     """
-
-    def __init__(self, workers: int, numel: int) -> None:
-        fields = {**SYSTEMS["fedvote"].fields, "bits": max(2, workers.bit_length())}
-        self.ranks = VirtualRanks(workers, [Segment(0, numel, raw=False)], **fields)
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that a worker has sent."""
-        return self.ranks.bytes_sent
-
-    def mean(self, votes: Tensor, number: int) -> Tensor:
-        """Returns the mean vote on each weight, [voted]."""
-        return self.ranks.mean(list(votes), number)
+    fields = {**SYSTEMS["fedvote"].fields, "bits": max(2, workers.bit_length())}
+    return VirtualRanks(workers, [Segment(0, numel, raw=False)], **fields)
 
 
 class _Weighed:
-    """Votes are weighted by reputation: signs are gathered, and all workers decode and weight all messages in the same
-    way."""
+    """Ranks whose votes are weighted by reputation: signs are gathered, and all ranks decode and weight all messages in
+    the same way. The attributes and the method are like those of `VirtualRanks`."""
 
     def __init__(self, workers: int, numel: int) -> None:
         fields: dict[str, Any] = {"codec": "sign", "memory": "none", "block_size": 65536}  # all have scale 1
         # A group of one rank: its mean is the decoded message, as every receiving worker decodes it.
-        self.ranks = VirtualRanks(1, [Segment(0, numel, raw=False)], reducer="gather", **fields)
-        self._message_bytes = round(self.ranks.wire_bits * numel / 8)
+        self._codes = VirtualRanks(1, [Segment(0, numel, raw=False)], reducer="gather", **fields)
+        self.config = self._codes.config
+        self.wire_bits = self._codes.wire_bits
+        self._message_bytes = round(self.wire_bits * numel / 8)
         self._reputations = torch.full((workers,), 0.5, dtype=torch.float64)
         self.bytes_sent = 0
 
-    def mean(self, votes: Tensor, number: int) -> Tensor:
+    def mean(self, votes: Sequence[Tensor], number: int) -> Tensor:
         """Returns the weighted mean vote on each weight, [voted]."""
-        received = torch.stack([self.ranks.mean([message], number) for message in votes])
+        received = torch.stack([self._codes.mean([vote], number) for vote in votes])
         self.bytes_sent += (len(votes) - 1) * self._message_bytes
         agreement = (received == received.sum(0).sign()).double().mean(1)
         self._reputations = (self._reputations + agreement) / 2
         trusted = torch.where(self._reputations < self._reputations.mean(), 0.0, self._reputations)
-        return (trusted / trusted.sum()).to(votes) @ received
+        return (trusted / trusted.sum()).to(received) @ received
 
 
 def _places(segments: Sequence[Segment], voted: Sequence[int]) -> Tensor:
@@ -175,11 +167,11 @@ def _places(segments: Sequence[Segment], voted: Sequence[int]) -> Tensor:
 
 
 def _note(
-    rows: Rows, problem: Problem, x: Tensor, places: Tensor, step: int, tally: _Summed | _Weighed, error: float
+    rows: Rows, problem: Problem, x: Tensor, places: Tensor, step: int, ranks: VirtualRanks | _Weighed, error: float
 ) -> None:
     """Add a row."""
     binary = x.clone()
     binary[places] = torch.where(x[places] < 0, -1.0, 1.0).to(x)
     metrics = {**problem.metrics(x), **{f"binary_{name}": value for name, value in problem.metrics(binary).items()}}
-    sent = {"bytes_sent": tally.bytes_sent, "wire_bits": tally.ranks.wire_bits}
+    sent = {"bytes_sent": ranks.bytes_sent, "wire_bits": ranks.wire_bits}
     rows.add(problem.loss(x), metrics, step=step, relative_error=error, **sent)
