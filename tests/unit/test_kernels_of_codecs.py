@@ -5,11 +5,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_gqsgd.codecs import ExponentialCodec, SignCodec, TopKCodec
+from lightning_gqsgd.codecs import CODECS, Codec, ExponentialCodec, LinearCodec, SignCodec, TopKCodec
 from lightning_gqsgd.codecs.variance import smallest_level
 from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.kernels.packing import unpack
-from tests.unit.test_kernels import BOTH, DTYPES, layout_of, message, there_and_back
+from lightning_gqsgd.kernels.protocol import Kind, Quantiser
+from lightning_gqsgd.research.simulation import average
+from tests.unit.test_kernels import BOTH, DTYPES, gradient, layout_of, message, there_and_back
 
 
 @pytest.mark.parametrize("kernels", BOTH)
@@ -129,3 +131,20 @@ def check_combined(seed: int, bits: int, numel: int, both=BOTH) -> None:
         kernels.combine(mine, theirs, layout.blocks, q, (seed % 2**32, 2))
         results.append(unpack(mine, layout.blocks, q.bits, q.block_size, summable=False))
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(("fast", "reducer"), [(LinearCodec, "sum"), (ExponentialCodec, "tree")])
+def test_sums_of_codes_without_fast_kernels_are_those_of_the_readable_ones(
+    fast: type[Codec], reducer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a user's codec has them."""
+
+    def quantiser(codec: Codec, block_size: int, summed: int | None = None) -> Quantiser:
+        q = fast.quantiser(codec, block_size, summed)
+        return type("Readable", (type(q),), {"kind": Kind("readable")})(**vars(q))
+
+    monkeypatch.setitem(CODECS, "readable", type("Readable", (fast,), {"name": "readable", "quantiser": quantiser}))
+    gradients = [gradient(rank, 300, torch.float32) for rank in range(3)]
+    expected = average(gradients, codec=fast.name, reducer=reducer, block_size=64)
+    for mean, other in zip(average(gradients, codec="readable", reducer=reducer, block_size=64), expected, strict=True):
+        assert torch.equal(mean, other)

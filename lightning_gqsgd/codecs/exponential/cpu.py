@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
 from lightning_gqsgd.kernels.cpu.records import record_reader, record_writer, sum_reader
 from lightning_gqsgd.kernels.cpu.scales import Form, form_of
 from lightning_gqsgd.kernels.layout import CODES, LENGTH
-from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.kernels.wire import Share, float_type, integer_type
 
 if TYPE_CHECKING:
@@ -104,17 +103,10 @@ def summed(q: ExponentialQuantiser) -> Any:
     return _sum_kernel
 
 
-def combine(mine: np.ndarray, theirs: np.ndarray, blocks: np.ndarray, q: Quantiser, key: np.ndarray) -> None:
-    """Replace the codes of a message by codes of sums, see `kernels.protocol.Kernels.combine`.
-
-    Raises:
-        TypeError: if the codes are not exponential.
-    """
-    if q.kind.name != "exponential":
-        raise TypeError(f"codes of {q} cannot be added in pairs: take an exponential codec")
-    magnitudes = np.int32(cast("ExponentialQuantiser", q).magnitudes)
+def combine(mine: np.ndarray, theirs: np.ndarray, blocks: np.ndarray, q: ExponentialQuantiser, key: np.ndarray) -> None:
+    """Replace the codes of a message by codes of sums, see `kernels.protocol.Kernels.combine`."""
     codes, others = np.empty((2, q.block_size + 1), np.uint8)
-    _combine(mine, theirs, blocks, key, q.bits, magnitudes, codes, others)
+    _combine(mine, theirs, blocks, key, q.bits, np.int32(q.magnitudes), codes, others)
 
 
 @inlined

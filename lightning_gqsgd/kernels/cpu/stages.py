@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +52,11 @@ def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: boo
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
     """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
-    _family_of(q).combine(mine.numpy(), theirs.numpy(), blocks.numpy(), q, np.array(key, dtype=np.uint32))
+    family = cpu_family(q.kind)
+    if family is None:
+        reference.combine(mine, theirs, blocks, q, key)
+        return
+    family.combine(mine.numpy(), theirs.numpy(), blocks.numpy(), q, np.array(key, dtype=np.uint32))
 
 
 def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, factor: float, limit: int) -> None:
@@ -121,7 +124,10 @@ def decode(
 
 def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> int:
     """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`."""
-    kernel, constants = _sum_decoder(q, x.dtype, len(keys))
+    decoder = _sum_decoder(q, x.dtype, len(keys))
+    if decoder is None:
+        return reference.decode_sum(wire, scales, blocks, x, q, keys)
+    kernel, constants = decoder
     scratch = _scratch.of(q.block_size, x.dtype)
     wide = _widened(x, blocks)
     not_finite: int = kernel(wire.numpy(), scales.numpy(), wide.table, wide.values, _keys(keys), constants, scratch)
@@ -173,23 +179,11 @@ def _coder(q: Quantiser, dtype: torch.dtype, sources: int) -> _Coder | None:
 
 
 @lru_cache
-def _sum_decoder(q: Quantiser, dtype: torch.dtype, sources: int) -> tuple[Any, Any]:
-    """Returns the kernel that decodes sums of ``sources`` messages, and its constants.
-
-    Raises:
-        NotImplementedError: if codes of the quantiser's family cannot be added.
-    """
-    family = _family_of(q)
-    if not hasattr(family, "summed"):
-        raise NotImplementedError(f"messages of {q} cannot be added up: take a linear or an exponential codec")
-    return family.summed(q), family.constants(q, dtype, sources)
-
-
-def _family_of(q: Quantiser) -> ModuleType:
-    """Returns the module ``cpu`` of a quantiser's family, see `kernels.families`."""
+def _sum_decoder(q: Quantiser, dtype: torch.dtype, sources: int) -> tuple[Any, Any] | None:
+    """Returns the kernel that decodes sums of ``sources`` messages, and its constants, or None if the family has no
+    kernels for CPUs."""
     family = cpu_family(q.kind)
-    assert family is not None
-    return family
+    return None if family is None else (family.summed(q), family.constants(q, dtype, sources))
 
 
 class _Widened(NamedTuple):

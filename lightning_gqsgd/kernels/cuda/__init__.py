@@ -24,15 +24,17 @@ from lightning_gqsgd.kernels.cuda.constants import constants_of
 from lightning_gqsgd.kernels.cuda.measures import maxima_kernel, moments_kernel
 from lightning_gqsgd.kernels.cuda.narrow import Narrowing, narrow_kernel
 from lightning_gqsgd.kernels.cuda.rotation import Rotation, rotate_kernel
-from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
 from lightning_gqsgd.kernels.families import cuda_family
-from lightning_gqsgd.kernels.protocol import CodecKernels, Count, Own, Quantiser
+from lightning_gqsgd.kernels.protocol import Count, Kernels, Own, Quantiser
 from lightning_gqsgd.kernels.wire import Key, scale_format
 
 
-def _kernels_of(q: Quantiser) -> CodecKernels:
-    """Returns the kernels of a quantiser's family. If the family has no fast kernels, returns `reference`."""
-    return cuda_family(q.kind) or cast(CodecKernels, reference)
+def _kernels_of(q: Quantiser) -> Kernels:
+    """Returns the kernels of a quantiser's family. If the family has no fast kernels, returns `reference`.
+
+    Only families whose codes can be added have `decode_sum` and `combine`.
+    """
+    return cast(Kernels, cuda_family(q.kind) or reference)
 
 
 #: Number of coordinates of a block that `block_maxima` and `block_moments` read together. Blocks may be longer.
@@ -112,12 +114,12 @@ def decode(
     return _kernels_of(q).decode(wires, blocks, x, q, keys, rotation, own)
 
 
-def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> Tensor:
+def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> Count:
     """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`. The number
     is a tensor on the device, int32 []."""
-    return cast(ScaledFamily, cuda_family(q.kind)).decode_sum(wire, scales, blocks, x, q, keys)
+    return _kernels_of(q).decode_sum(wire, scales, blocks, x, q, keys)
 
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
     """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
-    cast(ScaledFamily, cuda_family(q.kind)).combine(mine, theirs, blocks, q, key)
+    _kernels_of(q).combine(mine, theirs, blocks, q, key)
