@@ -64,7 +64,7 @@ class Bf16(Reducer):
             yield (Exchange.in_place("sum", x),)
             return 0
         # The kernels round only fp32 numbers. fp64 numbers that are too large for fp32 are clamped, to stay finite.
-        wide = x if x.dtype == torch.float32 else in_finite_range(x, torch.float32).float()
+        wide = in_finite_range(x, torch.float32).float()
         small = torch.empty_like(wide, dtype=torch.bfloat16)
         part = self.layout.on(x.device).whole
         # Ranks divide before they round, and clamp to `largest`, so that no sum within the all-reduce overflows.
