@@ -1,4 +1,6 @@
-"""`auto`: finds the number of bits with the shortest steps by trials, and watches the length of steps afterwards.
+"""The choice of bits during a training: by the length of steps (``auto``), by the noise of gradients (``bits="auto"``),
+or by both.
 
-`trials` decides from the lengths of steps alone. `clock` measures them. `steering` joins the two with the hook.
+`trials` decides from the lengths of steps, which `clock` measures, and `noise` from sums, which `sampling` measures.
+`steering` joins them with the hook.
 """

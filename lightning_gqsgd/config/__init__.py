@@ -1,7 +1,7 @@
 """Configurations, and the checks that a configuration can work.
 
-`GQSGDConfig` checks its fields when it is built, each by itself and in `combinations`. `resolving` gives it the reducer
-and the numbers that depend on the number of ranks, and parses it for that reducer: nothing below this room sees a
+`GQSGDConfig` checks its fields when it is built, each by itself and in `combinations`. `resolving` chooses the reducer
+and the numbers that depend on the number of ranks, and builds a `Setting`, so that nothing below this room depends on a
 configuration.
 """
 
