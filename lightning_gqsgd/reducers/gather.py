@@ -34,12 +34,11 @@ class Gather(Reducer):
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         self.ranks = setting.ranks
-        q = setting.codec.quantiser(setting.block_size)
-        self.link = Link(setting, q, UP)
+        self.link = Link(setting, UP)
         self.needs_copy = self.link.needs_copy
         self.shares_scales = setting.shares_scales
         self.compresses_codes = setting.coder == "elias"
-        self.layout = place(table, q, shards=1, **setting.record_sizes)
+        self.layout = place(table, self.link.quantiser, shards=1, **setting.record_sizes)
         # Shared scales are sent in a separate exchange, including those of uncompressed blocks.
         self._scales = shared_scale_bytes(len(table), setting) if self.shares_scales else (0, 0)
         self._count(self.layout.message_bytes)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs.scales import kernels_find_scales, over_ranks, rounded_up, scales_of
 from lightning_gqsgd.kernels.layout import Layout, Part
-from lightning_gqsgd.kernels.protocol import Count, Quantiser
+from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.kernels.wire import Key
 from lightning_gqsgd.reducers.base import Exchange
 from lightning_gqsgd.reducers.memory import UP, Direction, Keeps, MemoryStore
@@ -56,17 +56,14 @@ class Link:
 
     Args:
         setting: the setting, with resolved numbers of memories.
-        quantiser: the quantiser of its codec.
         direction: up or down.
-        scales_travel: whether scales are part of the messages. If not, they are not rounded.
+        adds: whether the codes of all ranks are added. Scales are not part of the messages then.
     """
 
-    def __init__(
-        self, setting: Setting, quantiser: Quantiser, direction: Direction, *, scales_travel: bool = True
-    ) -> None:
-        self.quantiser = quantiser
+    def __init__(self, setting: Setting, direction: Direction, *, adds: bool = False) -> None:
+        self.quantiser = setting.codec.quantiser(setting.block_size, summed=setting.ranks if adds else None)
         self.direction = direction
-        self.scales_travel = scales_travel
+        self.adds = adds
         memory = setting.memory_of(direction)
         self.recursion = None if memory is None else Recursion.of(memory)
         self.sent, self.received = direction.references(memory)
@@ -95,7 +92,7 @@ class Link:
     @cached_property
     def fuses(self) -> bool:
         """True if kernels rotate while they encode and decode, because nothing else needs the rotated coordinates."""
-        return self.rotates and self.plain and self.scales_travel and not self.shares_scales
+        return self.rotates and self.plain and not self.adds and not self.shares_scales
 
     @cached_property
     def rotates_apart(self) -> bool:
@@ -234,7 +231,7 @@ class Outgoing:
         scales = self._scales
         # The sender has to encode with the scale that receivers will read, which has fewer bits. The scale is rounded
         # up, so that no coordinate exceeds it.
-        if scales is not None and link.scales_travel:
+        if scales is not None and not link.adds:
             scales = rounded_up(scales, self._input.dtype)
         fused = self._rotation if link.fuses else None
         self._part.kernels.encode(self._input, self._part.blocks, wire, link.quantiser, key, scales, fused)

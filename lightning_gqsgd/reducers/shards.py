@@ -31,10 +31,9 @@ class _Shards:
 
     def __init__(self, table: np.ndarray, setting: Setting, direction: Direction) -> None:
         self.ranks = setting.ranks
-        q = setting.codec.quantiser(setting.block_size)
-        self.link = Link(setting, q, direction)
+        self.link = Link(setting, direction)
         self.needs_copy = self.link.needs_copy
-        self.layout = place_alike(table, q, shards=self.ranks, **setting.record_sizes)
+        self.layout = place_alike(table, self.link.quantiser, shards=self.ranks, **setting.record_sizes)
         self.message_bytes = self.layout.message_bytes
         # A rank keeps its own shard.
         self.sent_bytes = self.message_bytes - self.layout.shard_bytes

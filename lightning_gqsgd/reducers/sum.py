@@ -17,7 +17,6 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Layout, place
-from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, ring_bytes
 from lightning_gqsgd.reducers.summed import Summed
 
@@ -52,8 +51,8 @@ class Sum(Summed):
         fewer levels, and the roundings average out."""
         return codec.error_variance(ranks) / ranks
 
-    def _placed(self, table: np.ndarray, q: Quantiser) -> Layout:
-        return place(table, q, shards=1, scale_bytes=0, raw_bytes=0)
+    def _placed(self, table: np.ndarray) -> Layout:
+        return place(table, self.link.quantiser, shards=1, scale_bytes=0, raw_bytes=0)
 
     def _sent_bytes(self) -> int:
         return ring_bytes(self.layout.message_bytes, self.ranks)

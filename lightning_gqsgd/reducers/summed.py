@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels.layout import RAW, Layout
-from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.reducers.base import (
     Exchange,
     Reducer,
@@ -42,19 +41,18 @@ class Summed(Reducer):
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         self.ranks = setting.ranks
-        q = setting.codec.quantiser(setting.block_size, summed=self.ranks)
-        self.link = Link(setting, q, UP, scales_travel=False)
+        self.link = Link(setting, UP, adds=True)
         self.needs_copy = self.link.needs_copy
         # Uncompressed coordinates cannot be added as integers, so they are reduced separately.
         raw = table[:, RAW] == 1
-        self.layout = self._placed(table[~raw], q)
+        self.layout = self._placed(table[~raw])
         self.raw = TwoShot(table[raw], uncompressed(setting))
         own_scales, sent_scales = shared_scale_bytes(len(self.layout.table), setting)
         self.message_bytes = self.layout.message_bytes + own_scales + self.raw.message_bytes
         self.sent_bytes = self._sent_bytes() + sent_scales + self.raw.sent_bytes
 
     @abstractmethod
-    def _placed(self, table: np.ndarray, q: Quantiser) -> Layout:
+    def _placed(self, table: np.ndarray) -> Layout:
         """Returns the positions of the codes in messages without scales."""
 
     @abstractmethod

@@ -21,7 +21,6 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Layout, place_by_owner
-from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, ring_bytes
 from lightning_gqsgd.reducers.summed import Summed
 
@@ -105,8 +104,9 @@ class Tree(Summed):
         rounds once, and these roundings do not average out."""
         return codec.error_variance(ranks) * ranks.bit_length()
 
-    def _placed(self, table: np.ndarray, q: Quantiser) -> Layout:
+    def _placed(self, table: np.ndarray) -> Layout:
         # The owner of a block's sum determines the order of the additions, so the owner must not depend on buckets.
+        q = self.link.quantiser
         return place_by_owner(table, q, shards=_owners(self.ranks), scale_bytes=0, raw_bytes=0, striped=True)
 
     def _sent_bytes(self) -> int:

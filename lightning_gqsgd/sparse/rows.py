@@ -114,15 +114,14 @@ class CodedRows:
         self._table = table
         self._keys = keys
         self._dtype = COMPUTE_DTYPES[setting.dtype]
-        self._quantiser = setting.codec.quantiser(setting.block_size)
         self._scale_bytes = setting.scale_bytes
         self._raw_bytes = setting.raw_bytes
-        self._link = Link(setting, self._quantiser, UP)
+        self._link = Link(setting, UP)
         self._store = new_store(setting, {}, torch.device("cpu"))
 
     def nbytes(self, count: int) -> int:
         """Returns the bytes of so many rows."""
-        return count * record_bytes(self._table, self._quantiser, self._scale_bytes, self._raw_bytes)
+        return count * record_bytes(self._table, self._link.quantiser, self._scale_bytes, self._raw_bytes)
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
         """Write a rank's rows into ``message``, uint8 [nbytes], as codes."""
@@ -138,7 +137,7 @@ class CodedRows:
         return out.view(len(rows), self._table.width)
 
     def _part(self, rows: Tensor) -> Part:
-        return place_rows(self._table, rows, self._quantiser, self._scale_bytes, self._raw_bytes)
+        return place_rows(self._table, rows, self._link.quantiser, self._scale_bytes, self._raw_bytes)
 
 
 def rows_for(table: Table, config: GQSGDConfig, dtype: torch.dtype, keys: StepKeys, *, compressed: bool) -> Rows:
