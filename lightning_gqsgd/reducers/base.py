@@ -25,7 +25,7 @@ from lightning_gqsgd.codecs.scales import ScaleRule
 from lightning_gqsgd.kernels.layout import USUAL_SIZE, BlockRun, PieceSize
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, in_finite_range, scale_format
-from lightning_gqsgd.reducers.memory import UP, Direction, MemoryStore
+from lightning_gqsgd.reducers.memory import MemoryStore
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.memories import Memory
@@ -114,10 +114,6 @@ class Setting:
     sample_every: int = 0
     piece_size: PieceSize = USUAL_SIZE
     between: Setting | None = None
-
-    def memory_of(self, direction: Direction) -> Memory | None:
-        """Returns the memory of a direction, or None if there is no memory."""
-        return self.up if direction is UP else self.down
 
     @property
     def remembers(self) -> bool:

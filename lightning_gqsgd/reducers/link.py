@@ -64,7 +64,7 @@ class Link:
         self.quantiser = setting.codec.quantiser(setting.block_size, summed=setting.ranks if adds else None)
         self.direction = direction
         self.adds = adds
-        memory = setting.memory_of(direction)
+        memory = setting.up if direction is UP else setting.down
         self.recursion = None if memory is None else Recursion.of(memory)
         self.sent, self.received = direction.references(memory)
         self.codec = setting.codec

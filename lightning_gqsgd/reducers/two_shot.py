@@ -40,9 +40,8 @@ class TwoShot(Reducer):
         self.up = Link(setting, UP)
         self.down = Link(setting, DOWN)
         self.needs_copy = self.up.needs_copy or self.down.needs_copy
-        striped = self.up.remembers or self.down.remembers
         q = self.up.quantiser
-        self.layout = place_by_owner(table, q, shards=self.ranks, **setting.record_sizes, striped=striped)
+        self.layout = place_by_owner(table, q, shards=self.ranks, **setting.record_sizes, striped=setting.remembers)
         self.message_bytes = self.layout.message_bytes
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
 
