@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -44,6 +46,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 #: One of each family and dither, for the usual suite.
 FEW = ("linear subtractive 4", "linear stochastic 3", "linear adaptive 2", "companded subtractive 3", "exponential 5 0",
        "exponential 8 3", "eden 2", "trellis 2", "float 16")  # fmt: skip
+
+
+def with_draws(names: Sequence[str]) -> pytest.MarkDecorator:
+    """Runs a test for some of `CONFIGS`: those of `FEW` with few draws, and in the long tests all with many."""
+    few = [pytest.param(name, FEW_DRAWS, id=f"some draws of {name}") for name in names if name in FEW]
+    many = [pytest.param(name, DRAWS, id=name, marks=pytest.mark.reliability) for name in names]
+    return pytest.mark.parametrize(("name", "draws"), few + many)
 
 
 def structured() -> dict[str, Tensor]:

@@ -18,8 +18,6 @@ from lightning_gqsgd.research.simulation.virtual import VirtualRanks
 from tests.reliability.draws import (
     BLOCK,
     CONFIGS,
-    DRAWS,
-    FEW,
     FEW_DRAWS,
     NUMEL,
     by_blocks,
@@ -27,6 +25,7 @@ from tests.reliability.draws import (
     errors_of,
     steps_for,
     structured,
+    with_draws,
 )
 
 #: Codecs whose receivers take a uniform dither off again.
@@ -58,7 +57,8 @@ def _levels(decoded: Tensor, middle: float) -> Tensor:
     return decoded.sign() * ((1 + SLOPE) * value + r * r / middle) / (SLOPE + 2 * r / middle)
 
 
-def check_uniform(name: str, draws: int) -> None:
+@with_draws(SUBTRACTIVE)
+def test_errors_of_subtractive_dither_are_uniform(name: str, draws: int) -> None:
     """The chi-square of errors in 256 bins, on every input."""
     config = GQSGDConfig(**CONFIGS[name])
     for kind, x in structured().items():
@@ -72,17 +72,6 @@ def check_uniform(name: str, draws: int) -> None:
         assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255), (name, kind)
 
 
-@pytest.mark.parametrize("name", [name for name in FEW if name in SUBTRACTIVE])
-def test_some_errors_of_subtractive_dither_are_uniform(name: str) -> None:
-    check_uniform(name, FEW_DRAWS)
-
-
-@pytest.mark.reliability
-@pytest.mark.parametrize("name", SUBTRACTIVE)
-def test_errors_of_subtractive_dither_are_uniform(name: str) -> None:
-    check_uniform(name, DRAWS)
-
-
 def correlations(first: Tensor, other: Tensor) -> tuple[float, float]:
     """Deviations from zero of the correlation of errors, and of their squares.
 
@@ -94,7 +83,8 @@ def correlations(first: Tensor, other: Tensor) -> tuple[float, float]:
     return products[0], products[1]
 
 
-def check_independent(name: str, draws: int) -> None:
+@with_draws([*CONFIGS])
+def test_errors_are_independent(name: str, draws: int) -> None:
     """No correlation with another rank, the way back, the next step, another parameter, another seed, or neighbours."""
     config = GQSGDConfig(**CONFIGS[name])
     reseeded = config.replaced(seed=config.seed + 1)
@@ -117,17 +107,6 @@ def check_independent(name: str, draws: int) -> None:
             print(f"{name} on {kind}, {other}: z = {z:+.2f}, of squares {squares:+.2f}")
             assert abs(z) < 5, (name, kind, other)
             assert abs(squares) < 5, (name, kind, other)
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_some_errors_are_independent(name: str) -> None:
-    check_independent(name, FEW_DRAWS)
-
-
-@pytest.mark.reliability
-@pytest.mark.parametrize("name", CONFIGS)
-def test_errors_are_independent(name: str) -> None:
-    check_independent(name, DRAWS)
 
 
 def check_share(means: Tensor, variance: float, draws: int) -> None:
@@ -157,17 +136,10 @@ def check_ranks(name: str, draws: int) -> None:
         check_share(errors_of(config, x, steps_for(draws, 1000), stream=1, ranks=ranks), variance, ranks)
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_the_error_of_some_means_falls_as_one_over_the_root_of_their_draws(name: str) -> None:
-    check_steps(name, FEW_DRAWS)
-    check_ranks(name, FEW_DRAWS)
-
-
-@pytest.mark.reliability
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_error_of_a_mean_falls_as_one_over_the_root_of_its_draws(name: str) -> None:
-    check_steps(name, DRAWS)
-    check_ranks(name, DRAWS)
+@with_draws([*CONFIGS])
+def test_the_error_of_a_mean_falls_as_one_over_the_root_of_its_draws(name: str, draws: int) -> None:
+    check_steps(name, draws)
+    check_ranks(name, draws)
 
 
 @pytest.mark.parametrize("ranks", [2, 5, 16])

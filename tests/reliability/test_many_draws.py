@@ -20,7 +20,6 @@ from tests.reliability.draws import (
     BLOCK,
     CONFIGS,
     DRAWS,
-    FEW,
     FEW_DRAWS,
     NUMEL,
     by_blocks,
@@ -29,6 +28,7 @@ from tests.reliability.draws import (
     expected_variance,
     steps_for,
     structured,
+    with_draws,
 )
 from tests.reliability.knobs import SEED
 
@@ -44,7 +44,8 @@ BIASED: dict[str, dict[str, Any]] = {
 }
 
 
-def check_draws(name: str, draws: int) -> None:
+@with_draws([*CONFIGS])
+def test_draws_have_no_bias_and_the_variance_of_theory(name: str, draws: int) -> None:
     """No bias as it is, and none towards zero; and the variance of theory, on every input."""
     config = GQSGDConfig(**CONFIGS[name])
     for kind, x in structured().items():
@@ -60,17 +61,6 @@ def check_draws(name: str, draws: int) -> None:
         assert abs(z) < 5, (name, kind)
         assert abs(towards_zero) < 5, (name, kind)
         assert ratio == pytest.approx(1, rel=0.05), (name, kind)
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_some_draws_have_no_bias_and_the_variance_of_theory(name: str) -> None:
-    check_draws(name, FEW_DRAWS)
-
-
-@pytest.mark.reliability
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_million_draws_have_no_bias_and_the_variance_of_theory(name: str) -> None:
-    check_draws(name, DRAWS)
 
 
 def dense_of(codec: str) -> Tensor:
