@@ -1,22 +1,22 @@
-"""Bias and variance of EDEN codes over rotations, on blocks of every kind, and how exact the mean of ranks is."""
+"""Bias and variance of EDEN codes over rotations, on blocks of every kind, and how exact the mean of ranks is.
+
+What trellis codes have in common with them is tested here, too.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import EdenCodec
+from lightning_gqsgd.codecs import EdenCodec, TrellisCodec
 from lightning_gqsgd.codecs.eden import codec as eden
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut, place
-from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.kernels.rotation import FEW, smallness
 from lightning_gqsgd.kernels.wire import ScaleFormat
 from lightning_gqsgd.reducers import REDUCERS
@@ -25,21 +25,20 @@ from lightning_gqsgd.research.simulation import VirtualRanks, average, relative_
 BLOCK, REPEATS = 256, 8000
 
 
-def through(x: Tensor, table: np.ndarray, q: Quantiser, kernels: ModuleType = cpu) -> Tensor:
-    """Blocks of a table, encoded and decoded: [len(x)]."""
-    layout = place(table, q, shards=1, scale_bytes=2, raw_bytes=4)
-    wire, y = torch.zeros(layout.message_bytes, dtype=torch.uint8), torch.empty_like(x)
-    kernels.encode(x, layout.blocks, wire, q, (5, 77))
+def decoded(x: Tensor, codec: EdenCodec, repeats: int = REPEATS, kernels: ModuleType = cpu) -> Tensor:
+    """One block, encoded and decoded under as many rotations: [repeats, len(x)].
+
+    EDEN codes have each block in a parameter of its own. Trellis codes have blocks of full length in one parameter.
+    """
+    size, many = max(128, 1 << (len(x) - 1).bit_length()), x.repeat(repeats)
+    segments = [Segment(number, len(x), False) for number in range(repeats)]
+    if isinstance(codec, TrellisCodec) and len(x) == size:
+        segments = [Segment(0, many.numel(), False)]
+    q = codec.quantiser(size)
+    layout = place(cut(segments, size), q, shards=1, scale_bytes=2, raw_bytes=4)
+    wire, y = torch.zeros(layout.message_bytes, dtype=torch.uint8), torch.empty_like(many)
+    kernels.encode(many, layout.blocks, wire, q, (5, 77))
     kernels.decode(wire[None], layout.blocks, y, q, [(5, 77)])
-    return y
-
-
-def decoded(x: Tensor, bits: int, repeats: int = REPEATS, kernels: ModuleType = cpu) -> Tensor:
-    """One block, encoded and decoded under as many rotations as there are parameters: [repeats, len(x)]."""
-    size = max(128, 1 << (len(x) - 1).bit_length())
-    q, many = EdenCodec(bits).quantiser(size), x.repeat(repeats)
-    table = cut([Segment(number, len(x), False) for number in range(repeats)], size)
-    y = through(many, table, q, kernels)
     return y.view(repeats, len(x)).double()
 
 
@@ -72,29 +71,47 @@ def block(kind: str) -> Tensor:
 KINDS = ("dense", "one", "two", "ten", "sparse", "heavy", "constant")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_there_is_no_bias_over_rotations(kind: str, bits: int) -> None:
+CODECS = (EdenCodec, TrellisCodec)
+#: Kernels of trellis codes do the same for all kinds of blocks: all of them at 2 bits, and two at the others.
+CASES = [
+    pytest.param(
+        codec,
+        bits,
+        kind,
+        marks=[] if codec is EdenCodec or bits == 2 or kind in ("dense", "two") else pytest.mark.slow,
+    )
+    for codec, bits, kind in itertools.product(CODECS, (1, 2, 3, 4), KINDS)
+]
+
+
+@pytest.mark.parametrize(("codec", "bits", "kind"), CASES)
+def test_there_is_no_bias_over_rotations(codec: type[EdenCodec], bits: int, kind: str) -> None:
+    """Levels of a trellis' sequence are not opposite for opposite numbers, because all sequences begin in one state.
+    The signs of the rotation make up for that."""
     x = block(kind)
-    y = decoded(x, bits)
+    y = decoded(x, codec(bits))
     error = y - x.double()
     # The part along the gradient is the rounding of the scale alone, so that this would notice a bias of 2^-12.
     along = (error @ x.double()) / float(x.double().square().sum())
     assert abs(float(along.mean())) <= 4 * float(along.std()) / math.sqrt(REPEATS) + 1e-6
     assert float(along.abs().max()) <= 2**-7
-    # Of so many coordinates, the worst is farther off than each of them may be.
-    assert worst_z(y, x) <= (4 if kind not in ("dense", "heavy") else 4.5)
+    # Of so many coordinates, the worst is farther off than each of them may be. Of trellis codes, it is 4.8 in one case
+    # of 2000; after 40,000 draws it is 3.5 where it is largest here.
+    is_eden = codec is EdenCodec
+    assert worst_z(y, x) <= (4 if kind not in ("dense", "heavy") else 4.5 if is_eden else 5)
     if kind in ("dense", "heavy"):
-        assert 0.9 < float((error.mean(0) / error.std(0) * math.sqrt(REPEATS)).std()) < 1.1
+        # The standard deviation of 256 numbers is right within 4.4 %.
+        spread = float((error.mean(0) / error.std(0) * math.sqrt(REPEATS)).std())
+        assert abs(spread - 1) < (0.1 if is_eden else 0.16)
 
 
 def test_one_round_of_signs_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: without one of the two Hadamard transforms, sparse blocks have a bias."""
     x, transformed = block("two"), eden.transformed
-    assert worst_z(decoded(x, 2, 500, reference), x) <= 4
+    assert worst_z(decoded(x, EdenCodec(2), 500, reference), x) <= 4
     is_done = itertools.cycle([False, True, True, False])  # two times while encoding, and two while decoding
     monkeypatch.setattr(eden, "transformed", lambda v, blocks: transformed(v, blocks) if next(is_done) else v)
-    y = decoded(x, 2, 500, reference)
+    y = decoded(x, EdenCodec(2), 500, reference)
     assert float(y[:, 200].mean() / x[200]) > 1.4  # and not 1
     assert worst_z(y, x) > 100
 
@@ -107,7 +124,7 @@ def test_a_scale_that_is_rounded_up_is_a_bias(monkeypatch: pytest.MonkeyPatch) -
         "rounded_at_random",
         lambda form, values, random: form.rounded_up(values.view(form.integer).long()),
     )
-    along = decoded(x, 2, 500, reference) @ x.double() / float(x.double().square().sum()) - 1
+    along = decoded(x, EdenCodec(2), 500, reference) @ x.double() / float(x.double().square().sum()) - 1
     assert float(along.mean()) > 20 * float(along.std()) / math.sqrt(500)
 
 
@@ -116,7 +133,7 @@ def test_a_scale_that_is_rounded_up_is_a_bias(monkeypatch: pytest.MonkeyPatch) -
 def test_the_error_is_that_of_theory_averaged_over_rotations(kind: str, bits: int) -> None:
     x, codec = block(kind), EdenCodec(bits)
     energy = x.double().square().sum()
-    relative = float((decoded(x, bits) - x.double()).square().sum(1).mean() / energy)
+    relative = float((decoded(x, codec) - x.double()).square().sum(1).mean() / energy)
     is_dithered = int((x.abs() >= x.abs().max() / 2 ** smallness(8)).sum()) <= FEW
     assert is_dithered == (kind != "dense")
     dither = float(x.double().abs().max() ** 2 / energy) * 4 / 3 / BLOCK if is_dithered else 0.0
@@ -134,26 +151,20 @@ def few(length: int, values: list[float]) -> Tensor:
 FEW_VALUES = ([3.0, -1.0], [3.0, 2.0, 1.0], [8.0, 1.0], [5.0, 1.0, 1.0, 1.0, 1.0], [3.0, -1.0, *[0.3] * 14])
 
 
-#: Two lengths that are rotated in other passes: the short one with all bits, the other with two of them.
+#: Two lengths that are rotated in other passes: the short one with all bits, and of EDEN the other with two of them.
 FEW_CASES = [
-    pytest.param(bits, 1 << n, marks=[] if n == 7 or (n == 9 and bits == 3) else pytest.mark.slow)
-    for bits in (1, 2, 3, 4)
-    for n in range(7, 17)
+    pytest.param(codec, bits, 1 << n, marks=[] if n == 7 or (codec, n, bits) == (EdenCodec, 9, 3) else pytest.mark.slow)
+    for codec, bits, n in itertools.product(CODECS, (1, 2, 3, 4), range(7, 17))
 ]
 
 
-@pytest.mark.parametrize(("bits", "length"), FEW_CASES)
-def test_there_is_no_bias_where_few_coordinates_are_not_zero(bits: int, length: int) -> None:
+@pytest.mark.parametrize(("codec", "bits", "length"), FEW_CASES)
+def test_there_is_no_bias_where_few_coordinates_are_not_zero(codec: type[EdenCodec], bits: int, length: int) -> None:
     """Without a dither, the mean of a coordinate is off by up to 6 % at 1 bit, 60 standard errors of 60,000 draws."""
-    check_few_values(decoded, bits, length)
-
-
-def check_few_values(decoded: Callable[[Tensor, int, int], Tensor], bits: int, length: int) -> None:
-    """Check that blocks of `FEW_VALUES` have no bias. ``decoded``: as the function above, of a codec."""
     repeats = min(20_000, (1 << 24) // length)
     for values in FEW_VALUES:
         x = few(length, values)
-        y = decoded(x, bits, repeats)[:, x != 0]
+        y = decoded(x, codec(bits), repeats)[:, x != 0]
         bias = (y.mean(0) - x[x != 0]).abs()
         # Of a block that one coordinate dominates, a share of 1/m is left at 1 and 2 bits.
         left = x[x != 0].abs() / length if bits <= 2 else 0.0
@@ -162,28 +173,21 @@ def check_few_values(decoded: Callable[[Tensor, int, int], Tensor], bits: int, l
 
 @pytest.mark.parametrize("length", [129, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_a_sparse_block_whose_length_is_no_power_of_two_has_no_bias(bits: int, length: int) -> None:
-    check_sparse(decoded, bits, length)
-
-
-def check_sparse(decoded: Callable[[Tensor, int, int], Tensor], bits: int, length: int) -> None:
-    """Check that a block of which a 25th is not zero has no bias. ``decoded``: as the function above, of a codec."""
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_sparse_block_whose_length_is_no_power_of_two_has_no_bias(
+    codec: type[EdenCodec], bits: int, length: int
+) -> None:
     generator = torch.Generator().manual_seed(length)
     x = few(length, torch.randn(length // 25, generator=generator).tolist())
-    assert worst_z(decoded(x, bits, 20_000), x) <= 4.5
+    assert worst_z(decoded(x, codec(bits), 20_000), x) <= 4.5
 
 
-def test_there_is_no_bias_beside_small_coordinates_either() -> None:
-    check_beside_small_ones(decoded)
-
-
-def check_beside_small_ones(decoded: Callable[[Tensor, int, int], Tensor]) -> None:
-    """Check that two coordinates and small ones have no bias at 2 bits. ``decoded``: as the function above, of a
-    codec."""
+@pytest.mark.parametrize("codec", CODECS)
+def test_there_is_no_bias_beside_small_coordinates_either(codec: type[EdenCodec]) -> None:
     noise = torch.randn(128, generator=torch.Generator().manual_seed(1))
     for size in (0.003, 0.03, 0.3):
         x = few(128, [3.0, -1.0]) + size * noise
-        assert worst_z(decoded(x, 2, 20_000), x) <= 4.5, size
+        assert worst_z(decoded(x, codec(2), 20_000), x) <= 4.5, size
 
 
 def test_without_its_dither_a_block_of_few_coordinates_has_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +195,7 @@ def test_without_its_dither_a_block_of_few_coordinates_has_a_bias(monkeypatch: p
     monkeypatch.setattr(eden, "FEW", 0)
     x = few(128, [3.0, -1.0])
     for bits, bias in ((1, 0.06), (2, 0.025)):
-        y = decoded(x, bits, 4000, reference)
+        y = decoded(x, EdenCodec(bits), 4000, reference)
         assert worst_z(y, x) > 10
         assert abs(float(y[:, x == -1].mean()) + 1) == pytest.approx(bias, rel=0.25)
 
@@ -199,9 +203,9 @@ def test_without_its_dither_a_block_of_few_coordinates_has_a_bias(monkeypatch: p
 @pytest.mark.parametrize("size", [128, 1024, 4096])
 def test_the_error_does_not_depend_on_the_length_of_a_block(size: int) -> None:
     x = torch.randn(size, generator=torch.Generator().manual_seed(size))
-    for bits in (1, 2, 3, 4):
-        relative = float((decoded(x, bits, 400) - x.double()).square().sum(1).mean() / x.double().square().sum())
-        assert relative == pytest.approx(EdenCodec(bits).omega(size), rel=0.05)
+    for codec in map(EdenCodec, (1, 2, 3, 4)):
+        relative = float((decoded(x, codec, 400) - x.double()).square().sum(1).mean() / x.double().square().sum())
+        assert relative == pytest.approx(codec.omega(size), rel=0.05)
 
 
 @pytest.mark.parametrize("numel", [2, *(pytest.param(numel, marks=pytest.mark.slow) for numel in (1, 3, 100, 130))])
@@ -232,19 +236,27 @@ def gradients_of(kind: str, numel: int, ranks: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "heavy", "language"])
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_the_error_of_the_mean_does_not_depend_on_the_gradients(kind: str, bits: int) -> None:
+@pytest.mark.parametrize(
+    ("codec", "size", "most"),
+    [
+        *((EdenCodec(bits), BLOCK, 0.53 if bits == 2 else math.inf) for bits in (1, 2, 3, 4)),
+        *((TrellisCodec(bits), 1024, most) for bits, most in ((1, 1.03), (2, 0.431), (3, 0.211), (4, 0.107))),
+    ],
+    ids=str,
+)
+def test_the_error_of_the_mean_does_not_depend_on_the_gradients(
+    kind: str, codec: EdenCodec, size: int, most: float
+) -> None:
     """Relative L2 error of `two_shot` at 8 ranks, whose gradients are independent, so that the squared norm of their
     mean is an eighth of a gradient's.
 
     Seven messages are decoded, with errors ω/8 of that of the mean's squared norm each, and the mean is quantised.
     """
-    gradients, omega, ranks = gradients_of(kind, 1 << 16, 8), EdenCodec(bits).omega(BLOCK), 8
-    error = relative_error(average(gradients, codec="eden", bits=bits, reducer="two_shot")[0], gradients)
+    gradients, omega, ranks = gradients_of(kind, 1 << 16, 8), codec.omega(size), 8
+    error = relative_error(average(gradients, codec=codec.name, bits=codec.bits, reducer="two_shot")[0], gradients)
     up = omega * (ranks - 1) / ranks
     assert error == pytest.approx(math.sqrt(up + omega * (1 + up)), rel=0.03)
-    if bits == 2:
-        assert error <= 0.53
+    assert error <= most
 
 
 @pytest.mark.parametrize(("reducer", "ranks"), [("gather", 2), ("two_shot", 8)])
