@@ -100,9 +100,7 @@ def probe(ranks_per_host: int) -> dict[str, Any]:
     return {"probe": made.to_dict(), "timelines": timelines}
 
 
-def time_steps(
-    ways: list[Way], model: str, seed: int, ranks_per_host: int, setting_s: float = SETTING_S
-) -> list[list[float]]:
+def time_steps(ways: list[Way], model: str, seed: int, ranks_per_host: int, setting_s: float) -> list[list[float]]:
     """Returns the seconds of a step in each round, of each way; those of local steps are a mean over a round."""
     cases = [Trained(way, model, seed, ranks_per_host) for way in ways]
     rounds = {str(number): case.round for number, case in enumerate(cases)}

@@ -299,9 +299,9 @@ def test_gradients_that_stay_on_a_rank_are_said_once(tmp_path: Path) -> None:
 class _Loop:
     """One rank's training loop; each method is a way to train that is right."""
 
-    def __init__(self, rank: int, options: dict[str, Any] | None = None, hook: dict[str, Any] | None = None) -> None:
+    def __init__(self, rank: int, options: dict[str, Any], hook: dict[str, Any]) -> None:
         self.rank = rank
-        self.model, self.state = wrapped(options or {}, hook or {})
+        self.model, self.state = wrapped(options, hook)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def loss(self, step: int, forward: Callable[..., Any] | None = None) -> torch.Tensor:

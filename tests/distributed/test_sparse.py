@@ -47,10 +47,10 @@ def _wrapped(module: nn.Module, ddp: dict[str, Any] | None = None, **fields: Any
     return model, register_gqsgd(model, **{"sparse": "gather", "min_numel": 1, **fields})
 
 
-def _ids(rank: int, step: int, rows: int = ROWS // 3) -> Tensor:
+def _ids(rank: int, step: int) -> Tensor:
     """Some rows, several of them twice, and the padding."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randint(0, rows, (8, 4), generator=generator) * (torch.arange(8) > 0)[:, None]
+    return torch.randint(0, ROWS // 3, (8, 4), generator=generator) * (torch.arange(8) > 0)[:, None]
 
 
 def _optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:

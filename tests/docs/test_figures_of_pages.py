@@ -125,11 +125,11 @@ def longer_with_codes() -> list[float]:
     return found
 
 
-def losses_of_sockets(milliseconds: int, rate: str) -> float:
-    """Time of a mean with 16 sockets on each channel, over that with one."""
+def losses_of_sockets(rate: str) -> float:
+    """Time of a mean with 16 sockets on each channel, over that with one, and a queue of 50 milliseconds."""
     saved = json.loads((RESULTS / "slow_rings.json").read_text())["rows"]
     times = {(sockets, queue, at): seconds for sockets, queue, at, seconds, *_ in saved}
-    return times[16, milliseconds, rate] / times[1, 50, rate]
+    return times[16, 50, rate] / times[1, 50, rate]
 
 
 RING = "error of a ring's bytes (%)"
@@ -145,8 +145,8 @@ def of_other_clusters(*links: str, column: str = "error (%)") -> list[float]:
 
 SENTENCES: Sentences = {
     ("docs/prediction.md", r"a mean takes ([\d.]+) times as long .*? 0\.31 MB, ([\d.]+) times at 1\.25 MB"): [
-        lambda: losses_of_sockets(50, "50mbit"),
-        lambda: losses_of_sockets(50, "200mbit"),
+        lambda: losses_of_sockets("50mbit"),
+        lambda: losses_of_sockets("200mbit"),
     ],
     ("docs/prediction.md", r"measured steps have ([\d.]+) to ([\d.]+) times the predicted length"): [
         lambda: SHORTEST,

@@ -333,8 +333,9 @@ def test_positions_beyond_31_bits() -> None:
 class _Buffers:
     """A tensor of 2^25 coordinates, its messages and their tables on the card."""
 
-    def __init__(self, q: Quantiser, dtype: torch.dtype, ranks: int = 4) -> None:
-        self.q, self.dtype, numel = q, dtype, 1 << 25
+    def __init__(self, q: Quantiser, dtype: torch.dtype) -> None:
+        ranks, numel = 4, 1 << 25
+        self.q, self.dtype = q, dtype
         self.layout = layout_of([Segment(0, numel, False)], q, dtype, shards=ranks)
         self.blocks, self.owned = self.layout.blocks.to(DEVICE), self.layout.shard(0).blocks.to(DEVICE)
         self.x = torch.randn(numel, device=DEVICE).to(dtype)

@@ -33,10 +33,10 @@ def data(batches: int = 8, seed: int = 1, batch_size: int = 16) -> DataLoader:
 class Classifier(pl.LightningModule):
     """Backbone and head, so that `BackboneFinetuning` finds its way."""
 
-    def __init__(self, seed: int = 0, lr: float = 0.1, momentum: float = 0.9) -> None:
+    def __init__(self, seed: int = 0, momentum: float = 0.9) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.lr, self.momentum = lr, momentum
+        self.lr, self.momentum = 0.1, momentum
         self.backbone = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
         self.head = nn.Linear(64, 32)
 

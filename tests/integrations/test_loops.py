@@ -76,20 +76,17 @@ def test_accumulation_and_clipping(tmp_path: Path) -> None:
 class _Tied(Classifier):
     """Two layers share a matrix, and one is used in every other step only."""
 
-    def __init__(self, sometimes: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.sometimes = sometimes
         self.tied = nn.Linear(64, 64)
         self.tied.weight = self.backbone[2].weight
-        self.rare = nn.Linear(64, 64) if sometimes else None
+        self.rare = nn.Linear(64, 64)
         self.step = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.tied(self.backbone(x)))
-        if self.rare is not None:
-            self.step += 1
-            hidden = self.rare(hidden) if self.step % 3 else hidden
-        return self.head(hidden)
+        self.step += 1
+        return self.head(self.rare(hidden) if self.step % 3 else hidden)
 
 
 DDP_OPTIONS: dict[str, dict[str, Any]] = {
@@ -104,7 +101,7 @@ DDP_OPTIONS: dict[str, dict[str, Any]] = {
 def _options(_: int) -> dict[str, list[list[Any]]]:
     results = {name: _compared(_Tied, ddp) for name, ddp in DDP_OPTIONS.items()}
     unused = {"find_unused_parameters": True}
-    return {**results, "sometimes": _compared(lambda: _Tied(sometimes=True), unused)}
+    return {**results, "sometimes": _compared(_Tied, unused)}
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ BAD_STEP, BAD_RANK = 3, 1
 class _Bad(Classifier):
     """One rank's loss is not finite at one step; notes the scale, and what the hook remembers, after each step."""
 
-    def __init__(self, value: float = float("nan")) -> None:
+    def __init__(self, value: float) -> None:
         super().__init__()
         self.value = value
         self.scales: list[float] = []

@@ -192,7 +192,7 @@ class TrainingOnHosts(Training):
         attempt: how often the training in this folder was started before.
     """
 
-    def __init__(self, folder: Path, way: str, lab: NetLab, attempt: int = 0) -> None:
+    def __init__(self, folder: Path, way: str, lab: NetLab, attempt: int) -> None:
         super().__init__(folder, way)
         command = [sys.executable, "-m", "tests.reliability.trainings", str(folder), way, str(attempt)]
         streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

@@ -133,7 +133,7 @@ P_OVER_RANKS = {"max": math.inf, "l2": 2, "l1": 1}
 
 
 def check_distance(
-    mean: Tensor, exact: Tensor, predicted: float | None, size: Tensor, dtype: torch.dtype, p: float = math.inf
+    mean: Tensor, exact: Tensor, predicted: float | None, size: Tensor, dtype: torch.dtype, p: float
 ) -> None:
     """A block's mean is about as near to the exact one as theory says, or else within the block's size; ``p``: of the
     norm over ranks."""

@@ -74,7 +74,7 @@ def test_dq_psgd_makes_many_small_coordinates_of_large_ones(magnitude_bits: int,
 # --- shared scales ----------------------------------------------------------------------------------------------------
 
 
-def shared_scale(gradients: Sequence[Tensor], repeats: int = 10, **fields: Any) -> tuple[float, float]:
+def shared_scale(gradients: Sequence[Tensor], **fields: Any) -> tuple[float, float]:
     """θ of the mean of flat gradients, s = 1 under the l2 norm of a block, and non-zero codes of all ranks together."""
     ranks, d = len(gradients), gradients[0].numel()
     bits = {"sum": 8, "gather": 2}[fields["reducer"]]
@@ -82,7 +82,7 @@ def shared_scale(gradients: Sequence[Tensor], repeats: int = 10, **fields: Any) 
     squares = sum(float(one.double().square().sum()) for one in gradients) / ranks
     mean = torch.stack([one.double() for one in gradients]).mean(0)
     largest = max(float(one.norm()) for one in gradients)
-    errors, nonzeros = 0.0, 0.0
+    errors, nonzeros, repeats = 0.0, 0.0, 10
     for step in range(repeats):
         found = ranks_of.mean(gradients, step).double()
         errors += float((found - mean).square().sum()) / repeats

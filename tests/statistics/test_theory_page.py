@@ -236,11 +236,9 @@ def test_what_a_running_mean_of_reduced_gradients_leaves_to_be_sent(noise: float
     assert (of_other < 1) == (noise < 1)
 
 
-def square_error_of_mean(
-    rounding: str, *, together: bool, correlation: float, step: float, ranks: int = 8, numel: int = 200_000
-) -> float:
+def square_error_of_mean(rounding: str, *, together: bool, correlation: float, step: float, ranks: int = 8) -> float:
     """The mean square error of a mean of normal gradients, whose dithers are independent or drawn together."""
-    rng = np.random.default_rng(7)
+    rng, numel = np.random.default_rng(7), 200_000
     signal = rng.standard_normal(numel)
     x = math.sqrt(correlation) * signal + math.sqrt(1 - correlation) * rng.standard_normal((ranks, numel))
     dither = rng.random((ranks, numel))

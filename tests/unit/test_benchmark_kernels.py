@@ -23,7 +23,8 @@ from tests.errors import error_text
 CPU = Target(torch.device("cpu"), stopwatch, lambda: None, cache_bytes=40_000)
 
 
-def _per_coordinate(name: str, dtype: torch.dtype, numel: int = 1 << 20) -> dict[str, float]:
+def _per_coordinate(name: str, dtype: torch.dtype) -> dict[str, float]:
+    numel = 1 << 20
     setting = setting_of(CODECS[name], 8, dtype)
     layouts = [layout for _, layout in gpu_kernels.layouts_of(numel, setting)]
     return {stage: count / numel for stage, count in gpu_kernels.stage_bytes(layouts, dtype.itemsize, ranks=8).items()}

@@ -176,13 +176,13 @@ def test_padding_in_code_records_comes_back_as_zeros() -> None:
 # --- QSGD, arXiv 1610.02132 ------------------------------------------------------------------------------------------
 
 
-def qsgd_bits(s: int, draws: int = 8) -> tuple[float, float]:
+def qsgd_bits(s: int) -> tuple[float, float]:
     """Mean number of bits of a heavy-tailed vector of 4096 coordinates under QSGD with l2 norm, its 32 bits not
     counted, and of non-zeros."""
     q = quantiser(8, 2 * s + 1, 4096)
     rng = np.random.default_rng(0)
     bits, non_zeros = [], []
-    for _ in range(draws):
+    for _ in range(8):
         v = rng.standard_normal(4096) ** 3
         level = np.floor(s * np.abs(v) / np.linalg.norm(v) + rng.random(4096)) * np.sign(v)
         message, blocks = one_block((level + s).astype(int).tolist(), q)

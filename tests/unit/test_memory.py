@@ -398,8 +398,9 @@ def test_a_memory_that_does_not_fit_leaves_an_empty_one(
 BOTH = [Keeps.UP_ERROR, Keeps.UP_MEAN]
 
 
-def stores_of(ranks: int, sizes: dict[int, int], block_size: int = 16) -> list[MemoryStore]:
+def stores_of(ranks: int, sizes: dict[int, int]) -> list[MemoryStore]:
     """The memories of ranks that own shards. The value of each coordinate is its number, counted from 1."""
+    block_size = 16
     stores = [MemoryStore(BOTH, block_size, ranks, sizes, torch.float32, torch.device("cpu")) for _ in range(ranks)]
     for number, size in sizes.items():
         blocks = cut([Segment(number, size, False)], block_size)

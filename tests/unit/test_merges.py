@@ -545,24 +545,24 @@ def test_a_member_that_was_late_keeps_the_statistics_that_it_has_learnt(monkeypa
     model.register_buffer("mask", torch.tensor([-math.inf]))
     optimizer = alone(model, monkeypatch)
 
-    def others_merge(variance: float) -> None:
+    def others_merge() -> None:
         shared = optimizer.averages._shared
         anchors = {entry.name: anchor for entry, anchor in shared.fragment.entries()}
         with torch.no_grad(), shared.lock:
             anchors["weight"] += 1
-            anchors["running_var"].fill_(variance)
+            anchors["running_var"].fill_(0.2)
             shared.version += 1
 
     with torch.no_grad():
         model.weight += 2
         model.running_var.fill_(0.3)
-    others_merge(0.2)
+    others_merge()
     optimizer.step()
     assert model.weight.item() == 1 + 2 + 1
     assert model.running_var.item() == pytest.approx(0.3)  # and not 0.2 + (0.3 - 1)
     optimizer.finish()
     assert model.running_var.item() == pytest.approx(0.3)
-    others_merge(0.2)
+    others_merge()
     optimizer.averages._catch_up()
     assert model.running_var.item() == pytest.approx(0.2)  # the member had learnt nothing since
     assert model.mask.item() == -math.inf

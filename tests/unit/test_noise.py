@@ -70,7 +70,7 @@ def measure(sampler: GradientSampler, x: Tensor, mean: Tensor, segments: Sequenc
     return taken
 
 
-def observations(deviation: float, count: int, bits: int = 4) -> Iterator[NoiseSums]:
+def observations(deviation: float, count: int, bits: int) -> Iterator[NoiseSums]:
     """The means over ranks of what is measured in several steps."""
     return (NoiseSums.mean(measured(deviation, draw, bits)) for draw in range(count))
 
@@ -273,13 +273,13 @@ def test_samples_do_not_depend_on_buckets_and_have_every_coordinate_as_often_as_
     assert (counts[700:] - draws * share).abs().max() < 5 * (draws * share * (1 - share)) ** 0.5
 
 
-def drive(steering: Steering, steps: range, deviation: float) -> list[int]:
-    """The bits of steps of a steering whose ranks all measure what `measured` gives for a draw."""
+def drive(steering: Steering, steps: range) -> list[int]:
+    """The bits of steps of a steering whose ranks all measure what `measured` gives for draws that deviate by 2."""
     used = []
     for step in steps:
         steering.begin_step(step, None)
         used.append(steering.config.num_bits)
-        steering.receive({step: Agreed(0, numbers_of(deviation, step))})
+        steering.receive({step: Agreed(0, numbers_of(2.0, step))})
     return used
 
 
@@ -297,7 +297,7 @@ def _as_numbers(sums: NoiseSums) -> list[int]:
 def test_a_resumed_run_chooses_as_the_run_does_that_was_not_interrupted() -> None:
     config = GQSGDConfig(bits="auto", max_slowdown=0.05)
     whole = Steering(config, RANKS)
-    used = drive(whole, range(120), 2.0)
+    used = drive(whole, range(120))
     assert set(used) == {32, 4}
     (change,) = whole.decisions
     assert change.bits == 4
@@ -305,11 +305,11 @@ def test_a_resumed_run_chooses_as_the_run_does_that_was_not_interrupted() -> Non
     assert set(change.predicted.values()) == {None}
     for stop in (41, 42, 43):
         first = Steering(config, RANKS)
-        before = drive(first, range(stop), 2.0)
+        before = drive(first, range(stop))
         saved = json.loads(json.dumps(first.state()))
         second = Steering(config, RANKS)
         second.resume(saved)
-        assert before + drive(second, range(stop, 120), 2.0) == used
+        assert before + drive(second, range(stop, 120)) == used
         assert second.average_bits == whole.average_bits == sum(used) / len(used)
         assert second.state() == whole.state()
     assert f"{whole.average_bits:.3g} bits on average over 120 steps" in whole.report(RANKS)
@@ -346,10 +346,10 @@ def test_a_damaged_state_of_the_noise_is_refused_in_one_line(state: dict) -> Non
 def test_a_state_that_is_refused_changes_nothing(auto: bool, damaged: dict) -> None:
     config = GQSGDConfig(bits="auto", auto=auto, max_slowdown=0.05)
     steering = Steering(config, RANKS)
-    drive(steering, range(120), 2.0)
+    drive(steering, range(120))
     before = steering.state()
     beginning = Steering(config, RANKS)
-    drive(beginning, range(8), 2.0)
+    drive(beginning, range(8))
     with pytest.raises(ConfigError):
         steering.resume({**beginning.state(), **damaged})
     assert steering.state() == before

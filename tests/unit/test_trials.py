@@ -341,10 +341,10 @@ def test_a_candidate_that_is_forbidden_during_its_turn_has_no_further_step() -> 
     assert len(trials.decisions) == 1
 
 
-def _resting(native_s: float) -> Trials:
+def _resting() -> Trials:
     """Trials that have kept 32 bits, whose hook has been left."""
     trials = Trials(ALLOW)
-    run(trials, range(100), constant({32: native_s, 16: 2.0, 8: 2.0, 4: 2.0}), plain=PlainDDP(""))
+    run(trials, range(100), constant({32: 1.0, 16: 2.0, 8: 2.0, 4: 2.0}), plain=PlainDDP(""))
     assert trials.is_resting
     assert trials.decisions[-1].reason.endswith("plain DDP takes over")
     trials.begin_rest()
@@ -352,7 +352,7 @@ def _resting(native_s: float) -> Trials:
 
 
 def test_without_the_hook_steps_may_become_shorter_at_first_and_a_later_change_begins_a_trial() -> None:
-    trials = _resting(1.0)
+    trials = _resting()
     trials.rest(10, None, 200)
     trials.rest(10, 0.76, 200)  # the trial's steps had the cost of the hook in them
     assert trials.is_resting
@@ -369,7 +369,7 @@ def test_without_the_hook_steps_may_become_shorter_at_first_and_a_later_change_b
 
 
 def test_without_the_hook_steps_that_are_shorter_than_the_hook_explains_begin_a_trial() -> None:
-    trials = _resting(1.0)
+    trials = _resting()
     trials.rest(10, 1 - Rules().hook - 0.01, 200)
     assert not trials.is_resting
     run(trials, range(200, 300), constant({32: 0.74, 16: 0.5, 8: 0.5, 4: 0.3}))
@@ -378,7 +378,7 @@ def test_without_the_hook_steps_that_are_shorter_than_the_hook_explains_begin_a_
 
 
 def test_a_hook_that_costs_more_than_is_assumed_costs_one_trial_more_and_not_one_after_another() -> None:
-    trials = _resting(1.0)
+    trials = _resting()
     trials.rest(10, 0.6, 200)
     assert not trials.is_resting
     run(trials, range(200, 300), constant({32: 1.0, 16: 2.0, 8: 2.0, 4: 2.0}), plain=PlainDDP("", is_countable=True))
@@ -392,7 +392,7 @@ def test_a_hook_that_costs_more_than_is_assumed_costs_one_trial_more_and_not_one
 
 @pytest.mark.parametrize("has_reference", [True, False])
 def test_a_resumed_run_compares_plain_ddp_with_plain_ddp_if_the_saved_run_had_its_length(has_reference: bool) -> None:
-    trials = _resting(1.0)
+    trials = _resting()
     if has_reference:
         trials.rest(10, 0.9, 200)
     again = Trials.resumed(ALLOW, json.loads(json.dumps(trials.to_dict())), is_same_world=True)
@@ -409,7 +409,7 @@ def test_a_resumed_run_compares_plain_ddp_with_plain_ddp_if_the_saved_run_had_it
 
 
 def test_without_the_hook_longer_steps_begin_a_trial_at_once_if_the_credit_of_steps_is_enough() -> None:
-    trials = _resting(1.0)
+    trials = _resting()
     trials._credit = 0.0
     trials.rest(10, 1.5, 200)
     assert trials.is_resting
@@ -458,4 +458,4 @@ def test_nothing_rests_before_a_decision_for_measured_steps_of_32_bits() -> None
 )
 def test_a_length_of_steps_that_no_step_can_have_is_an_error_when_it_is_loaded(entry: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        Trials.resumed(ALLOW, _resting(1.0).to_dict() | entry, is_same_world=True)
+        Trials.resumed(ALLOW, _resting().to_dict() | entry, is_same_world=True)

@@ -18,8 +18,8 @@ from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
 class ScheduleFreeLike(torch.optim.Optimizer):
     """Keeps a second sequence of weights, which the parameters follow."""
 
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -54,8 +54,8 @@ class LookaheadLike(torch.optim.SGD):
 class KeepsMasterWeights(torch.optim.Optimizer):
     """Trains fp32 copies of 16-bit parameters."""
 
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
