@@ -21,8 +21,8 @@ from omegaconf.errors import InterpolationResolutionError
 from lightning_gqsgd.errors import did_you_mean
 from recipes.configuration import compose_configuration, without_hydra
 from recipes.errors import OverrideError, RecipeError, typed
-from recipes.own_folders import SEARCH_PATH, choices_in, folders_of
-from recipes.strategies.choices import CONF, GROUP, TARGET, check_strategies
+from recipes.own_folders import SEARCH_PATH, folders_of
+from recipes.strategies.choices import CONF, GROUP, TARGET, check_strategies, choices_of
 from recipes.unread import check_read
 
 #: Settings that are numbers by default and take other values, too: lists of devices, ``auto``.
@@ -144,7 +144,7 @@ def _check_choices(overrides: Sequence[Override], folders: Sequence[Path]) -> No
         group = override.key_or_group
         if group == GROUP or group.startswith("hydra") or not (CONF / group).is_dir() or override.is_delete():
             continue
-        names = sorted({*choices_in([CONF, *folders], group)})
+        names = choices_of(group, folders)
         if override.is_add() and group not in ADDED and override.package is None:
             raise OverrideError(
                 f"{override.input_line}: {group} is chosen without the plus, {str(override.input_line).lstrip('+')}; "
@@ -163,7 +163,7 @@ def _check_nodes(cfg: DictConfig, folders: Sequence[Path]) -> None:
     """Refuse a configuration in which a group that a run needs has no choice, as with ``~model`` or ``model=[]``."""
     for group in NEEDED:
         if cfg.get(group) is None:
-            names = sorted({*choices_in([CONF, *folders], group)})
+            names = choices_of(group, folders)
             raise OverrideError(
                 f"{group} is not chosen, and a run needs it: take {group}=NAME, one of {', '.join(names)}"
             )

@@ -60,11 +60,6 @@ def folders_of(overrides: Iterable[str]) -> list[Path]:
     return [Path(place.removeprefix(_FILE)) for place in places if place.startswith(_FILE)]
 
 
-def choices_in(folders: Iterable[Path], group: str) -> list[str]:
-    """Names of the choices of a group in the user's own folders."""
-    return sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
-
-
 def make_importable(folders: Sequence[Path]) -> None:
     """Let Python find modules of the working folder, where there are folders of the user's own.
 

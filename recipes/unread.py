@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipes.configuration import without_hydra
 from recipes.errors import OverrideError
-from recipes.strategies.choices import CONF
+from recipes.strategies.choices import CONF, choices_of
 
 #: Everything that a run reads at the top of a configuration; a test compares it with conf/config.yaml.
 READ = (
@@ -46,7 +46,7 @@ def check_read(cfg: DictConfig) -> None:
                 _check(f"{node}.{key}", tuple(f"{node}.{name}" for name in _known(node)), used, value)
     for name, entry in (plain.get("callbacks") or {}).items():
         if entry is not None and not (isinstance(entry, Mapping) and "_target_" in entry):
-            names = ", ".join(sorted(file.stem for file in (CONF / "callbacks").glob("*.yaml")))
+            names = ", ".join(choices_of("callbacks"))
             raise OverrideError(
                 f"callbacks.{name} has no _target_, so that there is no callback: choose callbacks={name} if there is "
                 f"such a file ({names}; several: callbacks=[...]), and change its settings then"

@@ -24,7 +24,7 @@ from recipes.launch.processes import local_processes
 from recipes.loggers.chosen import chosen_loggers
 from recipes.measuring.metrics import METRICS, Metric
 from recipes.overrides import combinations, composed, parse
-from recipes.strategies.choices import ALL, CONF, check_strategies
+from recipes.strategies.choices import ALL, check_strategies, choices_of
 
 CELL_FILE = "cell.json"
 
@@ -254,7 +254,7 @@ def _experiment(overrides: Sequence[Override]) -> str:
     for override in overrides:
         if override.key_or_group in ("exp", "experiment") and isinstance(override.value(), str):
             return str(override.value())
-    names = ", ".join(sorted(file.stem for file in (CONF / "exp").glob("*.yaml")))
+    names = ", ".join(choices_of("exp"))
     raise PlanError(f"name one experiment: +exp=NAME, one of {names}")
 
 

@@ -8,7 +8,7 @@ clock, with processes that may leave and join.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,14 @@ class SettingError(RecipeError):
     """A setting of a strategy that cannot work; the message names the remedy."""
 
 
+def choices_of(group: str, folders: Iterable[Path] = ()) -> list[str]:
+    """Names of the choices of a group that have a file in conf/, or in folders of the user's own."""
+    return sorted({file.stem for folder in (CONF, *folders) for file in (folder / group).glob("*.yaml")})
+
+
 def baselines() -> list[str]:
     """Names of the strategies that have a file: torch's own."""
-    return sorted(file.stem for file in (CONF / GROUP).glob("*.yaml"))
+    return choices_of(GROUP)
 
 
 def strategies() -> list[str]:

@@ -17,7 +17,7 @@ from recipes import signatures
 from recipes.arguments import NODES, check_arguments
 from recipes.overrides import composed
 from recipes.signatures import argument_names
-from recipes.strategies.choices import CONF, strategies
+from recipes.strategies.choices import choices_of, strategies
 from recipes.training.building import ALLOWED_TARGETS
 from tests.recipes.conftest import ROOT, clean_environment
 
@@ -72,13 +72,9 @@ def test_sources_that_cannot_be_read_are_left_to_the_call(tmp_path: Path, monkey
         assert argument_names(f"{module}.Thing") is None
 
 
-def _choices(group: str) -> list[str]:
-    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
-
-
-CHOICES = [*(f"+exp={name}" for name in _choices("exp")), *(f"logger={name}" for name in _choices("logger"))]
+CHOICES = [*(f"+exp={name}" for name in choices_of("exp")), *(f"logger={name}" for name in choices_of("logger"))]
 #: Strategies with a file of their own, and a preset of each kind. All other presets become choices in the same way.
-KINDS = (*_choices("strategy"), "gqsgd", "gqsgd_auto", "dore", "gqsgd_diloco", "gqsgd_elastic")
+KINDS = (*choices_of("strategy"), "gqsgd", "gqsgd_auto", "dore", "gqsgd_diloco", "gqsgd_elastic")
 CHOICES += [pytest.param(f"strategy={name}", marks=[] if name in KINDS else pytest.mark.slow) for name in strategies()]
 
 

@@ -24,6 +24,7 @@ from recipes.strategies.choices import (
     baselines,
     check_elastic,
     check_strategies,
+    choices_of,
     strategies,
 )
 from recipes.training.building import ALLOWED_TARGETS, TargetError, build
@@ -34,19 +35,15 @@ from workloads.resnet import ResNet
 Compose = Callable[..., DictConfig]
 
 
-def _choices(group: str) -> list[str]:
-    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
-
-
 # --- strategies ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("experiment", "strategy"),
-    [(experiment, "gqsgd") for experiment in _choices("exp")]
+    [(experiment, "gqsgd") for experiment in choices_of("exp")]
     + [
         pytest.param(experiment, strategy, marks=pytest.mark.slow)
-        for experiment, strategy in itertools.product(_choices("exp"), strategies())
+        for experiment, strategy in itertools.product(choices_of("exp"), strategies())
         if strategy != "gqsgd"
     ],
 )
@@ -192,20 +189,20 @@ _TASKS = {"criteo": "click_prediction", "wikitext": "language_model"}
 
 
 def test_every_choice_composes(composed: Compose) -> None:
-    images = itertools.cycle(choice for choice in _choices("data") if choice not in _TASKS)
-    others = {group: itertools.cycle(_choices(group)) for group in ("hardware", "logger", "trainer")}
+    images = itertools.cycle(choice for choice in choices_of("data") if choice not in _TASKS)
+    others = {group: itertools.cycle(choices_of(group)) for group in ("hardware", "logger", "trainer")}
     tried = set()
-    for model in _choices("model"):
+    for model in choices_of("model"):
         data = _PAIRS.get(model) or next(images)
         chosen = {"model": model, "data": data, "task": _TASKS.get(data, "image_classification")}
         chosen |= {group: next(choices) for group, choices in others.items()}
         cfg = composed(*(f"{group}={choice}" for group, choice in chosen.items()))
         assert OmegaConf.to_container(cfg, resolve=True)
         tried |= set(chosen.items())
-    assert tried == {(group, choice) for group in (*others, "model", "data", "task") for choice in _choices(group)}
+    assert tried == {(group, choice) for group in (*others, "model", "data", "task") for choice in choices_of(group)}
 
 
-@pytest.mark.parametrize("task", _choices("task"))
+@pytest.mark.parametrize("task", choices_of("task"))
 def test_the_task_says_what_it_is_judged_by(task: str) -> None:
     node = OmegaConf.load(CONF / "task" / f"{task}.yaml")
     assert isinstance(node, DictConfig)
