@@ -45,7 +45,7 @@ def check_profile(config: Mapping[str, Any]) -> None:
         )
     if name != NETLAB:
         return
-    if not (isinstance(nodes, int) and nodes >= 2):
+    if nodes < 2:
         raise HardwareError(f"hardware=netlab: hardware.nodes={nodes!r} must be at least 2; a single host has no link")
     if trainer["accelerator"] != "cpu":
         raise HardwareError(f"hardware=netlab runs on hardware.accelerator=cpu, not {trainer['accelerator']}")
