@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.markup import escape
 
+from lightning_gqsgd import __version__
 from lightning_gqsgd.errors import counted
-from netlab.machine import device_name
+from netlab.machine import cores, device_name
 from recipes.comparison.plots import save_curves
 from recipes.comparison.results import Run, read_rows
 from recipes.data.task_data import TaskData
@@ -44,6 +46,26 @@ class StartupSummary(Callback):
         """Print the summary, with the number of processes that the trainer knows by now."""
         facts = {**self._facts, "processes": f"{trainer.world_size} ({trainer.num_nodes} x {trainer.num_devices})"}
         _print(self._title, facts)
+
+
+def machine_facts(accelerator: str) -> dict[str, Any]:
+    """What computes a run, for dashboards: device, number of cores, threads per process, and versions.
+
+    Args:
+        accelerator: accelerator of the Trainer, which decides whether the GPU or the CPU is named.
+    """
+    on_cuda = accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available()
+    return {
+        "device": device_name(on_cuda=on_cuda),
+        "cores": cores(),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "lightning": lightning.__version__,
+            "lightning_gqsgd": __version__,
+        },
+    }
 
 
 def run_facts(

@@ -51,10 +51,9 @@ from recipes.training.building import (
 )
 from recipes.training.checkpoints import CHECKPOINTS, LAST, CheckpointError, carry_wandb_id, find_checkpoint
 from recipes.training.continuing import asked_by, check_continued
-from recipes.training.machine import machine_facts
 from recipes.training.progress import LiveProgress, PlainProgress
 from recipes.training.refusals import refused_values
-from recipes.training.report import StartupSummary, finish, run_facts
+from recipes.training.report import StartupSummary, finish, machine_facts, run_facts
 from recipes.training.saving import WholeCheckpoints
 from recipes.training.starting import InterruptedStart
 
