@@ -20,11 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MultipleLocator, NullFormatter
 from rich.console import Console
@@ -44,7 +42,7 @@ from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 from lightning_gqsgd.research.systems import SYSTEMS, System
 from lightning_gqsgd.research.theory import bits_at
-from pictures.style import COLOURS, DPI, STYLE
+from pictures.style import COLOURS, drawn
 from workloads.resnet import ResNet
 
 COMMAND = "python -m benchmarks.presets --save --docs docs/presets.md"
@@ -452,8 +450,7 @@ def save_figure(facts: list[dict[str, Any]], order: Sequence[str], ranks: int, f
     rows = math.ceil((len(order) + 1) / columns)
     chosen = [fact for fact in facts if fact["ranks"] == ranks and fact["steps"] == 1]
     looks = _looks(chosen)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(3.1 * columns, 3.0 * rows), layout="constrained")
+    with drawn(file, figsize=(3.1 * columns, 3.0 * rows), layout="constrained") as figure:
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         low = 0.5 * min(fact["error"] for fact in chosen)
         high = 1.5 * max(fact["error"] for fact in chosen)
@@ -472,7 +469,6 @@ def save_figure(facts: list[dict[str, Any]], order: Sequence[str], ranks: int, f
         _draw_legend(grid.flat[len(order)], looks)
         figure.supxlabel("bits per coordinate of one rank's message", fontsize=9, color="#333333")
         figure.supylabel(f"relative L2 error of one averaged gradient, n = {ranks}", fontsize=9, color="#333333")
-        figure.savefig(file, dpi=DPI)
 
 
 def _looks(facts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -481,16 +477,16 @@ def _looks(facts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     Entries with equal points share their looks.
     """
     looks: dict[str, dict[str, Any]] = {}
-    drawn: dict[tuple[tuple[str, float, float], ...], str] = {}
+    owners: dict[tuple[tuple[str, float, float], ...], str] = {}
     for case in cases():
         name = case.family or case.name
         points = tuple((fact["kind"], fact["bits"], fact["error"]) for fact in facts if fact["case"] == case.name)
         if name in looks or not points:
             continue
-        if points in drawn:
-            looks[drawn[points]]["label"] += f" = {name}"
+        if points in owners:
+            looks[owners[points]]["label"] += f" = {name}"
             continue
-        drawn[points] = name
+        owners[points] = name
         shape = {"ls": "-", "lw": 1.3, "marker": "o", "ms": 4.5} if case.family else {"ls": "", "ms": 5.5}
         shape.setdefault("marker", "D" if case.remembers else "s")
         looks[name] = {**shape, "color": COLOURS.get(name, "#333333"), "mec": "white", "mew": 0.6, "label": name}
