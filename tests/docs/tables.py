@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from tests.docs.pages import ROOT, tables
 
@@ -19,6 +21,12 @@ def rows_of(page: Path) -> list[Row]:
         for table in tables(str(page))
         for row in table.rows
     ]
+
+
+def saved_rows(name: str) -> list[dict[str, Any]]:
+    """The rows of ``benchmarks/results/NAME.json`` by their columns, as they were before the table rounded them."""
+    saved = json.loads((RESULTS / f"{name}.json").read_text())
+    return [dict(zip(saved["columns"], row, strict=True)) for row in saved["rows"]]
 
 
 def cell(page: str, column: str, **wanted: str) -> str:

@@ -39,6 +39,7 @@ def computing() -> str:
 
 
 def two_ranks(case: str) -> str:
+    """Milliseconds on two hosts of two ranks at 100 Mbit/s."""
     return cell("reducers_netlab_2_ranks_per_host", "time (ms)", case=case, hosts="2", rate="100mbit")
 
 

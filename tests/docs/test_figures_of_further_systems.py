@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.docs.checks import Checked, Sentences, compare_sentence
-from tests.docs.tables import RESULTS, cell, rows_of
+from tests.docs.tables import RESULTS, cell, rows_of, saved_rows
 
 LOCAL, SYSTEMS = "docs/local_systems.md", "docs/systems.md"
 
@@ -51,9 +49,8 @@ FEW, EVERY = "30 local steps, 2 bits, errors fed back", "every step, 32 bits"
 
 def exact(column: str, inner: str, averages: str) -> float:
     """A figure of MuLoCo's table, as it was before the table rounded it."""
-    saved = json.loads((RESULTS / "muloco.json").read_text())
-    (row,) = (row for row in saved["rows"] if row[:2] == [inner, averages])
-    return float(row[saved["columns"].index(column)])
+    (row,) = (row for row in saved_rows("muloco") if (row["inner"], row["averages"]) == (inner, averages))
+    return float(row[column])
 
 
 def loss(inner: str, averages: str) -> float:
@@ -70,9 +67,8 @@ def steps_cost(inner: str) -> float:
 
 def of_way(page: str, way: str, column: str = "loss at the end") -> float:
     """A figure of a table with a row for each way, as it was before the table rounded it."""
-    saved = json.loads((RESULTS / f"{page}.json").read_text())
-    (row,) = (row for row in saved["rows"] if row[0] == way)
-    return float(row[saved["columns"].index(column)])
+    (row,) = (row for row in saved_rows(page) if row["way"] == way)
+    return float(row[column])
 
 
 #: Rows of the table on AVX2: the part of the benchmark, and the case.

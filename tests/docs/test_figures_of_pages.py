@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,7 @@ from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST
 from lightning_gqsgd.research.theory import omega_eden, tree_second_moment
 from tests.docs.checks import Checked, Sentences, compare_sentence
 from tests.docs.pages import tables, text_of
-from tests.docs.tables import RESULTS, cell, rows_of
+from tests.docs.tables import RESULTS, cell, rows_of, saved_rows
 from tests.docs.test_figures import convnet, convnet_seeds, convnet_target
 
 PAPER, TRANSFORMER = "docs/paper.md", "docs/experiments/transformer_wikitext.md"
@@ -110,9 +109,7 @@ def sparse(column: str) -> str:
 def predicted(column: str, **wanted: object) -> list[float]:
     """A column of the predictions on four hosts, or on two for ``hosts=2``."""
     name = "prediction" if wanted.get("hosts") == 2 else "prediction_4_hosts"
-    saved = json.loads((RESULTS / f"{name}.json").read_text())
-    rows = [dict(zip(saved["columns"], row, strict=True)) for row in saved["rows"]]
-    return [row[column] for row in rows if all(row[key] == value for key, value in wanted.items())]
+    return [row[column] for row in saved_rows(name) if all(row[key] == value for key, value in wanted.items())]
 
 
 def longer_with_codes() -> list[float]:
@@ -127,9 +124,9 @@ def longer_with_codes() -> list[float]:
 
 def losses_of_sockets(rate: str) -> float:
     """Time of a mean with 16 sockets on each channel, over that with one, and a queue of 50 milliseconds."""
-    saved = json.loads((RESULTS / "slow_rings.json").read_text())["rows"]
-    times = {(sockets, queue, at): seconds for sockets, queue, at, seconds, *_ in saved}
-    return times[16, 50, rate] / times[1, 50, rate]
+    rows = [row for row in saved_rows("slow_rings") if (row["queue (ms)"], row["rate"]) == (50, rate)]
+    times = {row["sockets per channel"]: row["time (s)"] for row in rows}
+    return times[16] / times[1]
 
 
 RING = "error of a ring's bytes (%)"
@@ -137,9 +134,7 @@ RING = "error of a ring's bytes (%)"
 
 def of_other_clusters(*links: str, column: str = "error (%)") -> list[float]:
     """Percent by which predictions of steps on L40S are off, without signs, on links of these names, or on all."""
-    saved = json.loads((RESULTS / "other_clusters.json").read_text())
-    rows = [dict(zip(saved["columns"], row, strict=True)) for row in saved["rows"]]
-    ours = [row for row in rows if row["measured by others"] == "4 × L40S"]
+    ours = [row for row in saved_rows("other_clusters") if row["measured by others"] == "4 × L40S"]
     return [abs(row[column]) for row in ours if not links or row["link"] in links]
 
 

@@ -16,16 +16,16 @@ import pytest
 from benchmarks.registered import ENDS, SPEEDS, read
 from benchmarks.registered_speed import at_length
 from tests.docs.checks import Sentences, compare_sentence, rounded
-from tests.docs.tables import RESULTS, cell, rows_of
+from tests.docs.tables import RESULTS, cell, rows_of, saved_rows
 from tests.docs.test_figures import auto, convnet_seeds, local, local_to_4_bits, prediction
+from tests.docs.test_figures_of_choosing import two_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def speeds_of_two_threads(*, alone: bool) -> list[float]:
-    made = json.loads((RESULTS / "codec_threads.json").read_text())
-    threads, speed = made["columns"].index("threads"), made["columns"].index("one thread / time")
-    return [row[speed] for row in made["rows"] if row[threads] == 2 and row[0].startswith("kernels alone") == alone]
+    rows = [row for row in saved_rows("codec_threads") if row["threads"] == 2]
+    return [row["one thread / time"] for row in rows if row["case"].startswith("kernels alone") == alone]
 
 
 def speed_of_auto(rate: str) -> str:
@@ -44,14 +44,7 @@ def of_resnet18(says: str) -> list[float]:
 
 def errors(rate: str | None = None) -> list[float]:
     """Percent by which predictions are off, without signs, as they were before the table rounded them."""
-    saved = json.loads((RESULTS / "prediction.json").read_text())
-    place = {name: number for number, name in enumerate(saved["columns"])}
-    return [abs(row[place["error (%)"]]) for row in saved["rows"] if rate in (None, row[place["rate"]])]
-
-
-def time_of(case: str) -> str:
-    """Milliseconds on two hosts of two ranks at 100 Mbit/s."""
-    return cell("reducers_netlab_2_ranks_per_host", "time (ms)", case=case, hosts="2", rate="100mbit")
+    return [abs(row["error (%)"]) for row in saved_rows("prediction") if rate in (None, row["rate"])]
 
 
 #: How 8 bits travel between two hosts of two ranks: what is taken, and the other way.
@@ -101,9 +94,7 @@ def one_mean(column: str, way: str, rate: str = "100mbit") -> str:
 
 def registered(number: int) -> list[dict[str, Any]]:
     """The measured rows of a set of predictions."""
-    saved = json.loads((RESULTS / "registered.json").read_text())
-    rows = [dict(zip(saved["columns"], row, strict=True)) for row in saved["rows"]]
-    return [row for row in rows if row["set"] == number and row["inside"]]
+    return [row for row in saved_rows("registered") if row["set"] == number and row["inside"]]
 
 
 def inside(number: int) -> int:
@@ -566,9 +557,9 @@ SENTENCES: Sentences = {
         lambda: str(float(to_the_loss_of_local_steps("ddp")) / 60),
     ],
     ("docs/method.md", r"fp32 ([\d.]+) ms, `two_shot` at 4 bits\s+([\d.]+) ms, `hierarchical` ([\d.]+) ms"): [
-        lambda: time_of("fp32"),
-        lambda: time_of("two_shot, 4 bit"),
-        lambda: time_of("hierarchical, 4 bit"),
+        lambda: two_ranks("fp32"),
+        lambda: two_ranks("two_shot, 4 bit"),
+        lambda: two_ranks("hierarchical, 4 bit"),
     ],
     (
         "docs/choosing_figures.md",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,15 +17,10 @@ from lightning_gqsgd.predict.costs import LATENCY_S, estimated_costs
 from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, interval
 from lightning_gqsgd.predict.probe import Probe
 from lightning_gqsgd.predict.tcp import FASTEST_TCP, HEADERS_OF_LARGE_PACKETS, LOSSES, Factors, losses, terms_of
+from tests.docs.tables import saved_rows
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 GBIT = 1e9 / 8
 NUMEL = 30_000_000
-
-
-def saved(name: str) -> list[dict[str, Any]]:
-    made = json.loads((RESULTS / f"{name}.json").read_text())
-    return [dict(zip(made["columns"], row, strict=True)) for row in made["rows"]]
 
 
 def of(backward_s: float, *numels: int) -> Timeline:
@@ -40,7 +33,7 @@ def costs_of(nodes: int, rate: float, device: str = "h100", per_node: int = 1) -
 
 
 def test_the_losses_are_those_of_the_table() -> None:
-    rows = {(row["sockets per channel"], row["queue (ms)"], row["rate"]): row for row in saved("slow_rings")}
+    rows = {(row["sockets per channel"], row["queue (ms)"], row["rate"]): row for row in saved_rows("slow_rings")}
     rates = {"50mbit": 50e6, "100mbit": 100e6, "200mbit": 200e6, "500mbit": 500e6}
     found = {}
     for rate, bits in rates.items():
@@ -121,7 +114,7 @@ def measured_over_predicted() -> dict[tuple[str, str], list[float]]:
     """By hosts and rate, of the package's own benchmark over Gloo."""
     found: dict[tuple[str, str], list[float]] = {}
     for name in ("prediction", "prediction_4_hosts"):
-        for row in saved(name):
+        for row in saved_rows(name):
             ratio = row["measured (ms)"] / row["predicted (ms)"]
             found.setdefault((row["hosts"], row["rate"]), []).append(ratio)
     return found
@@ -141,7 +134,7 @@ def test_the_shares_of_the_interval_are_those_of_the_tables_and_hold_in_labs_tha
 
 
 def test_the_table_of_other_clusters_is_what_the_model_says_now() -> None:
-    rows = [row for row in saved("other_clusters") if row["measured by others"] == "4 × L40S"]
+    rows = [row for row in saved_rows("other_clusters") if row["measured by others"] == "4 × L40S"]
     read = other_clusters.read()
     assert len(read) == len(rows) == 27
     for given, row in list(zip(read, rows, strict=True))[::5]:
