@@ -43,7 +43,8 @@ def _swap_frozen(model: nn.Sequential) -> None:
     model[4].requires_grad_(False)
 
 
-def _assign(model: nn.Sequential) -> None:
+def assign_copies(model: nn.Sequential) -> None:
+    """Load a model's own state, with copies in place of its parameters."""
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
 
 
@@ -71,7 +72,7 @@ UNREDUCED: dict[str, Callable[[nn.Sequential], object]] = {
     "a layer is replaced": lambda model: model.__setitem__(4, _layer(128, 10)),
     "a layer is added": lambda model: model.append(_layer(10, 10)),
     "a layer is put in between": lambda model: model.insert(3, _layer(128, 128)),
-    "a state is assigned": _assign,
+    "a state is assigned": assign_copies,
     "weights are normalised": lambda model: parametrizations.weight_norm(model[2]),
     "an adapter is put in": lambda model: model.__setitem__(2, Adapter(model[2])),
     "the model is cast and cast back": lambda model: model.double().float(),

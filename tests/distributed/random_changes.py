@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import os
 import random
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd import GQSGDKwargs, register_gqsgd
 from lightning_gqsgd.errors import CollectiveError, ConfigError
-from tests.distributed.changed_models import Adapter
+from tests.distributed.changed_models import Adapter, assign_copies
 from tests.distributed.models import fingerprint, loss_of, mlp
+from tests.distributed.ranks import logged
 
 #: Steps of a sequence, each after a change or without one.
 STEPS = 6
@@ -58,10 +56,6 @@ def _cast(model: nn.Sequential, chance: random.Random) -> None:
     layer.double().float()
 
 
-def _assign(model: nn.Sequential, chance: random.Random) -> None:
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-
-
 #: Changes by name.
 CHANGES: dict[str, Callable[[nn.Sequential, random.Random], object]] = {
     "nothing": lambda model, chance: None,
@@ -72,7 +66,7 @@ CHANGES: dict[str, Callable[[nn.Sequential, random.Random], object]] = {
     "add": lambda model, chance: model.append(nn.Linear(10, 10)),
     "cast a layer": _cast,
     "cast all": lambda model, chance: model.double().float(),
-    "assign": _assign,
+    "assign": lambda model, chance: assign_copies(model),
 }
 
 
@@ -145,19 +139,6 @@ class WithFabric(Bare):
 FRAMEWORKS: dict[str, type[Bare]] = {"ddp": Bare, "accelerate": WithAccelerate, "fabric": WithFabric}
 
 
-@contextmanager
-def listening() -> Any:
-    """What the package logs, as a text that grows."""
-    said = io.StringIO()
-    handler = logging.StreamHandler(said)
-    logger = logging.getLogger("lightning_gqsgd")
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
-
-
 def sequence(rank: int, framework: str, seed: int) -> list[str]:
     """What a rank sees of one sequence: after each step its change, its error, and the bits of the model.
 
@@ -204,7 +185,7 @@ def _goes_around(one: Bare, rank: int) -> str:
     """Make a step without DDP; returns whether that was said."""
     optimizer = torch.optim.SGD(one.module.parameters(), lr=0.1)
     optimizer.zero_grad()
-    with listening() as said:
-        loss_of(one.module, rank, STEPS).backward()
-        optimizer.step()
-    return "went around: " + ("said" if "does not average" in said.getvalue() else "silent")
+    said = logged()
+    loss_of(one.module, rank, STEPS).backward()
+    optimizer.step()
+    return "went around: " + ("said" if any("does not average" in text for text in said) else "silent")
