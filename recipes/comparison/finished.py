@@ -253,7 +253,7 @@ def _newest(every: Sequence[Found]) -> tuple[list[Found], list[str]]:
     latest: dict[tuple[Any, ...], Found] = {}
     older = []
     for found in sorted(every, key=lambda one: one.ended):
-        key = (found.hardware, repr(_sorted(_settings(found))), found.config["seed"])
+        key = (found.hardware, json.dumps(_settings(found), sort_keys=True, default=str), found.config["seed"])
         if key in latest:
             older.append(f"{latest[key].folder}: the same training ended later in {found.folder}")
         latest[key] = found
@@ -268,11 +268,6 @@ def _settings(found: Found) -> dict[str, Any]:
     for node in ("trainer", "data"):
         kept[node] = {key: value for key, value in kept.get(node, {}).items() if key not in _NO_VARIANT[node]}
     return kept
-
-
-def _sorted(value: Any) -> Any:
-    """A value whose text does not depend on the order of keys."""
-    return sorted((key, _sorted(entry)) for key, entry in value.items()) if isinstance(value, dict) else value
 
 
 def _variant(config: Mapping[str, Any], keys: Sequence[str]) -> str:
