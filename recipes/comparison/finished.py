@@ -14,7 +14,7 @@ from recipes.comparison.plan import PlanError
 from recipes.comparison.results import Run
 from recipes.files import METRICS_FILE, RESULT_FILE, metrics_bytes
 from recipes.training.checkpoints import CHECKPOINTS
-from recipes.training.continuing import CONFIGURATION_FILE, PLACES_OF_DATA, read_configuration
+from recipes.training.continuing import CONFIGURATION_FILE, PLACES_OF_DATA, read_configuration, value_at
 
 #: Settings that tell no trainings apart: where a run is made and what it writes, and the names that follow from others.
 _NO_VARIANT = {
@@ -274,13 +274,11 @@ def _variant(config: Mapping[str, Any], keys: Sequence[str]) -> str:
     """Name of a variant: its strategy, and the settings that tell it from others."""
     words = []
     for key in keys:
-        node: Any = config
-        for part in key.split("."):
-            node = node.get(part) if isinstance(node, Mapping) else None
+        value = value_at(config, key)
         if key == "strategy.name":
-            words.append(str(node))
-        elif node is not None:  # plain DDP has no bits
-            words.append(f"{key.rpartition('.')[2]}={node}")
+            words.append(str(value))
+        elif value is not None:  # plain DDP has no bits
+            words.append(f"{key.rpartition('.')[2]}={value}")
     return " ".join(words)
 
 

@@ -144,16 +144,17 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[
     for node, free in KEPT.items():
         entries = {**(old.get(node) or {}), **(new.get(node) or {})}
         keys += [f"{node}.{entry}" for entry in entries if entry not in free]
-    pairs = {key: (_value(old, key), _value(new, key)) for key in keys}
+    pairs = {key: (value_at(old, key, _MISSING), value_at(new, key, _MISSING)) for key in keys}
     pairs["trainer.num_nodes * trainer.devices"] = (_processes(old), _processes(new))
     return {key: pair for key, pair in pairs.items() if not _equal(*pair)}
 
 
-def _value(config: Mapping[str, Any], key: str) -> Any:
+def value_at(config: Mapping[str, Any], key: str, missing: Any = None) -> Any:
+    """The value of a setting such as ``"trainer.devices"``; ``missing`` where the configuration does not have it."""
     node: Any = config
     for part in key.split("."):
         if not isinstance(node, Mapping) or part not in node:
-            return _MISSING
+            return missing
         node = node[part]
     return node
 
