@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from lightning_gqsgd.config import GQSGDConfig
@@ -157,6 +158,8 @@ def _save_with_checkpoints(trainer: Trainer, callback: MeteredCallback) -> None:
             # An earlier training may have left them. The Trainer overwrites its own files only.
             for kind in (GQSGDCallback, LocalStepsCallback, FSDPCallback):
                 (folder / kind.state_file).unlink(missing_ok=True)
+            # It is written last, and transformers does not resume from a checkpoint without it.
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         if not trainer.args.save_only_model:
             callback.save(folder)
         return save(model, trial, *args, **kwargs)

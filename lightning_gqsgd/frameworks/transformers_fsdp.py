@@ -54,7 +54,7 @@ class FSDPCallback(MeteredCallback):
             self.state.load_state_dict(saved)
         elif self.resumes_from is not None and is_primary:
             logger.warning(
-                "gqsgd: %s has no %s, so the dither of the hooks goes on from step %d",
+                "gqsgd: %s has no %s of its own, so the dither of the hooks goes on from step %d",
                 self.resumes_from,
                 self.state_file,
                 self.state.step,

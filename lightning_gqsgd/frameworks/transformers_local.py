@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
-from accelerate.utils import DistributedType
+import torch
+from accelerate.utils import DistributedType, gather
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
@@ -34,6 +36,9 @@ logger = logging.getLogger(__name__)
 #: Attribute of the models that Accelerate has prepared, and prepares no second time.
 PREPARED = "_is_accelerate_prepared"
 
+#: Where a checkpoint's mark is: in the state's file, and among the states of callbacks in trainer_state.json.
+_MARK = "gqsgd_mark"
+
 
 class MeteredCallback(TrainerCallback):
     """Puts counters (see `telemetry.Meter`) into the logs of a Trainer, and a state into its checkpoints.
@@ -56,10 +61,25 @@ class MeteredCallback(TrainerCallback):
 
     def read(self) -> Any:
         """Returns the state in the checkpoint that training resumes from; None: there is none. See `read_by_all`."""
-        return read_by_all(self.resumes_from and self.resumes_from / self.state_file, self._trainer.accelerator)
+        saved = read_by_all(self.resumes_from and self.resumes_from / self.state_file, self._trainer.accelerator)
+        mark = saved.pop(_MARK, None) if isinstance(saved, dict) else None  # earlier versions wrote none
+        is_left = mark is not None and self._in_trainer_state().get(_MARK) != _entry_of(mark)
+        if not gather(torch.tensor([is_left], device=self._trainer.accelerator.device)).any():
+            return saved
+        if self._trainer.accelerator.is_main_process:
+            logger.warning(
+                "gqsgd: %s in %s is not used, because it belongs to an earlier checkpoint, which a Trainer without "
+                "gqsgd has written over",
+                self.state_file,
+                self.resumes_from,
+            )
+        return None
 
     def write(self, state: Any, folder: Path) -> None:
         """Write the state in the processes that save. The checkpoint's folder may not exist yet.
+
+        A Trainer without gqsgd that writes over the checkpoint leaves the state's file in it. So the file has a mark
+        that is also in the checkpoint's trainer_state.json, which that Trainer writes anew.
 
         Memories, and the states of local steps, come to rank 0 only. With ``save_on_each_node``, others save as well,
         and this is a collective.
@@ -68,7 +88,13 @@ class MeteredCallback(TrainerCallback):
             state = as_on_first_rank(state)
         if self._trainer.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(state, folder / self.state_file)
+            mark = secrets.token_hex(8)
+            self._in_trainer_state()[_MARK] = _entry_of(mark)
+            write_whole({**state, _MARK: mark}, folder / self.state_file)
+
+    def _in_trainer_state(self) -> dict[str, Any]:
+        """Returns the states of callbacks that trainer_state.json has, or will have."""
+        return cast("dict[str, Any]", self._trainer.state.stateful_callbacks)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Put the counters beside what is logged."""
@@ -76,6 +102,11 @@ class MeteredCallback(TrainerCallback):
         values = {name: value for name, value in values.items() if not math.isnan(value)}  # the log is kept as JSON
         for row in (logs, state.log_history[-1]):
             row.update(values)
+
+
+def _entry_of(mark: str) -> dict[str, Any]:
+    """Returns what trainer_state.json has of a mark, as it has the states of callbacks."""
+    return {"args": {}, "attributes": {"mark": mark}}
 
 
 class LocalStepsCallback(MeteredCallback):
@@ -122,8 +153,8 @@ class LocalStepsCallback(MeteredCallback):
                 trained.load_state_dict(saved)
             elif accelerator.is_main_process:
                 logger.warning(
-                    "gqsgd: %s has no %s, because it was saved without local steps: all ranks start from its weights, "
-                    "and the outer optimizer's momentum starts at zero",
+                    "gqsgd: %s has no %s of its own, because it was saved without local steps: all ranks start from "
+                    "its weights, and the outer optimizer's momentum starts at zero",
                     self.resumes_from,
                     self.state_file,
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import shutil
 import sys
@@ -464,6 +465,104 @@ def _one_folder(_: int, folder: Path) -> list[list[str]]:
 def test_a_checkpoint_that_is_written_over_keeps_no_state_of_another_training(tmp_path: Path) -> None:
     found = run_alike(_one_folder, 2, tmp_path, tmp_path, initialise=False)
     assert found == [["gqsgd_local.pt"], ["gqsgd.pt"], []]
+
+
+def _written_over(rank: int, folder: Path) -> list[list[Any]]:
+    """A Trainer without gqsgd writes over a checkpoint with gqsgd's state. Then one with it resumes."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    found = []
+    for fields in ({"local_steps": 2}, {"preset": "signsgd_ef"}):
+        for resume in (None, "checkpoint-2"):  # what the other Trainer begins with, which has gqsgd's mark, too
+            own = folder / f"{next(iter(fields))}-{resume}"
+            saves = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+            trainer = trainer_of(own, **saves)
+            enable(trainer, **fields)
+            trainer.train()
+            dist.barrier()  # rank 0 writes
+            states = list((own / "checkpoint-4").glob("gqsgd*"))
+            trainer = trainer_of(own, **saves, learning_rate=0.1)
+            trainer.train(resume_from_checkpoint=resume and str(own / resume))
+            dist.barrier()
+            left = [file.is_file() for file in states]
+            resumed = trainer_of(own, **saves)
+            enable(resumed, **fields)
+            said = io.StringIO()
+            handler = logging.StreamHandler(said)
+            logging.getLogger("lightning_gqsgd").addHandler(handler)
+            resumed.train(resume_from_checkpoint=True)
+            logging.getLogger("lightning_gqsgd").removeHandler(handler)
+            told = "because it belongs to an earlier checkpoint" in said.getvalue()
+            found.append([left, told == (rank == 0), fingerprint(trainer.model) == fingerprint(resumed.model)])
+            dist.barrier()
+    return found
+
+
+@pytest.mark.slow
+def test_a_state_is_not_used_where_a_trainer_without_gqsgd_has_written_over_its_checkpoint(tmp_path: Path) -> None:
+    found = run_alike(_written_over, 2, tmp_path, tmp_path, initialise=False)
+    assert found == 4 * [[[True], True, True]]
+
+
+class _Killed(Exception):
+    """What a kill is in a test."""
+
+
+def _killed_while_saving(_: int, folder: Path) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for fields in ({"local_steps": 2}, {"bits": 4}):
+        own = folder / next(iter(fields))
+        for _attempt in range(2):  # the second one writes over a checkpoint that is whole
+            trainer = trainer_of(own, max_steps=4, save_strategy="steps", save_steps=2)
+            enable(trainer, **fields)
+            trainer.train()
+            dist.barrier()  # rank 0 writes
+        trainer = trainer_of(own, max_steps=4, save_strategy="steps", save_steps=4)
+        enable(trainer, **fields)
+
+        def killed(*_: Any) -> None:
+            raise _Killed
+
+        trainer._save_optimizer_and_scheduler = killed
+        with pytest.raises(_Killed):
+            trainer.train()
+        dist.barrier()
+        resumed = trainer_of(own, max_steps=4)
+        enable(resumed, **fields)
+        with pytest.raises(FileNotFoundError, match="trainer_state.json"):
+            resumed.train(resume_from_checkpoint=True)
+        resumed.train(resume_from_checkpoint=str(own / "checkpoint-2"))
+        dist.barrier()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    run(_killed_while_saving, 2, tmp_path, tmp_path, initialise=False)
+
+
+def _saved_without_mark(_: int, folder: Path) -> list[str]:
+    """A checkpoint as earlier versions wrote it."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    saves = {"save_strategy": "steps", "save_steps": 5}
+    whole = trainer_of(folder, **saves)
+    enable(whole, local_steps=3)
+    whole.train()
+    dist.barrier()  # rank 0 writes
+    own = folder / "checkpoint-5"
+    if whole.args.should_save:
+        state = torch.load(own / "gqsgd_local.pt", weights_only=True)
+        del state["gqsgd_mark"]
+        torch.save(state, own / "gqsgd_local.pt")
+    dist.barrier()
+    resumed = trainer_of(folder)
+    enable(resumed, local_steps=3)
+    resumed.train(resume_from_checkpoint=str(own))
+    return [fingerprint(whole.model), fingerprint(resumed.model)]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_an_earlier_version_has_no_mark(tmp_path: Path) -> None:
+    whole, resumed = run_alike(_saved_without_mark, 2, tmp_path, tmp_path, initialise=False)
+    assert whole == resumed
 
 
 def _locally_first(_: int, folder: Path) -> list[Any]:
