@@ -437,6 +437,7 @@ class LocalAverages(AveragingLoop[Average]):
         """Copy the anchors to this rank's parameters and buffers."""
         for fragment in self.fragments:
             fragment.set_tensors()
+        self._inner.forget_steps()
 
     def _look_at_loaded_weights(self) -> None:
         """After a state was loaded, warn if the weights are not those that were saved with it."""
@@ -599,6 +600,7 @@ class LocalAverages(AveragingLoop[Average]):
         plain = self._is_plain(average)
         fragment.move_anchors(average.changes, self.outer, plain=plain, frozen=average.frozen)
         fragment.set_tensors(weight)
+        self._inner.forget_steps()
         if average.integers:
             self._integers.take(average.integers)
         if average.inner is not None:

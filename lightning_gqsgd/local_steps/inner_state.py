@@ -6,9 +6,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_gqsgd.errors import ConfigError
+
+
+def compares_steps(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer compares the gradients and the weights of successive steps.
+
+    L-BFGS takes the difference of two gradients for the curvature along its own step. If an average has moved the
+    weights in between, the difference is that of another step.
+    """
+    return isinstance(optimizer, LBFGS)
 
 
 class InnerState:
@@ -16,6 +25,11 @@ class InnerState:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
+
+    def forget_steps(self) -> None:
+        """Delete the state of optimizers that compare successive steps, because the weights have moved in between."""
+        for optimizer in filter(compares_steps, self._optimizers):
+            optimizer.state.clear()
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """Delete the state of some parameters, so that the optimizers create it again."""

@@ -76,7 +76,7 @@ class LocalOptions:
         mixing: weight α of a rank's own parameters when a delayed average is used, 0 to 1: x ← α x + (1 − α) anchor
             (Streaming DiLoCo, arXiv 2501.18512). Without a delay, it has no effect.
         inner_state: what happens to the inner optimizer's state of a parameter when its average is used: ``"keep"`` it,
-            ``"reset"`` it, or ``"average"`` it over all ranks, uncompressed.
+            ``"reset"`` it, or ``"average"`` it over all ranks, uncompressed. `torch.optim.LBFGS` needs ``"reset"``.
         rule: the rule by which the changes of all ranks become one mean change: ``"mean"``, with one message of each
             rank; or another name of `rules.RULES`; or a rule object; or a mapping with the rule's name as ``"name"``
             and its numbers.

@@ -17,6 +17,7 @@ from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.local_steps.fragments import Entry, Fragment, fragments_of
+from lightning_gqsgd.local_steps.inner_state import compares_steps
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
 from lightning_gqsgd.predict.levels import fitted
@@ -66,7 +67,7 @@ def trained_by(
     Raises:
         ConfigError: if the model, an optimizer or the configuration cannot work.
     """
-    check_optimizers(optimizers)
+    check_optimizers(optimizers, options)
     module = check_module(model)
     trained = trained_parameters(module, optimizers)
     refuse_for(config, "local steps, which average whole models")
@@ -121,8 +122,8 @@ def check_anchor_device(device: torch.device | str | None) -> None:
         ) from error
 
 
-def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Raise ConfigError for an inner optimizer that does not train each rank separately."""
+def check_optimizers(optimizers: Iterable[Optimizer], options: LocalOptions) -> None:
+    """Raise ConfigError for an inner optimizer that does not train each rank separately, or that averages disturb."""
     for optimizer in optimizers:
         # Compared by name, because importing its module would import torch's RPC.
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
@@ -130,6 +131,12 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 "a ZeroRedundancyOptimizer gives the parameters that one rank has trained to all ranks in every step, "
                 "and in local steps each rank trains all of its own; give LocalSteps the optimizer that it is made "
                 "of, such as torch.optim.AdamW"
+            )
+        if compares_steps(optimizer) and options.inner_state != "reset":
+            raise ConfigError(
+                f"inner_state={options.inner_state!r}: {type(optimizer).__name__} compares the gradients of successive "
+                "steps, and each average moves the weights between two of them, so it would take wrong curvatures, and "
+                "may diverge; take inner_state='reset', with which it begins anew after each average"
             )
 
 

@@ -177,6 +177,46 @@ def test_inner_states_are_averaged_in_their_own_precision(tmp_path: Path) -> Non
     assert run(_mean_of_states, 2, tmp_path) == [[True] * 4] * 2
 
 
+def _curved(rank: int) -> list[Any]:
+    """L-BFGS: after which steps it knows nothing of earlier ones, and losses at the start and at the end."""
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(rank))
+    results: list[Any] = []
+    for way in ({"every": 4}, {"every": 4, "fragments": 2, "delay": 1}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        inner = torch.optim.LBFGS(model.parameters(), lr=0.5)
+        optimizer = LocalSteps(model, inner, inner_state="reset", min_numel=16, **way)
+
+        def loss(model: nn.Module = model) -> Tensor:
+            model.zero_grad()
+            value = (model(inputs) - inputs[:, :3].prod(1, keepdim=True)).square().mean()
+            value.backward()
+            return value
+
+        losses = []
+        begins_anew = []
+        for step in range(1, 17):
+            losses.append(float(optimizer.step(loss)))
+            if not inner.state:
+                begins_anew.append(step)
+        optimizer.close()
+        results.append([begins_anew, losses[-1] < losses[0] / 2])
+    for kept in ("keep", "average"):
+        inner = torch.optim.LBFGS(mlp().parameters())
+        results.append(error_text(ConfigError, LocalSteps, mlp(), inner, inner_state=kept))
+    return results
+
+
+def test_lbfgs_begins_anew_after_each_average_or_is_refused(tmp_path: Path) -> None:
+    """It would compare gradients between which an average has moved the weights, and end with losses beyond 1e9."""
+    whole, parts, *refused = run_alike(_curved, 2, tmp_path)
+    assert whole == [[4, 8, 12, 16], True]
+    assert parts == [[3, 5, 7, 9, 11, 13, 15], True]
+    for kept, text in zip(("keep", "average"), refused, strict=True):
+        assert f"inner_state='{kept}': LBFGS compares the gradients of successive steps" in text
+        assert "take inner_state='reset'" in text
+
+
 def _unbiased(rank: int) -> list[float]:
     """Errors of one average, and of the mean of many averages of the same change."""
     torch.manual_seed(rank)

@@ -647,6 +647,7 @@ class MergedAverages:
             references: the values of this member that the anchors already include, [numel] for each bundle.
             is_merged: whether these values have entered the anchors in the latest merge.
         """
+        self._inner.forget_steps()
         self._starts = [bundle.flat_starts() for bundle in self._fragment.bundles]
         for bundle, start, reference in zip(self._fragment.bundles, self._starts, references, strict=True):
             present = bundle.flat_tensors()
@@ -660,6 +661,7 @@ class MergedAverages:
     @torch.no_grad()
     def _start_from_anchors(self) -> None:
         """Copy the anchors to this member's tensors, and discard its change."""
+        self._inner.forget_steps()
         with self._shared.lock:
             self._fragment.set_tensors()
             self._integers.write(self._shared.integers)
