@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
 from torch.optim import Optimizer
 
 from lightning_gqsgd.errors import ConfigError, listed
@@ -63,6 +64,8 @@ class WatchedModel:
         self._wrapped = DDPModels({id(entry.tensor) for entry, _ in self._averaged}, ranks)
         self._has_looked = len(ranks) < 2  # with fewer, no model averages over two of them
         self._known = list(model.parameters())  # kept, so that no new parameter gets the id of a deleted one
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
+        self._masks = {name: self._buffers[name] for name in _masks_of(model) if name in self._buffers}
         self.expects: int | None = None
 
     def digest(self) -> int:
@@ -97,14 +100,15 @@ class WatchedModel:
 
         Raises:
             ConfigError: if an optimizer trains a parameter that is not averaged, if an averaged parameter is no longer
-                in the model or has another shape, dtype or device, or if a parameter that requires a gradient was
-                added.
+                in the model or has another shape, dtype or device, if a parameter that requires a gradient or a buffer
+                of the state_dict was added, or if a mask of pruning has changed.
         """
         self._say_if_reduced()
         self._check_optimizers()
         model = self._model()
         if model is not None:
             self._check_model(model)
+            self._check_buffers(model)
         for entry, before in self._averaged:
             if place_of(entry.tensor) != before:
                 raise ConfigError(
@@ -159,6 +163,49 @@ class WatchedModel:
                 f"parameters were added to the model after LocalSteps was made: {listed(added)}. They are not "
                 f"averaged, so each rank would have its own; {_REMEDY}"
             )
+
+    def _check_buffers(self, model: nn.Module) -> None:
+        present = _saved_buffers(model)
+        known = {id(buffer) for buffer in self._buffers.values()}
+        added = [name for name, buffer in present.items() if name not in self._buffers and id(buffer) not in known]
+        if added:
+            raise ConfigError(
+                f"buffers were added to the model after LocalSteps was made, or were empty then: {listed(added)}. They "
+                "are not averaged, so each rank would have its own, such as the masks of pruning, or the vectors of a "
+                "spectral norm. If a module makes its buffers in its first forward pass, run that pass before "
+                f"LocalSteps is made. Otherwise, {_REMEDY}"
+            )
+        changed = [name for name, mask in self._masks.items() if not _is_same(present.get(name, mask), mask)]
+        if changed:
+            raise ConfigError(
+                f"masks of pruning have changed after LocalSteps was made: {listed(changed)}. Ranks may have pruned "
+                f"other weights, and an average would make fractions of their masks; {_REMEDY}"
+            )
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers that a model's state_dict has and that are not empty, by name."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.numel() and name not in module._non_persistent_buffers_set
+    }
+
+
+def _masks_of(model: nn.Module) -> list[str]:
+    """Returns the names of the buffers that are masks of torch.nn.utils.prune."""
+    return [
+        f"{path}.{hook._tensor_name}_mask" if path else f"{hook._tensor_name}_mask"
+        for path, module in model.named_modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, BasePruningMethod)
+    ]
+
+
+def _is_same(now: Tensor, before: Tensor) -> bool:
+    """Returns whether a buffer has the same values as before. Pruning registers a new tensor."""
+    return now is before or (place_of(now) == place_of(before) and torch.equal(now, before))
 
 
 def digest_of_tensors(named: Mapping[str, Tensor]) -> int:

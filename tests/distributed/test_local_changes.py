@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.errors import CollectiveError, ConfigError
+from tests.bits import bits_of
 from tests.distributed.local_models import bits_of_anchors, bits_of_model
 from tests.distributed.models import batch, loss_of
 from tests.distributed.ranks import run, run_alike
@@ -70,6 +72,19 @@ def _cast_and_back(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
     model.double().float()
 
 
+def _prune(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
+    prune.l1_unstructured(model[2], "weight", 0.5)
+
+
+def _limit(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
+    torch.manual_seed(rank)
+    spectral_norm(model[2])
+
+
+def _keep_inputs(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
+    model[2].register_buffer("scratch", torch.full((3,), float(rank)), persistent=False)
+
+
 def _freeze(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
     model[2].requires_grad_(False)
 
@@ -83,6 +98,9 @@ CHANGES: dict[str, tuple[Callable[[nn.Sequential, Optimizer, int], None], str | 
     "normalised": (_normalise, "no longer in the model: '2.weight'"),
     "added": (_add, "were added to the model after LocalSteps was made: '5.weight', '5.bias'"),
     "added and trained": (_add_and_train, "trains 2 parameters that were frozen, or not in the optimizer"),
+    "pruned": (_prune, "were added to the model after LocalSteps was made, or were empty then: '2.weight_mask'"),
+    "limited": (_limit, "'2.parametrizations.weight.0._u', '2.parametrizations.weight.0._v'"),
+    "a buffer that is not saved": (_keep_inputs, None),
     "cast": (_cast, "torch.float32 on cpu when LocalSteps was made, and is (24, 24) torch.bfloat16 on cpu now"),
     "cast and back": (_cast_and_back, None),
     "frozen": (_freeze, None),
@@ -116,7 +134,7 @@ def _trained(rank: int, change: Callable[[nn.Sequential, Optimizer, int], None] 
         return f"{type(error).__name__}: {error}"
     finally:
         optimizer.close()
-    return bits_of_model(model)
+    return bits_of(model.parameters())
 
 
 def _table(rank: int, way: str) -> dict[str, str]:
@@ -238,15 +256,43 @@ def test_an_average_leaves_out_what_was_frozen_when_it_was_started(tmp_path: Pat
     assert len(set(run_alike(_frozen_while_under_way, 2, tmp_path))) == 1
 
 
+def _pruned_again(rank: int) -> list[str]:
+    """A model that was pruned before, and whose mask is set again to the same values, or to others of each rank."""
+    results = []
+    for amount in (0, 0.5):
+        model = _model()
+        prune.l1_unstructured(model[2], "weight", 0.5)
+        optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=3)
+        try:
+            for step in range(8):
+                if step == 4:
+                    prune.l1_unstructured(model[2], "weight", amount)
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.finish()
+            results.append(bits_of_model(model))
+        except ConfigError as error:
+            results.append(str(error))
+        optimizer.close()
+    return results
+
+
+def test_a_model_that_is_pruned_again_is_an_error_and_no_fraction_of_a_mask(tmp_path: Path) -> None:
+    same, others = run_alike(_pruned_again, 2, tmp_path)
+    assert "mask" not in same
+    assert "masks of pruning have changed after LocalSteps was made: '2.weight_mask'" in others
+
+
 class _Observer(nn.Module):
     """Gives a buffer its shape in its first forward pass, in place or anew, as observers of quantisation do."""
 
-    def __init__(self, in_place: bool) -> None:
+    def __init__(self, in_place: bool, size: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(32, 10)
         self.in_place = in_place
-        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("scale", torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
@@ -260,9 +306,9 @@ class _Observer(nn.Module):
 
 def _observed(rank: int) -> list[str]:
     results = []
-    for in_place in (True, False):
+    for in_place, size in ((True, 1), (False, 1), (True, 0), (False, 0)):
         for passes_before in (0, 1):
-            model = _Observer(in_place)
+            model = _Observer(in_place, size)
             for _ in range(passes_before):
                 model(torch.randn(4, 32))
             optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
@@ -281,7 +327,10 @@ def _observed(rank: int) -> list[str]:
 
 def test_a_buffer_that_gets_another_shape_is_named_with_both_shapes_and_the_remedy(tmp_path: Path) -> None:
     result = run_alike(_observed, 2, tmp_path)
-    for resized, given_before in (result[:2], result[2:]):
+    for resized, given_before in (result[4:6], result[6:]):
+        assert "buffers were added to the model after LocalSteps was made, or were empty then: 'scale'" in resized
+        assert "buffer" not in given_before
+    for resized, given_before in (result[:2], result[2:4]):
         assert "buffer 'scale' was (1,) torch.float32 on cpu" in resized
         assert "is (10,) torch.float32 on cpu now" in resized
         assert "needs that pass before" in resized
