@@ -177,6 +177,22 @@ def merges_at(lighthouse: str, timeout_s: float) -> int:
     return max((merges for merges, _ in _merged_on(page, _alive_on(page, _ALIVE_S))), default=0)
 
 
+def latest_merges_of(lighthouse: str, name: str, timeout_s: float) -> int:
+    """Returns the number of merges before the latest merge of members with a name, also if they are gone; 0 if none has
+    merged.
+
+    Args:
+        lighthouse: its address.
+        name: see `name_for`.
+        timeout_s: how long to wait for it.
+
+    Raises:
+        ConfigError: if no lighthouse answers at this address.
+    """
+    merged = _MERGED.findall(_page_of(lighthouse, timeout_s))
+    return max((int(merges) for member, merges, _ in merged if member.partition(":")[0] == name), default=0)
+
+
 def members_at(lighthouse: str, timeout_s: float, alive_s: float = _ALIVE_S) -> list[str]:
     """Returns the members that have given a lighthouse a sign of life, sorted: the name, a colon, and a unique suffix.
 

@@ -32,6 +32,7 @@ from lightning_gqsgd.membership.door import (
     check_others,
     check_resolves,
     in_brackets,
+    latest_merges_of,
     lighthouse_address,
     merges_at,
     name_for,
@@ -124,6 +125,10 @@ class TorchftMembers(Members):
         managers = check_others(self._lighthouse, self._name, self.timeout.total_seconds())
         self._host = own_host(self._lighthouse, self.timeout.total_seconds())
         self._present = self._fetched_present(managers)
+        self._merges_before = 0  # of a training at this lighthouse, whose state this member has not
+        if self._present is None:
+            with suppress(ConfigError):  # the first merge says that no lighthouse answers
+                self._merges_before = latest_merges_of(self._lighthouse, self._name, self.timeout.total_seconds())
         self._received: Mapping[str, Any] | None = None
         self._group = QuantisedProcessGroup(ProcessGroupGloo(timeout=self.timeout), config, device, facts)
         self._merges = 0  # made by the others before this member meets them
@@ -255,6 +260,17 @@ class TorchftMembers(Members):
         state = self._present
         self._present = None
         return state
+
+    def say_if_begun_anew(self, merges: int) -> None:
+        """Warn if the lighthouse knows a longer training of the same model, of which no member was left."""
+        if merges <= self._merges_before:
+            logger.warning(
+                "gqsgd: the lighthouse %s knows a training with this model and these options, which has made %s, and "
+                "none of its members is left: this process begins a new training. To continue the other one, load a "
+                "checkpoint of it",
+                self._lighthouse,
+                counted(self._merges_before + 1, "merge"),
+            )
 
     def start_after(self, merges: int) -> None:
         """Continue after ``merges`` merges, the count of another member or of a checkpoint."""

@@ -142,6 +142,13 @@ class Members(ABC):
         """Continue after ``merges`` merges, the count of another member or of a checkpoint. No merge may be under
         way."""
 
+    def say_if_begun_anew(self, merges: int) -> None:  # noqa: B027  # fixed ranks begin together
+        """Warn, after the first merge, if this member was to join a training, and has begun a new one.
+
+        Args:
+            merges: number of merges so far.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Leave. Not a collective."""

@@ -266,6 +266,21 @@ def notice_without_a_lighthouse(rank: int, address: str, folder: Path, delay: in
     return {"exits": exits, "said": said}
 
 
+def after_the_end(rank: int, lighthouse: str, folder: Path) -> list[Any]:
+    """Member 0 trains, and is gone when member 1 comes."""
+    said = logged()
+    if rank:
+        wait_for((folder / "over").exists)
+    model, optimizer = member(rank, lighthouse, timeout=SECOND)
+    generator = torch.Generator().manual_seed(rank)
+    merges = optimizer.averages.averages
+    while optimizer.averages.averages < 3:
+        train_step(model, optimizer, generator, 0.02)
+    optimizer.close()
+    (folder / "over").touch()
+    return [merges, [text for text in said if "begins a new training" in text]]
+
+
 def too_few(rank: int, lighthouse: str) -> dict[str, Any]:
     """What a member says and hears that is alone, and may not be."""
     said = logged()

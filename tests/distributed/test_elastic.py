@@ -172,6 +172,16 @@ def test_a_process_group_is_refused(tmp_path: Path) -> None:
         LocalSteps(model, torch.optim.SGD(model.parameters(), 0.1), every="1s", elastic=True, group=object())  # type: ignore[arg-type]
 
 
+def test_who_comes_when_all_others_have_gone_hears_that_a_new_training_begins(tmp_path: Path, lighthouse: str) -> None:
+    first, late = run_members(members.after_the_end, 2, tmp_path, lighthouse, tmp_path)
+    assert first == [1, []]
+    merges, said = late
+    assert merges == 1
+    assert len(said) == 1
+    assert "merges, and none of its members is left: this process begins a new training" in said[0]
+    assert "load a checkpoint of it" in said[0]
+
+
 def test_members_may_start_before_their_lighthouse(tmp_path: Path) -> None:
     from torchft.coordination import LighthouseServer
 

@@ -104,6 +104,7 @@ class MergeThread:
             found = self._merge(None, has_finished=False)
             if found is not None:
                 self._take(found, None)
+                self._members.say_if_begun_anew(self._shared.merges)
                 self._thread.start()
                 return
 
