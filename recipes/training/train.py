@@ -56,6 +56,7 @@ from recipes.training.refusals import refused_values
 from recipes.training.report import StartupSummary, finish, machine_facts, run_facts
 from recipes.training.saving import WholeCheckpoints
 from recipes.training.starting import InterruptedStart
+from recipes.training.terminating import TerminatedTraining
 
 
 def train(cfg: DictConfig, folder: Path) -> float:
@@ -104,7 +105,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
     chosen = build_callbacks(cfg.get("callbacks"), folder, own)
     check_monitors(chosen, module)
     callbacks: list[Callback] = [
-        *(start, RowOfShortRun(), *numbers, summary),
+        *(start, TerminatedTraining(), RowOfShortRun(), *numbers, summary),
         *_callbacks(cfg, folder, None if any(isinstance(each, ProgressBar) for each in chosen) else module.metric),
         *chosen,
     ]
