@@ -48,7 +48,7 @@ def with_search_path(arguments: Sequence[str]) -> list[str]:
         folders.append(f"{_FILE}{Path(folder).absolute()}")
     if not folders:
         return kept
-    before = [word for word in kept if _is_search_path(word)]
+    before = [word for word in kept if is_search_path(word)]
     listed = [*(place for word in before for place in _places(word)), *folders]
     quoted = ",".join("'" + place.replace("\\", "\\\\").replace("'", "\\'") + "'" for place in listed)
     return [*(word for word in kept if word not in before), f"{SEARCH_PATH}=[{quoted}]"]
@@ -56,7 +56,7 @@ def with_search_path(arguments: Sequence[str]) -> list[str]:
 
 def folders_of(overrides: Iterable[str]) -> list[Path]:
     """The user's own folders of a command line, after `with_search_path`."""
-    places = [place for word in overrides if _is_search_path(word) for place in _places(word)]
+    places = [place for word in overrides if is_search_path(word) for place in _places(word)]
     return [Path(place.removeprefix(_FILE)) for place in places if place.startswith(_FILE)]
 
 
@@ -102,7 +102,8 @@ def _targets(node: Any) -> Iterator[str]:
             yield from _targets(entry)
 
 
-def _is_search_path(word: str) -> bool:
+def is_search_path(word: str) -> bool:
+    """Whether an argument of a command line sets Hydra's search path."""
     return word.lstrip("+").startswith(f"{SEARCH_PATH}=")
 
 

@@ -37,7 +37,7 @@ from recipes.launch.slurm import prepare_submission
 from recipes.launch.sweeps import check_sweeper, is_search, run_job, run_on_hosts
 from recipes.opening import INTERRUPTED, leads, say, speaks
 from recipes.overrides import composed, first_combination, parse
-from recipes.own_folders import with_search_path
+from recipes.own_folders import is_search_path, with_search_path
 from recipes.strategies.choices import (
     CONF,
     check_settings,
@@ -253,7 +253,7 @@ def main(cfg: DictConfig) -> float:
         with refusals_in_one_line(), profile_environment(cfg.hardware.env, os.environ):
             check(cfg, HydraConfig.get())
             if _starts_processes(cfg, HydraConfig.get()):
-                code, value = run_job(HydraConfig.get().overrides.task, folder)
+                code, value = run_job(_arguments_of_job(HydraConfig.get()), folder)
                 if code == INTERRUPTED:
                     raise KeyboardInterrupt
                 if code:
@@ -275,5 +275,26 @@ def main(cfg: DictConfig) -> float:
             with claim, full_disk_in_one_line(folder):
                 return train(cfg, folder)
     except KeyboardInterrupt:
-        say(goes_on_with(folder, sys.argv))
+        _say_how_to_go_on(cfg, HydraConfig.get(), folder)
         sys.exit(INTERRUPTED)
+
+
+def _arguments_of_job(hydra_config: Any) -> list[str]:
+    """The command line of a job of a sweep, with the user's own folders, as it would be typed for this job alone."""
+    overrides = hydra_config.overrides
+    return [*(word for word in overrides.hydra if is_search_path(word)), *overrides.task]
+
+
+def _say_how_to_go_on(cfg: DictConfig, hydra_config: Any, folder: Path) -> None:
+    """Say how an interrupted run goes on. The command of a whole sweep would start all of its jobs from one checkpoint.
+
+    Args:
+        cfg, hydra_config: the configuration, and its node ``hydra``.
+        folder: folder of the run.
+    """
+    if not _is_multirun(hydra_config):
+        say(goes_on_with(folder, sys.argv))
+        return
+    if not _starts_processes(cfg, hydra_config):  # else a process of the job's own has said it
+        say(goes_on_with(folder, [sys.argv[0], *_arguments_of_job(hydra_config)]))
+    say(f"the sweep ends with job {hydra_config.job.num}; jobs that follow have not run")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
@@ -20,6 +23,8 @@ from recipes.measuring.metrics import METRICS
 #: Hydra's plugin of a search, and the words that choose it.
 PLUGIN = "hydra_plugins.hydra_optuna_sweeper"
 SEARCHES = ("hydra/sweeper", "hparams_search")
+#: Seconds that a job has to end after it was asked to.
+END_S = 20
 
 
 class OptunaError(RecipeError):
@@ -54,12 +59,30 @@ def run_job(overrides: Sequence[str], folder: Path) -> tuple[int, float]:
     """
     # No output_subdir: this process has already written the configuration into the folder.
     words = [*overrides, folder_argument(folder), "hydra.output_subdir=null"]
-    code = subprocess.run(run_command(words), check=False).returncode
+    code = _run_to_its_end(run_command(words))
     if code:
         return code, float("nan")
     facts = json.loads((folder / RESULT_FILE).read_text())
     value = METRICS[facts["metric"]].of_run(facts["metrics"])
     return 0, float("nan") if value is None else float(value)
+
+
+def _run_to_its_end(command: Sequence[str]) -> int:
+    """Run a command, and end it where this process has to end; returns the exit code."""
+    exit_on_signals()
+    # A session of its own: an interrupt on a terminal reaches this process alone, which ends the command.
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+        raise
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def run_on_hosts(hosts: int, rate: str, ranks_per_host: int, arguments: Sequence[str], folder: Path) -> int:

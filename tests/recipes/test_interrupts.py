@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,8 +100,9 @@ def code_is_known(process: psutil.Process) -> bool:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_says_how_to_go_on_and_leaves_no_process(tmp_path: Path) -> None:
-    code, output, started = _interrupted(tmp_path, "run.py", *LONG, sign="epoch 2/")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_how_to_go_on_and_leaves_no_process(number: int, tmp_path: Path) -> None:
+    code, output, started = _interrupted(tmp_path, "run.py", *LONG, sign="epoch 2/", number=number)
     assert code == 130
     assert "Traceback" not in output
     (checkpoint,) = tmp_path.rglob("last.ckpt")
@@ -108,6 +110,38 @@ def test_an_interrupted_run_says_how_to_go_on_and_leaves_no_process(tmp_path: Pa
     assert f"ckpt_path={checkpoint}" in output.splitlines()[-1]
     assert len(started) == 1
     assert not psutil.wait_procs(started, timeout=20)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_that_is_ended_takes_its_job_along_which_says_how_to_go_on(number: int, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    shutil.copy(ROOT / "conf" / "model" / "resnet_digits.yaml", tmp_path / "mine" / "model" / "own.yaml")
+    sweep = ("-m", "--config-dir=mine", *LONG, "model=own", "strategy=gqsgd,ddp")
+    code, output, started = _interrupted(tmp_path, "run.py", *sweep, sign="epoch 2/", number=number)
+    assert code == 128 + number
+    assert "Traceback" not in output
+    (checkpoint,) = tmp_path.rglob("last.ckpt")
+    (command,) = (line for line in output.splitlines() if "ckpt_path=" in line)
+    assert command.endswith(f"ckpt_path={checkpoint}")
+    assert " -m " not in command
+    assert "searchpath" in command
+    assert "strategy=gqsgd " in command
+    assert len(started) == 2
+    assert not psutil.wait_procs(started, timeout=20)[1]
+
+
+@pytest.mark.slow
+def test_an_interrupted_job_in_the_process_of_the_sweep_goes_on_by_itself(tmp_path: Path) -> None:
+    sweep = ("-m", *LONG, "trainer.devices=1", "strategy=gqsgd,ddp")
+    code, output, _ = _interrupted(tmp_path, "run.py", *sweep, sign="epoch 2/")
+    assert code == 130
+    (checkpoint,) = tmp_path.rglob("last.ckpt")
+    *_, command, last = output.splitlines()
+    assert command.endswith(f"ckpt_path={checkpoint}")
+    assert " -m " not in command
+    assert "strategy=gqsgd " in command
+    assert last == "the sweep ends with job 0; jobs that follow have not run"
 
 
 def test_an_interrupt_before_the_training_is_one_line(tmp_path: Path) -> None:
