@@ -222,9 +222,3 @@ def clean_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in launch and not name.startswith(("PL_", "WANDB_", "TORCHELASTIC_"))
     }
-
-
-@pytest.fixture
-def script() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """See `run_script`."""
-    return run_script

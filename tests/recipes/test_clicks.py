@@ -6,7 +6,6 @@ import copy
 import gzip
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,9 +35,9 @@ from recipes.tasks.adam_of_tables import AdamOfTables
 from recipes.tasks.optimizers import OptimizerError
 from recipes.training.train import train
 from tests.distributed import ranks
+from tests.recipes.conftest import run_script
 
 Compose = Callable[..., DictConfig]
-Script = Callable[..., subprocess.CompletedProcess[str]]
 
 #: The experiment at toy size.
 TOY = (
@@ -465,9 +464,9 @@ def test_adam_of_tables_is_adam_and_sparse_adam_and_goes_on_from_a_checkpoint() 
 
 
 @pytest.mark.slow
-def test_two_processes_with_gqsgd(script: Script, tmp_path: Path) -> None:
+def test_two_processes_with_gqsgd(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    finished = script("run.py", *TOY, "strategy=gqsgd_4bit", f"hydra.run.dir={folder}", cwd=tmp_path)
+    finished = run_script("run.py", *TOY, "strategy=gqsgd_4bit", f"hydra.run.dir={folder}", cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert f"named '{FALLBACK}' in this run" in finished.stderr
     assert f"deeplight_criteo on {FALLBACK}" in finished.stdout
@@ -483,10 +482,10 @@ def test_two_processes_with_gqsgd(script: Script, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("GQSGD_DATA"), reason="needs the real data: set GQSGD_DATA")
-def test_two_processes_learn_from_real_clicks(script: Script, tmp_path: Path) -> None:
+def test_two_processes_learn_from_real_clicks(tmp_path: Path) -> None:
     root = Path(os.environ["GQSGD_DATA"]) / "criteo_tiny"
     arguments = ("+exp=deeplight_criteo", f"data.root={root}", "data.buckets=1000", "model.hidden=[64]", "threads=1")
-    finished = script("run.py", *arguments, f"hydra.run.dir={tmp_path}", cwd=tmp_path)
+    finished = run_script("run.py", *arguments, f"hydra.run.dir={tmp_path}", cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr[-3000:]
     facts = json.loads((tmp_path / "result.json").read_text())
     assert (facts["data"], facts["train_samples"], facts["processes"]) == ("criteo", 13_107, 2)

@@ -6,9 +6,7 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,10 +44,8 @@ from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY, PERPLEXITY, Metric
 from recipes.strategies.choices import ALL, strategies
 from recipes.training.report import finish
-from tests.recipes.conftest import ROOT, TINY
+from tests.recipes.conftest import ROOT, TINY, run_script
 from tests.recipes.made_up_runs import made_up_run
-
-Script = Callable[..., subprocess.CompletedProcess[str]]
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
@@ -513,7 +509,7 @@ def test_a_run_whose_curves_were_cut_off_is_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compare_a_finished_strategy_with_one_that_two_processes_train(script: Script, tmp_path: Path) -> None:
+def test_compare_a_finished_strategy_with_one_that_two_processes_train(tmp_path: Path) -> None:
     arguments = (*TINY, "data.batch_size=16", "model.width=16", "strategy=ddp,gqsgd", f"output={tmp_path}")
     plan = make_plan(arguments)
     finished, running = plan.cells
@@ -521,7 +517,7 @@ def test_compare_a_finished_strategy_with_one_that_two_processes_train(script: S
     (finished.folder / CELL_FILE).write_text(json.dumps(finished.config))
     result = (finished.folder / RESULT_FILE).read_bytes()
 
-    compared = script("compare.py", *arguments, cwd=tmp_path)
+    compared = run_script("compare.py", *arguments, cwd=tmp_path)
     assert compared.returncode == 0, compared.stdout + compared.stderr
     assert compared.stdout.count("finished before") == 1
     assert (finished.folder / RESULT_FILE).read_bytes() == result
@@ -540,9 +536,9 @@ def test_compare_a_finished_strategy_with_one_that_two_processes_train(script: S
 
 
 @pytest.mark.slow
-def test_compare_two_strategies_then_go_on_with_a_failing_third(script: Script, tmp_path: Path) -> None:
+def test_compare_two_strategies_then_go_on_with_a_failing_third(tmp_path: Path) -> None:
     arguments = ("compare.py", *TINY, "trainer.devices=1", "test=false")
-    finished = script(*arguments, "strategy=ddp,ddp_bf16", cwd=tmp_path)
+    finished = run_script(*arguments, "strategy=ddp,ddp_bf16", cwd=tmp_path)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     folder = tmp_path / "outputs" / "compare" / "quickstart"
     assert listed(finished.stdout) == [str(folder / name) for name in FILES]
@@ -552,7 +548,7 @@ def test_compare_two_strategies_then_go_on_with_a_failing_third(script: Script, 
     assert len(times) == 2
 
     (folder / "cells" / "gqsgd-seed0" / "metrics.csv").mkdir(parents=True)  # where the third run writes a file
-    again = script(*arguments, "strategy=ddp,ddp_bf16,gqsgd", cwd=tmp_path)
+    again = run_script(*arguments, "strategy=ddp,ddp_bf16,gqsgd", cwd=tmp_path)
     assert again.returncode == 1
     assert again.stdout.count("finished before") == 2
     assert times == {file: file.stat().st_mtime_ns for file in folder.glob("cells/*/result.json")}

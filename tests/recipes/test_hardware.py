@@ -26,10 +26,9 @@ from recipes.launch.slurm import SlurmError, prepare_submission
 from tests.errors import error_text
 from tests.marks import needs_root
 from tests.recipes import fake_slurm
-from tests.recipes.conftest import ROOT, TINY
+from tests.recipes.conftest import ROOT, TINY, run_script
 
 Compose = Callable[..., DictConfig]
-Script = Callable[..., subprocess.CompletedProcess[str]]
 
 GPU_PROFILES = ("nvlink", "pcie", "multi_node", "slurm")
 SMALL = (*TINY, "data.batch_size=16")
@@ -109,7 +108,7 @@ def test_a_conflict_is_refused_before_anything_is_set() -> None:
 
 
 @pytest.mark.slow
-def test_processes_inherit_the_environment_from_their_start(script: Script, tmp_path: Path) -> None:
+def test_processes_inherit_the_environment_from_their_start(tmp_path: Path) -> None:
     # Runs in every interpreter before anything else: rank 1 must find the variable there already.
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
@@ -125,7 +124,7 @@ def test_processes_inherit_the_environment_from_their_start(script: Script, tmp_
         "+hardware.env.GQSGD_FROM_PROFILE=yes",
         f"hydra.run.dir={tmp_path}/run",
     )
-    finished = script(*arguments, cwd=tmp_path, environment={"PYTHONPATH": path})
+    finished = run_script(*arguments, cwd=tmp_path, environment={"PYTHONPATH": path})
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert (tmp_path / "rank0").read_text() == "unset"
     assert (tmp_path / "rank1").read_text() == "yes"
@@ -253,9 +252,9 @@ def test_of_sweeps_below_a_launcher_only_slurms_are_let_through(
 
 @needs_root
 @pytest.mark.slow
-def test_netlab_starts_itself_on_its_hosts(script: Script, tmp_path: Path) -> None:
+def test_netlab_starts_itself_on_its_hosts(tmp_path: Path) -> None:
     arguments = ("run.py", *SMALL, "test=false", "hardware=netlab", "hardware.rate=100mbit", "strategy=gqsgd")
-    finished = script(*arguments, cwd=tmp_path, timeout=250)
+    finished = run_script(*arguments, cwd=tmp_path, timeout=250)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     lines = finished.stdout.splitlines()
     assert len([line for line in lines if line.startswith("epoch 1/2, ")]) == 1  # what compare.py looks for
@@ -300,7 +299,7 @@ def test_without_the_extra_or_the_cluster(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_a_job_is_submitted_whose_tasks_are_the_ranks(script: Script, tmp_path: Path) -> None:
+def test_a_job_is_submitted_whose_tasks_are_the_ranks(tmp_path: Path) -> None:
     profile = ("hardware=slurm", "hardware.accelerator=cpu", "hardware.gpus_per_node=null", "hardware.devices=2")
     asked = (
         "hardware.partition=short",
@@ -311,7 +310,7 @@ def test_a_job_is_submitted_whose_tasks_are_the_ranks(script: Script, tmp_path: 
     # A preset has no file: the job has to know what this process has registered.
     arguments = ("run.py", "-m", *SMALL, "strategy=gqsgd", "logger=wandb", "test=false", *profile, *asked)
     environment = {**fake_slurm.install(tmp_path), "NETRC": str(tmp_path / "none")}
-    finished = script(*arguments, cwd=tmp_path, environment=environment)
+    finished = run_script(*arguments, cwd=tmp_path, environment=environment)
     assert finished.returncode == 0, finished.stderr[-3000:]
     lines = (tmp_path / "script.sh").read_text().splitlines()
     options = dict(line.removeprefix("#SBATCH --").split("=", 1) for line in lines if line.startswith("#SBATCH"))

@@ -39,6 +39,7 @@ from recipes.training.building import (
 )
 from recipes.training.train import train
 from recipes.unread import READ, check_read
+from tests.recipes.conftest import run_script
 
 #: A module of the user's, which only files in a folder of the user's own may name.
 OWN = "own_code_of_a_user"
@@ -401,9 +402,9 @@ def test_a_search_without_optuna_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_every_job_of_a_sweep_has_processes_of_its_own(script: Callable[..., object], tmp_path: Path) -> None:
+def test_every_job_of_a_sweep_has_processes_of_its_own(tmp_path: Path) -> None:
     words = ["+exp=quickstart", "data.train_samples=100", "data.val_samples=null", "model.blocks=[1,1]"]
     small = ["model.width=8", "trainer.max_epochs=1", "strategy=gqsgd", "seed=0,1", "hydra.sweep.dir=sweep"]
-    script("run.py", "-m", *words, *small, cwd=tmp_path, timeout=280)
+    run_script("run.py", "-m", *words, *small, cwd=tmp_path, timeout=280)
     facts = [json.loads(file.read_text()) for file in sorted((tmp_path / "sweep").glob(f"*/{RESULT_FILE}"))]
     assert [(fact["seed"], fact["processes"]) for fact in facts] == [(0, 2), (1, 2)]

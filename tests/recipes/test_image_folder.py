@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import tarfile
 from collections import Counter
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from recipes.errors import DataError
 from recipes.measuring.metrics import ACCURACY
 from recipes.tasks.image_classification import ImageClassifier
 from recipes.training.train import train
+from tests.recipes.conftest import run_script
 
 
 def _data(root: Path | None, **settings: Any) -> ImageFolderData:
@@ -331,10 +331,8 @@ def test_top_5_counts_images_whose_class_is_among_the_5_likeliest() -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_on_a_folder(
-    script: Callable[..., subprocess.CompletedProcess[str]], pictures: Path, tmp_path: Path
-) -> None:
-    finished = script(
+def test_two_processes_train_on_a_folder(pictures: Path, tmp_path: Path) -> None:
+    finished = run_script(
         "run.py",
         *("+exp=resnet_imagenet", "strategy=gqsgd", "model=resnet50", "model.blocks=[1,1]", "model.width=8"),
         *(f"data.root={pictures}", "data.num_classes=3", "data.image_size=16", "data.batch_size=3", "data.workers=1"),

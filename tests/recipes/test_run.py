@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +12,8 @@ import pytest
 
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY
-from tests.recipes.conftest import ROOT, TINY, run_ranks
+from tests.recipes.conftest import ROOT, TINY, run_ranks, run_script
 from tests.recipes.wandb_files import read_run
-
-Script = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def _validations(folder: Path) -> list[dict[str, str]]:
@@ -27,10 +24,10 @@ def _validations(folder: Path) -> list[dict[str, str]]:
 # One run of two processes is part of the default tests: that of tests/recipes/test_compare.py.
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["gqsgd", "ddp"])
-def test_two_processes(script: Script, tmp_path: Path, strategy: str) -> None:
+def test_two_processes(tmp_path: Path, strategy: str) -> None:
     folder = tmp_path / "a folder, with = signs"
     overrides = ("data.batch_size=16", "model.width=16", f"strategy={strategy}", f"hydra.run.dir='{folder}'")
-    finished = script("run.py", *TINY, *overrides, cwd=tmp_path)
+    finished = run_script("run.py", *TINY, *overrides, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert "quickstart on digits" in finished.stdout
     assert finished.stdout.count("epoch 1/2") == 1  # rank 0 only
@@ -97,9 +94,9 @@ def test_mistakes_end_with_one_line_that_names_the_remedy(
 
 
 @pytest.mark.slow
-def test_mistakes_end_a_process_without_a_traceback(script: Script, tmp_path: Path) -> None:
+def test_mistakes_end_a_process_without_a_traceback(tmp_path: Path) -> None:
     for arguments, message in (MISTAKES[0], MISTAKES[-1]):
-        finished = script("run.py", *TINY, *arguments, cwd=tmp_path)
+        finished = run_script("run.py", *TINY, *arguments, cwd=tmp_path)
         assert finished.returncode == 2
         assert "Traceback" not in finished.stderr
         assert finished.stderr.startswith(message)
@@ -108,8 +105,10 @@ def test_mistakes_end_a_process_without_a_traceback(script: Script, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "gqsgd", "gqsgd_4bit"])
-def test_quickstart_learns(script: Script, tmp_path: Path, strategy: str) -> None:
-    finished = script("run.py", "+exp=quickstart", f"strategy={strategy}", f"hydra.run.dir={tmp_path}", cwd=tmp_path)
+def test_quickstart_learns(tmp_path: Path, strategy: str) -> None:
+    finished = run_script(
+        "run.py", "+exp=quickstart", f"strategy={strategy}", f"hydra.run.dir={tmp_path}", cwd=tmp_path
+    )
     assert finished.returncode == 0, finished.stderr[-3000:]
     facts = json.loads((tmp_path / "result.json").read_text())
     assert facts["metrics"][ACCURACY.test] >= 0.97
@@ -117,9 +116,9 @@ def test_quickstart_learns(script: Script, tmp_path: Path, strategy: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("GQSGD_DATA"), reason="needs the real data: set GQSGD_DATA")
-def test_resnet20_learns_from_the_real_archive(script: Script, tmp_path: Path) -> None:
+def test_resnet20_learns_from_the_real_archive(tmp_path: Path) -> None:
     root = Path(os.environ["GQSGD_DATA"]) / "cifar10" / "cifar10-jpeg.tar.xz"
-    finished = script(
+    finished = run_script(
         "run.py",
         *("+exp=resnet_cifar", "model=resnet20", f"data.root={root}", f"data.cache_dir={tmp_path / 'cache'}"),
         *("trainer.max_steps=100", "trainer.limit_test_batches=4", "optimizer.lr=0.05", f"hydra.run.dir={tmp_path}"),

@@ -8,7 +8,6 @@ import http.server
 import io
 import json
 import os
-import subprocess
 import tarfile
 import threading
 import zipfile
@@ -30,6 +29,7 @@ from recipes.data.wikitext import FALLBACK, WikiTextData
 from recipes.errors import DataError
 from recipes.measuring.metrics import PERPLEXITY
 from recipes.training.train import train
+from tests.recipes.conftest import run_script
 
 TRAIN = " = Title = \n the cat sat on the mat . \n the dog sat . \n" * 20
 VALID = " the cat sat on the zebra . \n" * 20
@@ -434,10 +434,10 @@ def test_learns_more_than_how_frequent_words_are(composed: Callable[..., DictCon
 
 
 @pytest.mark.slow
-def test_two_processes_with_gqsgd(script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+def test_two_processes_with_gqsgd(tmp_path: Path) -> None:
     folder, cache = tmp_path / "run", tmp_path / "cache"
     arguments = (*TINY, "strategy=gqsgd", "optimizer.lr=0.01", f"data.cache_dir={cache}", f"hydra.run.dir={folder}")
-    finished = script("run.py", *arguments, cwd=tmp_path)
+    finished = run_script("run.py", *arguments, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr[-3000:]
     facts = json.loads((folder / "result.json").read_text())
     assert (facts["processes"], facts["steps"], facts["samples"]) == (2, 20, 320)
@@ -449,11 +449,11 @@ def test_two_processes_with_gqsgd(script: Callable[..., subprocess.CompletedProc
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("GQSGD_DATA"), reason="needs the real data: set GQSGD_DATA")
-def test_two_processes_on_real_text(script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+def test_two_processes_on_real_text(tmp_path: Path) -> None:
     root, folder = Path(os.environ["GQSGD_DATA"]) / "wikitext2", tmp_path / "run"
     files = (f"data.train_file={root / 'test.txt'}", f"data.valid_file={root / 'valid.txt'}")
     own = (f"data.cache_dir={tmp_path / 'cache'}", f"hydra.run.dir={folder}")
-    finished = script("run.py", *TINY, *files, *own, "strategy=gqsgd", "optimizer.lr=0.01", cwd=tmp_path)
+    finished = run_script("run.py", *TINY, *files, *own, "strategy=gqsgd", "optimizer.lr=0.01", cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr[-3000:]
     facts = json.loads((folder / "result.json").read_text())
     assert facts["data"] == "wikitext-2 (trained on test.txt)"
