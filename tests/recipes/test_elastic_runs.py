@@ -9,6 +9,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from tests.distributed.test_elastic import lighthouse  # noqa: F401
 from tests.marks import skip_without_torchft
 from tests.recipes.conftest import TINY, run_script
 
@@ -18,13 +19,8 @@ ELASTIC = ("strategy=gqsgd_elastic", "strategy.local_steps=300ms", "+strategy.mi
 
 
 @pytest.mark.slow
-def test_two_runs_of_one_training_end_with_the_same_weights(tmp_path: Path) -> None:
-    from torchft.coordination import LighthouseServer
-
-    server = LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000, quorum_tick_ms=50, heartbeat_timeout_ms=2000
-    )
-    environment = {"TORCHFT_LIGHTHOUSE": f"127.0.0.1:{server.address().rpartition(':')[2]}", "OMP_NUM_THREADS": "1"}
+def test_two_runs_of_one_training_end_with_the_same_weights(tmp_path: Path, lighthouse: str) -> None:  # noqa: F811
+    environment = {"TORCHFT_LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"}
 
     def start(seed: int) -> CompletedProcess[str]:
         arguments = (*TINY, *ELASTIC, f"seed={seed}", f"hydra.run.dir={tmp_path}/{seed}")
@@ -32,7 +28,6 @@ def test_two_runs_of_one_training_end_with_the_same_weights(tmp_path: Path) -> N
 
     with ThreadPoolExecutor(2) as pool:
         finished = list(pool.map(start, range(2)))
-    server.shutdown()
     assert [process.returncode for process in finished] == [0, 0], [process.stderr[-3000:] for process in finished]
     results = [json.loads((tmp_path / str(seed) / "result.json").read_text())["metrics"] for seed in range(2)]
     first, second = ({name: value for name, value in found.items() if name.startswith("test/")} for found in results)
