@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from benchmarks.report import Report
+from benchmarks.report import Report, listed
 from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, outcome, run, tuned_ways
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.research.systems import SYSTEMS
@@ -84,8 +84,8 @@ def measure(options: argparse.Namespace) -> Report:
         "all others.",
         "DeMo and its variants: momentum 0.999, of which the largest coordinates of each block of 4,096 are sent, 6 "
         "bytes each; steps along the signs of the mean. The other momentum is 0.95. Learning rates that were tried "
-        f"with the first seed: {', '.join(f'{rate:g}' for rate in ADAMW)} with AdamW, and "
-        f"{', '.join(f'{rate:g}' for rate in SIGNS)} with signs, each with warm-up and a cosine down to a tenth.",
+        f"with the first seed: {listed(ADAMW)} with AdamW, and "
+        f"{listed(SIGNS)} with signs, each with warm-up and a cosine down to a tenth.",
     )
     return report
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.report import Report
+from benchmarks.report import Report, listed
 from benchmarks.virtual_characters import BATCH, LENGTH, WORKERS, Scheduled, VirtualCharacters, outcome, run, tuned_ways
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.reducers.base import ring_bytes
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> Report:
         "byte of the validation text. Sent: bytes of each worker in a ring, in fp32; of Dion, those of the factors and "
         "of the gradients of all other parameters.",
         "Learning rates that were tried with the first seed, each with warm-up and a cosine down to a tenth: "
-        + "; ".join(f"{way}: {', '.join(f'{rate:g}' for rate in rates)}" for way, (_, rates) in WAYS.items())
+        + "; ".join(f"{way}: {listed(rates)}" for way, (_, rates) in WAYS.items())
         + f". Beside Dion, all other parameters have AdamW with {OTHERS_RATE:g}.",
     )
     return report

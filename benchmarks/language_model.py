@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from benchmarks.batched_characters import BatchedCharacters
 from benchmarks.kept import kept
-from benchmarks.report import Report, command_line, gpu_machine, present
+from benchmarks.report import Report, command_line, gpu_machine, listed, present
 from benchmarks.schedule import share_of_rate
 from benchmarks.virtual_characters import LENGTH, VirtualCharacters
 from lightning_gqsgd.config import GQSGDConfig
@@ -448,7 +448,7 @@ def measure(options: argparse.Namespace) -> Report:
         for rate, loss in whole.items()
         if rate != rates[name]
     ]
-    tried = [", ".join(f"{rate:g}" for rate in some[: options.most_rates]) for some in (ADAMW, MUON)]
+    tried = [listed(some[: options.most_rates]) for some in (ADAMW, MUON)]
     swept = f", in trainings of {options.sweep_steps} steps" if options.sweep_steps else ""
     report.notes = (
         f"{problem.text}; {options.batch} windows of {LENGTH} bytes of each worker in a step. Loss: nats per byte of "

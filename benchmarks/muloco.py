@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.report import Report
+from benchmarks.report import Report, listed
 from benchmarks.virtual_characters import BATCH, LENGTH, WORKERS, Scheduled, VirtualCharacters, outcome, run, tuned
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.research.optim import MuonAdamW
@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace) -> Report:
         "bytes of each worker. Less every step's: the difference from the loss of the same optimizer whose gradients "
         "are averaged in every step.",
         "Learning rates that were tried with the first seed, each with warm-up and a cosine down to a tenth: "
-        + "; ".join(f"{name}: {', '.join(f'{rate:g}' for rate in rates)}" for name, rates in RATES.items())
+        + "; ".join(f"{name}: {listed(rates)}" for name, rates in RATES.items())
         + ". Muon is that of torch for the matrices of hidden layers, and AdamW for all other parameters. The outer "
         "optimizer, Nesterov momentum as in `gqsgd_diloco`, begins after a quarter of the steps, and is not tuned.",
     )

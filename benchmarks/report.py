@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -92,6 +92,11 @@ class Report:
     def _texts(self) -> list[list[str]]:
         forms = list(self.columns.values())
         return [[_text(cell, form) for cell, form in zip(row, forms, strict=True)] for row in self.rows]
+
+
+def listed(numbers: Iterable[float]) -> str:
+    """Returns numbers for a note of a report, e.g. ``0.001, 0.002``."""
+    return ", ".join(f"{number:g}" for number in numbers)
 
 
 def command_line(description: str) -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from benchmarks.report import Report, command_line, present
+from benchmarks.report import Report, command_line, listed, present
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP
@@ -191,7 +191,7 @@ def measure(options: argparse.Namespace) -> Report:
             "All methods train the 8,192 weights of the hidden layer, FedVote and FedPAQ with Adam and signSGD with "
             "SGD. of the signs: of the binary model.",
             "Learning rates that were tried: "
-            + "; ".join(f"{method.name}: {', '.join(f'{rate:g}' for rate in method.rates)}" for method in METHODS)
+            + "; ".join(f"{method.name}: {listed(method.rates)}" for method in METHODS)
             + ".",
         ),
     )
