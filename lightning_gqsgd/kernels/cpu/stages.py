@@ -181,9 +181,17 @@ def _coder(q: Quantiser, dtype: torch.dtype, sources: int) -> _Coder | None:
 @lru_cache
 def _sum_decoder(q: Quantiser, dtype: torch.dtype, sources: int) -> tuple[Any, Any] | None:
     """Returns the kernel that decodes sums of ``sources`` messages, and its constants, or None if the family has no
-    kernels for CPUs."""
+    kernels for CPUs.
+
+    Raises:
+        NotImplementedError: if codes of the quantiser's family cannot be added.
+    """
     family = cpu_family(q.kind)
-    return None if family is None else (family.summed(q), family.constants(q, dtype, sources))
+    if family is None:
+        return None
+    if not hasattr(family, "summed"):
+        raise NotImplementedError(f"messages of {q} cannot be added up: take a linear or an exponential codec")
+    return family.summed(q), family.constants(q, dtype, sources)
 
 
 class _Widened(NamedTuple):
