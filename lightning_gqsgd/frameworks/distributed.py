@@ -126,10 +126,20 @@ def split_arguments(
                 f"{strategy.__name__} has no argument {name!r}{did_you_mean(name, allowed)} "
                 f"(its own: {', '.join(own)}; all others are DDPStrategy's)"
             )
-    timeout = arguments.get("timeout")
-    if timeout is not None and not isinstance(timeout, timedelta):  # YAML, which LightningCLI reads, has no timedelta
-        arguments["timeout"] = parse_time("timeout", str(timeout))
+    if arguments.get("timeout") is not None:
+        arguments["timeout"] = as_timeout(arguments["timeout"])
     return make_config(preset, **fields), arguments
+
+
+def as_timeout(value: object) -> timedelta | None:
+    """Returns a timeout that may be a text, such as ``"5min"``: YAML, which LightningCLI reads, has no timedelta.
+
+    Raises:
+        ConfigError: if it is no time.
+    """
+    if value is None or isinstance(value, timedelta):
+        return value
+    return parse_time("timeout", str(value))
 
 
 def _check_hooks(strategy: type, base: type, arguments: dict[str, Any]) -> None:

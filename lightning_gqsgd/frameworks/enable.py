@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 from accelerate import Accelerator
@@ -25,6 +26,7 @@ class EnableArguments(HandlerArguments, StrategyArguments, total=False):
 
     reduce_scatter: bool
     all_gather_bits: int | None
+    timeout: timedelta | str
 
 
 def enable(
@@ -40,8 +42,9 @@ def enable(
         preset: name of a preset (default ``gqsgd``), or a configuration.
         **fields: fields of `GQSGDConfig`, and fields of DistributedDataParallelKwargs, which override those of an
             existing handler. For a Trainer, ``local_steps=32`` or the preset ``gqsgd_diloco`` selects local steps
-            without DistributedDataParallel; the fields of `local_steps.options.LocalOptions` are arguments then. A
-            Trainer with FSDP2 (``fsdp_version=2``) takes ``all_gather_bits`` and ``reduce_scatter`` instead of those of
+            without DistributedDataParallel; the fields of `local_steps.options.LocalOptions` are arguments then, and so
+            is ``timeout``, that of the averages, a timedelta or a text such as ``"5min"``. A Trainer with FSDP2
+            (``fsdp_version=2``) takes ``all_gather_bits`` and ``reduce_scatter`` instead of those of
             DistributedDataParallelKwargs, see `fsdp.register_gqsgd_fsdp`. With replicas (``dp_replicate_size``), the
             means over these are compressed; without, ``reduce_scatter`` is True unless it is given.
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import check_has_one_width
 from lightning_gqsgd.errors import ConfigError, check_integer
-from lightning_gqsgd.frameworks.distributed import parameter_names, split_arguments
+from lightning_gqsgd.frameworks.distributed import as_timeout, parameter_names, split_arguments
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
 from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_of, pop_options
@@ -99,13 +99,14 @@ class LocalTraining:
             one that has died, and not for Lightning's half an hour.
 
     Attributes:
+        given_timeout: see above.
         trained: the modules that are trained, in the order in which they were set up.
         is_lent: whether the modules have the anchors' values, see `lend_anchors`.
     """
 
     def __init__(self, options: LocalOptions, given_timeout: timedelta | None = None) -> None:
         self.options = options
-        self._given_timeout = given_timeout
+        self.given_timeout = given_timeout
         self.trained: list[TrainedModule] = []
         self._at_anchor = ExitStack()
         self.is_lent = False
@@ -141,14 +142,14 @@ class LocalTraining:
                 "collectives, at the end of an epoch, count on equal ones; give elastic=True, with which each process "
                 "trains by itself (docs/elastic.md), or use LocalSteps in a loop of your own"
             )
-        return cls(options, arguments.get("timeout")), compression
+        return cls(options, as_timeout(arguments.get("timeout"))), compression
 
     def begin(
         self, module: nn.Module, optimizers: Sequence[Optimizer], config: GQSGDConfig, timeout: timedelta | None
     ) -> TrainedModule:
         """Begin with a module and its optimizers; ``timeout`` is that of the strategy's collectives. A collective."""
         kind = MergedAverages if self.options.is_merged else LocalAverages
-        timeout = self._given_timeout if self.options.elastic else timeout
+        timeout = self.given_timeout if self.options.elastic else timeout
         averages = kind(module, optimizers, self.options, config, timeout=timeout)
         self.trained.append(TrainedModule(averages, module, list(optimizers)))
         return self.trained[-1]

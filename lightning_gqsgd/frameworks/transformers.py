@@ -109,6 +109,7 @@ def enable_trainer(
     """Enable compression on a ``transformers.Trainer``; see `enable.enable`."""
     local, compression = LocalTraining.asked_for(preset, fields)
     if local is not None:
+        fields.pop("timeout", None)  # `local` has it
         steps = enable_local_steps(trainer, local, make_config(compression, **fields))
         _add(trainer, steps)
         return steps

@@ -146,7 +146,7 @@ class LocalStepsCallback(MeteredCallback):
         module = accelerator.unwrap_model(self._trainer.model)
         _let_others_wrap(module)
         inner: Any = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)  # AcceleratedOptimizer's
-        trained = self._local.begin(module, [inner], self._config, None)
+        trained = self._local.begin(module, [inner], self._config, self._local.given_timeout)
         saved = self.read()
         if self.resumes_from is not None:
             if saved is not None:

@@ -69,7 +69,7 @@ def test_a_strategy_goes_by_the_clock_only_where_processes_train_by_themselves()
 
 
 @pytest.mark.parametrize("name", ["GQSGDStrategy", "GQSGDFabricStrategy"])
-@pytest.mark.parametrize("given", [{}, {"timeout": timedelta(seconds=7)}])
+@pytest.mark.parametrize("given", [{}, {"timeout": timedelta(seconds=7)}, {"timeout": "7s"}])
 def test_members_do_not_wait_for_a_dead_one_as_long_as_lightnings_ranks_do(
     name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,4 +80,16 @@ def test_members_do_not_wait_for_a_dead_one_as_long_as_lightnings_ranks_do(
     monkeypatch.setattr(local, "MergedAverages", lambda *_, **named: asked.update(named))
     strategy = getattr(lightning_gqsgd, name)(local_steps="20s", elastic=True, **given)
     strategy._local.begin(nn.Linear(1, 1), [], strategy.gqsgd_config, strategy._timeout)
-    assert asked == {"timeout": given.get("timeout")}
+    assert asked == {"timeout": timedelta(seconds=7) if given else None}
+
+
+@pytest.mark.parametrize("fields", [{"local_steps": 32}, {"local_steps": "20s", "elastic": True}], ids=str)
+def test_a_trainer_of_transformers_takes_the_timeout_of_its_averages(fields: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from lightning_gqsgd import enable
+    from tests.integrations.trainers import trainer_of
+
+    callback = enable(trainer_of(tmp_path), **fields, timeout="7s")
+    assert callback._local.given_timeout == timedelta(seconds=7)
+    with pytest.raises(ConfigError, match="timeout='7' is no time: write a number and a unit"):
+        enable(trainer_of(tmp_path), **fields, timeout=7)
