@@ -266,8 +266,7 @@ class TorchftMembers(Members):
         if merges <= self._merges_before:
             logger.warning(
                 "gqsgd: the lighthouse %s knows a training with this model and these options, which has made %s, and "
-                "none of its members is left: this process begins a new training. To continue the other one, load a "
-                "checkpoint of it",
+                "none of its members is left: a new training begins, unless this process loads a checkpoint of it",
                 self._lighthouse,
                 counted(self._merges_before + 1, "merge"),
             )

@@ -278,7 +278,7 @@ def after_the_end(rank: int, lighthouse: str, folder: Path) -> list[Any]:
         train_step(model, optimizer, generator, 0.02)
     optimizer.close()
     (folder / "over").touch()
-    return [merges, [text for text in said if "begins a new training" in text]]
+    return [merges, [text for text in said if "a new training begins" in text]]
 
 
 def too_few(rank: int, lighthouse: str) -> dict[str, Any]:
