@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 from torch.optim import Optimizer
 
@@ -65,6 +66,7 @@ class WatchedModel:
         self._has_looked = len(ranks) < 2  # with fewer, no model averages over two of them
         self._known = list(model.parameters())  # kept, so that no new parameter gets the id of a deleted one
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
+        self._parametrized = _parametrized_in(model)
         self._masks = {name: self._buffers[name] for name in _masks_of(model) if name in self._buffers}
         self.expects: int | None = None
 
@@ -101,7 +103,8 @@ class WatchedModel:
         Raises:
             ConfigError: if an optimizer trains a parameter that is not averaged, if an averaged parameter is no longer
                 in the model or has another shape, dtype or device, if a parameter that requires a gradient or a buffer
-                of the state_dict was added, or if a mask of pruning has changed.
+                of the state_dict was added, if a parametrization was added or removed, or if a mask of pruning has
+                changed.
         """
         self._say_if_reduced()
         self._check_optimizers()
@@ -163,6 +166,14 @@ class WatchedModel:
                 f"parameters were added to the model after LocalSteps was made: {listed(added)}. They are not "
                 f"averaged, so each rank would have its own; {_REMEDY}"
             )
+        parametrized = _parametrized_in(model)
+        if parametrized != self._parametrized:
+            names = sorted({name for name, _ in parametrized.items() ^ self._parametrized.items()})
+            raise ConfigError(
+                f"parametrizations were added or removed after LocalSteps was made: {listed(names)}. The parameters "
+                "below them have got other values, which would travel quantised, as if they had been learnt; "
+                f"{_REMEDY}"
+            )
 
     def _check_buffers(self, model: nn.Module) -> None:
         present = _saved_buffers(model)
@@ -181,6 +192,17 @@ class WatchedModel:
                 f"masks of pruning have changed after LocalSteps was made: {listed(changed)}. Ranks may have pruned "
                 f"other weights, and an average would make fractions of their masks; {_REMEDY}"
             )
+
+
+def _parametrized_in(model: nn.Module) -> dict[str, int]:
+    """Returns the names of the tensors that `torch.nn.utils.parametrize` computes, each with the number of functions
+    that do so."""
+    return {
+        f"{path}.{name}" if path else name: len(functions)
+        for path, module in model.named_modules()
+        if is_parametrized(module)
+        for name, functions in module.parametrizations.items()
+    }
 
 
 def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:

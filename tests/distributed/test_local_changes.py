@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.errors import CollectiveError, ConfigError
@@ -81,6 +83,25 @@ def _limit(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
     spectral_norm(model[2])
 
 
+def _limit_as_before(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
+    torch.manual_seed(rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it is deprecated
+        nn.utils.spectral_norm(model[2])
+
+
+class _Exponential(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp()
+
+    def right_inverse(self, y: Tensor) -> Tensor:
+        return (y.abs() + 1e-3).log()
+
+
+def _parametrize(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
+    register_parametrization(model[2], "weight", _Exponential())
+
+
 def _keep_inputs(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
     model[2].register_buffer("scratch", torch.full((3,), float(rank)), persistent=False)
 
@@ -99,7 +120,9 @@ CHANGES: dict[str, tuple[Callable[[nn.Sequential, Optimizer, int], None], str | 
     "added": (_add, "were added to the model after LocalSteps was made: '5.weight', '5.bias'"),
     "added and trained": (_add_and_train, "trains 2 parameters that were frozen, or not in the optimizer"),
     "pruned": (_prune, "were added to the model after LocalSteps was made, or were empty then: '2.weight_mask'"),
-    "limited": (_limit, "'2.parametrizations.weight.0._u', '2.parametrizations.weight.0._v'"),
+    "limited": (_limit, "parametrizations were added or removed after LocalSteps was made: '2.weight'"),
+    "limited as before": (_limit_as_before, "or were empty then: '2.weight_u', '2.weight_v'"),
+    "parametrized": (_parametrize, "parametrizations were added or removed after LocalSteps was made: '2.weight'"),
     "a buffer that is not saved": (_keep_inputs, None),
     "cast": (_cast, "torch.float32 on cpu when LocalSteps was made, and is (24, 24) torch.bfloat16 on cpu now"),
     "cast and back": (_cast_and_back, None),
