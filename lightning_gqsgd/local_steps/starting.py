@@ -209,6 +209,7 @@ def own_facts(options: LocalOptions, trained: Trained) -> dict[str, Any]:
         "outer_after": options.outer_after,
         "elastic": options.elastic,
         "outlier": options.outlier,
+        "min_replicas": options.min_replicas,
     }
 
 

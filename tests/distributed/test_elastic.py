@@ -111,8 +111,11 @@ def test_who_leaves_merges_weights_that_were_changed_without_a_step(tmp_path: Pa
     assert run_members(members.changed_without_steps, 1, tmp_path, lighthouse, tmp_path) == [True]
 
 
-def test_who_does_not_fit_is_refused_at_the_door_and_nobody_else_notices(tmp_path: Path, lighthouse: str) -> None:
-    inside, stranger = run_members(members.strangers, 2, tmp_path, lighthouse, tmp_path, {"bits": 3})
+@pytest.mark.parametrize("fields", [{"bits": 3}, {"min_replicas": 2}], ids=str)
+def test_who_does_not_fit_is_refused_at_the_door_and_nobody_else_notices(
+    fields: dict[str, Any], tmp_path: Path, lighthouse: str
+) -> None:
+    inside, stranger = run_members(members.strangers, 2, tmp_path, lighthouse, tmp_path, fields)
     assert "another model, other options or another compression" in stranger["error"]
     assert inside["failed"] == 0
     assert inside["samples"] == inside["steps"]
