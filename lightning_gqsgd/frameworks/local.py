@@ -218,6 +218,12 @@ class LocalTraining:
         for trained in self.trained:
             trained.averages.finish()
 
+    def leave_if_told(self) -> None:
+        """After SIGTERM, let members that come and go merge their latest changes, and leave."""
+        for trained in self.trained:
+            if isinstance(trained.averages, MergedAverages):
+                trained.averages.leave_if_told()
+
     def close(self) -> None:
         """Stop threads and process groups, and forget the modules."""
         for trained in self.trained:

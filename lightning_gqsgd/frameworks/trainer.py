@@ -303,8 +303,15 @@ class TrainerMixin(StrategyMixin):
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
-        """Put the names of this strategy into Lightning's hints."""
+        """Put the names of this strategy into Lightning's hints. After SIGTERM, merge the latest change.
+
+        Lightning has its own handler of SIGTERM, and may end a validation, or an epoch, before the next step would
+        leave.
+        """
         super().on_exception(exception)
+        if self._local is not None and isinstance(exception, SystemExit):
+            self._local.take_back()  # a validation may have had the anchor's values
+            self._local.leave_if_told()
         exception.args = tuple(self._with_own_names(arg) if isinstance(arg, str) else arg for arg in exception.args)
 
     def _with_own_names(self, text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,62 @@ def lightning(rank: int, lighthouse: str, folder: str, resumes: bool = False) ->
     checkpoints = sorted(Path(folder, str(rank)).rglob("*.ckpt"))
     trainer.fit(module, batches(rank), batches(9), ckpt_path=str(checkpoints[-1]) if resumes else None)
     return _facts(module.net, strategy.gqsgd_state, module.losses)
+
+
+def terminated(_: int, lighthouse: str, folder: str, hook: str) -> dict[str, Any]:
+    """Lightning's Trainer, which gets SIGTERM in a hook where no step comes before Lightning itself ends the fit."""
+    import lightning.pytorch as pl
+
+    from lightning_gqsgd import GQSGDStrategy
+
+    _join(0, lighthouse)
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            if hook == "validation_step":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+            if index == 20 and hook == "on_train_batch_end":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    module = Module()
+    strategy = GQSGDStrategy(local_steps="1h", elastic=True, delay=1, bits=4, validate_at="anchor", timeout="5s")
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+    )
+    exits: Any = "none"
+    try:
+        trainer.fit(module, batches(0), batches(9))
+    except SystemExit as exit:
+        exits = exit.code
+    averages = strategy.gqsgd_state
+    anchor = averages.state_dict()["merged"]["anchors"]["net.0.weight"]
+    return {
+        "exits": exits,
+        "steps": averages.step,
+        "samples": averages.samples,
+        "merged": torch.allclose(anchor, module.net[0].weight, atol=0.05),
+    }
 
 
 def fabric(rank: int, lighthouse: str, folder: str) -> dict[str, Any]:

@@ -59,6 +59,19 @@ def test_members_resume_from_their_checkpoints(tmp_path: Path, lighthouse: str) 
     assert [result["steps"] for result in after] == [3 * trainings.STEPS] * 2
 
 
+@pytest.mark.parametrize(("hook", "steps"), [("validation_step", trainings.STEPS), ("on_train_batch_end", 21)])
+def test_a_machine_with_notice_merges_what_it_has_learnt_where_lightning_ends_the_fit_itself(
+    hook: str,
+    steps: int,
+    tmp_path: Path,
+    lighthouse: str,  # noqa: F811
+) -> None:
+    (found,) = run(trainings.terminated, 1, tmp_path, lighthouse, str(tmp_path), hook, initialise=False, torchrun=False)
+    assert found["exits"] in (None, 0)  # the exit code of both is 0
+    assert found["steps"] == found["samples"] == steps
+    assert found["merged"]
+
+
 def test_a_strategy_goes_by_the_clock_only_where_processes_train_by_themselves() -> None:
     from lightning_gqsgd import GQSGDStrategy
 

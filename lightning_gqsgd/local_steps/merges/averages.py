@@ -397,6 +397,12 @@ class MergedAverages:
             )
         self.close()
 
+    def leave_if_told(self) -> None:
+        """After SIGTERM, leave as `leave` does, unless this was closed. The caller ends the training."""
+        if self._must_leave and not self.is_closed:
+            self.leave()
+            logger.warning("gqsgd: SIGTERM: this process has left")
+
     @property
     def _must_leave(self) -> bool:
         """Whether this process was sent SIGTERM."""
