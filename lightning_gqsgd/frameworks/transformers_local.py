@@ -153,8 +153,8 @@ class LocalStepsCallback(MeteredCallback):
                 trained.load_state_dict(saved)
             elif accelerator.is_main_process:
                 logger.warning(
-                    "gqsgd: %s has no %s of its own, because it was saved without local steps or with save_only_model: all "
-                    "ranks start from its weights, and the outer optimizer's momentum starts at zero",
+                    "gqsgd: %s has no %s of its own, because it was saved without local steps or with save_only_model: "
+                    "all ranks start from its weights, and the outer optimizer's momentum starts at zero",
                     self.resumes_from,
                     self.state_file,
                 )
