@@ -168,7 +168,7 @@ def find(paths: Sequence[Path]) -> Finished:
         raise PlanError("--from: no run that can be compared; " + "; ".join(left_out))
     chosen, older = _newest(usable)
     left_out += older
-    keys = grouping([_settings(found) for found in chosen])
+    keys = grouping([_settings(found) for found in chosen], across_seeds=True)
     by_hardware: dict[Hardware, dict[str, list[Run]]] = {}
     for found in chosen:
         variants = by_hardware.setdefault(found.hardware, {})
