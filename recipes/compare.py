@@ -132,11 +132,13 @@ def _run_and_report(plan: Plan, fresh: bool, command: str, console: Console) -> 
     failures = submit_all(submitted, console, fresh) if submitted else []
     here = tuple(cell for cell in plan.cells if cell not in submitted)
     failures += run_all((*here, *plan.probes), console, fresh) if here else []
-    from recipes.comparison.reporting import report, show_failure
+    from recipes.comparison.reporting import check_one_data_set, report, show_failure
 
     for failure in failures:
         show_failure(failure, console)
-    report(plan, {failure.cell.folder for failure in failures}, command, console)
+    failed = {failure.cell.folder for failure in failures}
+    check_one_data_set(plan, failed)
+    report(plan, failed, command, console)
     return 1 if failures else 0
 
 

@@ -15,6 +15,9 @@ from pathlib import Path
 from recipes.comparison.results import REFERENCE, Run, markdown_table
 from recipes.measuring.metrics import Metric
 
+#: The table of the differences, in the folder of a comparison.
+PAIRS_FILE = "seeds.md"
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -75,8 +78,8 @@ def pair_table(pairs: Sequence[Pairs]) -> list[list[str]]:
 
 
 def write_pairs(heads: Sequence[str], rows: Sequence[Sequence[str]], folder: Path) -> Path:
-    """Write what `pair_table` gives to ``seeds.md``; returns its path."""
-    file = folder / "seeds.md"
+    """Write what `pair_table` gives to `PAIRS_FILE`; returns its path."""
+    file = folder / PAIRS_FILE
     file.write_text(markdown_table(heads, rows))
     return file
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_gqsgd.presets import PRESETS
 from recipes.comparison.results import Run
 from recipes.errors import RecipeError
+from recipes.strategies.choices import preset_node
 
 if TYPE_CHECKING:
     from lightning_gqsgd.predict.model import Prediction
@@ -25,9 +28,30 @@ CANDIDATES = {
 _SHAPED, _UNLIMITED = "netlab", "none"
 
 
-def computation(run: Run) -> float:
-    """Seconds of a step that waits for nothing: the median step, less the communication that backward did not hide."""
-    return max(run.facts["step_s"]["median"] - run.facts["exposed_s"].get("median", 0.0), 1e-6)
+def computation(runs: Sequence[Run]) -> float:
+    """Seconds of a step that waits for nothing: the median step, less the communication that backward did not hide.
+
+    Args:
+        runs: the runs of a variant, whose mean this is.
+    """
+    each = [run.facts["step_s"]["median"] - run.facts["exposed_s"].get("median", 0.0) for run in runs]
+    return max(statistics.fmean(each), 1e-6)
+
+
+def known(configs: Sequence[Mapping[str, Any]], variants: Sequence[str]) -> list[str]:
+    """The variants that the model knows. A preset with other settings than its own, e.g. other bits, is not known.
+
+    Args:
+        configs: configurations of all runs.
+        variants: names of variants.
+    """
+    changed = {str(config["strategy"]["name"]) for config in configs if not _is_unchanged(config["strategy"])}
+    return [variant for variant in variants if variant in CANDIDATES and variant not in changed]
+
+
+def _is_unchanged(strategy: Mapping[str, Any]) -> bool:
+    sent_by = {key: value for key, value in strategy.items() if key != "timeout"}
+    return strategy["name"] not in PRESETS or sent_by == preset_node(strategy["name"])
 
 
 def predicted_steps(
@@ -43,7 +67,7 @@ def predicted_steps(
         compute_s: seconds of a step that waits for nothing.
         hosts: number of hosts.
         rate: of each host's link, e.g. ``"100mbit"``.
-        variants: names of strategies; those that are not in `CANDIDATES` are left out.
+        variants: names of strategies, see `known`.
     """
     if config["model"].get("sparse"):
         return {}  # the model times dense gradients
@@ -67,7 +91,7 @@ def predicted_steps(
     costs_at = over_links(ESTIMATES["cpu"], 1, link, link)
     choices = candidates(Cluster(timeline, costs_at, hosts, 1, config["data"]["batch_size"], link.bytes_per_s))
     made = {candidate.name: candidate.prediction for candidate in choices}
-    return {variant: made[CANDIDATES[variant]] for variant in variants if variant in CANDIDATES}
+    return {variant: made[CANDIDATES[variant]] for variant in variants}
 
 
 def beside_measured(
@@ -91,4 +115,5 @@ def beside_measured(
     models = len({repr(each["model"]) for each in configs}) == 1
     if not (same and alike and models) or rate == _UNLIMITED or "ddp" not in variants:
         return {}
-    return predicted_steps(config, computation(variants["ddp"][0]), hardware[0]["nodes"], rate, list(variants))
+    compute_s = computation(variants["ddp"])
+    return predicted_steps(config, compute_s, hardware[0]["nodes"], rate, known(configs, list(variants)))

@@ -13,8 +13,8 @@ from recipes.comparison.finished import Finished, Hardware
 from recipes.comparison.headline import save_headline
 from recipes.comparison.overview import side_by_side
 from recipes.comparison.page import AXES, Section, write_page
-from recipes.comparison.pairs import pair_table, pairs_of, write_pairs
-from recipes.comparison.plan import Plan, Settings, slug
+from recipes.comparison.pairs import PAIRS_FILE, pair_table, pairs_of, write_pairs
+from recipes.comparison.plan import Plan, PlanError, Settings, slug
 from recipes.comparison.plots import save_curves, save_family, save_step_times
 from recipes.comparison.predictions import beside_measured
 from recipes.comparison.results import (
@@ -30,6 +30,31 @@ from recipes.comparison.results import (
 from recipes.comparison.runner import Failure, name_of
 from recipes.comparison.slower_links import elsewhere
 from recipes.loggers.chosen import wandb_settings
+
+
+def check_one_data_set(plan: Plan, failed: set[Path]) -> None:
+    """Refuse to compare runs of equal settings whose data were others: some had a stand-in, and others the data.
+
+    Args:
+        plan: the comparison.
+        failed: folders of the runs that have no result.
+
+    Raises:
+        PlanError: see above.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for cell in (*plan.cells, *plan.probes):
+        if cell.folder not in failed:
+            name = str(Run.load(cell.folder).facts["data"])
+            asked = repr({key: value for key, value in cell.config["data"].items() if key != "seed"})
+            found.setdefault(asked, {}).setdefault(name, []).append(cell.folder.name)
+    for folders in found.values():
+        if len(folders) > 1:
+            listed = "; ".join(f"{name}: {', '.join(those)}" for name, those in folders.items())
+            raise PlanError(
+                f"the runs have the same settings of data, and had different data: {listed}. Their values cannot be "
+                f"compared; run all again with --fresh, or delete those of the wrong data in {plan.folder}/cells"
+            )
 
 
 def report(plan: Plan, failed: set[Path], command: str, console: Console) -> None:
@@ -124,9 +149,10 @@ def _finished_section(finished: Finished, hardware: Hardware, target: float, com
 
 
 def _write_pairs(section: Section, folder: Path, console: Console) -> list[Path]:
-    """Show and write the differences from plain DDP seed by seed; no file where no two runs have a seed in common."""
+    """Show and write the differences from plain DDP seed by seed; no file where no pair has two seeds."""
     heads, *rows = pair_table(pairs_of(section.variants)) or [[]]
     if not rows:
+        (folder / PAIRS_FILE).unlink(missing_ok=True)  # an earlier comparison of other seeds has left it
         return []
     console.print(_table("seed by seed", heads, rows, 1), soft_wrap=False)
     return [write_pairs(heads, rows, folder)]

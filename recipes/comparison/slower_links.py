@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.comparison.predictions import CANDIDATES, computation, predicted_steps
+from recipes.comparison.predictions import computation, known, predicted_steps
 from recipes.comparison.results import Run
 
 #: Links that are predicted: as `gqsgd advise --link` takes them, and as people write them.
@@ -82,18 +83,19 @@ def elsewhere(configs: Sequence[Mapping[str, Any]], variants: Mapping[str, Seque
         variants: the finished runs of each variant.
     """
     on_cpu = all(config["hardware"]["name"] == "cpu" for config in configs)
-    known = {variant: runs for variant, runs in variants.items() if variant in CANDIDATES}
-    facts = known["ddp"][0].facts if "ddp" in known else {}
-    if not on_cpu or not {*known} - {"ddp", "ddp_bf16"} or facts.get("processes", 1) < 2:
+    names = known(configs, list(variants))
+    facts = variants["ddp"][0].facts if "ddp" in names else {}
+    if not on_cpu or not {*names} - {"ddp", "ddp_bf16"} or facts.get("processes", 1) < 2:
         return None
-    compute_s, ranks = computation(known["ddp"][0]), facts["processes"]
+    compute_s = computation(variants["ddp"])
+    ranks = facts["processes"]
     config = next(config for config in configs if config["strategy"]["name"] == "ddp")
-    steps = {link: predicted_steps(config, compute_s, ranks, link, list(known)) for link in LINKS}
+    steps = {link: predicted_steps(config, compute_s, ranks, link, names) for link in LINKS}
     if not all(steps.values()):
         return None
     return Elsewhere(
         compute_s,
-        {variant: runs[0].facts["step_s"]["median"] for variant, runs in known.items()},
+        {name: statistics.fmean(run.facts["step_s"]["median"] for run in variants[name]) for name in names},
         {link: {variant: made.step_s for variant, made in row.items()} for link, row in steps.items()},
         ranks,
     )

@@ -76,7 +76,7 @@ def register_presets() -> None:
     if all(f"{name}.yaml" in stored for name in (*PRESETS, *LOCAL_PRESETS, ELASTIC)):
         return
     for name in PRESETS:
-        store.store(group=GROUP, name=name, node=_node(name), provider="lightning_gqsgd.presets")
+        store.store(group=GROUP, name=name, node=preset_node(name), provider="lightning_gqsgd.presets")
     for name, local in LOCAL_PRESETS.items():
         node = {"name": name, "_target_": TARGET, "preset": name, "local_steps": local.options["every"]}
         store.store(group=GROUP, name=name, node=node, provider="lightning_gqsgd.presets")
@@ -85,7 +85,7 @@ def register_presets() -> None:
     store.store(group=GROUP, name=ELASTIC, node=node, provider="recipes.strategies.choices")
 
 
-def _node(name: str) -> dict[str, Any]:
+def preset_node(name: str) -> dict[str, Any]:
     """The configuration of a preset's strategy."""
     node = {"name": name, "_target_": TARGET, "preset": name}
     preset = PRESETS[name]

@@ -23,10 +23,10 @@ from recipes.comparison import runner
 from recipes.comparison.embedding import dark, on_dark
 from recipes.comparison.page import Section, headlines, write_page
 from recipes.comparison.pairs import pair_table, pairs_of, write_pairs
-from recipes.comparison.plan import CELL_FILE, Cell, make_plan
+from recipes.comparison.plan import CELL_FILE, Cell, PlanError, make_plan
 from recipes.comparison.plots import save_curves
 from recipes.comparison.processes import command
-from recipes.comparison.reporting import _fitting, _table, _title
+from recipes.comparison.reporting import _fitting, _table, _title, _write_pairs, check_one_data_set
 from recipes.comparison.results import (
     Run,
     cells,
@@ -491,6 +491,38 @@ FILES = [
     "step_time.png",
     "comparison.html",
 ]
+
+
+def test_the_differences_of_an_earlier_comparison_are_removed(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=160)
+    two = {
+        name: [made_up_run(tmp_path / f"{name}{seed}", [0.5], seed=seed) for seed in (0, 1)] for name in ("ddp", "a")
+    }
+    for variants, expected in ((two, True), ({name: runs[:1] for name, runs in two.items()}, False)):
+        section = Section("title", tmp_path, variants, compare(variants, 0.4), 0.4)
+        assert _write_pairs(section, tmp_path, console) == ([tmp_path / "seeds.md"] if expected else [])
+        assert (tmp_path / "seeds.md").exists() == expected
+
+
+def test_runs_on_a_stand_in_are_not_compared_with_runs_on_the_data(tmp_path: Path) -> None:
+    arguments = ["+exp=resnet_cifar", "strategy=ddp,gqsgd", "seed=0,1", f"output={tmp_path}"]
+    plan = make_plan(arguments)
+    for cell in plan.cells:
+        made_up_run(cell.folder, [0.5, 0.8], seed=cell.seed)
+    check_one_data_set(plan, set())
+    changed = plan.cells[-1].folder
+    facts = json.loads((changed / RESULT_FILE).read_text())
+    (changed / RESULT_FILE).write_text(json.dumps({**facts, "data": "digits32 (fallback)"}))
+    with pytest.raises(PlanError, match=r"different data: digits: .*; digits32 \(fallback\): gqsgd-seed1\. .*--fresh"):
+        check_one_data_set(plan, set())
+    check_one_data_set(plan, {changed})
+    other = make_plan([*arguments, "data.train_samples=1000,2000"])
+    for cell in other.cells:
+        made_up_run(cell.folder, [0.5], seed=cell.seed)
+        facts = json.loads((cell.folder / RESULT_FILE).read_text())
+        name = f"part {cell.config['data']['train_samples']}"
+        (cell.folder / RESULT_FILE).write_text(json.dumps({**facts, "data": name}))
+    check_one_data_set(other, set())  # a list of data is the user's own comparison
 
 
 def listed(output: str) -> list[str]:

@@ -66,6 +66,22 @@ def test_nothing_is_predicted_for_other_comparisons(on_one_machine: dict[str, li
     assert elsewhere([cell.config for cell in cells], runs) is None
 
 
+def test_steps_are_means_over_seeds_and_a_preset_with_other_bits_is_not_predicted(tmp_path: Path) -> None:
+    runs = {
+        name: [made_up_run(tmp_path / f"{name}{seed}", [0.5, 0.9], step_s=step_s, seed=seed) for seed in (0, 1)]
+        for name, step_s in (("ddp", 0.02), ("gqsgd", 0.03))
+    }
+    runs["ddp"][1] = made_up_run(tmp_path / "ddp1", [0.5, 0.9], step_s=0.04, seed=1)
+    cells = make_plan(["+exp=quickstart", "seed=0,1"]).cells
+    links = elsewhere([cell.config for cell in cells], runs)
+    assert links is not None
+    assert links.measured == pytest.approx({line.variant: line.step_s for line in compare(runs, 0.4)})
+    assert links.compute_s == pytest.approx(0.75 * 0.03)
+    cells = make_plan(["+exp=quickstart", "strategy=gqsgd", "strategy.bits=4"]).cells
+    plain = make_plan(["+exp=quickstart", "strategy=ddp"]).cells
+    assert elsewhere([cell.config for cell in (*plain, *cells)], runs) is None
+
+
 @pytest.mark.parametrize("model", [{"_target_": "mine.Network"}, {"sparse": True}], ids=["own", "sparse"])
 def test_nothing_is_predicted_for_networks_that_the_model_does_not_know(
     on_one_machine: dict[str, list[Run]], model: dict[str, object]
