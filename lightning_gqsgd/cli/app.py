@@ -423,7 +423,7 @@ def simulate(
     if as_json:
         _print_json([row.to_dict() for row in made])
     else:
-        tables.show(simulating.table(made, problem, workers, steps))
+        tables.show(simulating.table(made, problem, workers, steps), *simulating.notes(problem, workers))
 
 
 @app.command()

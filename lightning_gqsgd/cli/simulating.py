@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from lightning_gqsgd.cli.tables import plain_table
+from lightning_gqsgd.codecs import CODECS
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.research.simulation import simulate
@@ -94,6 +95,22 @@ def _outcome(name: str, problem: Problem, workers: int, steps: int, lr: float, s
         for column in (record.wire_bits, record.bytes_sent, record.relative_error)
     )
     return Outcome(name, record.last(), bits, nbytes / 1e6, error)
+
+
+def notes(problem: str, workers: int) -> list[str]:
+    """Returns what the column of bits needs as an explanation where padding is most of a message; elsewhere nothing.
+
+    Args:
+        problem: a name of `PROBLEMS`.
+        workers: number of virtual workers.
+    """
+    parameters = sum(segment.numel for segment in PROBLEMS[problem]().segments)
+    if parameters >= workers * CODECS["companded"].default_block_size:
+        return []
+    return [
+        f"{problem} has {parameters} parameters. Messages of most presets are padded to a whole block for each worker, "
+        f"and have more bits per parameter here than those of a network, which are in gqsgd presets."
+    ]
 
 
 def table(made: Sequence[Outcome], problem: str, workers: int, steps: int) -> Table:

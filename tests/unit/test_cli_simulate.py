@@ -32,7 +32,12 @@ def test_the_table_has_a_line_for_each_preset() -> None:
     output = _run("--workers", "2", "--steps", "2", "--problem", "logistic")
     lines = output.splitlines()
     assert lines[0] == "logistic, 2 virtual workers, 2 steps of SGD"
-    assert [line.split()[0] for line in lines[4:] if line] == [*DEFAULT_PRESETS]
+    assert [line.split()[0] for line in lines[4 : 4 + len(DEFAULT_PRESETS)]] == [*DEFAULT_PRESETS]
+
+
+def test_bits_that_are_padding_are_explained() -> None:
+    assert "least_squares has 256 parameters. Messages of most presets are padded" in _run("gqsgd", "--steps", "2")
+    assert "padded" not in _run("gqsgd", "--steps", "2", "--problem", "digits")
 
 
 def test_a_run_that_diverges_is_said_to() -> None:
