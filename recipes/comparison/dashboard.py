@@ -232,7 +232,9 @@ def _gather(folder: Path, runs: Sequence[Path]) -> list[str]:
     together.mkdir(exist_ok=True)
     for run in runs:
         for offline in (run / "wandb").glob("offline-run-*"):
-            (together / offline.name).symlink_to(os.path.relpath(offline, together))
+            link = together / offline.name
+            if not link.is_symlink():  # a run that goes on has links to the earlier parts of its W&B run
+                link.symlink_to(os.path.relpath(offline, together))
     if not any(together.glob("offline-run-*")):
         return []
     return [f"upload what is offline with: wandb sync {shlex.quote(str(together))}/offline-run-*"]

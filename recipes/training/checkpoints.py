@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from recipes.errors import RecipeError
 from recipes.files import RESULT_FILE, WANDB_ID_FILE, read_json
 
 CHECKPOINTS = "checkpoints"
+#: Folder in that of a run, in which W&B keeps what it has not uploaded.
+WANDB = "wandb"
 LAST = "last.ckpt"
 #: What a write to a place that takes no more bytes ends with.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -59,7 +62,9 @@ def find_checkpoint(cfg: DictConfig, folder: Path) -> str | None:
 
 
 def carry_wandb_id(checkpoint: str | None, folder: Path) -> None:
-    """Give a run that goes on the id of the W&B run that it continues, and a new run none.
+    """Give a run that goes on the id of the W&B run that it continues, and links to what waits for an upload of it.
+
+    The command that uploads the offline runs of its folder then uploads the whole W&B run. A new run has no id.
 
     Args:
         checkpoint: path of the checkpoint; None for a new run.
@@ -73,6 +78,17 @@ def carry_wandb_id(checkpoint: str | None, folder: Path) -> None:
     if earlier.is_file() and not own.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         own.write_text(earlier.read_text())
+        _link_offline_runs(earlier.parent / WANDB, folder / WANDB, own.read_text().strip())
+
+
+def _link_offline_runs(earlier: Path, own: Path, run: str) -> None:
+    """Make links to the offline parts of a W&B run that an earlier training has left."""
+    for part in earlier.glob(f"offline-run-*-{run}"):
+        own.mkdir(exist_ok=True)
+        link = own / part.name
+        if not link.exists():
+            link.unlink(missing_ok=True)  # a link to what is gone
+            link.symlink_to(os.path.relpath(part.resolve(), own.resolve()))
 
 
 def finished_message(cfg: DictConfig, checkpoint: str) -> str | None:

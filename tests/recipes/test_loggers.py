@@ -52,15 +52,18 @@ def test_wandb_without_a_key_is_offline_and_plots_against_training_time(
 @pytest.mark.usefixtures("clean_process", "no_key")
 def test_a_run_that_goes_on_continues_its_wandb_run(tmp_path: Path) -> None:
     labels = Labels("a run", "a group", "quickstart", "ddp")
-    ids = []
-    for folder in (tmp_path / "first", tmp_path / "second"):
+    ids: list[str] = []
+    folders = [tmp_path / "first", tmp_path / "second", tmp_path / "third"]
+    for earlier, folder in zip([folders[0], *folders], folders, strict=False):
         folder.mkdir()
         if ids:
-            carry_wandb_id(str(tmp_path / "first" / "checkpoints" / "last.ckpt"), folder)
+            carry_wandb_id(str(earlier / "checkpoints" / "last.ckpt"), folder)
         logger = wandb_logger(str(folder), labels, ACCURACY, "a project")
         ids.append(logger.experiment.id)
         logger.experiment.finish()
-    assert ids[0] == ids[1]
+        # All parts are there, for the one command that uploads what is offline.
+        assert len([*folder.glob("wandb/offline-run-*/*.wandb")]) == len(ids)
+    assert len({*ids}) == 1
     carry_wandb_id(None, tmp_path / "second")  # a new run in the same folder
     assert not (tmp_path / "second" / WANDB_ID_FILE).exists()
 
