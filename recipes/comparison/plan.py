@@ -35,7 +35,7 @@ LEAST_PROBE = 8
 _OF_TRAININGS = ("logger.", "callbacks.")
 DEFAULT_STRATEGIES = "strategy=ddp,gqsgd"
 #: Where single runs are written.
-_PLACES_OF_RUNS = ("paths.log_dir", "run_root", "hydra.run.dir")
+_PLACES_OF_RUNS = ("paths.log_dir", "run_root", "hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 
 
 class PlanError(RecipeError):
@@ -270,6 +270,13 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     if metric not in METRICS:
         known = ", ".join(METRICS)
         raise PlanError(f"task.metric={typed(metric)} is not one of {known}; name the task's in its file: metric: KEY")
+    for key, asked in (("resume", resolved["resume"] is True), ("ckpt_path", resolved["ckpt_path"] is not None)):
+        if asked:
+            raise PlanError(
+                f"{key}={typed(resolved[key])}: the seconds, bytes and curves of a run that goes on are those of the "
+                f"run before it as well, perhaps under another strategy; leave {key} out. Finished runs of a "
+                "comparison are kept, and run.py goes on with single runs"
+            )
     if resolved["trainer"]["accelerator"] == "cpu":
         check_devices(resolved)  # GPUs are counted by the runs: that imports torch
         here = local_processes("cpu", resolved["trainer"]["devices"])
