@@ -91,6 +91,18 @@ def _link_offline_runs(earlier: Path, own: Path, run: str) -> None:
             link.symlink_to(os.path.relpath(part.resolve(), own.resolve()))
 
 
+def clear_earlier_run(checkpoint: str | None, folder: Path) -> None:
+    """Remove what an earlier run has left in a folder, and what would be taken for this run's if this run is killed.
+
+    Args:
+        checkpoint: path of the checkpoint that this run goes on from, which stays; None for a new run.
+        folder: folder of the run.
+    """
+    (folder / RESULT_FILE).unlink(missing_ok=True)
+    if checkpoint is None:
+        (folder / CHECKPOINTS / LAST).unlink(missing_ok=True)
+
+
 def finished_message(cfg: DictConfig, checkpoint: str) -> str | None:
     """What is said of a checkpoint whose run has nothing left to train; None if there is something left.
 

@@ -49,7 +49,14 @@ from recipes.training.building import (
     check_monitors,
     own_targets,
 )
-from recipes.training.checkpoints import CHECKPOINTS, LAST, CheckpointError, carry_wandb_id, find_checkpoint
+from recipes.training.checkpoints import (
+    CHECKPOINTS,
+    LAST,
+    CheckpointError,
+    carry_wandb_id,
+    clear_earlier_run,
+    find_checkpoint,
+)
 from recipes.training.continuing import asked_by, check_continued
 from recipes.training.progress import LiveProgress, PlainProgress
 from recipes.training.refusals import refused_values
@@ -127,6 +134,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
         enable_progress_bar=any(isinstance(each, ProgressBar) for each in chosen),
         enable_checkpointing=bool(cfg.checkpoint) or any(isinstance(each, ModelCheckpoint) for each in chosen),
     )
+    if is_rank_zero():
+        clear_earlier_run(checkpoint, folder)
     # Strategy, optimizer and data are set up before the first step; an error in a later step is no refusal.
     setup = refused_values("before the first step", applies=lambda: not trainer.global_step)
     with start.watched(trainer), _interrupts(trainer), setup:

@@ -129,3 +129,23 @@ def test_a_run_records_the_settings_that_are_compared(tiny: Callable[..., DictCo
     check_continued(tiny(f"ckpt_path={checkpoint}", "model.width=8"), str(checkpoint))
     with pytest.raises(CheckpointError, match=r"model.width=16 \(there: 8\)"):
         train(tiny(f"ckpt_path={checkpoint}", "model.width=16"), tmp_path / "two")
+
+
+def test_a_run_that_is_killed_leaves_no_result_of_an_earlier_run_in_its_folder(
+    tiny: Callable[..., DictConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tiny("trainer.max_epochs=1"), tmp_path)
+    result, checkpoint = tmp_path / "result.json", tmp_path / "checkpoints" / "last.ckpt"
+    assert result.is_file()
+
+    def killed(*arguments: object, **more: object) -> None:
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr("lightning.pytorch.Trainer.fit", killed)
+    with pytest.raises(RuntimeError, match="killed"):
+        train(tiny("trainer.max_epochs=2", "resume=true"), tmp_path)
+    assert not result.is_file()
+    assert checkpoint.is_file()
+    with pytest.raises(RuntimeError, match="killed"):
+        train(tiny("trainer.max_epochs=1", "strategy=gqsgd"), tmp_path)
+    assert not checkpoint.is_file()  # `resume=true` would go on with the weights of another strategy
