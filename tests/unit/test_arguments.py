@@ -58,4 +58,4 @@ def test_those_of_enable_are_the_handlers_and_those_of_local_steps_and_of_fsdp()
 
     options = set(LocalOptions.field_names()) - {"every", "anchor_device", "anchor_dtype"}
     of_fsdp = {"reduce_scatter", "all_gather_bits"}
-    assert _keys(EnableArguments) == _keys(HandlerArguments) | options | of_fsdp | {"local_steps"}
+    assert _keys(EnableArguments) == _keys(HandlerArguments) | options | of_fsdp | {"local_steps", "timeout"}
