@@ -5,9 +5,14 @@
 
 The benchmark needs Linux, root and iproute2, see `netlab`. Parameters are divided among all hosts, so weights are
 gathered before a layer's forward pass and before its backward pass, and gradients are reduce-scattered. With several
-ranks per host, parameters are divided among the ranks of a host, and gradients are averaged over the hosts. Every case
-is a model of its own in the same processes. The cases train in turns, on equal data. Before that, every case trains a
-smaller network on scikit-learn's digits, on two hosts without a limit: its loss says what few bits cost.
+ranks per host, parameters are divided among the ranks of a host, and gradients are averaged over the hosts. With
+``--flat``, they are divided among all ranks instead. Every case is a model of its own in the same processes. The cases
+train in turns, on equal data. Before that, every case trains a smaller network on scikit-learn's digits, on two hosts
+without a limit: its loss says what few bits cost.
+
+Each process measures the links, the kernels and the processors once (`lightning_gqsgd.predict.probe`), and the
+computation without communication in turns with the cases. From these, the model of `gqsgd advise --fsdp` predicts the
+step.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,18 +36,25 @@ from benchmarks.hosts import add_labs, begin, finish, in_lab, in_labs, slowest, 
 from benchmarks.report import Report, command_line, program
 from benchmarks.training import CLASSES, batch_of, mlp
 from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
+from lightning_gqsgd.predict.probe import Probe
+from lightning_gqsgd.predict.probe import measure as probe_here
+from lightning_gqsgd.predict.recording import Recorder
+from lightning_gqsgd.predict.sharded import ShardedMethod, predict_sharded, sharded_model
+from lightning_gqsgd.predict.timeline import Timeline
 from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
 from netlab.lab import NetLab
 
 #: What travels where, for the page.
 OF_SHARDS = (
-    "divided among all hosts. Weights are gathered for the forward pass of a layer and again for its backward pass, "
+    "divided among all ranks. Weights are gathered for the forward pass of a layer and again for its backward pass, "
     "and gradients are reduce-scattered."
 )
 OF_REPLICAS = (
     "divided among the ranks of a host, which gather weights and reduce-scatter gradients there: in fp32, or in bf16 "
     "if the case has it. The mean over hosts travels."
 )
+#: The name of the step that computes without communication, and the rounds before the measurement of the links.
+COMPUTED, WARMUP = "computed", 3
 #: Epochs of a training on the digits, and its seeds.
 EPOCHS, SEEDS = 15, (0, 1, 2)
 #: Digits that are trained on; the others are for validation.
@@ -52,38 +65,54 @@ class Way(NamedTuple):
     """A way to communicate.
 
     Attributes:
-        number_bytes: bytes of a number that torch sends.
-        torchs_share: how often a number travels in a step by torch: twice as a weight, and once as a gradient; or twice
-            as a gradient, in an all-reduce over the hosts.
+        dtype: dtype of the numbers that torch sends.
         hooks: options of `register_gqsgd_fsdp`; None: there are no hooks.
     """
 
-    number_bytes: int = 4
-    torchs_share: int = 3
+    dtype: torch.dtype = torch.float32
     hooks: dict[str, Any] | None = None
 
+    def method(self, *, has_replicas: bool) -> ShardedMethod:
+        """Returns what the model of a step calls this way."""
+        if self.hooks is None:
+            return ShardedMethod(self.dtype, has_replicas=has_replicas)
+        has_levels = self.hooks.get("reducer") == "hierarchical"
+        return ShardedMethod(
+            self.dtype, self.hooks["bits"], self.hooks.get("all_gather_bits"), has_levels, has_replicas
+        )
 
+
+def scattered(bits: int, **options: Any) -> Way:
+    """Returns a way with compressed reduce-scatters."""
+    return Way(hooks={"reduce_scatter": True, "bits": bits, **options})
+
+
+PLAIN = {"fp32": Way(), "bf16": Way(torch.bfloat16)}
 WAYS = {
-    "fp32": Way(),
-    "bf16": Way(number_bytes=2),
-    "gradients 8 bit": Way(torchs_share=2, hooks={"reduce_scatter": True}),
-    "weights 8 bit, gradients 8 bit": Way(torchs_share=0, hooks={"reduce_scatter": True, "all_gather_bits": 8}),
-    "weights 8 bit, gradients 4 bit": Way(
-        torchs_share=0, hooks={"reduce_scatter": True, "all_gather_bits": 8, "bits": 4}
-    ),
-    "weights 4 bit, gradients 4 bit": Way(
-        torchs_share=0, hooks={"reduce_scatter": True, "all_gather_bits": 4, "bits": 4}
-    ),
+    **PLAIN,
+    "gradients 8 bit": scattered(8),
+    "weights 8 bit, gradients 8 bit": scattered(8, all_gather_bits=8),
+    "weights 8 bit, gradients 4 bit": scattered(4, all_gather_bits=8),
+    "weights 4 bit, gradients 4 bit": scattered(4, all_gather_bits=4),
 }
 
 #: The ways if every host has a replica, which is divided among its ranks.
 WAYS_OF_REPLICAS = {
-    "fp32": Way(torchs_share=2),
-    "bf16": Way(number_bytes=2, torchs_share=2),
-    "means 8 bit": Way(torchs_share=0, hooks={"bits": 8}),
-    "means 4 bit": Way(torchs_share=0, hooks={"bits": 4}),
-    "means 2 bit": Way(torchs_share=0, hooks={"bits": 2}),
-    "bf16, means 4 bit": Way(number_bytes=2, torchs_share=0, hooks={"bits": 4}),
+    **PLAIN,
+    "means 8 bit": Way(hooks={"bits": 8}),
+    "means 4 bit": Way(hooks={"bits": 4}),
+    "means 2 bit": Way(hooks={"bits": 2}),
+    "bf16, means 4 bit": Way(torch.bfloat16, {"bits": 4}),
+}
+
+#: The ways if the model is divided among the ranks of all hosts, of which each has several.
+FLAT_WAYS = {
+    **PLAIN,
+    **{
+        f"weights 8 bit, gradients {bits} bit, {name}": scattered(bits, all_gather_bits=8, reducer=reducer)
+        for bits in (8, 4)
+        for name, reducer in (("one level", "two_shot"), ("two levels", "hierarchical"))
+    },
 }
 
 
@@ -93,11 +122,9 @@ class Case:
 
     def __init__(self, way: Way, network: nn.Module, lr: float, mesh: DeviceMesh) -> None:
         self.network = network
-        self._mesh = mesh
-        self.numel = sum(p.numel() for p in network.parameters())
-        self._way = way
-        number = torch.bfloat16 if way.number_bytes == 2 else None
-        policy = MixedPrecisionPolicy(param_dtype=number, reduce_dtype=number)
+        self.steps = 0
+        self._sent = 0
+        policy = MixedPrecisionPolicy(param_dtype=way.dtype, reduce_dtype=way.dtype)
         for layer in network.children():
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -116,19 +143,28 @@ class Case:
         self._optimizer.zero_grad()
         return float(loss.detach())
 
-    def sent_bytes(self) -> float:
-        """Bytes of weights and gradients that each host sends to others in a step."""
-        hosts = self._mesh.size(0)
-        sent = self._way.torchs_share * self._way.number_bytes * self.numel * (hosts - 1) / hosts
-        if self.state is not None:
-            totals = self.state.telemetry.totals()
-            sent += self._mesh.size() / hosts * totals["bytes_sent"] / totals["steps"]
-        return sent
+    def counted_step(self, batch: Tensor, labels: Tensor) -> None:
+        """Make one step, and count what this host sends to others meanwhile."""
+        before = sent_bytes()
+        self.step(batch, labels)
+        self._sent += sent_bytes() - before
+        self.steps += 1
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes that this host sent to others in a counted step, on average."""
+        return self._sent / self.steps
 
     def close(self) -> None:
         """Release what the hooks have."""
         if self.state is not None:
             self.state.close()
+
+
+def sent_bytes() -> int:
+    """Returns the bytes that this host has sent to others, as its network devices count them."""
+    counters = Path("/sys/class/net").glob("*/statistics/tx_bytes")
+    return sum(int(file.read_text()) for file in counters if file.parts[-3] != "lo")
 
 
 def loss_on_digits(way: Way, seed: int, mesh: DeviceMesh) -> float:
@@ -156,7 +192,7 @@ def ways_of(options: argparse.Namespace) -> dict[str, Way]:
     Raises:
         SystemExit: a way that these hosts do not have.
     """
-    every = WAYS if options.ranks_per_host == 1 else WAYS_OF_REPLICAS
+    every = WAYS if options.ranks_per_host == 1 else FLAT_WAYS if options.flat else WAYS_OF_REPLICAS
     for name in options.case:
         if name not in every:
             raise SystemExit(
@@ -165,10 +201,16 @@ def ways_of(options: argparse.Namespace) -> dict[str, Way]:
     return {name: every[name] for name in options.case or every}
 
 
-def mesh_of(ranks_per_host: int) -> DeviceMesh:
-    """All ranks, among which parameters are divided; with several ranks per host, hosts by ranks of a host."""
+def has_replicas(options: argparse.Namespace) -> bool:
+    """Returns whether each host has a replica of the model."""
+    return options.ranks_per_host > 1 and not options.flat
+
+
+def mesh_of(options: argparse.Namespace) -> DeviceMesh:
+    """Returns all ranks, among which parameters are divided; with replicas, hosts by ranks of a host."""
     ranks = dist.get_world_size()
-    if ranks_per_host == 1:
+    ranks_per_host = options.ranks_per_host
+    if not has_replicas(options):
         return init_device_mesh("cpu", (ranks,))
     return init_device_mesh("cpu", (ranks // ranks_per_host, ranks_per_host), mesh_dim_names=("replicate", "shard"))
 
@@ -177,7 +219,7 @@ def work(options: argparse.Namespace) -> None:
     """Do one rank's part."""
     rank, _ = begin()
     ways = ways_of(options)
-    mesh = mesh_of(options.ranks_per_host)
+    mesh = mesh_of(options)
     if options.losses:
         finish({name: [loss_on_digits(way, seed, mesh) for seed in SEEDS] for name, way in ways.items()})
         return
@@ -186,11 +228,23 @@ def work(options: argparse.Namespace) -> None:
     for name, way in ways.items():
         torch.manual_seed(0)
         cases[name] = Case(way, mlp(), 1e-4, mesh)
-    steps: dict[str, Callable[[], object]] = {name: partial(case.step, batch, labels) for name, case in cases.items()}
-    seconds = in_turns(steps, options.rounds, warmup=2, before=dist.barrier)
+    network = mlp()
+    recorder = Recorder(
+        network,
+        lambda model: F.cross_entropy(model(batch), labels),
+        torch.optim.Adam(network.parameters(), lr=1e-4).step,
+    )
+    steps: dict[str, Callable[[], object]] = {COMPUTED: recorder.step}
+    steps |= {name: partial(case.counted_step, batch, labels) for name, case in cases.items()}
+    in_turns(steps, WARMUP, warmup=0, before=dist.barrier)
+    probe = probe_here(torch.device("cpu"), "benchmarks.sharded", bits=(8, 4, 2), per_node=options.ranks_per_host)
+    recorder.forget()
+    seconds = in_turns(steps, options.rounds, warmup=0, before=dist.barrier)
     result: dict[str, Any] = {
-        "seconds": {name: slowest(values).tolist() for name, values in seconds.items()},
-        "bytes": {name: case.sent_bytes() for name, case in cases.items()},
+        "seconds": {name: slowest(seconds[name]).tolist() for name in cases},
+        "bytes": {name: case.bytes_per_step for name, case in cases.items()},
+        "timeline": recorder.timeline().to_dict(),
+        "probe": probe.to_dict(),
     }
     for case in cases.values():
         case.close()
@@ -200,11 +254,13 @@ def work(options: argparse.Namespace) -> None:
 def measure(options: argparse.Namespace) -> Report:
     """Run the workers in every lab."""
     ways_of(options)  # before anything runs
-    has_replicas = options.ranks_per_host > 1
+    place = ", a replica on each host" if has_replicas(options) else ""
+    if options.flat:
+        place = f", divided among {options.ranks_per_host} ranks of each host"
     report = Report(
-        "replicated_netlab" if has_replicas else "sharded_netlab",
-        f"Training step of dense layers under FSDP2{', a replica on each host' if has_replicas else ''}, "
-        f"{options.batch_size} samples per {'rank' if has_replicas else 'host'}, over shaped links",
+        "sharded_nodes_netlab" if options.flat else "replicated_netlab" if place else "sharded_netlab",
+        f"Training step of dense layers under FSDP2{place}, "
+        f"{options.batch_size} samples per {'rank' if place else 'host'}, over shaped links",
         {
             "case": "",
             "hosts": "d",
@@ -213,6 +269,8 @@ def measure(options: argparse.Namespace) -> Report:
             "wire (ms)": ".0f",
             "step (ms)": ".0f",
             "10 to 90 % (ms)": "",
+            "predicted (ms)": ".0f",
+            "error (%)": "+.0f",
             "fp32 / step": ".2f",
             "bf16 / step": ".2f",
             "loss": ".3f",
@@ -220,10 +278,12 @@ def measure(options: argparse.Namespace) -> Report:
             "highest": ".3f",
         },
         notes=(
-            f"14.7 M parameters, {OF_REPLICAS if has_replicas else OF_SHARDS} sent: bytes of each host in a step; "
-            "of torch's own collectives, the least that they can send. wire: these bytes / rate of the link. "
-            "step: median over rounds of the slowest rank's time, one compute thread each. Ratios are medians "
-            "over rounds of times within one round. bf16: torch's MixedPrecisionPolicy for weights and gradients. "
+            f"14.7 M parameters, {OF_REPLICAS if has_replicas(options) else OF_SHARDS} sent: bytes that the first host "
+            "sent to others in a step, as its network device counts them. Over Gloo, torch's own reduce-scatter is an "
+            "all-reduce. wire: these bytes / rate of the link. step: median over rounds of the slowest rank's time, "
+            "one compute thread each. predicted: by the model of `gqsgd advise --fsdp`, from a measurement of the "
+            "links, kernels and processors, and of steps without communication. Ratios are medians over rounds of "
+            "times within one round. bf16: torch's MixedPrecisionPolicy for weights and gradients. "
             f"loss: of a network of 84,000 parameters on digits that it was not trained on, after {EPOCHS} epochs, "
             f"mean over {len(SEEDS)} seeds, and the lowest and the highest of them.",
         ),
@@ -231,16 +291,28 @@ def measure(options: argparse.Namespace) -> Report:
     with NetLab(2, "none", options.ranks_per_host) as lab:
         losses = in_lab(lab, f"{program()} --losses", "on two hosts without a limit")
     report.raw["losses"] = losses
-    in_labs(options, report, partial(_add_rows, losses))
+    in_labs(options, report, partial(_add_rows, options, losses))
     return report
 
 
-def _add_rows(losses: dict[str, list[float]], report: Report, hosts: int, rate: str, result: dict[str, Any]) -> None:
+def _add_rows(
+    options: argparse.Namespace,
+    losses: dict[str, list[float]],
+    report: Report,
+    hosts: int,
+    rate: str,
+    result: dict[str, Any],
+) -> None:
+    ways = ways_of(options)
+    costs = Probe.from_dict(result["probe"]).costs
+    model = sharded_model(mlp(), Timeline.from_dict(result["timeline"]))
     seconds = {name: np.array(values) for name, values in result["seconds"].items()}
     for name, values in seconds.items():
         step = Spread.of(values)
         sent = result["bytes"][name]
         wire = wire_seconds(sent, rate)
+        method = ways[name].method(has_replicas=has_replicas(options))
+        made = predict_sharded(model, costs, hosts, options.ranks_per_host, method)
         ratios = [ratio(seconds, plain, name) if plain in seconds else None for plain in ("fp32", "bf16")]
         report.rows.append(
             [
@@ -251,6 +323,8 @@ def _add_rows(losses: dict[str, list[float]], report: Report, hosts: int, rate: 
                 1e3 * wire if wire else None,
                 1e3 * step.median,
                 f"{1e3 * step.low:.0f} to {1e3 * step.high:.0f}",
+                1e3 * made.step_s,
+                100 * (made.step_s / step.median - 1),
                 *ratios,
                 float(np.mean(losses[name])),
                 min(losses[name]),
@@ -264,6 +338,9 @@ if __name__ == "__main__":
     add_labs(parser)
     parser.add_argument("--batch-size", type=int, default=8, help="per rank (default 8)")
     parser.add_argument("--case", nargs="+", default=[], metavar="NAME", help="the cases of these names only")
+    parser.add_argument(
+        "--flat", action="store_true", help="with several ranks per host, divide the model among the ranks of all hosts"
+    )
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--losses", action="store_true", help=argparse.SUPPRESS)  # of the workers that train on digits
     work_or_present(parser, work, measure)

@@ -244,6 +244,15 @@ def percent_of_copy(stage: int) -> str:
     return str(round(100 * float(of_kernels("of copy_", stage, megabytes="1000"))))
 
 
+#: The case of FSDP2 with weights and gradients at 8 bits.
+EIGHT_BITS = "weights 8 bit, gradients 8 bit"
+
+
+def sharded_errors(rate: str | None = None) -> list[float]:
+    """The absolute errors of predicted steps under FSDP2, in percent."""
+    return [abs(row["error (%)"]) for row in saved_rows("sharded_nodes_netlab") if rate in (None, row["rate"])]
+
+
 #: The page and the sentence, and what the tables say.
 SENTENCES: Sentences = {
     (
@@ -265,6 +274,22 @@ SENTENCES: Sentences = {
         lambda: cell("sharded_netlab", "fp32 / step", case="weights 8 bit, gradients 4 bit", rate="1gbit"),
         lambda: cell("sharded_netlab", "bf16 / step", case="weights 8 bit, gradients 4 bit", rate="1gbit"),
         lambda: cell("sharded_netlab", "fp32 / step", case="gradients 8 bit", rate="100mbit"),
+    ],
+    (
+        "docs/frameworks.md",
+        r"at 8 bits have ([\d.]+) times the speed of fp32 with two levels, and ([\d.]+) times with one",
+    ): [
+        lambda: cell("sharded_nodes_netlab", "fp32 / step", case=f"{EIGHT_BITS}, two levels", rate="100mbit"),
+        lambda: cell("sharded_nodes_netlab", "fp32 / step", case=f"{EIGHT_BITS}, one level", rate="100mbit"),
+    ],
+    (
+        "docs/prediction.md",
+        r"predictions are off by (\d+) % in the median and by (\d+) % at worst "
+        r".*? At 100 Mbit/s, the worst is off by (\d+) %",
+    ): [
+        lambda: round(median(sharded_errors())),
+        lambda: round(max(sharded_errors())),
+        lambda: round(max(sharded_errors("100mbit"))),
     ],
     ("docs/prediction.md", r"\*\*Set 1\*\*: (\d+) of (\d+) steps lie inside .*? errors is ([\d.]+) %"): [
         lambda: inside(1),
