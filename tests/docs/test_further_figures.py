@@ -439,7 +439,8 @@ SENTENCES: Sentences = {
     (
         "docs/benchmarks.md",
         r"validation loss ends at ([\d.]+), ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) nats per byte, where fp32 ends "
-        r"at ([\d.]+), and its two seeds at ([\d.]+) and ([\d.]+)\..*fp32 ends at ([\d.]+) and 2 bits at ([\d.]+), "
+        r"at ([\d.]+), and its three seeds between ([\d.]+) and ([\d.]+)\..*"
+        r"fp32 ends at ([\d.]+) and 2 bits at ([\d.]+), "
         r"although.*With DiLoCo at 4 bits, the loss is ([\d.]+), after a (\d+)th of",
     ): [
         *(partial(trained, way) for way in ("ddp_bf16", "8 bit", "4 bit", "3 bit", "2 bit", "ddp")),
