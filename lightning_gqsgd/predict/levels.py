@@ -79,7 +79,7 @@ def fitted(config: GQSGDConfig, layout: Layout, numel: int, dtype: torch.dtype) 
     chosen = min(seconds, key=lambda way: seconds[way])
     note = ""
     if chosen != config:
-        note = _why_levels(layout.node_size, predicted.link_in_words, seconds[chosen], seconds[config])
+        note = _why_levels(layout.node_size, predicted.nodes.link_in_words, seconds[chosen], seconds[config])
     return Fit(chosen, note + predicted.warning(seconds[chosen], has_choice=bool(config.auto)))
 
 
@@ -104,7 +104,7 @@ def fitted_scatter(config: GQSGDConfig, layout: Layout, numel: int) -> Fit:
         config = level_or_levels(with_nodes(config, layout), len(layout.nodes))
         if config.reducer == "native":
             raise ConfigError(
-                f"reducer='hierarchical' compresses nothing inside a node, and the model is divided among the "
+                "reducer='hierarchical' compresses nothing inside a node, and the model is divided among the "
                 f"{len(layout.nodes)} ranks of one node: leave out reduce_scatter, or give reducer='two_shot'"
             )
         return Fit(config if config.reducer == "hierarchical" else one_level)
@@ -117,7 +117,7 @@ def fitted_scatter(config: GQSGDConfig, layout: Layout, numel: int) -> Fit:
     chosen = min(seconds, key=lambda reducer: seconds[reducer])
     note = ""
     if chosen == "hierarchical":
-        note = _why_levels(size, predicted.link_in_words, seconds[chosen], seconds["two_shot"])
+        note = _why_levels(size, predicted.nodes.link_in_words, seconds[chosen], seconds["two_shot"])
     return Fit(ways[chosen], note + predicted.warning(seconds[chosen]))
 
 
@@ -186,7 +186,7 @@ class _ScatterSeconds:
     """Predicted seconds of the reduce-scatters of a step's gradients, which come one after the other."""
 
     def __init__(self, layout: Layout, numel: int, bits: int) -> None:
-        self._nodes = _Nodes(layout)
+        self.nodes = _Nodes(layout)
         self._bits = bits
         self._bucket = min(BUCKET_BYTES // 4, numel)
         self._factor = numel / self._bucket
@@ -198,23 +198,19 @@ class _ScatterSeconds:
 
         bits = None if reducer == "native" else self._bits
         method = ShardedMethod(torch.float32, bits, has_levels=reducer == "hierarchical")
-        nodes = self._nodes
+        nodes = self.nodes
         return self._factor * scatter_seconds(nodes.costs, nodes.count, nodes.size, method, self._bucket)
-
-    @property
-    def link_in_words(self) -> str:
-        """The rate of the link."""
-        return self._nodes.link_in_words
 
     def warning(self, seconds: float) -> str:
         """Returns a clause that says that torch's own reduce-scatter in fp32 is predicted to be faster; empty if it is
         not, or if the rate of the link is unknown."""
         plain_s = self.of("native")
-        if not self._nodes.is_known or seconds <= plain_s * (1 + TOLERANCE):
+        if not self.nodes.is_known or seconds <= plain_s * (1 + TOLERANCE):
             return ""
         return (
-            f"; PREDICTED TO BE SLOWER than torch's own reduce-scatters: on {self.link_in_words}, {in_ms(seconds)} for "
-            f"the gradients of a step against {in_ms(plain_s)} in fp32; `gqsgd advise --fsdp` says what pays"
+            f"; PREDICTED TO BE SLOWER than torch's own reduce-scatters: on {self.nodes.link_in_words}, "
+            f"{in_ms(seconds)} for the gradients of a step against {in_ms(plain_s)} in fp32; "
+            "`gqsgd advise --fsdp` says what pays"
         )
 
 
@@ -222,7 +218,7 @@ class _Seconds:
     """Predicted seconds of a step's gradients, between the nodes of a process group."""
 
     def __init__(self, layout: Layout, numel: int, dtype: torch.dtype) -> None:
-        self._nodes = _Nodes(layout)
+        self.nodes = _Nodes(layout)
         self._dtype = dtype
         bucket = max(1, BUCKET_BYTES // dtype.itemsize)
         count = max(1, min(_BUCKETS, numel // bucket))
@@ -236,33 +232,28 @@ class _Seconds:
 
         The default codec is assumed, because its costs are known. Both ways use the same codec.
         """
-        nodes = self._nodes
+        nodes = self.nodes
         hierarchical = {"reducer": "hierarchical", "node_size": nodes.size}
         levels = hierarchical if config.reducer == "hierarchical" and nodes.size > 1 else {"reducer": "two_shot"}
         return self.of_method(resolve(GQSGDConfig(bits=bits, sample_every=0, **levels), nodes.count * nodes.size))
 
     def of_method(self, method: GQSGDConfig | str) -> float:
         """Returns the seconds of a method; see `model.predict`."""
-        nodes = self._nodes
+        nodes = self.nodes
         key = (nodes.count, nodes.size, nodes.rate, nodes.device)
         return self._factor * _seconds(method, *key, self._dtype, self._bucket, self._count)
-
-    @property
-    def link_in_words(self) -> str:
-        """The rate of the link."""
-        return self._nodes.link_in_words
 
     def warning(self, seconds: float, *, has_choice: bool) -> str:
         """Returns a clause that says that plain DDP is predicted to be faster; empty if it is not.
 
         There is no warning if the rate of the link is unknown, or if the configuration may choose plain DDP.
         """
-        if not self._nodes.is_known or has_choice or seconds <= self._plain_s * (1 + TOLERANCE):
+        if not self.nodes.is_known or has_choice or seconds <= self._plain_s * (1 + TOLERANCE):
             return ""
         return (
-            f"; PREDICTED TO BE SLOWER than plain DDP: on {self.link_in_words}, {in_ms(seconds)} for the gradients of "
-            f"a step against {in_ms(self._plain_s)}; `gqsgd advise` says what pays, and auto=True takes plain DDP "
-            "where that is faster"
+            f"; PREDICTED TO BE SLOWER than plain DDP: on {self.nodes.link_in_words}, {in_ms(seconds)} for the "
+            f"gradients of a step against {in_ms(self._plain_s)}; `gqsgd advise` says what pays, and auto=True "
+            "takes plain DDP where that is faster"
         )
 
 
