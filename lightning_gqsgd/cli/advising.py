@@ -100,20 +100,11 @@ class Question:
                 raise ConfigError("--codec measured needs a measurement; give --probe FILE, or --codec h100 or cpu")
             self._check_codes(probe)
         costs_at, link_rate = self._network(codec, probe, per_node)
-        sharded = None
+        timeline, sharded, notes = self._computation(probe, nodes, per_node)
         if self.backward is None:
-            timeline = self._measured(probe)
-            notes = [""]
             batch = self._batch_of(timeline)
-            if self.fsdp:
-                sharded = _sharded(models.build(timeline.name, 1, torch.device("meta")), timeline)
         else:
-            built = self._built()
-            timeline, notes = self._estimated(built, self.backward)
             batch = models.USUAL_BATCH if self.batch is None else self.batch
-            sharded = _sharded(built, timeline) if self.fsdp else None
-        if sharded is not None:
-            notes = _notes_on_shards(sharded, nodes, per_node)
         notes.append(_note(codec, probe, is_assumed=self.codec is None))
         if self.link is not None and self.intra is None and per_node > 1:
             rate = rate_in_words(inside_rate(_device(codec, probe)))
@@ -208,44 +199,54 @@ class Question:
             )
         return measured
 
-    def _built(self) -> models.Built:
-        """Returns the model without weights.
+    def _computation(
+        self, probe: Probe | None, nodes: int, per_node: int
+    ) -> tuple[Timeline, ShardedModel | None, list[str]]:
+        """Returns the timeline of the model, the model under FSDP2 if that was asked for, and notes on how sure both
+        are.
 
         Raises:
-            ConfigError: a time that is none, no model, or one that cannot be built.
+            ConfigError: no model, one that cannot be built or called, or a time that is none.
         """
-        for name, value in (("--backward", self.backward), ("--forward", self.forward)):
-            if value is not None:
-                seconds(value, name)  # a model takes longer to build than a time to read
-        if self.model is None:
-            raise ConfigError(f"no model; give --model {models.FORMS}")
-        return models.build(self.model, 1, torch.device("meta"))
+        notes: list[str] = []
+        if self.backward is None:
+            timeline = self._measured(probe)
+            if not self.fsdp:
+                return timeline, None, notes
+            built = models.build(timeline.name, 1, torch.device("meta"))
+            weights = models.operations(built)
+        else:
+            # A model takes longer to build than times to read.
+            backward_s = seconds(self.backward, "--backward")
+            forward_s = None if self.forward is None else seconds(self.forward, "--forward")
+            if self.model is None:
+                raise ConfigError(f"no model; give --model {models.FORMS}")
+            built = models.build(self.model, 1, torch.device("meta"))
+            weights = models.operations(built)
+            line = estimated(built.model, backward_s, forward_s=forward_s, weights=weights)
+            timeline = replace(line, name=self.model)
+        by = "their multiplications" if weights else "their size"
+        if self.fsdp:
+            sharded = sharded_model(built.model, timeline, weights)
+            return timeline, sharded, _notes_on_shards(sharded, by, nodes, per_node)
+        notes.append(f"when gradients are ready: an estimate, layers take their share of --backward by {by}")
+        notes.append(_note_on_tables(tables_of(built.model), timeline.numel))
+        return timeline, None, notes
 
-    def _estimated(self, built: models.Built, backward: str) -> tuple[Timeline, list[str]]:
-        """Returns when buckets are ready in a backward pass of a given length, and notes on how sure that is.
 
-        Raises:
-            ConfigError: a model that cannot be called.
-        """
-        forward_s = None if self.forward is None else seconds(self.forward, "--forward")
-        weights = models.operations(built)
-        line = estimated(built.model, seconds(backward, "--backward"), forward_s=forward_s, weights=weights)
-        share = "their multiplications" if weights else "their size"
-        note = f"when gradients are ready: an estimate, layers take their share of --backward by {share}"
-        return replace(line, name=built.name), [note, _note_on_tables(tables_of(built.model), line.numel)]
+def _notes_on_shards(sharded: ShardedModel, by: str, nodes: int, per_node: int) -> list[str]:
+    """Returns notes on how a model is assumed to be sharded, and on the memory that this needs.
 
-
-def _sharded(built: models.Built, timeline: Timeline) -> ShardedModel:
-    """Returns a model under FSDP2, whose layers take their share of the computation by their multiplications."""
-    return sharded_model(built.model, timeline, models.operations(built))
-
-
-def _notes_on_shards(sharded: ShardedModel, nodes: int, per_node: int) -> list[str]:
-    """Returns notes on how a model is assumed to be sharded, and on the memory that this needs."""
+    Args:
+        sharded: the model.
+        by: what decides on a unit's share of the computation, in words.
+        nodes: number of nodes.
+        per_node: number of ranks on each node.
+    """
     numel = sum(unit.weights.numel for unit in sharded.units)
     root = [] if sharded.root is None else ["the root"]
     calls = " and ".join([*([f"{len(sharded.blocks)} blocks"] if sharded.blocks else []), *root])
-    notes = [f"fully_shard: on {calls}, which take their share of the computation by their multiplications"]
+    notes = [f"fully_shard: on {calls}, which take their share of the computation by {by}"]
     if min(nodes, per_node) > 1:
         each, alone = (f"{ADAM_BYTES * numel / ranks / 1e9:.2g} GB" for ranks in (per_node, nodes * per_node))
         notes.append(

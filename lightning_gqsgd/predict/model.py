@@ -20,7 +20,7 @@ from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.predict.clock import Clock, Event, Resource
 from lightning_gqsgd.predict.costs import Costs
 from lightning_gqsgd.predict.profile import Profile, bf16_hook_profile, bucket_profiles, stamp_profile
-from lightning_gqsgd.predict.runners import Network, StreamsRunner, ThreadRunner
+from lightning_gqsgd.predict.runners import Network, runner_for
 from lightning_gqsgd.predict.timeline import Timeline
 from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_SIZE
@@ -91,7 +91,7 @@ def predict(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | 
     clock = Clock(costs.cores)
     backward = Resource(clock, "backward")
     network = Network(clock, costs, has_backward=timeline.backward_s > 0)
-    runner = (StreamsRunner if costs.on_streams else ThreadRunner)(clock, costs, network)
+    runner = runner_for(clock, costs, network)
     demand = costs.speed  # times were measured while all ranks computed, each on one thread or GPU
     clock.start(timeline.forward_s, demand, lambda: None)
     clock.run()

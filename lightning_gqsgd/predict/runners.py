@@ -227,7 +227,7 @@ class _Stream:
 class StreamsRunner:
     """Streams of a GPU that jobs use in turns, with one order of collectives, like `pipeline.StreamRunner`."""
 
-    def __init__(self, clock: Clock, costs: Costs, network: Network, streams: int = STREAMS) -> None:
+    def __init__(self, clock: Clock, costs: Costs, network: Network, streams: int) -> None:
         self._costs = costs
         self._network = network
         self._streams = [_Stream(Resource(clock, f"stream {number}")) for number in range(streams)]
@@ -275,3 +275,8 @@ class StreamsRunner:
         self._sends = False
         self._collectives.popleft().is_over = True
         self._advance()
+
+
+def runner_for(clock: Clock, costs: Costs, network: Network, streams: int = STREAMS) -> ThreadRunner | StreamsRunner:
+    """Returns the runner of a communicator; on a GPU, it has so many streams."""
+    return StreamsRunner(clock, costs, network, streams) if costs.on_streams else ThreadRunner(clock, costs, network)

@@ -21,20 +21,21 @@ from torch import Tensor, nn
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
-from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.kernels.meta import Work
 from lightning_gqsgd.predict.clock import Clock, Resource, Then
 from lightning_gqsgd.predict.costs import Costs
 from lightning_gqsgd.predict.model import Prediction, piece_size_of, prediction_of
 from lightning_gqsgd.predict.profile import Message, Profile, Stage, bucket_profiles, plan_profiles
-from lightning_gqsgd.predict.runners import Network, StreamsRunner, ThreadRunner
-from lightning_gqsgd.predict.timeline import Timeline
+from lightning_gqsgd.predict.runners import Network, StreamsRunner, ThreadRunner, runner_for
+from lightning_gqsgd.predict.timeline import Timeline, weights_of
 from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.reducers.base import ALL, Scope, ring_bytes
 from lightning_gqsgd.session.parameters import number_parameters
 from lightning_gqsgd.wire.plan import GatherPlan, ScatterPlan, ShardPlan
 
+#: Streams of a communicator of the hooks for FSDP2.
+_STREAMS = 1
 #: The plans of compressed collectives among shards.
 _PLANS: dict[str, type[ShardPlan]] = {"all-gather": GatherPlan, "reduce-scatter": ScatterPlan}
 
@@ -141,9 +142,7 @@ def sharded_model(model: nn.Module, timeline: Timeline, weights: Sequence[float]
     """
     named = dict(model.named_parameters())
     trained = [p for p in named.values() if p.requires_grad]
-    weights = [float(p.numel()) for p in trained] if weights is None else weights
-    if len(weights) != len(trained):
-        raise ConfigError(f"{len(weights)} weights for {len(trained)} parameters that are trained; give one for each")
+    weights = weights_of([p.numel() for p in trained], weights)
     entries = {id(named[entry.name]): entry for entry in number_parameters(named, GQSGDConfig())}
     work = {id(p): weight / max(sum(weights), 1e-300) for p, weight in zip(trained, weights, strict=True)}
     taken: set[int] = set()
@@ -200,19 +199,11 @@ def scatter_seconds(costs: Costs, nodes: int, per_node: int, method: ShardedMeth
     """Returns the seconds of one reduce-scatter of ``numel`` gradients among all ranks, without any computation at the
     same time; see `predict_sharded` for the other arguments."""
     clock = Clock(costs.cores)
-    network = Network(clock, costs, has_backward=False)
-    runner = (
-        StreamsRunner(clock, costs, network, streams=1) if costs.on_streams else ThreadRunner(clock, costs, network)
-    )
+    runner = runner_for(clock, costs, Network(clock, costs, has_backward=False), _STREAMS)
     gradients = Coordinates(numel, 0)
     runner.submit(_Collectives(costs, method, nodes, per_node).scatter(Unit(gradients, gradients, 1.0)), 0)
     clock.run()
     return clock.now_s
-
-
-def _runner(clock: Clock, costs: Costs, network: Network) -> StreamsRunner | ThreadRunner:
-    """Returns the runner of one communicator, which has one stream on a GPU."""
-    return StreamsRunner(clock, costs, network, streams=1) if costs.on_streams else ThreadRunner(clock, costs, network)
 
 
 class _Collectives:
@@ -229,7 +220,7 @@ class _Collectives:
     """
 
     def __init__(self, costs: Costs, method: ShardedMethod, nodes: int, per_node: int) -> None:
-        self.method = method
+        self._method = method
         self.shards = per_node if method.has_replicas else nodes * per_node
         self._costs = costs
         self._replicas = nodes if method.has_replicas else 1
@@ -240,17 +231,17 @@ class _Collectives:
     def gather(self, unit: Unit) -> Sequence[Profile]:
         """Returns the gathering of a unit's weights."""
         share = unit.weights.among(self.shards)
-        if self.method.all_gather_bits is not None:
-            return _of_scope(self._coded("all-gather", self.method.all_gather_bits, share), self._scope)
-        nbytes = (self.shards - 1) * share.numel * self.method.dtype.itemsize
+        if self._method.all_gather_bits is not None:
+            return _of_scope(self._coded("all-gather", self._method.all_gather_bits, share), self._scope)
+        nbytes = (self.shards - 1) * share.numel * self._method.dtype.itemsize
         return _native(Message("all_gather", nbytes, self._scope, self.shards))
 
     def scatter(self, unit: Unit) -> Sequence[Profile]:
         """Returns the reduce-scatter of a unit's gradients."""
         share = unit.gradients.among(self.shards)
-        if self.method.bits is not None and not self.method.has_replicas:
-            return self._coded("reduce-scatter", self.method.bits, share)
-        whole = self.shards * share.numel * self.method.dtype.itemsize
+        if self._method.bits is not None and not self._method.has_replicas:
+            return self._coded("reduce-scatter", self._method.bits, share)
+        whole = self.shards * share.numel * self._method.dtype.itemsize
         if self._costs.on_streams:
             nbytes = whole * (self.shards - 1) // self.shards
             return _native(Message(f"reduce_scatter/{self._name}", nbytes, self._scope, self.shards))
@@ -260,31 +251,33 @@ class _Collectives:
 
     def mean(self, unit: Unit) -> Sequence[Profile]:
         """Returns the mean of a rank's reduced gradients over the replicas; empty if there are none."""
-        if not self.method.has_replicas:
+        if not self._method.has_replicas:
             return ()
         share = unit.gradients.among(self.shards)
         peers = Scope("peers", self.shards)
-        if self.method.bits is None:
-            nbytes = ring_bytes(share.numel * self.method.dtype.itemsize, self._replicas)
+        if self._method.bits is None:
+            nbytes = ring_bytes(share.numel * self._method.dtype.itemsize, self._replicas)
             return _native(Message(f"sum/{self._name}", nbytes, peers, self._replicas))
-        config = GQSGDConfig(bits=self.method.bits, reducer="two_shot", sample_every=0)
+        config = GQSGDConfig(bits=self._method.bits, reducer="two_shot", sample_every=0)
         setting = self._setting(config, self._replicas)
         return _of_scope(bucket_profiles(setting, _segments(share, 1))[0], peers)
 
     def copied_bytes(self, unit: Unit) -> tuple[int, int]:
         """Returns the bytes that FSDP reads and writes to copy a unit's weights out of what was gathered, and its
         gradients into what is reduced."""
-        size = 2 * self.method.dtype.itemsize
+        size = 2 * self._method.dtype.itemsize
         return size * unit.weights.numel, size * unit.gradients.numel
 
     def _coded(self, collective: str, bits: int, share: Coordinates) -> tuple[Profile, ...]:
         config = GQSGDConfig(bits=bits, reducer="two_shot", sample_every=0)
-        if self.method.has_levels and collective == "reduce-scatter":
+        if self._method.has_levels and collective == "reduce-scatter":
             config = replace(config, reducer="hierarchical", node_size=self._per_node)
         return _shard_profiles(collective, self._setting(config, self.shards), share)
 
     def _setting(self, config: GQSGDConfig, ranks: int) -> Setting:
-        return setting_of(resolve(config, ranks), ranks, self.method.dtype, piece_size_of(self._costs, config.num_bits))
+        return setting_of(
+            resolve(config, ranks), ranks, self._method.dtype, piece_size_of(self._costs, config.num_bits)
+        )
 
 
 def _native(message: Message, *works: Work) -> tuple[Profile, ...]:
@@ -360,21 +353,22 @@ class _Step:
         self._compute = Resource(self.clock, "backward")
         network = Network(self.clock, costs, has_backward=True)
         # Shards and replicas have a communicator each.
-        self._shards = _runner(self.clock, costs, network)
-        self._replicas = _runner(self.clock, costs, network)
+        self._shards = runner_for(self.clock, costs, network, _STREAMS)
+        self._replicas = runner_for(self.clock, costs, network, _STREAMS)
         self._number = {id(unit): number for number, unit in enumerate(model.units)}
         self._first: list[_Task] = []
 
     def forward(self, unit: Unit, after: Sequence[_Task]) -> _Task:
         """Add a unit's forward pass, which copies its weights first."""
-        return self._computing("forward", unit, self.model.timeline.forward_s, self._copies(unit)[0], after)
+        weights, _ = self._collectives.copied_bytes(unit)
+        return self._computing("forward", unit, self.model.timeline.forward_s, weights, after)
 
     def backward(self, unit: Unit, after: Sequence[_Task]) -> _Task:
         """Add a unit's backward pass, with the copies of its weights before it and of its gradients after it."""
-        has_gathered = unit is not self.model.root
-        weights, gradients = self._copies(unit)
-        copies = gradients + (weights if has_gathered else 0)
-        return self._computing("backward", unit, self.model.timeline.backward_s, copies, after)
+        weights, gradients = self._collectives.copied_bytes(unit)
+        # The root's weights are still there from its forward pass.
+        copied = gradients if unit is self.model.root else weights + gradients
+        return self._computing("backward", unit, self.model.timeline.backward_s, copied, after)
 
     def gather(self, unit: Unit, after: Sequence[_Task]) -> _Task:
         """Add the gathering of a unit's weights."""
@@ -390,9 +384,6 @@ class _Step:
         for task in self._first:
             task.begin()
         self.clock.run()
-
-    def _copies(self, unit: Unit) -> tuple[int, int]:
-        return self._collectives.copied_bytes(unit)
 
     def _computing(self, label: str, unit: Unit, pass_s: float, copied: int, after: Sequence[_Task]) -> _Task:
         copy_s = self._costs.seconds(Work("torch", nbytes=copied)) / self._costs.speed

@@ -165,9 +165,7 @@ def estimated(
         words = ", ".join(sorted(map(str, dtypes)))
         raise ConfigError(f"parameters have the dtypes {words}; give a model whose parameters have one dtype")
     entries = number_parameters(named, GQSGDConfig())[::-1]
-    weights = [float(entry.numel) for entry in entries] if weights is None else [float(w) for w in weights][::-1]
-    if len(weights) != len(entries):
-        raise ConfigError(f"{len(weights)} weights for {len(entries)} parameters that are trained; give one for each")
+    weights = weights_of([p.numel() for p in named.values()], weights)[::-1]
     (dtype,) = dtypes
     done = [backward_s * share / max(sum(weights), 1e-300) for share in accumulate(weights)]
     buckets: list[Bucket] = []
@@ -181,3 +179,15 @@ def estimated(
             segments = []
     forward = backward_s / 2 if forward_s is None else forward_s
     return Timeline(tuple(buckets), backward_s, forward, dtype=dtype, name=type(model).__name__)
+
+
+def weights_of(numels: Sequence[int], weights: Sequence[float] | None) -> list[float]:
+    """Returns the weights of parameters; if there are none, their numbers of coordinates.
+
+    Raises:
+        ConfigError: if there is not one weight for each parameter.
+    """
+    chosen = [float(weight) for weight in (numels if weights is None else weights)]
+    if len(chosen) != len(numels):
+        raise ConfigError(f"{len(chosen)} weights for {len(numels)} parameters that are trained; give one for each")
+    return chosen

@@ -500,10 +500,22 @@ def test_fsdp_has_its_own_candidates() -> None:
     assert "than FSDP2" in advised["recommendation"]
     assert "register_gqsgd_fsdp(model, " in advised["recommendation"]
     assert any(note.startswith("fully_shard: on 2 blocks, which") for note in advised["notes"])
+    assert any(note.endswith("of the computation by their multiplications") for note in advised["notes"])
     assert any(note.startswith("replicas: ") for note in advised["notes"])
     fast = _json(*USUAL, "--link", "800gbit", "--fsdp")
     assert fast["recommendation"].endswith("keep plain FSDP2.")
     assert not any(name.startswith("replicas") for name in (candidate["name"] for candidate in fast["candidates"]))
+
+
+def without_inputs() -> nn.Module:
+    """A model whose operations cannot be counted."""
+    return network()[0]
+
+
+def test_fsdp_says_what_the_shares_of_the_computation_are() -> None:
+    named = ["--model", f"{HERE}:without_inputs", *USUAL[2:]]
+    notes = _json(*named, "--link", "1gbit", "--fsdp")["notes"]
+    assert any(note.endswith("of the computation by their size") for note in notes)
 
 
 def test_fsdp_of_a_probe_builds_the_model_that_it_measured(tmp_path: Path) -> None:
