@@ -16,11 +16,7 @@ from typing import Any, Protocol
 
 from recipes.comparison.plan import Cell
 from recipes.launch.forking import PROGRAM, end_with_parent
-from recipes.launch.processes import folder_argument, local_processes, run_command
-
-#: Seconds that a run has to end after it was asked to; netlab gives its hosts 5 s, and takes the lab down then.
-END_S = 20
-
+from recipes.launch.processes import end_session, folder_argument, local_processes, run_command
 
 #: Whether the kernel ends processes with their parents.
 _CAN_FOLLOW = sys.platform == "linux"
@@ -73,14 +69,7 @@ class FreshRun:
 
     def end(self) -> None:
         """See `Running`."""
-        if self._process.poll() is not None:
-            return
-        os.killpg(self._process.pid, signal.SIGTERM)
-        try:
-            self._process.wait(timeout=END_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        end_session(self._process)
 
 
 class Starter:

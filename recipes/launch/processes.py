@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from recipes.errors import RecipeError
 
 #: The folder above `recipes`.
 ROOT = Path(__file__).resolve().parents[2]
+
+
+#: Seconds that a run has to end after it was asked to; netlab gives its hosts 5 s, and takes the lab down then.
+END_S = 20
 
 
 class LaunchError(RecipeError):
@@ -124,6 +132,21 @@ def hydra_arguments(arguments: Sequence[str], environment: Mapping[str, str]) ->
 def run_command(arguments: Sequence[str]) -> list[str]:
     """The command that starts `run.py` with these arguments."""
     return [sys.executable, str(ROOT / "recipes" / "run.py"), *arguments]
+
+
+def end_session(process: subprocess.Popen[Any]) -> None:
+    """End a run that has a session of its own, with all of its processes: with SIGTERM, and after `END_S` seconds with
+    SIGKILL. After a normal end, nothing is left."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(timeout=END_S)
+    except BaseException as error:  # an interrupt must not leave the run alone either
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
 
 
 def folder_argument(folder: Path) -> str:

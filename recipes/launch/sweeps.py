@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
@@ -16,15 +13,13 @@ from netlab.lab import NetLab
 from netlab.ranks import exit_on_signals, run_everywhere
 from recipes.errors import RecipeError
 from recipes.files import RESULT_FILE
-from recipes.launch.processes import folder_argument, run_command
+from recipes.launch.processes import end_session, folder_argument, run_command
 from recipes.launch.slurm import is_installed
 from recipes.measuring.metrics import METRICS
 
 #: Hydra's plugin of a search, and the words that choose it.
 PLUGIN = "hydra_plugins.hydra_optuna_sweeper"
 SEARCHES = ("hydra/sweeper", "hparams_search")
-#: Seconds that a job has to end after it was asked to.
-END_S = 20
 
 
 class OptunaError(RecipeError):
@@ -74,15 +69,8 @@ def _run_to_its_end(command: Sequence[str]) -> int:
     process = subprocess.Popen(command, start_new_session=True)
     try:
         return process.wait()
-    except BaseException:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
-        raise
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        end_session(process)
 
 
 def run_on_hosts(hosts: int, rate: str, ranks_per_host: int, arguments: Sequence[str], folder: Path) -> int:
