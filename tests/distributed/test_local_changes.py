@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,24 @@ def test_an_average_leaves_out_what_was_frozen_when_it_was_started(tmp_path: Pat
     assert len(set(run_alike(_frozen_while_under_way, 2, tmp_path))) == 1
 
 
+def _ended(model: nn.Module, optimizer: LocalSteps, train: Callable[[Any, LocalSteps], None]) -> str:
+    """The bits of a model after a training and the last average, or the error."""
+    try:
+        train(model, optimizer)
+        optimizer.finish()
+        return bits_of_model(model)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        optimizer.close()
+
+
+def _prune_midway(rank: int, amount: float, model: nn.Sequential, optimizer: LocalSteps) -> None:
+    _steps(model, optimizer, rank, range(4))
+    prune.l1_unstructured(model[2], "weight", amount)
+    _steps(model, optimizer, rank, range(4, 8))
+
+
 def _pruned_again(rank: int) -> list[str]:
     """A model that was pruned before, and whose mask is set again to the same values, or to others of each rank."""
     results = []
@@ -286,18 +305,7 @@ def _pruned_again(rank: int) -> list[str]:
         model = _model()
         prune.l1_unstructured(model[2], "weight", 0.5)
         optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=3)
-        try:
-            for step in range(8):
-                if step == 4:
-                    prune.l1_unstructured(model[2], "weight", amount)
-                loss_of(model, rank, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            optimizer.finish()
-            results.append(bits_of_model(model))
-        except ConfigError as error:
-            results.append(str(error))
-        optimizer.close()
+        results.append(_ended(model, optimizer, partial(_prune_midway, rank, amount)))
     return results
 
 
@@ -327,6 +335,13 @@ class _Observer(nn.Module):
         return y
 
 
+def _observe(rank: int, model: _Observer, optimizer: LocalSteps) -> None:
+    for step in range(4):
+        model(batch(rank, step)[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _observed(rank: int) -> list[str]:
     results = []
     for in_place, size in ((True, 1), (False, 1), (True, 0), (False, 0)):
@@ -335,16 +350,7 @@ def _observed(rank: int) -> list[str]:
             for _ in range(passes_before):
                 model(torch.randn(4, 32))
             optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
-            try:
-                for step in range(4):
-                    model(batch(rank, step)[0]).square().mean().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                optimizer.finish()
-                results.append(bits_of_model(model))
-            except ConfigError as error:
-                results.append(str(error))
-            optimizer.close()
+            results.append(_ended(model, optimizer, partial(_observe, rank)))
     return results
 
 
@@ -360,32 +366,30 @@ def test_a_buffer_that_gets_another_shape_is_named_with_both_shapes_and_the_reme
         assert "buffer" not in given_before
 
 
+def _sharpen(rank: int, moves_back: bool, model: nn.Sequential, optimizer: LocalSteps) -> None:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for step in range(5):
+        loss_of(model, rank, step).backward()
+        norm = torch.stack([p.grad.norm() for p in trained]).norm()
+        moves = [0.05 * p.grad / norm for p in trained]
+        with torch.no_grad():
+            torch._foreach_add_(trained, moves)
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        if moves_back:
+            with torch.no_grad():
+                torch._foreach_sub_(trained, moves)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _sharpness_aware(rank: int) -> list[str]:
     """SAM by hand: weights are moved, a second gradient is taken, and they are moved back, or not."""
     results = []
     for moves_back in (True, False):
         model = _model()
         optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, preset="gqsgd_4bit")
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        try:
-            for step in range(5):
-                loss_of(model, rank, step).backward()
-                norm = torch.stack([p.grad.norm() for p in trained]).norm()
-                moves = [0.05 * p.grad / norm for p in trained]
-                with torch.no_grad():
-                    torch._foreach_add_(trained, moves)
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-                if moves_back:
-                    with torch.no_grad():
-                        torch._foreach_sub_(trained, moves)
-                optimizer.step()
-                optimizer.zero_grad()
-            optimizer.finish()
-            results.append(bits_of_model(model))
-        except ConfigError as error:
-            results.append(str(error))
-        optimizer.close()
+        results.append(_ended(model, optimizer, partial(_sharpen, rank, moves_back)))
     return results
 
 
