@@ -2,6 +2,7 @@
 
     python -m benchmarks.sharded --hosts 2 --rate 100mbit 1gbit --save
     python -m benchmarks.sharded --hosts 2 --rate 100mbit 1gbit --ranks-per-host 2 --save
+    python -m benchmarks.sharded --hosts 2 --rate 100mbit 1gbit --ranks-per-host 2 --flat --save
 
 The benchmark needs Linux, root and iproute2, see `netlab`. Parameters are divided among all hosts, so weights are
 gathered before a layer's forward pass and before its backward pass, and gradients are reduce-scattered. With several
@@ -190,8 +191,10 @@ def ways_of(options: argparse.Namespace) -> dict[str, Way]:
     """The ways to measure, by name.
 
     Raises:
-        SystemExit: a way that these hosts do not have.
+        SystemExit: a way that these hosts do not have, or ``--flat`` without effect.
     """
+    if options.flat and options.ranks_per_host == 1:
+        raise SystemExit("--flat has no effect on hosts with one rank; give --ranks-per-host 2, or leave it out")
     every = WAYS if options.ranks_per_host == 1 else FLAT_WAYS if options.flat else WAYS_OF_REPLICAS
     for name in options.case:
         if name not in every:
