@@ -47,6 +47,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/reliability/": ("lightning_gqsgd/wire/engine", "lightning_gqsgd/ddp/", "lightning_gqsgd/wire/"),
     "tests/docs/": ("docs/", "README.md"),
     "tests/docs/test_site.py": ("conf/", "recipes/"),
+    "tests/docs/test_terminal.py": ("lightning_gqsgd/predict/", "lightning_gqsgd/cli/advising"),
     "tests/gpu/": ("lightning_gqsgd/kernels/", "lightning_gqsgd/codecs/"),
     "tests/integrations/test_averaging.py": ("lightning_gqsgd/local_steps/", "lightning_gqsgd/frameworks/"),
     "tests/integrations/test_elastic": (
@@ -69,7 +70,11 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "lightning_gqsgd/reducers/shards",
         "lightning_gqsgd/wire/plan",
     ),
-    "tests/integrations/test_fsdp": ("lightning_gqsgd/frameworks/fsdp", "lightning_gqsgd/wire/engine"),
+    "tests/integrations/test_fsdp": (
+        "lightning_gqsgd/frameworks/fsdp",
+        "lightning_gqsgd/reducers/shards",
+        "lightning_gqsgd/wire/engine",
+    ),
     "tests/integrations/test_transformers_fsdp.py": (
         "lightning_gqsgd/frameworks/transformers",
         "lightning_gqsgd/frameworks/fsdp",

@@ -29,6 +29,22 @@ def test_the_picture_shows_what_the_command_prints(tmp_path: Path) -> None:
     assert table[: table.index("\nTake bits")] in page
 
 
+@pytest.mark.slow
+def test_the_page_shows_what_the_command_for_fsdp_prints() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    (command,) = re.findall(r"^    gqsgd (advise --fsdp .*)$", page, re.MULTILINE)
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 0, result.output
+    block = page.partition(command)[2].split("```")[1].strip()
+    table, _, advice = block.partition("\nTake ")
+    printed = result.output.splitlines()
+    # A terminal of the page's width has fewer columns than a pipe.
+    for row in table.splitlines():
+        cells = row.strip("─ ").split()
+        assert any(line.strip("─ ").split()[: len(cells)] == cells for line in printed), row
+    assert "Take " + " ".join(advice.split()) in printed
+
+
 @pytest.mark.parametrize("name", ["advise.svg", "quickstart.svg"])
 def test_pictures_of_terminals_are_small_name_no_folder_and_load_nothing(name: str) -> None:
     text = (ROOT / "docs" / name).read_text()
