@@ -70,7 +70,7 @@ class HierarchicalReduceScatter:
     The error is ω (N-1)/N² for N nodes, because an owner has the mean of its own node exactly.
 
     Args:
-        table: the shards in rank order, which are runs of blocks with equal lengths.
+        table: the shards in rank order, which are runs of blocks with equal lengths at equal distances.
         setting: the setting, with one for the ranks between nodes. The reducers of both are ignored.
     """
 
@@ -83,7 +83,9 @@ class HierarchicalReduceScatter:
         self.node = Scope("node", size)
         self.peers = Scope("peers", size)
         rows = table.reshape(setting.ranks, -1, table.shape[1])
+        first = int(rows[0, 0, START])
         self.share = int(rows[0, :, LENGTH].sum())
+        self.columns = slice(first, first + self.share)
         self.between = [
             ReduceScatter(_shards_of_peers(rows[place::size], self.share), between) for place in range(size)
         ]
@@ -98,14 +100,15 @@ class HierarchicalReduceScatter:
         nodes = self.ranks // size
         place = rank % size
         node = rank // size
-        for_peers = x.view(nodes, size, self.share).transpose(0, 1).reshape(-1)
+        shards = x.view(self.ranks, -1)[:, self.columns]
+        for_peers = shards.view(nodes, size, -1).transpose(0, 1).reshape(-1)
         parts = torch.empty_like(for_peers)
         yield (Exchange("all_to_all", parts, for_peers, scope=self.node),)
 
         means = mean_of_rows(parts.view(size, -1))
         steps = reduced(self.between[place], means, node, replace(keys, up=keys.up[:nodes]), store)
         bad = yield from in_scope(steps, self.peers)
-        x.view(self.ranks, -1)[rank] = means.view(nodes, -1)[node]
+        shards[rank] = means.view(nodes, -1)[node]
         return bad
 
 

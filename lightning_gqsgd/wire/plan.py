@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -60,12 +60,24 @@ def check_parameters(trained: Mapping[str, Tensor]) -> None:
         raise ConfigError(f"the model's parameters are on several devices ({', '.join(map(str, devices))}); use one")
 
 
-class _Piece(NamedTuple):
+@dataclass
+class _Piece:
     """A run of coordinates, their reducer, and the places to sample; only compressed pieces are sampled."""
 
     part: slice
     reducer: HasSteps
     sample: list[slice]
+
+
+@dataclass
+class _Columns(_Piece):
+    """The same run of coordinates of every rank's part of a tensor. ``reducer`` works on the tensor.
+
+    Attributes:
+        alone: returns a reducer that works on a tensor of these coordinates alone.
+    """
+
+    alone: Callable[[], HasSteps]
 
 
 @dataclass
@@ -249,22 +261,33 @@ class ShardPlan(Plan):
         self.nbytes += 3 * sum(table.nbytes for table in tables)
         numel = max(1, setting.piece_size.within(ranks * int(tables[0][:, LENGTH].sum())) // ranks)
         lengths = [sum(blocks.blocks for blocks in piece) for piece in _cut(of_ranks[0], numel, setting)]
-        made = []
+        made: list[_Piece] = []
         for end, length in zip(np.cumsum(lengths), lengths, strict=True):
             blocks = [table[end - length : end] for table in tables]
             inside = _span(blocks[0])
-            for rank, of_rank in enumerate(blocks):
-                of_rank[:, START] += rank * (inside.stop - inside.start) - inside.start
             columns = slice(run.start + inside.start, run.start + inside.stop)
             middle = _middle(columns, SAMPLE_NUMEL // ranks)
             sample = [slice(rank * share + middle.start, rank * share + middle.stop) for rank in range(ranks)]
-            made.append(_Piece(columns, self.collective(np.concatenate(blocks), setting), sample))
+            reducer = self.collective(_in_parts(blocks, run.start, share), setting)
+            alone = cache(partial(self._alone, blocks, inside, setting))
+            made.append(_Columns(columns, reducer, sample, alone))
         return made
 
+    def _alone(self, blocks: list[np.ndarray], inside: slice, setting: Setting) -> HasSteps:
+        """Returns the reducer of a piece that is a tensor of its own; ``inside`` are the coordinates of ``blocks``."""
+        return self.collective(_in_parts(blocks, -inside.start, inside.stop - inside.start), setting)
+
     def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
+        assert isinstance(piece, _Columns)
+        # Kernels for CPUs convert 16-bit coordinates from the first to the last block, with all that lies between.
+        if piece.reducer.needs_copy or (x.device.type == "cpu" and COMPUTE_DTYPES[x.dtype] != x.dtype):
+            return self._steps_on_copy(x, piece, rank, keys, store)
+        return reduced(piece.reducer, x, rank, keys, store)
+
+    def _steps_on_copy(self, x: Tensor, piece: _Columns, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         parts = x.view(self.setting.ranks, -1)[:, piece.part]
         together = parts.reshape(-1)  # a copy, unless this is the only piece
-        bad = yield from reduced(piece.reducer, together, rank, keys, store)
+        bad = yield from reduced(piece.alone(), together, rank, keys, store)
         if len(self._pieces) > 1:
             known = self._result(rank)
             parts[known] = together.view(parts.shape)[known]
@@ -419,6 +442,14 @@ def _counted(steps: Steps, reducer: HasSteps, counters: BucketCounters) -> Steps
     result = yield from steps
     counters.add_sent(reducer.sent_bytes, reducer.message_bytes)
     return result
+
+
+def _in_parts(blocks: Sequence[np.ndarray], start: int, share: int) -> np.ndarray:
+    """Returns the block tables of all ranks as one; ``start`` is added to each rank's coordinates, and ``share`` for
+    each rank before it."""
+    table = np.concatenate(blocks)
+    table[:, START] += start + share * np.repeat(np.arange(len(blocks)), len(blocks[0]))
+    return table
 
 
 def _span(table: np.ndarray) -> slice:

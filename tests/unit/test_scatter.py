@@ -4,7 +4,6 @@ With two levels, it is the reduce-scatter of the means of nodes.
 """
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.kernels.layout import PIECE_NUMEL, PieceSize, Segment
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.reducers.hierarchical import mean_of_rows
-from lightning_gqsgd.wire.plan import Plan, ScatterPlan
+from lightning_gqsgd.wire.plan import GatherPlan, Plan, ScatterPlan
 
 REPEATS = 400
 
@@ -185,18 +184,40 @@ def test_two_levels_are_a_reduce_scatter_of_the_means_of_nodes(nodes: int, size:
                 assert all(torch.equal(x, y) for x, y in zip(ours[place::size], expected, strict=True))
 
 
-def test_two_levels_in_several_pieces_have_the_bits_of_one() -> None:
-    sizes = [PIECE_NUMEL // 4 + 5, 3, PIECE_NUMEL]
-    gradients = gaussian(4, 4 * sum(sizes))
-    segments = rows(sizes, 4)
-    setting = setting_of(GQSGDConfig(bits=4, reducer="hierarchical", node_size=2), 4, torch.float32)
-    at_once = replace(setting, piece_size=PieceSize(1 << 30, 1 << 30))
-    several, one = ([x.clone() for x in gradients] for _ in range(2))
-    assert len(ScatterPlan(segments, setting)._pieces) > 1
-    ScatterPlan(segments, setting).average(several, 0, [None] * 4)
-    ScatterPlan(segments, at_once).average(one, 0, [None] * 4)
-    for rank in range(4):
-        assert torch.equal(several[rank].view(4, -1)[rank], one[rank].view(4, -1)[rank])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (ScatterPlan, {}),
+        (ScatterPlan, {"rotation": True, "norm": "l2"}),  # rotates a copy
+        (ScatterPlan, {"reducer": "hierarchical", "node_size": 2}),
+        (GatherPlan, {}),
+        (GatherPlan, {"rotation": True, "norm": "l2"}),
+    ],
+)
+def test_pieces_have_the_bits_of_parameters_alone(kind: type[Plan], fields: dict, dtype: torch.dtype) -> None:
+    """The second of three parameters has another number of bits, and each is cut into several pieces."""
+    sizes, ranks = [5000, 3001, 7], 4
+    configs = [GQSGDConfig(**{"reducer": "two_shot", "bits": bits, **fields}) for bits in (4, 8)]
+    small = PieceSize(2048, 2048)
+    settings = [setting_of(config, ranks, dtype, small) for config in configs]
+    segments = [segment._replace(choice=number % 3 % 2) for number, segment in enumerate(rows(sizes, ranks))]
+    gradients = gaussian(ranks, ranks * sum(sizes), dtype)
+    together = [one.clone() for one in gradients]
+    plan = kind(segments, *settings)
+    assert len(plan._pieces) > 6
+    plan.average(together, 0, [None] * ranks)
+    end = 0
+    for number, size in enumerate(sizes):
+        columns = slice(end, end + size)
+        end = columns.stop
+        alone = [one.view(ranks, -1)[:, columns].reshape(-1) for one in gradients]
+        at_once = setting_of(configs[number % 2], ranks, dtype, PieceSize(1 << 30, 1 << 30))
+        kind([s._replace(choice=0) for s in segments[number :: len(sizes)]], at_once).average(alone, 0, [None] * ranks)
+        for rank in range(ranks):
+            known = slice(rank, rank + 1) if kind is ScatterPlan else slice(None)
+            expected = alone[rank].view(ranks, -1)[known]
+            assert torch.equal(together[rank].view(ranks, -1)[known, columns], expected)
 
 
 def test_bytes_of_two_levels() -> None:
