@@ -41,6 +41,7 @@ from lightning_gqsgd.frameworks.fsdp_modules import (
     ShardedGroup,
     ShardedParameter,
     parameter_bits,
+    present,
     row,
     shard_group,
     sharded_groups,
@@ -305,8 +306,7 @@ class GQSGDFSDPState:
             self._trained = " ".join(group.trained for group in self._groups)
         self._reductions[name] += 1
         begun = moment(x.device)
-        parameters = group.reduced()
-        segments, has_all = self._segments(collective, group, x, parameters)
+        segments, is_known = self._segments(collective, group, x)
         stamp = self._stamp(collective, step) if is_first else None
         if stamp is not None and before != self._trained:
             # Messages of a rank where other parameters were frozen may have other sizes.
@@ -319,26 +319,22 @@ class GQSGDFSDPState:
             step=step,
             agreement=stamp,
             bucket=collective.first_bucket + group.index,
-            compressed=has_all and step >= self.config.warmup_steps,
+            compressed=is_known and step >= self.config.warmup_steps,
             plan=collective.plan,
         )
         collective.engine.reduce(x, request).wait()
         self.telemetry.expose(begun, moment(x.device))
 
-    def _segments(
-        self, collective: _Collective, group: ShardedGroup, x: Tensor, parameters: list[ShardedParameter]
-    ) -> tuple[tuple[Segment, ...], bool]:
-        """Returns the parameters in a flat tensor, and whether the tensor has all parameters that require a gradient.
-
-        If it has not, FSDP does not tell which are in it, and the tensor is one uncompressed segment for each row.
-        """
-        rows = collective.rows
-        segments = self._rows(collective, parameters)
-        if sum(segment.numel for segment in segments) == x.numel():
-            return segments, True
+    def _segments(self, collective: _Collective, group: ShardedGroup, x: Tensor) -> tuple[tuple[Segment, ...], bool]:
+        """Returns the parameters in a flat tensor, and whether they are known. If they are not, the tensor is one
+        uncompressed segment for each row."""
+        rows = len(collective.rows)
+        parameters = present(group.reduced(), x.numel() // rows)
+        if parameters is not None:
+            return self._rows(collective, parameters), True
         text = "some parameters of %s got no gradient, and FSDP does not tell which: the others travel uncompressed; "
         self._say_once("reduced", group, text + "set_reduce_scatter_unused_params(True) avoids this")
-        return (Segment(0, x.numel() // len(rows), raw=True),) * len(rows), False
+        return (Segment(0, x.numel() // rows, raw=True),) * rows, False
 
     def _say_once(self, about: str, group: ShardedGroup, text: str) -> None:
         """Log a warning about a module, whose name replaces ``%s``, if there was none about it."""

@@ -26,6 +26,9 @@ from lightning_gqsgd.wire.agreement import Weights
 
 logger = logging.getLogger(__name__)
 
+#: Largest number of lengths of selections of parameters that `present` compares.
+MOST_LENGTHS = 1 << 12
+
 
 @dataclass(frozen=True)
 class ShardedParameter:
@@ -262,6 +265,29 @@ def row(parameters: list[ShardedParameter], shard: int, shards: int, choices: Ma
     return [
         Segment(p.number * shards + shard, p.share, p.raw, 0 if p.bits is None else choices[p.bits]) for p in parameters
     ]
+
+
+def present(parameters: Sequence[ShardedParameter], numel: int) -> list[ShardedParameter] | None:
+    """Returns the parameters whose shards are in a row of ``numel`` coordinates, if only one selection has this length;
+    otherwise None.
+
+    FSDP leaves out parameters that got no gradient, and does not tell which.
+
+    Args:
+        parameters: those that may be in the row, in order.
+        numel: coordinates of the row.
+    """
+    found: dict[int, list[list[ShardedParameter]]] = {0: [[]]}  # two selections of each length at most
+    for parameter in filter(lambda one: one.share, parameters):
+        for length in sorted(found, reverse=True):  # no selection takes the parameter twice
+            longer = length + parameter.share
+            if longer <= numel:
+                known = found.setdefault(longer, [])
+                known += [[*selection, parameter] for selection in found[length]][: 2 - len(known)]
+        if len(found) > MOST_LENGTHS:
+            return None
+    selections = found.get(numel, [])
+    return selections[0] if len(selections) == 1 else None
 
 
 def parameter_bits(groups: list[ShardedGroup]) -> str:

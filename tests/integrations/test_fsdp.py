@@ -518,14 +518,17 @@ def test_reduce_scatters_have_levels_on_nodes_of_several_ranks(tmp_path: Path) -
     assert len(set(run(_on_nodes_of_two, 4, tmp_path))) == 1
 
 
-class Partly(nn.Sequential):
-    """Uses the bias of its last layer, but not the weight."""
+class Partly(nn.Module):
+    """Uses one of the root's two layers, which have equal sizes."""
 
     def __init__(self) -> None:
-        super().__init__(*mlp())
+        super().__init__()
+        self.first = mlp()
+        torch.manual_seed(1)
+        self.last = nn.ModuleDict({"used": nn.Linear(10, 10), "other": nn.Linear(10, 10)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self[2](self[1](self[0](x)))[:, :10] + self[4].bias
+        return self.last["used"](self.first(x))
 
 
 def _unused(rank: int) -> tuple[str, bool]:
@@ -535,14 +538,14 @@ def _unused(rank: int) -> tuple[str, bool]:
     theirs = sharded(on, Partly())
     for one in (model, theirs):
         once(one, rank)
-    exact = torch.equal(model[4].bias.grad.full_tensor(), theirs[4].bias.grad.full_tensor())
-    assert model[4].weight.grad is None
-    assert not torch.equal(model[2].weight.grad.full_tensor(), theirs[2].weight.grad.full_tensor())
+    exact = torch.equal(model.last.used.weight.grad.full_tensor(), theirs.last.used.weight.grad.full_tensor())
+    assert model.last.other.weight.grad is None
+    assert not torch.equal(model.first[2].weight.grad.full_tensor(), theirs.first[2].weight.grad.full_tensor())
     once(model, rank)  # which is not warned of again
     model, _ = quantised(on, QUANTISED, Partly())
     model.set_reduce_scatter_unused_params(True)
     once(model, rank)
-    assert not model[4].weight.grad.full_tensor().any()  # zeros stay zeros
+    assert not model.last.other.weight.grad.full_tensor().any()  # zeros stay zeros
     alone = sharded(on["shard"], nn.Sequential(mlp(), nn.Linear(10, 10)))
     register_gqsgd_fsdp(alone[0], replicate=on["replicate"])
     outside = nn.Sequential(sharded(on["shard"]), nn.Linear(10, 10))
@@ -556,6 +559,56 @@ def test_parameters_without_a_gradient(tmp_path: Path) -> None:
         assert exact
         assert log.count("some parameters of the root got no gradient") == 1
         assert "does not reduce the gradients of 2 parameters, so they are not averaged here either: 1.weight" in log
+
+
+class Chunked(nn.Module):
+    """A norm and a head that are sharded together; the loss is computed in chunks, as torchtitan does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(32, 64)
+        self.norm = nn.RMSNorm(64)
+        self.head = nn.Linear(64, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.body(x))
+
+
+def _chunked(rank: int) -> str:
+    on = mesh(1)["shard"]
+    records = logged()
+
+    def after_a_step(hooks: dict[str, Any] | None) -> tuple[dict[str, torch.Tensor], Any]:
+        model = Chunked()
+        fully_shard(model.body, mesh=on)
+        fully_shard([model.norm, model.head], mesh=on)
+        fully_shard(model, mesh=on)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # Gloo has no other sum with a divisor
+        state = None if hooks is None else register_gqsgd_fsdp(model, reduce_scatter=True, sample_every=0, **hooks)
+        hidden = model(torch.randn(8, 32, generator=torch.Generator().manual_seed(rank)))
+        chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(4)]
+        for chunk in chunks:
+            model.head(chunk).square().sum().backward()
+        hidden.backward(torch.cat([chunk.grad for chunk in chunks]))
+        return gradients(model), state
+
+    exact, _ = after_a_step(None)
+    found, state = after_a_step({"bits": 8, "min_numel": 0})
+    assert all(float((found[name] - exact[name]).norm()) < 0.02 * float(exact[name].norm()) for name in exact)
+    assert not torch.equal(found["head.weight"], exact["head.weight"])
+    assert state.summary()["bits_per_coordinate"] < 9
+    assert not any("got no gradient" in record for record in records)
+    return bits_of(found.values())
+
+
+@pytest.mark.slow
+def test_a_part_of_a_group_of_modules_is_compressed(tmp_path: Path) -> None:
+    first, second = run(_chunked, 2, tmp_path)
+    assert first == second
 
 
 def _lightning(_: int, folder: Path) -> dict[str, Any]:
