@@ -19,6 +19,7 @@ step.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ from lightning_gqsgd.predict.recording import Recorder
 from lightning_gqsgd.predict.sharded import ShardedMethod, predict_sharded, sharded_model
 from lightning_gqsgd.predict.timeline import Timeline
 from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
+from lightning_gqsgd.wire.neighbours import VARIABLE as SHARED_MEMORY
 from netlab.lab import NetLab
 
 #: What travels where, for the page.
@@ -222,6 +224,9 @@ def work(options: argparse.Namespace) -> None:
     """Do one rank's part."""
     rank, _ = begin()
     ways = ways_of(options)
+    if has_replicas(options):
+        # Only torch's own collectives run inside a host, over Gloo. The measurement of the links has to use Gloo, too.
+        os.environ[SHARED_MEMORY] = "0"
     mesh = mesh_of(options)
     if options.losses:
         finish({name: [loss_on_digits(way, seed, mesh) for seed in SEEDS] for name, way in ways.items()})
