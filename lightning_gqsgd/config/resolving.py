@@ -92,7 +92,7 @@ def setting_of(config: GQSGDConfig, ranks: int, dtype: torch.dtype, piece_size: 
         dtype,
         config.block_size,
         ScaleRule(config.norm, config.clip, config.scale_per, config.norm_over_ranks),
-        shares_scales=config.scale == "global",
+        global_scales=config.scale == "global",
         rotates=config.rotation,
         coder=config.coder,
         up=config.up,

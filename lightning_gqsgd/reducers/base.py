@@ -88,7 +88,8 @@ class Setting:
         dtype: dtype of the gradients.
         block_size: the largest number of coordinates in a block.
         scale_rule: the rule for the scale of each block.
-        shares_scales: whether all ranks have the same scales in their messages.
+        global_scales: whether all ranks have the same scales, although their messages contain scales. Ranks whose codes
+            are added always have the same ones.
         rotates: whether each block is rotated at random first.
         coder: how codes are written, ``"fixed"`` or ``"elias"``.
         up: the memory for the messages that a rank sends. None: there is no memory.
@@ -105,7 +106,7 @@ class Setting:
     dtype: torch.dtype
     block_size: int
     scale_rule: ScaleRule = ScaleRule()
-    shares_scales: bool = False
+    global_scales: bool = False
     rotates: bool = False
     coder: str = "fixed"
     up: Memory | None = None

@@ -36,11 +36,10 @@ class Gather(Reducer):
         self.ranks = setting.ranks
         self.link = Link(setting, UP)
         self.needs_copy = self.link.needs_copy
-        self.shares_scales = setting.shares_scales
         self.compresses_codes = setting.coder == "elias"
         self.layout = place(table, self.link.quantiser, shards=1, **setting.record_sizes)
         # Shared scales are sent in a separate exchange, including those of uncompressed blocks.
-        self._scales = shared_scale_bytes(len(table), setting) if self.shares_scales else (0, 0)
+        self._scales = shared_scale_bytes(len(table), setting) if setting.global_scales else (0, 0)
         self._count(self.layout.message_bytes)
 
     @staticmethod
@@ -56,7 +55,7 @@ class Gather(Reducer):
     @staticmethod
     def stages(setting: Setting) -> int:
         """Returns the number of stages; see `reducers.base.Reducer.stages`."""
-        return 1 + setting.shares_scales + (setting.coder == "elias")
+        return 1 + setting.global_scales + (setting.coder == "elias")
 
     @classmethod
     def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
@@ -77,7 +76,7 @@ class Gather(Reducer):
         received = torch.empty(self.ranks, layout.message_bytes, dtype=torch.uint8, device=x.device)
         sent = received[rank]
         outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
-        if self.shares_scales:
+        if self.link.shares_scales:
             yield from outgoing.share_scales()
         remember = outgoing.encode(sent, keys.up[rank])
         if self.compresses_codes:

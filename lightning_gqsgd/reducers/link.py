@@ -70,7 +70,7 @@ class Link:
         self.codec = setting.codec
         self.scale_rule = setting.scale_rule
         self.ranks = setting.ranks
-        self.shares_scales = setting.shares_scales
+        self.shares_scales = adds or setting.global_scales
         self.kernels_find_scales = kernels_find_scales(self.codec, self.scale_rule)
         self.rotates = setting.rotates
 
@@ -92,7 +92,7 @@ class Link:
     @cached_property
     def fuses(self) -> bool:
         """True if kernels rotate while they encode and decode, because nothing else needs the rotated coordinates."""
-        return self.rotates and self.plain and not self.adds and not self.shares_scales
+        return self.rotates and self.plain and not self.shares_scales
 
     @cached_property
     def rotates_apart(self) -> bool:
