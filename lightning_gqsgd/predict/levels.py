@@ -7,8 +7,9 @@ on the number of bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,14 +74,11 @@ def fitted(config: GQSGDConfig, layout: Layout, numel: int, dtype: torch.dtype) 
         return Fit(config)
     if layout.num_nodes == 1:
         return Fit(config, _warning_of_one_node(config, layout))
-    predicted = _Seconds(layout, numel, dtype)
+    nodes = _Nodes.of(layout)
     # All candidates of `auto` use the same way, which is chosen for the widest one, the closest to plain DDP.
-    seconds = {way: predicted.of(way, max(widths)) for way in _ways(config, layout.node_size)}
-    chosen = min(seconds, key=lambda way: seconds[way])
-    note = ""
-    if chosen != config:
-        note = _why_levels(layout.node_size, predicted.nodes.link_in_words, seconds[chosen], seconds[config])
-    return Fit(chosen, note + predicted.warning(seconds[chosen], has_choice=bool(config.auto)))
+    seconds_of = partial(_all_reduce_s, nodes, numel, dtype, max(widths))
+    advice = "; `gqsgd advise` says what pays, and auto=True takes plain DDP where that is faster"
+    return _fastest(_ways(config, nodes.size), nodes, seconds_of, "plain DDP", advice)
 
 
 def fitted_scatter(config: GQSGDConfig, layout: Layout, numel: int) -> Fit:
@@ -111,22 +109,47 @@ def fitted_scatter(config: GQSGDConfig, layout: Layout, numel: int) -> Fit:
     widths = _widths(config)
     if layout.num_nodes == 1 or size < 2 or not widths or not numel:
         return Fit(one_level)
-    ways = {way.reducer: way for way in (one_level, *_ways(config, size)[1:])}
-    predicted = _ScatterSeconds(layout, numel, max(widths))
-    seconds = {reducer: predicted.of(reducer) for reducer in ways}
-    chosen = min(seconds, key=lambda reducer: seconds[reducer])
+    nodes = _Nodes.of(layout)
+    seconds_of = partial(_reduce_scatter_s, nodes, numel, max(widths))
+    advice = " in fp32; `gqsgd advise --fsdp` says what pays"
+    return _fastest([one_level, *_ways(config, size)[1:]], nodes, seconds_of, "torch's own reduce-scatters", advice)
+
+
+def _fastest(
+    ways: Sequence[GQSGDConfig],
+    nodes: _Nodes,
+    seconds_of: Callable[[GQSGDConfig | None], float],
+    plain: str,
+    advice: str,
+) -> Fit:
+    """Returns the configuration that is predicted to be fastest.
+
+    There is no warning that torch itself is faster if the rate of the link is unknown, or if the configuration may
+    choose plain DDP.
+
+    Args:
+        ways: the configurations, of which the first one has the levels that were asked for, or one.
+        nodes: the nodes.
+        seconds_of: returns the seconds of a step's gradients with a configuration; None stands for torch itself.
+        plain: what torch itself does, in words.
+        advice: the end of the warning.
+    """
+    seconds = {way: seconds_of(way) for way in ways}
+    chosen = min(ways, key=lambda way: seconds[way])
     note = ""
-    if chosen == "hierarchical":
-        note = _why_levels(size, predicted.nodes.link_in_words, seconds[chosen], seconds["two_shot"])
-    return Fit(ways[chosen], note + predicted.warning(seconds[chosen]))
-
-
-def _why_levels(node_size: int, link: str, seconds: float, without_s: float) -> str:
-    """Returns a clause on why a reducer has two levels."""
-    return (
-        f"; hierarchical, because {node_size} ranks share the link of a node: on {link}, the gradients of a step are "
-        f"predicted to take {in_ms(seconds)}, and {in_ms(without_s)} without levels"
-    )
+    if chosen != ways[0]:
+        note = (
+            f"; hierarchical, because {nodes.size} ranks share the link of a node: on {nodes.link_in_words}, the "
+            f"gradients of a step are predicted to take {in_ms(seconds[chosen])}, and {in_ms(seconds[ways[0]])} "
+            "without levels"
+        )
+    plain_s = seconds_of(None)
+    if nodes.is_known and not chosen.auto and seconds[chosen] > plain_s * (1 + TOLERANCE):
+        note += (
+            f"; PREDICTED TO BE SLOWER than {plain}: on {nodes.link_in_words}, {in_ms(seconds[chosen])} for the "
+            f"gradients of a step against {in_ms(plain_s)}{advice}"
+        )
+    return Fit(chosen, note)
 
 
 def _warning_of_one_node(config: GQSGDConfig, layout: Layout) -> str:
@@ -160,16 +183,24 @@ def _ways(config: GQSGDConfig, node_size: int) -> list[GQSGDConfig]:
         return [config]
 
 
+@dataclass(frozen=True)
 class _Nodes:
-    """The nodes of a process group and their links, as predictions take them."""
+    """A number of nodes with ``size`` ranks each, and the link between nodes, as predictions take them; ``device`` is a
+    name of `costs.ESTIMATES`."""
 
-    def __init__(self, layout: Layout) -> None:
+    count: int
+    size: int
+    rate: float
+    is_known: bool
+    device: str
+
+    @classmethod
+    def of(cls, layout: Layout) -> _Nodes:
+        """Returns the nodes of a layout."""
         device = _estimate_for(layout.devices)
-        self.is_known = bool(layout.bytes_per_s)
-        self.rate = layout.bytes_per_s or ASSUMED_RATES.get(device, OTHER_ASSUMED_RATE)
-        self.size = max(1, layout.node_size)
-        self.count = len(layout.nodes) // self.size
-        self.device = device
+        size = max(1, layout.node_size)
+        rate = layout.bytes_per_s or ASSUMED_RATES.get(device, OTHER_ASSUMED_RATE)
+        return cls(len(layout.nodes) // size, size, rate, bool(layout.bytes_per_s), device)
 
     @property
     def link_in_words(self) -> str:
@@ -182,100 +213,43 @@ class _Nodes:
         return estimated_costs(self.device, self.count, self.size, Link(self.rate, LATENCY_S))
 
 
-class _ScatterSeconds:
-    """Predicted seconds of the reduce-scatters of a step's gradients, which come one after the other."""
+def _reduce_scatter_s(nodes: _Nodes, numel: int, bits: int, way: GQSGDConfig | None) -> float:
+    """Returns the seconds of the reduce-scatters of a step's gradients, which come one after the other; if ``way`` is
+    None, of torch's own in fp32."""
+    # The model of steps takes some time to import, and most starts have one node.
+    from lightning_gqsgd.predict.sharded import ShardedMethod, scatter_seconds
 
-    def __init__(self, layout: Layout, numel: int, bits: int) -> None:
-        self.nodes = _Nodes(layout)
-        self._bits = bits
-        self._bucket = min(BUCKET_BYTES // 4, numel)
-        self._factor = numel / self._bucket
-
-    def of(self, reducer: str) -> float:
-        """Returns the seconds of a reducer; "native" is torch's own reduce-scatter in fp32."""
-        # The model of steps takes some time to import, and most starts have one node.
-        from lightning_gqsgd.predict.sharded import ShardedMethod, scatter_seconds
-
-        bits = None if reducer == "native" else self._bits
-        method = ShardedMethod(torch.float32, bits, has_levels=reducer == "hierarchical")
-        nodes = self.nodes
-        return self._factor * scatter_seconds(nodes.costs, nodes.count, nodes.size, method, self._bucket)
-
-    def warning(self, seconds: float) -> str:
-        """Returns a clause that says that torch's own reduce-scatter in fp32 is predicted to be faster; empty if it is
-        not, or if the rate of the link is unknown."""
-        plain_s = self.of("native")
-        if not self.nodes.is_known or seconds <= plain_s * (1 + TOLERANCE):
-            return ""
-        return (
-            f"; PREDICTED TO BE SLOWER than torch's own reduce-scatters: on {self.nodes.link_in_words}, "
-            f"{in_ms(seconds)} for the gradients of a step against {in_ms(plain_s)} in fp32; "
-            "`gqsgd advise --fsdp` says what pays"
-        )
+    bucket = min(BUCKET_BYTES // 4, numel)
+    has_levels = way is not None and way.reducer == "hierarchical"
+    method = ShardedMethod(torch.float32, None if way is None else bits, has_levels=has_levels)
+    return numel / bucket * scatter_seconds(nodes.costs, nodes.count, nodes.size, method, bucket)
 
 
-class _Seconds:
-    """Predicted seconds of a step's gradients, between the nodes of a process group."""
+def _all_reduce_s(nodes: _Nodes, numel: int, dtype: torch.dtype, bits: int, way: GQSGDConfig | None) -> float:
+    """Returns the seconds of the all-reduces of a step's gradients; if ``way`` is None, those of plain DDP.
 
-    def __init__(self, layout: Layout, numel: int, dtype: torch.dtype) -> None:
-        self.nodes = _Nodes(layout)
-        self._dtype = dtype
-        bucket = max(1, BUCKET_BYTES // dtype.itemsize)
-        count = max(1, min(_BUCKETS, numel // bucket))
-        self._bucket = min(bucket, numel)
-        self._count = count
-        self._factor = numel / (count * self._bucket)
-        self._plain_s = self.of_method("native")
-
-    def of(self, config: GQSGDConfig, bits: int) -> float:
-        """Returns the seconds of a configuration at a number of bits.
-
-        The default codec is assumed, because its costs are known. Both ways use the same codec.
-        """
-        nodes = self.nodes
-        hierarchical = {"reducer": "hierarchical", "node_size": nodes.size}
-        levels = hierarchical if config.reducer == "hierarchical" and nodes.size > 1 else {"reducer": "two_shot"}
-        return self.of_method(resolve(GQSGDConfig(bits=bits, sample_every=0, **levels), nodes.count * nodes.size))
-
-    def of_method(self, method: GQSGDConfig | str) -> float:
-        """Returns the seconds of a method; see `model.predict`."""
-        nodes = self.nodes
-        key = (nodes.count, nodes.size, nodes.rate, nodes.device)
-        return self._factor * _seconds(method, *key, self._dtype, self._bucket, self._count)
-
-    def warning(self, seconds: float, *, has_choice: bool) -> str:
-        """Returns a clause that says that plain DDP is predicted to be faster; empty if it is not.
-
-        There is no warning if the rate of the link is unknown, or if the configuration may choose plain DDP.
-        """
-        if not self.nodes.is_known or has_choice or seconds <= self._plain_s * (1 + TOLERANCE):
-            return ""
-        return (
-            f"; PREDICTED TO BE SLOWER than plain DDP: on {self.nodes.link_in_words}, {in_ms(seconds)} for the "
-            f"gradients of a step against {in_ms(self._plain_s)}; `gqsgd advise` says what pays, and auto=True "
-            "takes plain DDP where that is faster"
-        )
+    The default codec is assumed, because its costs are known. Both ways use the same codec.
+    """
+    bucket = max(1, BUCKET_BYTES // dtype.itemsize)
+    count = max(1, min(_BUCKETS, numel // bucket))
+    bucket = min(bucket, numel)
+    method = None
+    if way is not None:
+        has_levels = way.reducer == "hierarchical" and nodes.size > 1
+        levels = {"reducer": "hierarchical", "node_size": nodes.size} if has_levels else {"reducer": "two_shot"}
+        method = resolve(GQSGDConfig(bits=bits, sample_every=0, **levels), nodes.count * nodes.size)
+    return numel / (count * bucket) * _seconds(method, nodes, dtype, bucket, count)
 
 
 @lru_cache(maxsize=256)
-def _seconds(
-    method: GQSGDConfig | str,
-    nodes: int,
-    node_size: int,
-    rate: float,
-    device: str,
-    dtype: torch.dtype,
-    numel: int,
-    count: int,
-) -> float:
+def _seconds(method: GQSGDConfig | None, nodes: _Nodes, dtype: torch.dtype, numel: int, count: int) -> float:
     """Returns the seconds to reduce some equal buckets, without any computation at the same time."""
     # The model of steps takes some time to import, and most starts have one node.
-    from lightning_gqsgd.predict.model import predict
+    from lightning_gqsgd.predict.model import NATIVE, predict
 
-    costs = estimated_costs(device, nodes, node_size, Link(rate, LATENCY_S))
     buckets = tuple(Bucket((Segment(number, numel, raw=False),), 0.0) for number in range(count))
     timeline = Timeline(buckets, 0.0, dtype=dtype)
-    return predict(timeline, costs, nodes * node_size, method).step_s
+    return predict(timeline, nodes.costs, nodes.count * nodes.size, method or NATIVE).step_s
 
 
 def _estimate_for(devices: frozenset[str]) -> str:
