@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
 def findings() -> list[Finding]:
     """Returns the results of all checks, in the order in which they are printed."""
-    questions: dict[str, Callable[[], Finding | str]] = {
+    questions: dict[str, Callable[[], str]] = {
         "versions": _versions,
         "devices": _devices,
         "backends": _backends,
@@ -50,10 +50,11 @@ def findings() -> list[Finding]:
     answers = []
     for question, ask in questions.items():
         try:
-            answer = ask()
+            answers.append(Finding(question, ask()))
+        except ConfigError as error:
+            answers.append(Finding(question, str(error), is_bad=True))
         except Exception as error:  # the point of this command is to say what fails
-            answer = Finding(question, f"{type(error).__name__}: {error}", is_bad=True)
-        answers.append(Finding(question, answer) if isinstance(answer, str) else answer)
+            answers.append(Finding(question, f"{type(error).__name__}: {error}", is_bad=True))
     return answers
 
 
@@ -82,13 +83,13 @@ def _devices() -> str:
     return ", ".join([f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)", *names])
 
 
-def _backends() -> Finding | str:
+def _backends() -> str:
     if not dist.is_available():
-        return Finding("backends", "torch was built without torch.distributed; install another build", is_bad=True)
+        raise ConfigError("torch was built without torch.distributed; install another build")
     names = [name for name, has in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if has]
     wanted = {"gloo", "nccl"} if torch.cuda.is_available() else {"gloo"}
     if not wanted & set(names):
-        return Finding("backends", f"neither Gloo nor NCCL, which the package needs; torch has {names}", is_bad=True)
+        raise ConfigError(f"neither Gloo nor NCCL, which the package needs; torch has {names}")
     return ", ".join(names)
 
 
@@ -100,14 +101,11 @@ def _cpu_kernels() -> str:
     return f"{_RIGHT}; " + (f"kept in {folder}" if folder else "no folder to keep them in is writable")
 
 
-def _gpu_kernels() -> Finding | str:
+def _gpu_kernels() -> str:
     triton = _version("triton")
     if not torch.cuda.is_available():
         return f"no GPU to run them on; Triton {triton}"
-    try:
-        _check_kernels(torch.device("cuda"))
-    except ConfigError as error:
-        return Finding("GPU kernels", str(error), is_bad=True)
+    _check_kernels(torch.device("cuda"))
     return f"{_RIGHT}; Triton {triton}"
 
 
@@ -120,7 +118,7 @@ def _check_kernels(device: torch.device) -> None:
     compile_kernels(resolve(GQSGDConfig(), 2), torch.float32, device, 2)
 
 
-def _strategy(module: str) -> Finding | str:
+def _strategy(module: str) -> str:
     """Check that a Lightning package knows the strategy "gqsgd"."""
     package = module.partition(".")[0]
     name = "gqsgd"
@@ -128,10 +126,9 @@ def _strategy(module: str) -> Finding | str:
         return "not installed"
     registry = importlib.import_module(module).StrategyRegistry
     if name not in registry.available_strategies():
-        answer = (
+        raise ConfigError(
             f'{_version(package)} does not know strategy="{name}"; import lightning_gqsgd before the Trainer is made'
         )
-        return Finding(package, answer, is_bad=True)
     return f'{_version(package)} knows strategy="{name}"'
 
 
