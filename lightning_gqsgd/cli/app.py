@@ -94,11 +94,11 @@ def _print_json(values: Any) -> None:
 
 def _run_as_ranks(procs: int | None, arguments: list[str]) -> None:
     """Run a command as ranks (None: 2) and end with their exit code, unless this process is one of a launcher's."""
-    from lightning_gqsgd.cli import probing
+    from lightning_gqsgd.cli import ranks
     from lightning_gqsgd.errors import ConfigError
 
-    if not probing.is_rank():
-        raise typer.Exit(probing.run_ranks(2 if procs is None else procs, arguments))
+    if not ranks.is_rank():
+        raise typer.Exit(ranks.run_ranks(2 if procs is None else procs, arguments))
     if procs is not None:
         raise ConfigError("a launcher has started this process as one of its ranks; leave out --procs")
 

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lightning_gqsgd.cli.probing import joined_ranks
+from lightning_gqsgd.cli.ranks import joined_ranks
 from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.cli.training_steps import measure_steps, step_runs
 from lightning_gqsgd.errors import ConfigError, check_one_of

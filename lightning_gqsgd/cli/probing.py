@@ -1,20 +1,10 @@
-"""The command ``gqsgd probe``, as one of a launcher's ranks or as their parent. ``gqsgd bench`` starts ranks in the
-same way."""
+"""The command ``gqsgd probe``, as one of a launcher's ranks."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_gqsgd.cli import waiting
-from lightning_gqsgd.cli.doctor_places import number_in
+from lightning_gqsgd.cli.ranks import joined_ranks
 from lightning_gqsgd.cli.tables import plain_table
-from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.predict import models
 from lightning_gqsgd.predict.advice import check_batch
 from lightning_gqsgd.predict.files import check_writable
@@ -33,18 +23,9 @@ from lightning_gqsgd.predict.recording import Recorder
 from lightning_gqsgd.predict.timeline import Timeline
 from lightning_gqsgd.wire.node import local_ranks
 
-#: Seconds that ranks wait for each other.
-_TIMEOUT_S = 120
 #: Steps from which a model's timeline is taken, after those that warm up.
 _STEPS = 8
 _WARMUP = 3
-#: Most processes of one machine.
-MOST_PROCS = 64
-
-
-def is_rank() -> bool:
-    """Returns whether a launcher has given this process a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def check(model: str | None, batch: int | None, output: Path) -> None:
@@ -83,62 +64,6 @@ def save(probe: Probe, output: Path) -> None:
         ) from None
 
 
-def run_ranks(procs: int, arguments: Sequence[str]) -> int:
-    """Run a command as ranks on this machine. Returns 0, or the exit code of a rank that failed.
-
-    Args:
-        procs: number of ranks.
-        arguments: the name of the command, and its arguments without ``--procs``.
-
-    Raises:
-        ConfigError: too few or too many ranks.
-    """
-    if not 2 <= procs <= MOST_PROCS:
-        raise ConfigError(f"--procs {procs} is out of range: 2 to {MOST_PROCS}")
-    # The store is this process's, as under torchrun: it picks a free port itself, and holds the port from then on.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "WORLD_SIZE": str(procs),
-        "LOCAL_WORLD_SIZE": str(procs),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    }
-    command = [sys.executable, "-m", "lightning_gqsgd.cli", *arguments]
-    ranks: list[subprocess.Popen[bytes]] = []
-    # By itself, SIGTERM would end this process and leave its ranks.
-    with _handling(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)):
-        try:
-            for rank in range(procs):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                # Also in the new process, which inherits that and is ended by this one.
-                with _handling(signal.SIGINT, signal.SIG_IGN):
-                    ranks.append(subprocess.Popen(command, env={**os.environ, **place, **own}))
-            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-                time.sleep(0.05)
-            return next((code for code in codes if code), 0)
-        finally:
-            for started in ranks:
-                started.kill()
-                started.wait()
-
-
-@contextmanager
-def _handling(number: int, handler: Any) -> Iterator[None]:
-    """Handle a signal in this context as given. In threads other than the main thread, do nothing: they get no
-    signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-
-
 def run_rank(bits: Sequence[int], model: str | None, batch: int | None) -> Probe | None:
     """Measure as one of a launcher's ranks. Returns the probe on rank 0, and None on the others.
 
@@ -153,33 +78,6 @@ def run_rank(bits: Sequence[int], model: str | None, batch: int | None) -> Probe
             if model is not None:
                 probe = replace(probe, timelines=(timeline_of(model, batch, device, say),))
         return probe if dist.get_rank() == 0 else None
-
-
-@contextmanager
-def joined_ranks() -> Iterator[torch.device]:
-    """Join the process group of a launcher's ranks, and leave it at the end of the context. Yields the device.
-
-    Raises:
-        ConfigError: a variable of the launcher has no number, or there are fewer GPUs than ranks.
-    """
-    for name in ("RANK", "WORLD_SIZE"):
-        number_in(os.environ, name)  # torch reads them, and would say neither the name nor the remedy
-    local = number_in(os.environ, "LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0
-    on_gpu = torch.cuda.is_available()
-    ranks = local_ranks() or local + 1
-    if on_gpu and torch.cuda.device_count() < ranks:
-        raise ConfigError(
-            f"this machine has {counted(torch.cuda.device_count(), 'GPU')} for {counted(ranks, 'rank')}; start as many "
-            "ranks as GPUs, or set CUDA_VISIBLE_DEVICES= (empty) to measure its processors"
-        )
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=_TIMEOUT_S))
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
 
 
 def timeline_of(name: str, batch: int | None, device: torch.device, say: Callable[[str], object]) -> Timeline:

@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import lightning_gqsgd
-from lightning_gqsgd.cli import probing, tables
+from lightning_gqsgd.cli import ranks, tables
 from lightning_gqsgd.cli.app import app, main
 from lightning_gqsgd.cli.facts import HEADINGS, facts_of
 from lightning_gqsgd.cli.listing import LOCAL_STEPS, OTHER_SYSTEMS
@@ -285,7 +285,7 @@ def test_an_interrupt_is_one_line(
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["gqsgd", command])
-    monkeypatch.setattr(probing, "run_ranks", _interrupt)
+    monkeypatch.setattr(ranks, "run_ranks", _interrupt)
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 130
