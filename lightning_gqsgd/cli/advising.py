@@ -11,7 +11,6 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from lightning_gqsgd.cli.asking import check_network
 from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.errors import ConfigError, check_one_of
 from lightning_gqsgd.predict import models
@@ -78,10 +77,11 @@ class Question:
     def cluster(self) -> Cluster:
         """Returns the cluster that the options describe. The model comes last, because it may take long to build.
 
+        ``probe`` or ``link`` is given, which `asking.check_network` has checked.
+
         Raises:
             ConfigError: options that make no cluster, or that have no effect.
         """
-        check_network(self.probe, self.link)
         check_batch(self.batch)
         if self.codec is not None:
             check_one_of("--codec", self.codec, [*ESTIMATES, MEASURED])

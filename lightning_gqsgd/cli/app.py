@@ -321,8 +321,9 @@ def advise(
     from lightning_gqsgd.cli import advising, tables, waiting
     from lightning_gqsgd.predict.advice import Sweeps, candidates, recommendable, with_intervals, with_local_steps
 
-    places = (nodes, gpus_per_node, backward, forward, codec, fsdp or None)
-    question = advising.Question(model, batch, probe, link, latency, intra, *places)
+    question = advising.Question(
+        model, batch, probe, link, latency, intra, nodes, gpus_per_node, backward, forward, codec, fsdp or None
+    )
     files = {option: file for option, file in (("--plot", plot), ("--gantt", gantt)) if file is not None}
     if local_steps is not None:
         from lightning_gqsgd.cli import planning
