@@ -1,4 +1,4 @@
-"""Checks of the values in JSON files, and of whether a file can be written.
+"""Reads JSON files, and checks their values, and whether a file can be written.
 
 Each check of a value returns it with the type in the function's name. ``value`` is the value in the file, and ``what``
 is its place there, for messages. If the value has another type or is out of range, the check raises a ConfigError that
@@ -7,8 +7,10 @@ names the place and the value.
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -17,6 +19,31 @@ from typing import Any, TypeVar
 from lightning_gqsgd.errors import MAX_INTEGER, ConfigError
 
 T = TypeVar("T")
+
+#: Bytes of the largest file that is read. A probe with timelines of several large models has less than 1 MB.
+MOST_BYTES = 16 << 20
+
+
+def json_in(path: Path, remedy: str) -> Any:
+    """Returns the contents of a JSON file.
+
+    Raises:
+        ConfigError: if it cannot be read, is no regular file, e.g. a device that never ends, is too large, or is no
+            JSON. The message ends with ``remedy``.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            problem = "is no regular file"
+        elif status.st_size > MOST_BYTES:
+            problem = f"has {status.st_size:,} bytes, more than {MOST_BYTES:,}"
+        else:
+            return json.loads(path.read_text())
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    except (ValueError, RecursionError):
+        problem = "is no JSON"
+    raise ConfigError(f"{path} {problem}; {remedy}")
 
 
 def entries(value: object, what: str, names: tuple[str, ...] | None = None) -> dict[str, Any]:
@@ -82,11 +109,15 @@ def text(value: object, what: str) -> str:
 
 
 def numbers(kind: type[T], value: object, what: str) -> T:
-    """Returns a dataclass whose fields are all numbers, see `number`. Fields with a default may be missing."""
-    needed = {field.name: field.default is MISSING for field in fields(kind)}  # type: ignore[arg-type]
+    """Returns a dataclass whose fields are all numbers, see `number` and `arguments`."""
+    return kind(**{name: number(entry, f"{what}.{name}") for name, entry in arguments(kind, value, what).items()})
+
+
+def arguments(kind: type[Any], value: object, what: str) -> dict[str, Any]:
+    """Returns the arguments of a dataclass, which are a dictionary. Fields with a default may be missing."""
     given = entries(value, what)
-    wanted = tuple(name for name, is_needed in needed.items() if is_needed or name in given)
-    return kind(**{name: number(entry, f"{what}.{name}") for name, entry in entries(given, what, wanted).items()})
+    wanted = tuple(field.name for field in fields(kind) if field.default is MISSING or field.name in given)
+    return entries(given, what, wanted)
 
 
 def _error(value: object, what: str, expected: str) -> ConfigError:

@@ -22,14 +22,13 @@ numbers of rounds and samples have a closed form, and the integers around it are
 from __future__ import annotations
 
 import itertools
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
-from lightning_gqsgd.errors import ConfigError, check_real, did_you_mean
+from lightning_gqsgd.errors import ConfigError, check_real
+from lightning_gqsgd.predict import files
 
 #: The largest number of combinations of steps that are tried.
 _MOST_COMBINATIONS = 2_000_000
@@ -143,18 +142,18 @@ class LocalProblem:
         Raises:
             ConfigError: if the file cannot be read, or has other entries or numbers.
         """
+        remedy = "docs/local_systems.md has an example"
+        given = files.json_in(path, remedy)
         try:
-            given = json.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
-        names = [field.name for field in fields(cls)]
-        if not isinstance(given, Mapping) or sorted(given) != sorted(names) or not isinstance(given["workers"], list):
-            raise ConfigError(f"{path} has to have the entries {', '.join(names)}, of which workers is a list")
-        workers = tuple(_made(Machine, entry, "workers") for entry in given["workers"])
-        server = _made(Machine, given["server"], "server")
-        learning = _made(Learning, given["learning"], "learning")
-        limits = _made(Limits, given["limits"], "limits")
-        return cls(workers, server, learning, limits)
+            parts = files.arguments(cls, given, "the problem")
+            workers = [files.arguments(Machine, entry, "workers") for entry in files.rows(parts["workers"], "workers")]
+            server = files.arguments(Machine, parts["server"], "server")
+            learning = files.arguments(Learning, parts["learning"], "learning")
+            limits = files.arguments(Limits, parts["limits"], "limits")
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}; {remedy}") from None
+        machines = tuple(Machine(**worker) for worker in workers)
+        return cls(machines, Machine(**server), Learning(**learning), Limits(**limits))
 
     def cost(self, rounds: float, steps: Sequence[int], batch: float) -> tuple[float, float, float]:
         """Returns a plan's energy in joules, its seconds and its error, by the formulas of the module."""
@@ -402,20 +401,3 @@ def plan(problem: LocalProblem, *, batch: int | None = None, most_steps: int | N
             "a smaller lr, or more levels"
         )
     return best
-
-
-_Part = TypeVar("_Part", Machine, Learning, Limits)
-
-
-def _made(kind: type[_Part], given: Any, name: str) -> _Part:
-    """Returns a part of the problem from plain values."""
-    names = [field.name for field in fields(kind)]
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{name} has to have the entries {', '.join(names)}, not {given!r:.60}")
-    for entry in given:
-        if entry not in names:
-            raise ConfigError(f"{name} has an unknown entry {entry!r}{did_you_mean(entry, names)}")
-    try:
-        return kind(**given)
-    except TypeError as error:
-        raise ConfigError(f"{name}: {error}; give {', '.join(names)}") from None

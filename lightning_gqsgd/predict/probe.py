@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 import threading
 import time
 from collections import deque
@@ -38,9 +37,6 @@ from lightning_gqsgd.wire.communicator import Communicator
 
 #: Version of the file format of a probe.
 VERSION = 2
-
-#: Bytes of the largest file that is read as a probe. A probe with timelines of several large models has less than 1 MB.
-MOST_BYTES = 16 << 20
 
 #: Number of collectives that are under way at once in a row.
 AT_ONCE = 4
@@ -132,16 +128,9 @@ class Probe:
         """Read a probe that `save` wrote.
 
         Raises:
-            ConfigError: if there is no such file, or if it is not a probe of this version.
+            ConfigError: see `files.json_in`; or if it is not a probe of this version.
         """
-        try:
-            values = json.loads(_text(path))
-        except ConfigError:
-            raise
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read ({error.strerror}): run `gqsgd probe --output {path}`") from None
-        except (ValueError, RecursionError):
-            raise ConfigError(f"{path} is no JSON: run `gqsgd probe --output {path}` again") from None
+        values = files.json_in(path, "give a file that `gqsgd probe --output FILE` has written")
         try:
             return cls.from_dict(values, str(path))
         except ConfigError as error:
@@ -159,24 +148,6 @@ class Probe:
             seconds=files.number(given["seconds"], "seconds"),
             timelines=tuple(map(Timeline.from_dict, files.rows(given["timelines"], "timelines"))),
         )
-
-
-def _text(path: Path) -> str:
-    """Returns the text of a file that is small enough for a probe.
-
-    Raises:
-        ConfigError: if the file is no regular file, e.g. a device that never ends, or is too large.
-        OSError: if it cannot be read.
-    """
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{path} is no regular file; give the file that `gqsgd probe --output FILE` has written")
-    if status.st_size > MOST_BYTES:
-        raise ConfigError(
-            f"{path} has {status.st_size:,} bytes, and a probe has at most {MOST_BYTES:,}; give the file that "
-            "`gqsgd probe --output FILE` has written"
-        )
-    return path.read_text()
 
 
 def _costs_of(values: object, source: str) -> Costs:

@@ -271,7 +271,7 @@ def test_operations_count_a_convolution_once_for_each_position() -> None:
         (["--codec", "measured"], "--codec measured needs a measurement; give --probe FILE"),
         (
             ["--probe", "/nowhere/probe.json"],
-            "/nowhere/probe.json cannot be read (No such file or directory): run `gqsgd",
+            "/nowhere/probe.json cannot be read (No such file or directory); give a file that `gqsgd probe",
         ),
         (["--plot", "/nowhere/a.png"], "cannot be written"),
         (["--plot", "a.nothing"], "has no suffix of a picture"),

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lightning_gqsgd.predict import Costs, advice
-from lightning_gqsgd.predict.probe import MOST_BYTES, Probe
+from lightning_gqsgd.predict.files import MOST_BYTES
+from lightning_gqsgd.predict.probe import Probe
 from tests.unit.test_advise import USUAL, _json, _probe, _refusal, _run
 
 HERE = "tests.unit.test_advise_notes"
@@ -58,7 +59,10 @@ def test_a_device_and_a_file_too_large_are_no_probes(tmp_path: Path) -> None:
     large = tmp_path / "large.json"
     with large.open("wb") as file:
         file.truncate(MOST_BYTES + 1)
-    for path, words in (("/dev/zero", "is no regular file; give"), (large, "has 16,777,217 bytes, and a probe has at")):
+    for path, words in (
+        ("/dev/zero", "is no regular file; give"),
+        (large, "has 16,777,217 bytes, more than 16,777,216"),
+    ):
         line = _refusal("--probe", str(path))
         assert words in line
 
