@@ -118,9 +118,9 @@ class GQSGDFSDPState:
         config: GQSGDConfig,
         replicate: dist.ProcessGroup | None,
         reduce_scatter: bool,
-        all_gather_bits: int | None = None,
-        timeout: timedelta | None = None,
-        meeting: Meeting | None = None,
+        all_gather_bits: int | None,
+        timeout: timedelta | None,
+        meeting: Meeting,
     ) -> None:
         self.config = config
         self._all_gather_bits = all_gather_bits
@@ -134,62 +134,61 @@ class GQSGDFSDPState:
         self._shards = shards
         self._replicas = replicate
         self._timeout = patience_of(timeout, shards, device)
-        with meeting or self._meeting("register_gqsgd_fsdp") as start:
-            check_replicas(shards, replicate)
-            check_request(config, replicate, reduce_scatter, all_gather_bits)
-            check_groups(self._groups, replicate, gathers=all_gather_bits is not None)
-            gathered = [] if all_gather_bits is None else [_for_gather(config, all_gather_bits)]
-            of_shards, *of_replicas = layouts(start, device)
-            numel = sum(p.numel for group in self._groups for p in group.parameters)
-            fit = fitted_scatter(config, of_shards, numel) if reduce_scatter else Fit(config)
-            self._note = fit.note
-            scattered = _for_scatter(fit.config, self._replica) if reduce_scatter else []
-            shard_numel = numel // dist.get_world_size(shards)
-            averaged = [one for layout in of_replicas for one in _for_average(config, layout, shard_numel)]
-            own = {
-                "parameters": digest(f"{g.name} {g.parameters}" for g in self._groups),
-                "reduce_scatter": reduce_scatter,
-                "all_gather_bits": all_gather_bits,
-                "reducers of reduce-scatters": [[scatter.reducer, scatter.node_size] for scatter in scattered],
-                "reducers over replicas": [[average.reducer, average.node_size] for average in averaged],
-            }
-            facts = facts_of(config, own)
-            # The dither of reduce-scatters depends on the replica, so the shards of one must agree on its place.
-            sides = [Side(shards, {**facts, "place among replicas": self._replica}, [*scattered, *gathered])]
+        check_replicas(shards, replicate)
+        check_request(config, replicate, reduce_scatter, all_gather_bits)
+        check_groups(self._groups, replicate, gathers=all_gather_bits is not None)
+        gathered = [] if all_gather_bits is None else [_for_gather(config, all_gather_bits)]
+        of_shards, *of_replicas = layouts(meeting, device)
+        numel = sum(p.numel for group in self._groups for p in group.parameters)
+        fit = fitted_scatter(config, of_shards, numel) if reduce_scatter else Fit(config)
+        self._note = fit.note
+        scattered = _for_scatter(fit.config, self._replica) if reduce_scatter else []
+        shard_numel = numel // dist.get_world_size(shards)
+        averaged = [one for layout in of_replicas for one in _for_average(config, layout, shard_numel)]
+        own = {
+            "parameters": digest(f"{g.name} {g.parameters}" for g in self._groups),
+            "reduce_scatter": reduce_scatter,
+            "all_gather_bits": all_gather_bits,
+            "reducers of reduce-scatters": [[scatter.reducer, scatter.node_size] for scatter in scattered],
+            "reducers over replicas": [[average.reducer, average.node_size] for average in averaged],
+        }
+        facts = facts_of(config, own)
+        # The dither of reduce-scatters depends on the replica, so the shards of one must agree on its place.
+        sides = [Side(shards, {**facts, "place among replicas": self._replica}, [*scattered, *gathered])]
+        if replicate is not None:
+            sides.append(Side(replicate, facts, averaged))
+        self._choices = {bits: number for number, bits in enumerate(config.by_bits())}
+        self._digest = digest_of_facts(facts)
+        self._reductions: defaultdict[str, int] = defaultdict(int)
+        self._has_met: set[torch.dtype] = set()
+        self._first_of_step: ShardedGroup | None = None
+        self._graphs: set[int] = set()  # graphs of backward passes at whose ends `_after_graph` is called
+        self._left: dict[int, Partial | None] = {}  # what modules had kept at the end of the step, by their index
+        self._is_checked = False  # whether the forward pass of this step has looked for changes of the model
+        self._trained = ""  # which parameters required a gradient in the latest step
+        self._used = ""  # which of them had one at its end
+        self._changes = ModelChanges(model, self._groups, replicate is not None)
+        # Kernels are compiled in `_meet`: FSDP's mixed precision decides on the dtype of gradients.
+        with open_engines(meeting, sides, device, timeout=timeout, messages=_MESSAGES, streams=1) as engines:
+            self._sharded = engines[0]
+            self._average = None
+            self._scatter = None
+            self._gather = None
+            every = range(self._sharded.world_size)
+            count = len(self._groups)
             if replicate is not None:
-                sides.append(Side(replicate, facts, averaged))
-            self._choices = {bits: number for number, bits in enumerate(config.by_bits())}
-            self._digest = digest_of_facts(facts)
-            self._reductions: defaultdict[str, int] = defaultdict(int)
-            self._has_met: set[torch.dtype] = set()
-            self._first_of_step: ShardedGroup | None = None
-            self._graphs: set[int] = set()  # graphs of backward passes at whose ends `_after_graph` is called
-            self._left: dict[int, Partial | None] = {}  # what modules had kept at the end of the step, by their index
-            self._is_checked = False  # whether the forward pass of this step has looked for changes of the model
-            self._trained = ""  # which parameters required a gradient in the latest step
-            self._used = ""  # which of them had one at its end
-            self._changes = ModelChanges(model, self._groups, replicate is not None)
-            # Kernels are compiled in `_meet`: FSDP's mixed precision decides on the dtype of gradients.
-            with open_engines(start, sides, device, timeout=timeout, messages=_MESSAGES, streams=1) as engines:
-                self._sharded = engines[0]
-                self._average = None
-                self._scatter = None
-                self._gather = None
-                every = range(self._sharded.world_size)
-                count = len(self._groups)
-                if replicate is not None:
-                    self._average = _Collective("all-reduce", engines[1], averaged, [engines[0].rank], 0)
-                if reduce_scatter:
-                    first = count * len(self._collectives)
-                    self._scatter = _Collective("reduce-scatter", self._sharded, scattered, every, first, ScatterPlan)
-                if gathered:
-                    first = count * len(self._collectives)
-                    self._gather = _Collective("all-gather", self._sharded, gathered, every, first, GatherPlan)
-                    # Unlike gradients, weights are always all of a module's, and all have one number of bits.
-                    whole = [self._rows(self._gather, group.parameters) for group in self._groups]
-                    self._weights_segments = [tuple(one._replace(choice=0) for one in some) for some in whole]
-                self.telemetry: Telemetry = self._sharded.telemetry
-                self._install(model)
+                self._average = _Collective("all-reduce", engines[1], averaged, [engines[0].rank], 0)
+            if reduce_scatter:
+                first = count * len(self._collectives)
+                self._scatter = _Collective("reduce-scatter", self._sharded, scattered, every, first, ScatterPlan)
+            if gathered:
+                first = count * len(self._collectives)
+                self._gather = _Collective("all-gather", self._sharded, gathered, every, first, GatherPlan)
+                # Unlike gradients, weights are always all of a module's, and all have one number of bits.
+                whole = [self._rows(self._gather, group.parameters) for group in self._groups]
+                self._weights_segments = [tuple(one._replace(choice=0) for one in some) for some in whole]
+            self.telemetry: Telemetry = self._sharded.telemetry
+            self._install(model)
 
     @property
     def step(self) -> int:
