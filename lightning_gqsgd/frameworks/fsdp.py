@@ -87,10 +87,12 @@ class _Collective:
     Attributes:
         name: for messages and checkpoints.
         engine: the ranks that take part.
-        configs: the configuration, with its reducer chosen; or that of each number of bits that is given by name.
+        configs: the configuration, with its reducer chosen; or that of each number of bits that is given by name. They
+            have seeds of their own, see `reseed`.
         rows: which ranks' shards are in a flat tensor, see `fsdp_modules`.
         first_bucket: number of its first counters.
         plan: what is done with a flat tensor.
+        dither: a text that no other collective of the same ranks has; empty for the one whose seed is the user's.
     """
 
     name: str
@@ -99,6 +101,16 @@ class _Collective:
     rows: Sequence[int]
     first_bucket: int
     plan: type[Plan] = Plan
+    dither: str = ""
+
+    def reseed(self, seed: int) -> None:
+        """Derive the seed from that of the user's configuration. The dither has to be independent of that of other
+        replicas, of the mean over replicas, which rounds the results of reduce-scatters, and of other tensors."""
+        if self.dither:
+            text = f"{seed} {self.dither}".encode()
+            digest = hashlib.blake2b(text, digest_size=8, person=b"gqsgd-v1").digest()
+            seed = int.from_bytes(digest, "little") >> 1
+        self.configs = [replace(one, seed=seed) for one in self.configs]
 
 
 class GQSGDFSDPState:
@@ -123,26 +135,25 @@ class GQSGDFSDPState:
         meeting: Meeting,
     ) -> None:
         self.config = config
-        self._all_gather_bits = all_gather_bits
         self._model = weakref.ref(model)
         self._groups = sharded_groups(model, config)
         self._places = [(group, number) for group in self._groups for number in range(len(group.parameters))]
         device = self._groups[0].device
         shards = self._groups[0].shards
         replicas = replicate or self._groups[0].replicas
-        self._replica = dist.get_rank(replicas) if replicas is not None else 0
+        replica = dist.get_rank(replicas) if replicas is not None else 0
         self._shards = shards
         self._replicas = replicate
         self._timeout = patience_of(timeout, shards, device)
         check_replicas(shards, replicate)
         check_request(config, replicate, reduce_scatter, all_gather_bits)
         check_groups(self._groups, replicate, gathers=all_gather_bits is not None)
-        gathered = [] if all_gather_bits is None else [_for_gather(config, all_gather_bits)]
+        gathered = [] if all_gather_bits is None else [_for_gather(all_gather_bits)]
         of_shards, *of_replicas = layouts(meeting, device)
         numel = sum(p.numel for group in self._groups for p in group.parameters)
         fit = fitted_scatter(config, of_shards, numel) if reduce_scatter else Fit(config)
         self._note = fit.note
-        scattered = _for_scatter(fit.config, self._replica) if reduce_scatter else []
+        scattered = _for_scatter(fit.config) if reduce_scatter else []
         shard_numel = numel // dist.get_world_size(shards)
         averaged = [one for layout in of_replicas for one in _for_average(config, layout, shard_numel)]
         own = {
@@ -154,7 +165,7 @@ class GQSGDFSDPState:
         }
         facts = facts_of(config, own)
         # The dither of reduce-scatters depends on the replica, so the shards of one must agree on its place.
-        sides = [Side(shards, {**facts, "place among replicas": self._replica}, [*scattered, *gathered])]
+        sides = [Side(shards, {**facts, "place among replicas": replica}, [*scattered, *gathered])]
         if replicate is not None:
             sides.append(Side(replicate, facts, averaged))
         self._choices = {bits: number for number, bits in enumerate(config.by_bits())}
@@ -180,13 +191,20 @@ class GQSGDFSDPState:
                 self._average = _Collective("all-reduce", engines[1], averaged, [engines[0].rank], 0)
             if reduce_scatter:
                 first = count * len(self._collectives)
-                self._scatter = _Collective("reduce-scatter", self._sharded, scattered, every, first, ScatterPlan)
+                dither = f"reduce-scatter {replica}"
+                self._scatter = _Collective(
+                    "reduce-scatter", self._sharded, scattered, every, first, ScatterPlan, dither
+                )
             if gathered:
                 first = count * len(self._collectives)
-                self._gather = _Collective("all-gather", self._sharded, gathered, every, first, GatherPlan)
+                self._gather = _Collective(
+                    "all-gather", self._sharded, gathered, every, first, GatherPlan, "all-gather"
+                )
                 # Unlike gradients, weights are always all of a module's, and all have one number of bits.
                 whole = [self._rows(self._gather, group.parameters) for group in self._groups]
                 self._weights_segments = [tuple(one._replace(choice=0) for one in some) for some in whole]
+            for collective in self._collectives:
+                collective.reseed(config.seed)
             self.telemetry: Telemetry = self._sharded.telemetry
             self._install(model)
 
@@ -464,13 +482,8 @@ class GQSGDFSDPState:
             if not (isinstance(name, str) and is_count(count)):
                 raise ConfigError(f"the gqsgd state's entry 'reductions' has {count!r:.200} for {name!r}; {REMEDY}")
         self.config = replace(self.config, seed=state["seed"])
-        if self._average is not None:
-            self._average.configs = [replace(one, seed=state["seed"]) for one in self._average.configs]
-        if self._scatter is not None:
-            seed = _seed_of_scatter(state["seed"], self._replica)
-            self._scatter.configs = [replace(one, seed=seed) for one in self._scatter.configs]
-        if self._gather is not None and self._all_gather_bits is not None:
-            self._gather.configs = [_for_gather(self.config, self._all_gather_bits)]
+        for collective in self._collectives:
+            collective.reseed(state["seed"])
         self._reductions = defaultdict(partial(int, state["step"]), state["reductions"])
 
     # --- reports ---------------------------------------------------------------------------------------------------
@@ -660,30 +673,15 @@ def _lacks_gradients(name: str) -> str:
     )
 
 
-def _for_scatter(config: GQSGDConfig, replica: int) -> list[GQSGDConfig]:
-    """Returns the configurations of a replica's reduce-scatters, in the order of their bits in ``bits``, from one with
-    the chosen reducer."""
-    seed = _seed_of_scatter(config.seed, replica)
-    return [replace(one_width, memory_down="none", seed=seed) for one_width in config.by_bits().values()]
+def _for_scatter(config: GQSGDConfig) -> list[GQSGDConfig]:
+    """Returns the configurations of reduce-scatters, in the order of their bits in ``bits``, from one with the chosen
+    reducer."""
+    return [replace(one_width, memory_down="none") for one_width in config.by_bits().values()]
 
 
-def _seed_of_scatter(seed: int, replica: int) -> int:
-    """Returns the seed of a replica's reduce-scatters. Their dither has to be independent of that of other replicas,
-    and of the mean over replicas, which rounds their results."""
-    return _seed_of(f"{seed} reduce-scatter {replica}")
-
-
-def _for_gather(config: GQSGDConfig, bits: int) -> GQSGDConfig:
-    """Returns the configuration of all-gathers of weights, with a seed of their own: their dither has to be independent
-    of that of gradients."""
-    seed = _seed_of(f"{config.seed} all-gather")
-    return replace(make_config(None, bits=bits), reducer="two_shot", sample_every=0, seed=seed)
-
-
-def _seed_of(text: str) -> int:
-    """Returns a seed that depends on a text."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"gqsgd-v1").digest()
-    return int.from_bytes(digest, "little") >> 1
+def _for_gather(bits: int) -> GQSGDConfig:
+    """Returns the configuration of all-gathers of weights."""
+    return replace(make_config(None, bits=bits), reducer="two_shot", sample_every=0)
 
 
 def _divisor(group: ShardedGroup) -> float | None:
