@@ -27,7 +27,7 @@ class Reduces(Protocol):
         """Write all ranks' shards of a module's weights."""
 
 
-class _Collective:
+class _Comm:
     """Stands in for a collective of the backend, behind torch's `Comm` interface."""
 
     def __init__(self, state: Reduces, group: ShardedGroup) -> None:
@@ -39,7 +39,7 @@ class _Collective:
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
 
-class _AllGather(_Collective):
+class _AllGather(_Comm):
     """Stands in for the backend's all-gather."""
 
     def __call__(
@@ -49,7 +49,7 @@ class _AllGather(_Collective):
         self.state.gather(self._group, output_tensor, input_tensor, group)
 
 
-class _ReduceScatter(_Collective):
+class _ReduceScatter(_Comm):
     """Stands in for the backend's reduce-scatter."""
 
     def __call__(
