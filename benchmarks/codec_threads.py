@@ -90,7 +90,7 @@ class Bench:
         counters, x = self._telemetry.bucket(0), self.buffer
         store = new_store(plan.setting, {}, x.device)
         starts = plan.starts(x, 0, counters.calls, store, counters, self._telemetry)
-        job = Job(x, starts, "a bucket", counters, self._telemetry, last_of_step=True)
+        job = Job(x, starts, "a bucket", counters, self._telemetry, ends_step=True)
         job.threads = threads
         self._sequencer.submit(self._wire, job)
         return job.wait()

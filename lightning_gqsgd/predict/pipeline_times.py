@@ -123,7 +123,7 @@ class _Case:
         telemetry = Telemetry()
         counters = telemetry.bucket(0)
         starts = plan.starts(x, communicator.rank, 1, store, counters, telemetry)
-        job = Job(x, [marks.on(start) for start in starts], "probe", counters, telemetry, last_of_step=False)
+        job = Job(x, [marks.on(start) for start in starts], "probe", counters, telemetry, ends_step=False)
         self._runner.submit(communicator, job)
         job.wait()
         return marks

@@ -81,7 +81,7 @@ class Job:
         name: for messages.
         counters: counters of the bucket, to which times are added.
         telemetry: counters of the process, to which times are added.
-        last_of_step: True for the last bucket of a step.
+        ends_step: whether the tensor is the last one of its step.
         preface: a function that starts the steps of an agreement. The job does not complete before the agreement. None
             if there is nothing to agree on.
         preface_blocks: whether the agreement has to end before the first piece starts.
@@ -101,7 +101,7 @@ class Job:
     name: str
     counters: BucketCounters
     telemetry: Telemetry
-    last_of_step: bool
+    ends_step: bool
     preface: Start | None = None
     preface_blocks: bool = True
     watch: Callable[[Tensor], None] | None = None
@@ -185,7 +185,7 @@ class Job:
 
     def _count(self) -> None:
         self.counters.latency_s += time.perf_counter() - self._submitted
-        if self.last_of_step:
+        if self.ends_step:
             self.telemetry.expose(self._arrived, moment(self.tensor.device))
             self.telemetry.end_step()
 

@@ -70,7 +70,7 @@ class Bench:
     def submit(self, x: Tensor, step: int) -> Job:
         counters = self.telemetry.bucket(0)
         starts = self.plan.starts(x, 0, step, self.store, counters, self.telemetry)
-        job = Job(x, starts, f"tensor {step}", counters, self.telemetry, last_of_step=True)
+        job = Job(x, starts, f"tensor {step}", counters, self.telemetry, ends_step=True)
         self.runner.submit(self.communicator, job)
         return job
 
@@ -169,7 +169,7 @@ def test_an_error_comes_out_of_the_future_and_leaves_nan() -> None:
         yield ()
 
     x, counters = torch.ones(1000, device=DEVICE), bench.telemetry.bucket(0)
-    job = Job(x, [broken], "a tensor", counters, bench.telemetry, last_of_step=True)
+    job = Job(x, [broken], "a tensor", counters, bench.telemetry, ends_step=True)
     bench.runner.submit(bench.communicator, job)
     with pytest.raises((CollectiveError, RuntimeError), match="broken on purpose"):
         job.future.wait()

@@ -78,7 +78,7 @@ def piece(number: int, stages: int = 2, fails_in: int | None = None) -> Callable
 
 def job(pieces: list[Callable[[], Steps]], name: str = "bucket", preface: Callable[[], Steps] | None = None) -> Job:
     telemetry = Telemetry()
-    one = Job(torch.zeros(3), pieces, name, BucketCounters(), telemetry, last_of_step=True, preface=preface)
+    one = Job(torch.zeros(3), pieces, name, BucketCounters(), telemetry, ends_step=True, preface=preface)
     one.threads = THREADS.get()
     return one
 
@@ -333,7 +333,7 @@ def test_a_worker_that_is_late_writes_nothing_into_a_result_that_failed() -> Non
         yield (Exchange("sum", torch.tensor([1]), torch.tensor([1])),)
         return 0
 
-    one = Job(tensor, [piece(0), late], "bucket", BucketCounters(), Telemetry(), last_of_step=True)
+    one = Job(tensor, [piece(0), late], "bucket", BucketCounters(), Telemetry(), ends_step=True)
     one.threads = 2
     sequencer.submit(wire, one)  # type: ignore[arg-type]
     assert begun.wait(10)

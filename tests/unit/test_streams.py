@@ -70,7 +70,7 @@ def piece(number: int, wire: Wire, fails: bool = False) -> Callable[[], Steps]:
 def job(wire: Wire, *numbers: int, fails: bool = False, last: bool = False) -> Job:
     x = on_gpu(torch.zeros(3))
     pieces = [piece(number, wire, fails) for number in numbers]
-    return Job(x, pieces, "bucket", BucketCounters(), Telemetry(), last_of_step=last)
+    return Job(x, pieces, "bucket", BucketCounters(), Telemetry(), ends_step=last)
 
 
 def test_jobs_take_two_streams_in_turns(cuda: FakeCuda) -> None:
@@ -195,7 +195,7 @@ def test_a_gpu_that_has_failed_completes_the_future(monkeypatch: pytest.MonkeyPa
         def fill_(self, _: float) -> torch.Tensor:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    one = Job(torch.zeros(3).as_subclass(Broken), [], "bucket", BucketCounters(), Telemetry(), last_of_step=True)
+    one = Job(torch.zeros(3).as_subclass(Broken), [], "bucket", BucketCounters(), Telemetry(), ends_step=True)
     future = one.future
     one.finish(ValueError("the first error"))
     with pytest.raises(Exception, match="the first error"):
