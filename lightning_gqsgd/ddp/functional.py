@@ -182,10 +182,10 @@ def all_reduce(
             target, flat = _copied(tensor, out)
         except Exception as error:
             # The other ranks hear of it in what would be the call's agreement. This rank need not wait for them.
-            known.engine.agree(Card(_PURPOSE, {}, str(error)))
+            known.engine.compare(Card(_PURPOSE, {}, str(error)))
             raise
     if known is not None and reductions is None:  # a device of which other ranks might not have a tensor
-        known.engine.agree(Card(_PURPOSE, {**_facts(tensor, config), _NUMBER: number})).wait()
+        known.engine.compare(Card(_PURPOSE, {**_facts(tensor, config), _NUMBER: number})).wait()
     if reductions is None:
         number = 0
         device = tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")

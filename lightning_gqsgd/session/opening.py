@@ -184,7 +184,7 @@ def prepare_later(
         ConfigError: if the ranks' cards differ, or if a rank refuses. It is raised on every rank.
         CollectiveError: if a rank did not arrive in time, or gave no sign of life.
     """
-    engine.agree(card).wait()
+    engine.compare(card).wait()
     with Meeting(card.purpose, [group], engine.communicator.timeout) as meeting:
         engine.connect(config)
         meeting.agree([{}])

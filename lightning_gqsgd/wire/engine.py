@@ -249,8 +249,7 @@ class Engine:
             is_direct = self._is_direct and plan.is_native
             if is_direct and isinstance(request.agreement, Stamp):
                 # No job waits for this comparison, see `wire.direct`. `agreed` waits for it.
-                comparison = self._compare_alone("the comparison of stamps", request.agreement, is_direct=True)
-                self._comparing[request.step] = comparison
+                self._comparing[request.step] = self.compare(request.agreement, is_direct=True)
                 request = request._replace(agreement=None)
             store = request.store or new_store(plan.setting, {}, x.device)
             starts = plan.starts(x, self.rank, request.step, store, counters, self.telemetry)
@@ -293,10 +292,29 @@ class Engine:
                 self._comparing.pop(step).wait()
         return self._stamps.take(until_step)
 
-    def compare(self, stamp: Stamp) -> Job:
-        """Start to compare a stamp over all ranks, between steps. `agreed` returns its numbers once the job is done. If
-        stamps differ, `Job.wait` raises ConfigError; over NCCL, `agreed` raises it."""
-        return self._compare_alone(f"step {stamp.step}", stamp)
+    def compare(
+        self, agreement: Card | Stamp, *, blocks: bool = True, at_once: bool = False, is_direct: bool = False
+    ) -> Job:
+        """Start to compare a card or a stamp over all ranks, without a tensor to reduce. If the card of this rank has
+        an error, the rank need not wait for the job. Once the job is done, `agreed` returns the numbers of a stamp.
+
+        Args:
+            agreement: the card or the stamp.
+            blocks, is_direct: see `Job`.
+            at_once: see `StampCheck.steps`.
+
+        Returns:
+            The job, whose `Job.wait` raises ConfigError if ranks differ, or if a rank refuses; over NCCL, `agreed`
+            raises it for a stamp.
+        """
+        self.check_open()
+        nothing = torch.empty(0, device=self.communicator.control_device)
+        name = agreement.purpose if isinstance(agreement, Card) else f"step {agreement.step}"
+        preface = self._preface(agreement, at_once=at_once)
+        counters = self.telemetry.bucket(0)
+        return self._submit(
+            Job(nothing, [], name, counters, self.telemetry, False, preface, blocks, is_direct=is_direct)
+        )
 
     def compare_first(self, stamp: Stamp) -> None:
         """Compare a stamp over all ranks before this rank sends anything else in the step, because a state was loaded
@@ -308,16 +326,7 @@ class Engine:
         if self.world_size > 1:
             # Not a blocking comparison: after one of those, ranks continue although they differ.
             with suppress(ConfigError, CollectiveError):  # all later jobs fail with that, too
-                self._compare_alone(f"step {stamp.step}", stamp, blocks=False, at_once=True).wait()
-
-    def agree(self, card: Card) -> Job:
-        """Start to compare a card over all ranks. If the card of this rank has an error, the rank need not wait for the
-        job.
-
-        Returns:
-            The job, whose `Job.wait` raises ConfigError if ranks differ, or if a rank refuses.
-        """
-        return self._compare_alone(card.purpose, card)
+                self.compare(stamp, blocks=False, at_once=True).wait()
 
     def check_open(self) -> None:
         """Raise RuntimeError if the engine is closed."""
@@ -419,18 +428,6 @@ class Engine:
             threads=1 if len(starts) == 1 or request.configs[0].remembers else self._threads,
             connections=connections,
             is_direct=is_direct,
-        )
-
-    def _compare_alone(
-        self, name: str, agreement: Card | Stamp, *, blocks: bool = True, at_once: bool = False, is_direct: bool = False
-    ) -> Job:
-        """Start to compare a card or a stamp without a tensor to reduce; see `Job` and `StampCheck.steps`."""
-        self.check_open()
-        nothing = torch.empty(0, device=self.communicator.control_device)
-        preface = self._preface(agreement, at_once=at_once)
-        counters = self.telemetry.bucket(0)
-        return self._submit(
-            Job(nothing, [], name, counters, self.telemetry, False, preface, blocks, is_direct=is_direct)
         )
 
     def _preface(self, agreement: Card | Stamp | None, *, at_once: bool = False) -> Start | None:
