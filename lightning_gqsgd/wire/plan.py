@@ -260,7 +260,7 @@ class ShardPlan(Plan):
         tables = [cut(of_rank, setting.block_size) for of_rank in of_ranks]
         self.nbytes += 3 * sum(table.nbytes for table in tables)
         numel = max(1, setting.piece_size.within(ranks * int(tables[0][:, LENGTH].sum())) // ranks)
-        lengths = [sum(blocks.blocks for blocks in piece) for piece in _cut(of_ranks[0], numel, setting)]
+        lengths = [sum(blocks.blocks for blocks in piece) for piece in _pieces_up_to(numel, of_ranks[0], setting)]
         made: list[_Piece] = []
         for end, length in zip(np.cumsum(lengths), lengths, strict=True):
             blocks = [table[end - length : end] for table in tables]
@@ -426,16 +426,16 @@ def pieces_of(segments: Sequence[Segment], setting: Setting) -> list[list[BlockR
     numel = sum(segment.numel for segment in segments)
     # The backend's own all-reduce gets the whole tensor, so that the result is bit-identical to DDP's.
     at_once = setting.piece_size.within(numel) if setting.reducer.compresses else max(1, numel)
-    return _cut(segments, at_once, setting)
+    return _pieces_up_to(at_once, segments, setting)
 
 
-def _cut(segments: Sequence[Segment], piece_numel: int, setting: Setting) -> list[list[BlockRun]]:
-    """Cut segments into pieces of at most ``piece_numel`` coordinates; see `layout.pieces`."""
+def _pieces_up_to(numel: int, segments: Sequence[Segment], setting: Setting) -> list[list[BlockRun]]:
+    """Returns the result of `pieces_of` for pieces of at most ``numel`` coordinates; see `layout.pieces`."""
     blocks = whole(segments, setting.block_size)
     if setting.scale_rule.per == "bucket":  # one scale, so one piece
         return [blocks] if blocks else []
     whole_parameters = setting.scale_rule.per == "parameter"
-    return pieces(blocks, piece_numel, setting.block_size, whole_parameters=whole_parameters)
+    return pieces(blocks, numel, setting.block_size, whole_parameters=whole_parameters)
 
 
 def _counted(steps: Steps, reducer: HasSteps, counters: BucketCounters) -> Steps:
