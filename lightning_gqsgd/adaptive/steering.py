@@ -133,7 +133,8 @@ class Steering:
         known = len(self.decisions)
         for compared_in in sorted(number for number in self._inbox if number <= step - 2):
             self._use(compared_in, self._inbox.pop(compared_in), step)
-        self.bits = self._fewest() if self.trials is None else self.trials.choose(step, self._plain)
+        if self.trials is not None:
+            self.bits = self.trials.choose(step, self._plain)
         self.count_step()
         self._say_from(known)
         told = (int(is_countable),) if self.gauge is None else self._sums(self.gauge, step)
@@ -181,12 +182,9 @@ class Steering:
         why = self.gauge.describe()
         if self.trials is not None:
             self.trials.permit(self.gauge.allowed, step, why)
-        elif self._fewest() != self.bits:
-            self.bits = self._fewest()
+        elif self.gauge.floor != self.bits:
+            self.bits = self.gauge.floor
             self._changes.append(Decision(step, self.bits, {}, why, dict.fromkeys(self.candidates)))
-
-    def _fewest(self) -> int:
-        return self.bits if self.gauge is None else self.gauge.floor
 
     def _say_from(self, known: int) -> None:
         """Announce the decisions after the first ``known`` ones."""
