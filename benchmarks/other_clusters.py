@@ -138,10 +138,10 @@ def step_of(row: Row) -> Step:
     ring = costs.at(Factors())
     if row.algorithm == "ddp":
         usual_s, ring_s = (predict(line, given, NODES, NATIVE).step_s for given in (costs, ring))
-        return Step(usual_s, ring_s, *interval(line, costs, NODES, NATIVE))
+        return Step(usual_s, ring_s, *interval(costs, lambda at: predict(line, at, NODES, NATIVE).step_s))
     alone = line.at_once()
     share = row.exchanges / row.steps
-    shortest_s, longest_s = interval(alone, costs, NODES, NATIVE)
+    shortest_s, longest_s = interval(costs, lambda at: predict(alone, at, NODES, NATIVE).step_s)
     return Step(
         row.compute_s + share * predict(alone, costs, NODES, NATIVE).step_s,
         row.compute_s + share * predict(alone, ring, NODES, NATIVE).step_s,

@@ -13,7 +13,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.predict.costs import Costs, Link, at_ranks, on_faster_link, on_links
 from lightning_gqsgd.predict.device_times import TRELLIS, codec_of_bits, codec_of_config
-from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, Interval, interval, interval_of
+from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, Interval, interval
 from lightning_gqsgd.predict.model import BF16, NATIVE, Prediction, predict
 from lightning_gqsgd.predict.sharded import ShardedMethod, ShardedModel, predict_sharded
 from lightning_gqsgd.predict.timeline import Timeline
@@ -278,7 +278,7 @@ def with_local_steps(cluster: Cluster) -> Candidate | None:
     alone = line.at_once()
     method = GQSGDConfig(bits=LOCAL_BITS, sample_every=0)
     average = predict(alone, costs, cluster.ranks, method)
-    shortest_s, longest_s = interval(alone, costs, cluster.ranks, method)
+    shortest_s, longest_s = interval(costs, lambda at: predict(alone, at, cluster.ranks, method).step_s)
     share = 1 / LOCAL_STEPS
     step = Prediction(
         step_s=line.compute_s + share * average.step_s,
@@ -299,7 +299,7 @@ def with_intervals(cluster: Cluster, choices: Sequence[Candidate]) -> list[Candi
     costs = cluster.costs_at(cluster.nodes, 1.0)
 
     def interval_around(method: Method) -> Interval:
-        return interval_of(costs, lambda at: cluster.predict(at, cluster.nodes, method).step_s)
+        return interval(costs, lambda at: cluster.predict(at, cluster.nodes, method).step_s)
 
     return [replace(candidate, interval=interval_around(candidate.method)) for candidate in choices]
 

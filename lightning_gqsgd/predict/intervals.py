@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.predict.costs import Costs
-from lightning_gqsgd.predict.model import predict
-from lightning_gqsgd.predict.timeline import Timeline
 
 #: Measured over predicted steps: the 3rd and the 97th percentile over the 64 settings of ``benchmarks/prediction.py``.
 SHORTEST = 0.972
@@ -22,12 +19,7 @@ LONGEST = 1.16
 Interval = tuple[float, float]
 
 
-def interval(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | str) -> Interval:
-    """Returns the interval of a step in seconds; see `model.predict` for the arguments and errors."""
-    return interval_of(costs, lambda at: predict(timeline, at, ranks, method).step_s)
-
-
-def interval_of(costs: Costs, step_at: Callable[[Costs], float]) -> Interval:
+def interval(costs: Costs, step_at: Callable[[Costs], float]) -> Interval:
     """Returns the interval of a step in seconds; ``step_at`` returns the predicted seconds of the step at given
     costs."""
     least, most = (costs, costs) if costs.terms is None else (costs.at(costs.terms.least), costs.at(costs.terms.most))

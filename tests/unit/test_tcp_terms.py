@@ -99,7 +99,7 @@ def test_the_prediction_lies_in_its_interval(method: GQSGDConfig | str, rate: fl
     for device in ("h100", "cpu"):
         costs = costs_of(4, rate * GBIT, device)
         step_s = predict(of(0.05, NUMEL), costs, 4, method).step_s
-        shortest_s, longest_s = interval(of(0.05, NUMEL), costs, 4, method)
+        shortest_s, longest_s = interval(costs, lambda at: predict(of(0.05, NUMEL), at, 4, method).step_s)
         assert shortest_s <= SHORTEST * step_s * (1 + 1e-9)
         assert longest_s >= LONGEST * step_s * (1 - 1e-9)
 
