@@ -34,17 +34,15 @@ from lightning_gqsgd.predict.costs import (
     LATENCY_S,
     Costs,
     Link,
-    bytes_per_second,
     inside_of,
     inside_rate,
-    rate_in_words,
-    seconds,
 )
 from lightning_gqsgd.predict.device_times import codec_of_bits
 from lightning_gqsgd.predict.probe import Probe
 from lightning_gqsgd.predict.sharded import ShardedModel, sharded_model
 from lightning_gqsgd.predict.timeline import Timeline, estimated
 from lightning_gqsgd.sparse.options import tables_of
+from lightning_gqsgd.spec.quantities import bytes_per_second, rate_in_words, seconds
 
 #: The codec whose speed a probe has measured.
 MEASURED = "measured"

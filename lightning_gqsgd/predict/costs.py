@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.meta import Work
 from lightning_gqsgd.predict.tcp import Factors, Terms, terms_of
-from lightning_gqsgd.spec.quantities import RATES, TIMES, quantity
 
 #: Kinds of collectives that have a cost. Sums have one cost for each dtype, because ranks add the numbers.
 KINDS = ("all_to_all", "all_gather", "max", "sum/float32", "sum/bfloat16", "sum/uint8")
@@ -30,12 +29,6 @@ _STANDS_FOR = {
 }
 #: The name of the costs of torch's ``bf16_compress_hook``. It is no codec, but is timed like one.
 BF16_HOOK = "bf16_compress_hook"
-
-#: The smallest and the largest meaningful rate in bits per second, and duration in seconds.
-_RATE_LIMITS = (1.0, 1e18)
-_TIME_LIMITS = (1e-12, 1e6)
-#: Characters of a text that an error message shows at most.
-_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -200,51 +193,6 @@ class Costs:
             "combine": gamma.reduce_s + gamma.encode_s,
         }[work.kind]
         return self.launch_s + each * work.numel
-
-
-def bytes_per_second(text: str, option: str) -> float:
-    """Returns the bytes per second of a rate such as ``"10gbit"``; ``option`` is the source of the text, for messages.
-
-    Raises:
-        ConfigError: if the text is no number with a unit, or if the rate is out of range.
-    """
-    bits = _number(text, option, RATES, "100mbit, 10gbit or 3.2tbit")
-    _check_range(bits, text, option, _RATE_LIMITS, "1bit to 1000000tbit")
-    return bits / 8
-
-
-def seconds(text: str, option: str) -> float:
-    """Returns the seconds of a duration such as ``"50us"``; see `bytes_per_second`."""
-    duration = _number(text, option, TIMES, "50us, 120ms or 1.5s")
-    _check_range(duration, text, option, _TIME_LIMITS, "0.000001us to 1000000s")
-    return duration
-
-
-def rate_in_words(rate: float) -> str:
-    """Returns a rate in bytes per second as text, e.g. ``"10gbit"``."""
-    bits = 8 * rate
-    unit, factor = next(((name, size) for name, size in reversed(RATES.items()) if bits >= size), ("bit", 1))
-    return f"{bits / factor:.3g}{unit}"
-
-
-def _number(text: str, option: str, units: Mapping[str, float], examples: str) -> float:
-    value = quantity(text, units)
-    if value is None:
-        raise ConfigError(f"{option} {_quoted(text)} is not a number and a unit; write e.g. {examples}")
-    if value <= 0:
-        raise ConfigError(f"{option} {_quoted(text)} has to be more than 0; write e.g. {examples}")
-    return value
-
-
-def _check_range(value: float, text: str, option: str, limits: tuple[float, float], words: str) -> None:
-    """Raise ConfigError for a value outside the limits, including infinity."""
-    if not limits[0] <= value <= limits[1]:
-        raise ConfigError(f"{option} {_quoted(text)} is out of range: {words}; write a number in this range")
-
-
-def _quoted(text: str) -> str:
-    """Returns a text in quotes, shortened if it is long."""
-    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
 
 
 def collectives_between(nodes: int, per_node: int, link: Link, inside: Link) -> dict[str, Collective]:

@@ -8,9 +8,9 @@ from typing import IO, Any
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.predict.advice import Candidate, Cluster, Sweeps, break_even
-from lightning_gqsgd.predict.costs import rate_in_words
 from lightning_gqsgd.predict.files import check_writable
 from lightning_gqsgd.predict.model import Prediction
+from lightning_gqsgd.spec.quantities import rate_in_words
 
 _DPI = 150
 _GREY = "#4d4d4d"

@@ -76,8 +76,9 @@ def predicted_steps(
     from omegaconf import OmegaConf
 
     from lightning_gqsgd.predict.advice import Cluster, candidates, over_links
-    from lightning_gqsgd.predict.costs import ESTIMATES, LATENCY_S, Link, bytes_per_second
+    from lightning_gqsgd.predict.costs import ESTIMATES, LATENCY_S, Link
     from lightning_gqsgd.predict.timeline import estimated
+    from lightning_gqsgd.spec.quantities import bytes_per_second
     from recipes.training.building import build_network
 
     try:

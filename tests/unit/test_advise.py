@@ -16,9 +16,10 @@ from lightning_gqsgd.cli.advising import Question
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict import Bucket, Collective, Costs, Gamma, Timeline, advice, models
-from lightning_gqsgd.predict.costs import ESTIMATES, KINDS, bytes_per_second, rate_in_words, seconds
+from lightning_gqsgd.predict.costs import ESTIMATES, KINDS
 from lightning_gqsgd.predict.probe import Probe
 from lightning_gqsgd.presets import LOCAL_PRESETS
+from lightning_gqsgd.spec.quantities import bytes_per_second, rate_in_words, seconds
 from tests.commands import output_of, refusal
 
 HERE = "tests.unit.test_advise"

@@ -8,8 +8,7 @@ import pytest
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.options import parse_time
-from lightning_gqsgd.predict.costs import bytes_per_second, seconds
-from lightning_gqsgd.spec.quantities import RATES, TIMES, quantity
+from lightning_gqsgd.spec.quantities import RATES, TIMES, bytes_per_second, quantity, seconds
 from netlab.errors import NetLabError
 from netlab.units import parse_delays, parse_rate
 
