@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -17,7 +16,7 @@ from lightning_gqsgd import DCPState, LocalSteps
 from lightning_gqsgd.errors import ConfigError
 from tests.distributed.models import fingerprint, mlp, train, wrapped
 from tests.distributed.ranks import logged, run, run_alike
-from tests.integrations.fsdp_models import mesh, quantised, weight_bits
+from tests.integrations.fsdp_models import mesh, needs_fsdp_hooks, quantised, weight_bits
 
 #: What is remembered between steps: by each rank, by owners of stripes, by all, or nothing.
 HOOKS: list[dict[str, Any]] = [
@@ -215,9 +214,7 @@ def _sharded(rank: int, folder: Path) -> list[str]:
     return [*ends, weight_bits(model)]
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"), reason="torch before 2.9"
-)
+@needs_fsdp_hooks
 def test_a_sharded_model_resumes_to_the_same_bits(tmp_path: Path) -> None:
     result = run_alike(_sharded, 2, tmp_path, tmp_path / "checkpoint")
     assert result[0] == result[1]

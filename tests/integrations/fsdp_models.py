@@ -1,18 +1,22 @@
-"""Models that FSDP2 shards, on meshes of CPU ranks, for `test_fsdp` and `test_fsdp_faults`."""
+"""Models that FSDP2 shards, on meshes of CPU ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
 from tests.bits import bits_of
 from tests.distributed.models import loss_of, mlp
+
+#: FSDP2 before torch 2.9 averages by what Gloo does not have, and takes no reduce-scatter and no all-gather.
+needs_fsdp_hooks = pytest.mark.skipif(not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="torch before 2.9")
 
 
 def mesh(replicas: int) -> DeviceMesh:

@@ -12,13 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
-    pytest.skip("FSDP2 before torch 2.9 averages by what Gloo does not have", allow_module_level=True)
-
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_gqsgd.config import ConfigError
@@ -29,6 +24,7 @@ from tests.distributed.ranks import logged, run, run_alike
 from tests.integrations.fsdp_models import (
     gradients,
     mesh,
+    needs_fsdp_hooks,
     once,
     padded,
     quantised,
@@ -36,6 +32,8 @@ from tests.integrations.fsdp_models import (
     sharded,
     weight_bits,
 )
+
+pytestmark = needs_fsdp_hooks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

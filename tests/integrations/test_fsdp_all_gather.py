@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.fsdp
 from torch import Tensor, nn
-
-if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_all_gather"):
-    pytest.skip("FSDP2 before torch 2.9 takes no all-gather", allow_module_level=True)
-
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_gqsgd.config import ConfigError
@@ -23,7 +18,18 @@ from tests.bits import bits_of
 from tests.distributed.models import loss_of, mlp, train
 from tests.distributed.ranks import run
 from tests.errors import error_text
-from tests.integrations.fsdp_models import gradients, mesh, once, padded, relative_errors, sharded, weight_bits
+from tests.integrations.fsdp_models import (
+    gradients,
+    mesh,
+    needs_fsdp_hooks,
+    once,
+    padded,
+    relative_errors,
+    sharded,
+    weight_bits,
+)
+
+pytestmark = needs_fsdp_hooks
 
 GATHERED = {"reduce_scatter": True, "all_gather_bits": 8, "min_numel": 0}
 

@@ -9,15 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.fsdp
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
-    pytest.skip("FSDP2 before torch 2.9 averages by what Gloo does not have", allow_module_level=True)
-
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.frameworks.fsdp import register_gqsgd_fsdp
@@ -25,7 +20,9 @@ from tests.bits import bits_of
 from tests.distributed.models import loss_of, mlp
 from tests.distributed.ranks import logged, run, run_alike
 from tests.errors import error_text
-from tests.integrations.fsdp_models import gradients, mesh, quantised, relative_errors, sharded
+from tests.integrations.fsdp_models import gradients, mesh, needs_fsdp_hooks, quantised, relative_errors, sharded
+
+pytestmark = needs_fsdp_hooks
 
 Change = Callable[[nn.Module], Any]
 

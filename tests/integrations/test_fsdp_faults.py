@@ -13,12 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
 from torch import nn
-
-if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
-    pytest.skip("FSDP2 before torch 2.9 averages by what Gloo does not have", allow_module_level=True)
-
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_gqsgd.config import ConfigError
@@ -27,12 +22,9 @@ from lightning_gqsgd.wire.communicator import CollectiveError
 from tests.distributed.models import mlp, train
 from tests.distributed.ranks import run
 from tests.errors import error_text
-from tests.integrations.fsdp_models import (
-    mesh,
-    once,
-    quantised,
-    sharded,
-)
+from tests.integrations.fsdp_models import mesh, needs_fsdp_hooks, once, quantised, sharded
+
+pytestmark = needs_fsdp_hooks
 
 
 def _errors(rank: int) -> list[str]:

@@ -26,11 +26,10 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.transformers_fsdp import FSDPCallback
 from tests.distributed.models import loss_of, mlp
 from tests.distributed.ranks import run, run_alike
+from tests.integrations.fsdp_models import needs_fsdp_hooks
 from tests.integrations.trainers import trainer_of
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"), reason="torch before 2.9"
-)
+pytestmark = needs_fsdp_hooks
 
 
 @contextlib.contextmanager
