@@ -76,18 +76,17 @@ _MESSAGES = Messages(remedy="register it on a new DistributedDataParallel model"
 class GQSGDState:
     """State of the hook on one DDP model.
 
-    Creating a state is a collective on the model's process group. `register_gqsgd` describes the arguments.
+    `register_gqsgd` creates it and describes the arguments.
     """
 
     def __init__(
         self,
         model: DistributedDataParallel,
         config: GQSGDConfig,
-        timeout: timedelta | None = None,
-        post_local_sgd: PostLocalSGDState | None = None,
-        meeting: Meeting | None = None,
+        timeout: timedelta | None,
+        post_local_sgd: PostLocalSGDState | None,
+        meeting: Meeting,
     ) -> None:
-        check_is_ddp(model)
         self._group = model.process_group
         self._device = device_of(model)
         self._timeout = timeout
@@ -95,44 +94,43 @@ class GQSGDState:
         self._post_local_sgd = post_local_sgd
         self._steps = StepCounter()
         self._handed_over = 0  # number of parameters whose gradients DDP has handed over in this step
-        with meeting or self._meeting("register_gqsgd") as start:
-            check_model(model)
-            (layout,) = layouts(start, self._device)
-            check_tables(model, config, post_local_sgd)
-            check_group(post_local_sgd, model)
-            ranks = dist.get_world_size(self._group)
-            named = dict(model.module.named_parameters())
-            numbered = number_parameters(named, config)
-            dtypes = dtypes_of(model)
-            numel = sum(entry.numel for entry in numbered if not entry.raw)
-            fit = fitted(config, layout, numel, dtypes[0])
-            config = fit.config
-            self._note = fit.note
-            says = dist.get_rank(self._group) == 0
-            steering = self._steering = Steering(config, ranks, says=says) if config.chooses_bits else None
-            by_bits = resolve_each(config, ranks) if steering is None else steering.candidates
-            self._candidates = list(by_bits.values())
-            # Candidates take turns in steps, while configurations by name share each step.
-            self._configs = tuple(self._candidates if steering is None else self._candidates[:1])
-            # Otherwise the backend's own all-reduce averages all gradients.
-            self._compresses = any(REDUCERS[config.reducer].compresses for config in self._configs)
-            choices = {bits: number for number, bits in enumerate(by_bits)}
-            setting = setting_of(self.config, ranks, dtypes[0])
-            self._parameters = NumberedParameters(numbered, named.values(), choices, setting, self._device)
-            one_or_all = config if len(self._candidates) > 1 else self.config
-            self._facts = facts_of(one_or_all, own_facts(config, model, numbered, post_local_sgd))
-            self._digest = digest_of_facts(self._facts)
-            tables = tables_of(model.module, frozen=True)
-            sends_rows = bool(tables) and config.sparse != "refuse"
-            # The calling thread starts all collectives of a step, or none. For post-local SGD, steps have a stamp.
-            is_native = not self._compresses and post_local_sgd is None
-            direct = not sends_rows and (steering is not None or is_native)
-            sides = [Side(self._group, self._facts, self._candidates, direct=direct)]
-            prepare = partial(self._prepare, list(tables.values()), dtypes[0])
-            with open_engines(
-                start, sides, self._device, timeout=timeout, messages=_MESSAGES, dtypes=dtypes, prepare=prepare
-            ) as (self._engine,):
-                self._attach(model, is_countable=False)
+        check_model(model)
+        (layout,) = layouts(meeting, self._device)
+        check_tables(model, config, post_local_sgd)
+        check_group(post_local_sgd, model)
+        ranks = dist.get_world_size(self._group)
+        named = dict(model.module.named_parameters())
+        numbered = number_parameters(named, config)
+        dtypes = dtypes_of(model)
+        numel = sum(entry.numel for entry in numbered if not entry.raw)
+        fit = fitted(config, layout, numel, dtypes[0])
+        config = fit.config
+        self._note = fit.note
+        says = dist.get_rank(self._group) == 0
+        steering = self._steering = Steering(config, ranks, says=says) if config.chooses_bits else None
+        by_bits = resolve_each(config, ranks) if steering is None else steering.candidates
+        self._candidates = list(by_bits.values())
+        # Candidates take turns in steps, while configurations by name share each step.
+        self._configs = tuple(self._candidates if steering is None else self._candidates[:1])
+        # Otherwise the backend's own all-reduce averages all gradients.
+        self._compresses = any(REDUCERS[config.reducer].compresses for config in self._configs)
+        choices = {bits: number for number, bits in enumerate(by_bits)}
+        setting = setting_of(self.config, ranks, dtypes[0])
+        self._parameters = NumberedParameters(numbered, named.values(), choices, setting, self._device)
+        one_or_all = config if len(self._candidates) > 1 else self.config
+        self._facts = facts_of(one_or_all, own_facts(config, model, numbered, post_local_sgd))
+        self._digest = digest_of_facts(self._facts)
+        tables = tables_of(model.module, frozen=True)
+        sends_rows = bool(tables) and config.sparse != "refuse"
+        # The calling thread starts all collectives of a step, or none. For post-local SGD, steps have a stamp.
+        is_native = not self._compresses and post_local_sgd is None
+        direct = not sends_rows and (steering is not None or is_native)
+        sides = [Side(self._group, self._facts, self._candidates, direct=direct)]
+        prepare = partial(self._prepare, list(tables.values()), dtypes[0])
+        with open_engines(
+            meeting, sides, self._device, timeout=timeout, messages=_MESSAGES, dtypes=dtypes, prepare=prepare
+        ) as (self._engine,):
+            self._attach(model, is_countable=False)
 
     def _prepare(self, tables: list[Tensor], dtype: torch.dtype, engine: Engine) -> None:
         """Make the parts for sparse gradients and for the noise of dense ones, and compile their kernels."""

@@ -114,9 +114,7 @@ class _Collective:
 
 
 class GQSGDFSDPState:
-    """State of the hooks on one model; see `register_gqsgd_fsdp`.
-
-    Creating it is a collective over all ranks among which the model is sharded and replicated.
+    """State of the hooks on one model, which `register_gqsgd_fsdp` creates.
 
     Attributes:
         config: the configuration, as requested.
