@@ -62,12 +62,12 @@ class Profile:
     Attributes:
         stages: from the first stage to the last one.
         last: the work after the last exchange.
-        is_preface: whether the piece compares stamps and no piece waits for it.
+        is_agreement: whether the piece compares stamps and no piece waits for it.
     """
 
     stages: tuple[Stage, ...]
     last: tuple[Work, ...]
-    is_preface: bool = False
+    is_agreement: bool = False
 
     @property
     def sent_bytes(self) -> int:
@@ -81,7 +81,7 @@ class Profile:
         return sum(message.sent_bytes for message in messages if message.scope.kind == "node")
 
 
-def profile_of(start: Callable[[], Steps], ranks: int, *, is_preface: bool = False) -> Profile:
+def profile_of(start: Callable[[], Steps], ranks: int, *, is_agreement: bool = False) -> Profile:
     """Returns the profile of the steps of rank 0 that a function starts."""
     stages = []
     with noting() as works, _Traffic(), closing(start()) as steps:
@@ -93,9 +93,9 @@ def profile_of(start: Callable[[], Steps], ranks: int, *, is_preface: bool = Fal
             needed = [exchange for exchange in exchanges if exchange.input.numel() or exchange.splits]
             stages.append(Stage(tuple(works), tuple(message_of(exchange, 0, ranks) for exchange in needed)))
             works.clear()
-            if is_preface:
+            if is_agreement:
                 break  # the next step reads numbers, which do not exist on "meta"
-        return Profile(tuple(stages), tuple(works), is_preface)
+        return Profile(tuple(stages), tuple(works), is_agreement)
 
 
 def bucket_profiles(setting: Setting, segments: Sequence[Segment]) -> tuple[tuple[Profile, ...], int]:
@@ -175,7 +175,7 @@ def plan_profiles(plan: Plan, store: MemoryStore | None = None) -> tuple[Profile
 def stamp_profile(ranks: int) -> Profile:
     """Returns the profile of the comparison of stamps that every step has."""
     steps = partial(StampCheck(ranks, torch.device("cpu")).steps, Stamp(0, 0, 0))
-    return profile_of(steps, ranks, is_preface=True)
+    return profile_of(steps, ranks, is_agreement=True)
 
 
 def bf16_hook_profile(numel: int, ranks: int) -> Profile:

@@ -122,8 +122,8 @@ class _Piece:
     blocks: bool = False
 
     def __post_init__(self) -> None:
-        self.is_preface = self.profile.is_preface
-        self.stage = 0 if self.is_preface else 1
+        self.is_agreement = self.profile.is_agreement
+        self.stage = 0 if self.is_agreement else 1
         self._stages = iter(self.profile.stages)
 
     def take(self) -> Stage:

@@ -58,7 +58,7 @@ class DirectRunner:
             job.finish(communicator.describe(error, f"{job.name}, after an earlier failure,"))
             return
         try:
-            start = job.pieces[0] if job.pieces else job.preface
+            start = job.pieces[0] if job.pieces else job.agreement
             assert start is not None
             steps = start()
             (exchange,) = next(steps)

@@ -310,11 +310,9 @@ class Engine:
         self.check_open()
         nothing = torch.empty(0, device=self.communicator.control_device)
         name = agreement.purpose if isinstance(agreement, Card) else f"step {agreement.step}"
-        preface = self._preface(agreement, at_once=at_once)
+        start = self._comparison(agreement, at_once=at_once)
         counters = self.telemetry.bucket(0)
-        return self._submit(
-            Job(nothing, [], name, counters, self.telemetry, False, preface, blocks, is_direct=is_direct)
-        )
+        return self._submit(Job(nothing, [], name, counters, self.telemetry, False, start, blocks, is_direct=is_direct))
 
     def compare_first(self, stamp: Stamp) -> None:
         """Compare a stamp over all ranks before this rank sends anything else in the step, because a state was loaded
@@ -420,8 +418,8 @@ class Engine:
             counters,
             self.telemetry,
             request.ends_step,
-            preface=self._preface(request.agreement),  # also for an empty tensor: other ranks' may have elements
-            preface_blocks=is_card or request.is_special,
+            agreement=self._comparison(request.agreement),  # also for an empty tensor: other ranks' may have elements
+            agreement_blocks=is_card or request.is_special,
             watch=request.watch,
             kept_if_refused=is_card,
             # Pieces of one parameter share its memory. A single piece cannot be shared among threads.
@@ -430,7 +428,7 @@ class Engine:
             is_direct=is_direct,
         )
 
-    def _preface(self, agreement: Card | Stamp | None, *, at_once: bool = False) -> Start | None:
+    def _comparison(self, agreement: Card | Stamp | None, *, at_once: bool = False) -> Start | None:
         """Returns a function that starts the steps that compare a card or a stamp; None if there is nothing to
         compare."""
         if agreement is None or self.world_size == 1:

@@ -82,9 +82,9 @@ class Job:
         counters: counters of the bucket, to which times are added.
         telemetry: counters of the process, to which times are added.
         ends_step: whether the tensor is the last one of its step.
-        preface: a function that starts the steps of an agreement. The job does not complete before the agreement. None
-            if there is nothing to agree on.
-        preface_blocks: whether the agreement has to end before the first piece starts.
+        agreement: a function that starts the steps of an agreement, which compare a card or a stamp. The job does not
+            complete before them. None if there is nothing to agree on.
+        agreement_blocks: whether these steps have to end before the first piece starts.
         watch: a function that is called with the tensor once it is the mean, before the job completes; None if there is
             none.
         kept_if_refused: whether the tensor stays unchanged if ranks do not agree, which ends the job before anything is
@@ -102,8 +102,8 @@ class Job:
     counters: BucketCounters
     telemetry: Telemetry
     ends_step: bool
-    preface: Start | None = None
-    preface_blocks: bool = True
+    agreement: Start | None = None
+    agreement_blocks: bool = True
     watch: Callable[[Tensor], None] | None = None
     kept_if_refused: bool = False
     threads: int = 1
@@ -118,7 +118,7 @@ class Job:
         self._submitted = time.perf_counter()
         self._arrived = moment(self.tensor.device)
         self._stream: torch.cuda.Stream | None = None
-        self.left = len(self.pieces) + (self.preface is not None)
+        self.left = len(self.pieces) + (self.agreement is not None)
 
     @property
     def future(self) -> torch.futures.Future[Tensor]:
@@ -201,7 +201,7 @@ class _Piece:
     Attributes:
         job: the job that it belongs to.
         stage: stage of the next exchange.
-        is_preface: whether it is the job's agreement.
+        is_agreement: whether it is the job's agreement.
         blocks: whether the piece is the agreement, and the job's other pieces wait for it.
         works: the collectives of the latest stage.
         waiting_for: how many of them are still under way, or 1 while a worker computes.
@@ -215,8 +215,8 @@ class _Piece:
         self.job = job
         self.stage = stage
         self.turn = turn
-        self.is_preface = stage == 0
-        self.blocks = self.is_preface and job.preface_blocks
+        self.is_agreement = stage == 0
+        self.blocks = self.is_agreement and job.agreement_blocks
         self.works: list[dist.Work] = []
         self.waiting_for = 0
         self.is_through = False
@@ -269,7 +269,7 @@ class _Piece:
     @property
     def can_resume(self) -> bool:
         """Returns whether `resume` may be called now, because it would do no computation that is left to workers."""
-        return self.job.threads == 1 or self.is_preface or self._computed is not None
+        return self.job.threads == 1 or self.is_agreement or self._computed is not None
 
     def _compute(self) -> _Outcome:
         begun = time.perf_counter()
@@ -308,14 +308,14 @@ class _Outcome(NamedTuple):
 
 
 def _pieces_of(job: Job, communicator: Communicator) -> list[_Piece]:
-    """Returns the preface, at stage 0, and the pieces, from stage 1 on.
+    """Returns the agreement, at stage 0, and the pieces, from stage 1 on.
 
     Jobs come in the same order on every rank, so a piece has the same turn on every rank.
     """
-    preface = [] if job.preface is None else [_Piece(job, job.preface, 0)]
+    agreement = [] if job.agreement is None else [_Piece(job, job.agreement, 0)]
     count = len(job.pieces)
     turns = communicator.turns(count, job.connections) if job.connections > 1 else [0] * count
-    return preface + [_Piece(job, start, 1, turn) for start, turn in zip(job.pieces, turns, strict=True)]
+    return agreement + [_Piece(job, start, 1, turn) for start, turn in zip(job.pieces, turns, strict=True)]
 
 
 class Runner(Protocol):
@@ -365,9 +365,9 @@ class StreamRunner:
         piece = pieces[0]
         error = None
         try:
-            # The preface runs alone, before any piece starts: ranks that do not agree must not have sent messages of
+            # The agreement runs alone, before any piece starts: ranks that do not agree must not have sent messages of
             # different sizes, and all ranks need the same order of collectives.
-            if job.preface is not None:
+            if job.agreement is not None:
                 with self._context_beside(job):
                     while piece.resume(communicator):
                         pass
@@ -383,7 +383,7 @@ class StreamRunner:
 
     def _context_beside(self, job: Job) -> AbstractContextManager[object]:
         """Returns the context of an agreement: its own stream, unless all work of the job waits for it."""
-        if job.preface_blocks or not job.tensor.is_cuda:
+        if job.agreement_blocks or not job.tensor.is_cuda:
             return job.context()
         self._beside = self._beside or torch.cuda.Stream(job.tensor.device, HIGH_PRIORITY)
         # A stamp has weights that the caller's stream has read.
@@ -572,7 +572,7 @@ def _refusal(communicator: Communicator, pieces: Iterable[_Piece]) -> ConfigErro
     """
     until = time.monotonic() + REFUSAL_S
     for piece in pieces:
-        if not piece.is_preface or not piece.waiting_for:
+        if not piece.is_agreement or not piece.waiting_for:
             continue
         futures = [work.get_future() for work in piece.works]
         while not all(future.done() for future in futures):
@@ -609,7 +609,7 @@ def computable(lane: deque[_Piece]) -> list[_Piece]:
     for piece in window:
         if piece.blocks:
             break  # the agreement decides whether the pieces after it are computed at all
-        may_compute = not piece.is_preface and piece.job.threads > busy + len(found)
+        may_compute = not piece.is_agreement and piece.job.threads > busy + len(found)
         if may_compute and piece.job.threads > 1 and piece.wants_computing:
             found.append(piece)
     return found
@@ -625,7 +625,7 @@ class Underway(Protocol):
     stage: int
     waiting_for: int
     is_through: bool
-    is_preface: bool
+    is_agreement: bool
     blocks: bool
 
 
@@ -653,7 +653,7 @@ def ready(lane: deque[P]) -> Iterator[P]:
     for number, piece in enumerate(lane):
         if number == MAX_UNDER_WAY:
             return
-        waits_for_nobody = piece.is_preface and not piece.blocks
+        waits_for_nobody = piece.is_agreement and not piece.blocks
         if not piece.waiting_for and (waits_for_nobody or ahead is None or ahead.stage > piece.stage):
             yield piece
         if not waits_for_nobody:  # nor does another piece wait for it

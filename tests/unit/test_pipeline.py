@@ -76,9 +76,9 @@ def piece(number: int, stages: int = 2, fails_in: int | None = None) -> Callable
     return steps
 
 
-def job(pieces: list[Callable[[], Steps]], name: str = "bucket", preface: Callable[[], Steps] | None = None) -> Job:
+def job(pieces: list[Callable[[], Steps]], name: str = "bucket", agreement: Callable[[], Steps] | None = None) -> Job:
     telemetry = Telemetry()
-    one = Job(torch.zeros(3), pieces, name, BucketCounters(), telemetry, ends_step=True, preface=preface)
+    one = Job(torch.zeros(3), pieces, name, BucketCounters(), telemetry, ends_step=True, agreement=agreement)
     one.threads = THREADS.get()
     return one
 
@@ -89,7 +89,7 @@ THREADS: ContextVar[int] = ContextVar("THREADS", default=1)
 
 def agreeing_job(first: int) -> Job:
     """Three pieces, the first of which begins with an agreement."""
-    return job([piece(first + number) for number in range(3)], preface=piece(first, stages=1))
+    return job([piece(first + number) for number in range(3)], agreement=piece(first, stages=1))
 
 
 @pytest.fixture(params=[1, 3], ids=["one thread", "three workers"])
@@ -200,8 +200,8 @@ def refusing() -> Steps:
 def test_a_lost_connection_is_not_the_cause_where_a_rank_has_refused(sequencer: Sequencer) -> None:
     """The rank that refuses closes its connections, which this one may notice before it has read the stamps."""
     wire = FakeCommunicator()
-    one = job([piece(0), piece(1)], preface=refusing)
-    one.preface_blocks = False
+    one = job([piece(0), piece(1)], agreement=refusing)
+    one.agreement_blocks = False
     sequencer.submit(wire, one)  # type: ignore[arg-type]
     works = wire.wait_for(3)
     assert wire.started[0] == (0, 9)
@@ -217,8 +217,8 @@ def test_a_lost_connection_is_the_cause_where_ranks_agree(
 ) -> None:
     monkeypatch.setattr(pipeline, "REFUSAL_S", 0.05)
     wire = FakeCommunicator()
-    one = job([piece(0), piece(1)], preface=piece(9, stages=1))
-    one.preface_blocks = False
+    one = job([piece(0), piece(1)], agreement=piece(9, stages=1))
+    one.agreement_blocks = False
     sequencer.submit(wire, one)  # type: ignore[arg-type]
     works = wire.wait_for(3)
     works[1].complete(RuntimeError("connection closed"))

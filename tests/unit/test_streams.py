@@ -117,8 +117,8 @@ def test_what_ranks_only_compare_is_exchanged_beside_the_first_encoding(cuda: Fa
     runner = StreamRunner([cuda.new_stream()])  # type: ignore[list-item]
     for _ in range(2):
         one = job(wire, 0)
-        one.preface = compared
-        one.preface_blocks = blocks
+        one.agreement = compared
+        one.agreement_blocks = blocks
         runner.submit(wire, one)  # type: ignore[arg-type]
     where = "own 0" if blocks else "own 1"
     assert len(cuda.made) == (1 if blocks else 2)
