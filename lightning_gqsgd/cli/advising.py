@@ -20,6 +20,7 @@ from lightning_gqsgd.predict.advice import (
     FEWEST_BITS,
     Candidate,
     Cluster,
+    CostsAt,
     Sweeps,
     advice_on_local_steps,
     break_even,
@@ -141,7 +142,7 @@ class Question:
                 f"--forward {self.forward} has no effect without --backward; give both, or neither to take the probe's"
             )
 
-    def _network(self, codec: str, probe: Probe | None, per_node: int) -> tuple[Any, float | None]:
+    def _network(self, codec: str, probe: Probe | None, per_node: int) -> tuple[CostsAt, float | None]:
         """Returns `Cluster.costs_at` and `Cluster.link`.
 
         Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -46,9 +45,10 @@ MOST_SAMPLES = 1_000_000
 SWEEP_NODES = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 RATE_FACTORS = tuple(10 ** (step / 8) for step in range(-16, 17))
 
-
 #: A way of training: under DDP, see `model.predict`; or under FSDP2.
 Method = GQSGDConfig | str | ShardedMethod
+#: Returns the costs at a number of nodes, with the rate of links multiplied by a factor.
+CostsAt = Callable[[int, float], Costs]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Cluster:
 
     Attributes:
         timeline: the timeline of each rank.
-        costs_at: function that returns the costs at a number of nodes, with the rate of links multiplied by a factor.
+        costs_at: see `CostsAt`.
         nodes: number of nodes.
         per_node: ranks on each node.
         batch: number of samples of each rank in a step; None if unknown.
@@ -68,7 +68,7 @@ class Cluster:
     """
 
     timeline: Timeline
-    costs_at: Callable[[int, float], Costs]
+    costs_at: CostsAt
     nodes: int
     per_node: int
     batch: int | None
@@ -161,7 +161,7 @@ class Candidate:
         return f"bits={self.method.bits}{codec}{reducer}"
 
 
-def over_links(costs: Costs, per_node: int, link: Link, inside: Link) -> Any:
+def over_links(costs: Costs, per_node: int, link: Link, inside: Link) -> CostsAt:
     """Returns the function `Cluster.costs_at` for links with given rates; for ``costs``, see `costs.on_links`."""
 
     def costs_at(nodes: int, factor: float) -> Costs:
@@ -171,7 +171,7 @@ def over_links(costs: Costs, per_node: int, link: Link, inside: Link) -> Any:
     return costs_at
 
 
-def over_probe(costs: Costs, measured_ranks: int, per_node: int) -> Any:
+def over_probe(costs: Costs, measured_ranks: int, per_node: int) -> CostsAt:
     """Returns the function `Cluster.costs_at` for a measured link."""
 
     def costs_at(nodes: int, factor: float) -> Costs:
