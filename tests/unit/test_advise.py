@@ -13,13 +13,11 @@ import torch
 from torch import nn
 
 from lightning_gqsgd.cli.advising import Question
-from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict import Bucket, Collective, Costs, Gamma, Timeline, advice, models
 from lightning_gqsgd.predict.costs import ESTIMATES, KINDS
 from lightning_gqsgd.predict.probe import Probe
 from lightning_gqsgd.presets import LOCAL_PRESETS
-from lightning_gqsgd.spec.quantities import bytes_per_second, rate_in_words, seconds
 from tests.commands import output_of, refusal
 
 HERE = "tests.unit.test_advise"
@@ -306,15 +304,6 @@ def test_a_file_that_is_no_probe_of_this_version_is_refused(tmp_path: Path, text
 def test_a_model_that_the_probe_does_not_have_is_asked_for(tmp_path: Path) -> None:
     _probe(tmp_path / "p.json")
     assert "(the probe has mine)" in _refusal("--probe", str(tmp_path / "p.json"), "--model", "torchvision:resnet18")
-
-
-def test_rates_and_durations_have_units() -> None:
-    assert bytes_per_second("10gbit", "--link") == 1.25e9
-    assert bytes_per_second("2.5 Gbit", "--link") == pytest.approx(0.3125e9)
-    assert rate_in_words(1.25e9) == "10gbit"
-    assert [seconds(text, "-t") for text in ("50us", "120ms", "1.5s")] == pytest.approx([5e-5, 0.12, 1.5])
-    with pytest.raises(ConfigError, match="is not a number and a unit"):
-        seconds("1d", "-t")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.options import parse_time
-from lightning_gqsgd.spec.quantities import RATES, TIMES, bytes_per_second, quantity, seconds
+from lightning_gqsgd.spec.quantities import RATES, TIMES, bytes_per_second, quantity, rate_in_words, seconds
 from netlab.errors import NetLabError
 from netlab.units import parse_delays, parse_rate
 
@@ -44,6 +44,7 @@ def test_long_times_and_rates_have_units() -> None:
     assert [quantity(text, TIMES) for text in ("2min", "1.5h")] == [120.0, 5400.0]
     assert [quantity(text, RATES) for text in ("100mbit", "2.5 Gbit", "3.2tbit")] == [1e8, 2.5e9, 3.2e12]
     assert quantity("100mbit", TIMES) is quantity("5s", RATES) is None
+    assert rate_in_words(1.25e9) == "10gbit"
     assert parse_rate("2.5 Gbit") == 8 * bytes_per_second("2.5 Gbit", "--link") == 2.5e9
     with pytest.raises(NetLabError, match="out of range"):
         parse_rate("9" * 400 + "gbit")
