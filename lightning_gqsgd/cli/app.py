@@ -248,7 +248,7 @@ def probe(
         chosen = [] if model is None else ["--model", model]
         samples = [] if batch is None else ["--batch", str(batch)]
         _run_as_ranks(procs, ["probe", "--output", str(output), *samples, *widths, *chosen])
-        made = probing.run_rank(bits or [8, 4, 3, 2], model, batch)
+        made = probing.run_rank(bits, model, batch)
         if made is not None:
             probing.save(made, output)
             for table in probing.tables(made):

@@ -16,7 +16,7 @@ from lightning_gqsgd.cli.ranks import joined_ranks
 from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.predict import models
-from lightning_gqsgd.predict.advice import check_batch
+from lightning_gqsgd.predict.advice import BITS, check_batch
 from lightning_gqsgd.predict.files import check_writable
 from lightning_gqsgd.predict.probe import Probe, measure, to_rows
 from lightning_gqsgd.predict.recording import Recorder
@@ -64,8 +64,9 @@ def save(probe: Probe, output: Path) -> None:
         ) from None
 
 
-def run_rank(bits: Sequence[int], model: str | None, batch: int | None) -> Probe | None:
-    """Measure as one of a launcher's ranks. Returns the probe on rank 0, and None on the others.
+def run_rank(bits: Sequence[int] | None, model: str | None, batch: int | None) -> Probe | None:
+    """Measure as one of a launcher's ranks. Returns the probe on rank 0, and None on the others. If ``bits`` is None,
+    those that `gqsgd advise` compares are timed.
 
     Raises:
         ConfigError: one rank, a model that cannot be built, or a variable of the launcher that has no number.
@@ -74,7 +75,7 @@ def run_rank(bits: Sequence[int], model: str | None, batch: int | None) -> Probe
     with joined_ranks() as device:
         console = Console(stderr=True, quiet=dist.get_rank() != 0)
         with waiting.status("measuring links and kernels", console) as say:
-            probe = measure(device, "gqsgd probe", bits, per_node)
+            probe = measure(device, "gqsgd probe", bits or BITS, per_node)
             if model is not None:
                 probe = replace(probe, timelines=(timeline_of(model, batch, device, say),))
         return probe if dist.get_rank() == 0 else None

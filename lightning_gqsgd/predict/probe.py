@@ -168,7 +168,7 @@ def _costs_of(values: object, source: str) -> Costs:
     )
 
 
-def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), per_node: int = 1) -> Probe:
+def measure(device: torch.device, key: str, bits: Sequence[int], per_node: int = 1) -> Probe:
     """Measure this device and the network between the ranks of the default process group. A collective.
 
     Args:
