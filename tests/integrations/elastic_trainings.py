@@ -107,6 +107,7 @@ def terminated(_: int, lighthouse: str, folder: str, hook: str) -> dict[str, Any
     import lightning.pytorch as pl
 
     from lightning_gqsgd import GQSGDStrategy
+    from tests.integrations.loops import QUIET
 
     _join(0, lighthouse)
 
@@ -131,18 +132,7 @@ def terminated(_: int, lighthouse: str, folder: str, hook: str) -> dict[str, Any
 
     module = Module()
     strategy = GQSGDStrategy(local_steps="1h", elastic=True, delay=1, bits=4, validate_at="anchor", timeout="5s")
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        num_sanity_val_steps=0,
-        default_root_dir=folder,
-    )
+    trainer = pl.Trainer(strategy=strategy, default_root_dir=folder, **{**QUIET, "devices": 1, "max_epochs": 2})
     exits: Any = "none"
     try:
         trainer.fit(module, batches(0), batches(9))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_gqsgd import GQSGDFabricStrategy, GQSGDKwargs, GQSGDStrategy
 from tests.distributed.models import fingerprint
 from tests.distributed.ranks import run
+from tests.integrations.loops import QUIET
 
 FIELDS: dict[str, Any] = {"sparse": "gather", "min_numel": 1, "bits": 4}
 
@@ -48,18 +49,7 @@ def _batches() -> list[Tensor]:
 
 def _lightning(rank: int) -> list[str]:
     strategy = GQSGDStrategy(**FIELDS)
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        gradient_clip_val=0.01,
-        accumulate_grad_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = pl.Trainer(strategy=strategy, gradient_clip_val=0.01, accumulate_grad_batches=2, **QUIET)
     module = Module()
     before = fingerprint(module)
     trainer.fit(module, torch.utils.data.DataLoader(_batches(), batch_size=None))  # type: ignore[arg-type]
