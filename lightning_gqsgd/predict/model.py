@@ -9,9 +9,10 @@ equal. Collectives that are under way together take turns on the link, although 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
@@ -87,7 +88,7 @@ def predict(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | 
     """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks} must be at least 1")
-    profiles, sent = _profiles(timeline, costs, ranks, method) if ranks > 1 else ([() for _ in timeline.buckets], 0)
+    profiles = _profiles(timeline, costs, ranks, method) if ranks > 1 else [() for _ in timeline.buckets]
     clock = Clock(costs.cores)
     backward = Resource(clock, "backward")
     network = Network(clock, costs, has_backward=timeline.backward_s > 0)
@@ -109,46 +110,36 @@ def predict(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | 
     step = reduced + timeline.update_s
     if timeline.update_s:
         clock.events.append(Event("backward", "optimizer", -1, -1, reduced, step))
-    inside = sum(profile.node_bytes for bucket in profiles for profile in bucket)
-    return prediction_of(clock.events, step, timeline.compute_s, sent, inside)
+    return prediction_of(clock.events, step, timeline.compute_s, chain.from_iterable(profiles))
 
 
-def prediction_of(
-    events: Sequence[Event], step_s: float, compute_s: float, sent_bytes: int, node_bytes: int
-) -> Prediction:
-    """Returns the prediction of a step with given tasks; for the other arguments, see `Prediction`."""
+def prediction_of(events: Sequence[Event], step_s: float, compute_s: float, profiles: Iterable[Profile]) -> Prediction:
+    """Returns the prediction of a step with given tasks and pieces; for the other arguments, see `Prediction`."""
+    pieces = [profile for profile in profiles if not profile.is_agreement]
     return Prediction(
         step_s=step_s,
         compute_s=compute_s,
         codec_s=_busy(events, lambda name: name == "codec" or name.startswith("stream")),
         wire_s=_busy(events, lambda name: name in LINKS),
         exposed_s=step_s - compute_s,
-        sent_bytes=sent_bytes,
+        sent_bytes=sum(profile.sent_bytes for profile in pieces),
         events=tuple(sorted(events, key=lambda event: event.start_s)),
-        node_bytes=node_bytes,
+        node_bytes=sum(profile.node_bytes for profile in pieces),
     )
 
 
-def _profiles(
-    timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | str
-) -> tuple[list[tuple[Profile, ...]], int]:
-    """Returns the profiles of the pieces of each bucket, and the bytes that a rank sends in a step."""
+def _profiles(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | str) -> list[tuple[Profile, ...]]:
+    """Returns the profiles of the pieces of each bucket."""
     if method == BF16:
-        hooks = [bf16_hook_profile(bucket.numel, ranks) for bucket in timeline.buckets]
-        return [(profile,) for profile in hooks], sum(profile.sent_bytes for profile in hooks)
+        return [(bf16_hook_profile(bucket.numel, ranks),) for bucket in timeline.buckets]
     if isinstance(method, str) and method != NATIVE:
         raise ConfigError(f"method={method!r} is not 'native', 'bf16' or a GQSGDConfig")
     config = resolve(GQSGDConfig(reducer="native") if isinstance(method, str) else method, ranks)
     setting = setting_of(config, ranks, timeline.dtype, piece_size_of(costs, config.num_bits))
-    several = []
-    sent = 0
-    for bucket in timeline.buckets:
-        profiles, nbytes = _bucket(setting, bucket.segments)
-        several.append(profiles)
-        sent += nbytes
+    several = [_bucket(setting, bucket.segments) for bucket in timeline.buckets]
     if setting.reducer.compresses:
         several[0] = (stamp_profile(ranks), *several[0])
-    return several, sent
+    return several
 
 
 def piece_size_of(costs: Costs, bits: int) -> PieceSize:
@@ -161,7 +152,7 @@ def piece_size_of(costs: Costs, bits: int) -> PieceSize:
 
 
 @lru_cache(maxsize=1 << 14)
-def _bucket(setting: Setting, segments: tuple[Segment, ...]) -> tuple[tuple[Profile, ...], int]:
+def _bucket(setting: Setting, segments: tuple[Segment, ...]) -> tuple[Profile, ...]:
     return bucket_profiles(setting, segments)
 
 

@@ -98,8 +98,8 @@ def profile_of(start: Callable[[], Steps], ranks: int, *, is_agreement: bool = F
         return Profile(tuple(stages), tuple(works), is_agreement)
 
 
-def bucket_profiles(setting: Setting, segments: Sequence[Segment]) -> tuple[tuple[Profile, ...], int]:
-    """Returns the profiles of a bucket's pieces, and the bytes that a rank sends for the bucket by its `plan.Plan`.
+def bucket_profiles(setting: Setting, segments: Sequence[Segment]) -> tuple[Profile, ...]:
+    """Returns the profiles of a bucket's pieces.
 
     Args:
         setting: reducer, codec, dtype and number of ranks. All ranks are assumed to be like rank 0.
@@ -123,8 +123,7 @@ def bucket_profiles(setting: Setting, segments: Sequence[Segment]) -> tuple[tupl
         return _profiles_of_plan(segments, setting)
     alike = setting.reducer.alike
     pieces = (_Piece(setting, alike(blocks, setting), tuple(blocks)) for blocks in pieces_of(segments, setting))
-    several = [_of_piece(piece) for piece in pieces]
-    return tuple(profile for profile, _ in several), sum(nbytes for _, nbytes in several)
+    return tuple(map(_of_piece, pieces))
 
 
 @dataclass(frozen=True)
@@ -143,24 +142,23 @@ class _Piece:
 
 
 @lru_cache(maxsize=1 << 14)
-def _of_piece(piece: _Piece) -> tuple[Profile, int]:
-    """Returns the profile of a piece and of all equal pieces, and the bytes that a rank sends for it."""
+def _of_piece(piece: _Piece) -> Profile:
+    """Returns the profile of a piece and of all equal pieces."""
     setting = piece.setting
     reducer = setting.reducer(table_of(piece.blocks, setting.block_size), setting)
     x = torch.empty(sum(run.numel for run in piece.blocks), dtype=setting.dtype, device=META)
     store = new_store(setting, {}, META)
     start = partial(reduced, reducer, x, 0, StepKeys.of(setting.seed, 0, setting.ranks), store)
-    return profile_of(start, setting.ranks), reducer.sent_bytes
+    return profile_of(start, setting.ranks)
 
 
-def _profiles_of_plan(segments: Sequence[Segment], setting: Setting) -> tuple[tuple[Profile, ...], int]:
+def _profiles_of_plan(segments: Sequence[Segment], setting: Setting) -> tuple[Profile, ...]:
     """Returns the result of `bucket_profiles`, computed from the bucket's whole plan.
 
     The memories of pieces, and scales of whole parameters, depend on the parameters, so no two pieces are equal.
     """
-    plan = Plan(segments, setting)
     store = new_store(setting, {segment.parameter: segment.numel for segment in segments}, META)
-    return plan_profiles(plan, store), plan.sent_bytes
+    return plan_profiles(Plan(segments, setting), store)
 
 
 def plan_profiles(plan: Plan, store: MemoryStore | None = None) -> tuple[Profile, ...]:

@@ -192,7 +192,7 @@ def predict_sharded(model: ShardedModel, costs: Costs, nodes: int, per_node: int
     # Each rank's optimizer moves its own shards.
     update_s = model.timeline.update_s / collectives.shards
     compute_s = model.timeline.forward_s + model.timeline.backward_s + update_s
-    return prediction_of(step.clock.events, reduced_s + update_s, compute_s, step.sent_bytes, step.node_bytes)
+    return prediction_of(step.clock.events, reduced_s + update_s, compute_s, step.profiles)
 
 
 def scatter_seconds(costs: Costs, nodes: int, per_node: int, method: ShardedMethod, numel: int) -> float:
@@ -260,7 +260,7 @@ class _Collectives:
             return _native(Message(f"sum/{self._name}", nbytes, peers, self._replicas))
         config = GQSGDConfig(bits=self._method.bits, reducer="two_shot", sample_every=0)
         setting = self._setting(config, self._replicas)
-        return _of_scope(bucket_profiles(setting, _segments(share, 1))[0], peers)
+        return _of_scope(bucket_profiles(setting, _segments(share, 1)), peers)
 
     def copied_bytes(self, unit: Unit) -> tuple[int, int]:
         """Returns the bytes that FSDP reads and writes to copy a unit's weights out of what was gathered, and its
@@ -346,8 +346,7 @@ class _Step:
     def __init__(self, model: ShardedModel, costs: Costs, collectives: _Collectives) -> None:
         self.model = model
         self.clock = Clock(costs.cores)
-        self.sent_bytes = 0
-        self.node_bytes = 0
+        self.profiles: list[Profile] = []
         self._costs = costs
         self._collectives = collectives
         self._compute = Resource(self.clock, "backward")
@@ -397,8 +396,7 @@ class _Step:
         profiles: Sequence[Profile],
         after: Sequence[_Task],
     ) -> _Task:
-        self.sent_bytes += sum(profile.sent_bytes for profile in profiles)
-        self.node_bytes += sum(profile.node_bytes for profile in profiles)
+        self.profiles += profiles
         if not any(profile.sent_bytes for profile in profiles):
             return self._add(lambda then: then(), after)
         return self._add(partial(runner.submit, profiles, self._number[id(unit)]), after)

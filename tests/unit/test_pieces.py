@@ -74,9 +74,9 @@ def test_a_large_bucket_of_plain_ddp_needs_no_table_of_its_blocks(monkeypatch: p
     monkeypatch.setattr(profile, "table_of", noted)
     setting = setting_of(resolve(GQSGDConfig(reducer="native"), 5), 5, torch.float32)
     numels = (1 << 22, 12345)
-    profiles, sent = profile.bucket_profiles(setting, [Segment(n, numel, False) for n, numel in enumerate(numels)])
+    profiles = profile.bucket_profiles(setting, [Segment(n, numel, False) for n, numel in enumerate(numels)])
     assert len(profiles) == 1
-    assert sent == 2 * 4 * sum(numels) * 4 // 5
+    assert profiles[0].sent_bytes == 2 * 4 * sum(numels) * 4 // 5
     assert [len(table) for table in tables] == [2]
 
 
