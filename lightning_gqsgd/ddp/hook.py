@@ -120,7 +120,7 @@ class GQSGDState:
         one_or_all = config if len(self._candidates) > 1 else self.config
         self._facts = facts_of(one_or_all, own_facts(config, model, numbered, post_local_sgd))
         self._digest = digest_of_facts(self._facts)
-        tables = tables_of(model.module, frozen=True)
+        tables = tables_of(model.module, frozen=True, ignored=model.parameters_to_ignore)
         sends_rows = bool(tables) and config.sparse != "refuse"
         # The calling thread starts all collectives of a step, or none. For post-local SGD, steps have a stamp.
         is_native = not self._compresses and post_local_sgd is None
@@ -494,7 +494,8 @@ class GQSGDState:
         if steering is not None:
             steering.clock.watch(model)
         if model.find_unused_parameters:
-            fill_missing_gradients(model, tables_of(model.module).values())
+            tables = tables_of(model.module, ignored=model.parameters_to_ignore)
+            fill_missing_gradients(model, tables.values())
         model.register_comm_hook(self, gqsgd_hook)
         plain = None
         if steering is not None and steering.trials is not None and ranks > 1:  # else there are no steps to compare

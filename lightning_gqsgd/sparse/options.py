@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -31,19 +32,20 @@ def refuse_for(config: GQSGDConfig, what: str) -> None:
         )
 
 
-def tables_of(model: nn.Module, *, frozen: bool = False) -> dict[str, Tensor]:
+def tables_of(model: nn.Module, *, frozen: bool = False, ignored: Collection[str] = ()) -> dict[str, Tensor]:
     """Returns the parameters of which DDP expects sparse gradients, by name: those of tables with ``sparse=True``.
 
     Args:
         model: the model that DDP wraps.
         frozen: whether to include parameters that require no gradient now, because they may require one later.
+        ignored: names of parameters that DDP was told to ignore.
     """
     tables = {}
     for name, module in model.named_modules():
         is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         if is_table and (frozen or module.weight.requires_grad):
             tables[f"{name}.weight" if name else "weight"] = module.weight
-    return tables
+    return {name: table for name, table in tables.items() if name not in ignored}
 
 
 def check_tables(model: DistributedDataParallel, config: GQSGDConfig, post_local_sgd: PostLocalSGDState | None) -> None:
@@ -51,7 +53,7 @@ def check_tables(model: DistributedDataParallel, config: GQSGDConfig, post_local
 
     If a table has ``max_norm``, each rank rescales the rows that it looks up. A warning says so.
     """
-    tables = tables_of(model.module)
+    tables = tables_of(model.module, ignored=model.parameters_to_ignore)
     if not tables:
         return
     name, table = next(iter(tables.items()))

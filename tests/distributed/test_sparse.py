@@ -398,3 +398,21 @@ def test_the_fall_back_is_said_once_and_what_cannot_work_is_refused(tmp_path: Pa
     assert "sparse_limit=0.3" in dense[0]
     assert sum("'bag' has max_norm" in text for text in first) == 1
     assert not any("is reduced as a dense one" in text for text in other)
+
+
+def _ignores_a_table(rank: int) -> float:
+    """DDP is told to leave a table to its rank, as tables are that no rank holds as a whole."""
+    module = Tables(sparse=False)
+    module.words = nn.Embedding(ROWS, 10, sparse=True)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["words.weight"])
+    model = DistributedDataParallel(module, find_unused_parameters=True)
+    state = register_gqsgd(model, min_numel=1)
+    assert "table" not in state.report()
+    model(_ids(rank, 0)).mean().backward()
+    state.close()
+    assert module.words.weight.grad is not None
+    return float(module.words.weight.grad.to_dense().norm())
+
+
+def test_a_table_that_ddp_ignores_needs_no_option_and_keeps_its_gradient(tmp_path: Path) -> None:
+    assert len(set(run(_ignores_a_table, 2, tmp_path))) == 2
