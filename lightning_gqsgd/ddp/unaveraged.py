@@ -475,8 +475,9 @@ class BackwardWatch:
             return
         if self._expects or self._is_local:
             # In Lightning's manual optimization, no_sync begins after DDP's forward pass and before the backward pass.
+            # If an exception ended a forward pass that had announced a reduction, the latest one may be one of no_sync.
             model = self._model()
-            is_reduced = self._expects and (model is None or model.require_backward_grad_sync)
+            is_reduced = self._expects and not self._is_local and (model is None or model.require_backward_grad_sync)
             self._has_begun = self._has_begun or is_reduced
             if not is_reduced:
                 self._local.add(id(parameter))

@@ -434,6 +434,17 @@ def _steps_twice(loop: _Loop, step: int) -> None:
     loop.step()
 
 
+def _skips_a_bad_batch(loop: _Loop, step: int) -> None:
+    """A forward pass of no_sync counts, wherever its backward pass is, also after one that an exception has ended."""
+    with pytest.raises(RuntimeError, match="shapes"):
+        loop.loss(step, lambda x: loop.model(x[:, 1:]))
+    with loop.model.no_sync():
+        loss = loop.loss(step + 1)
+    loss.backward()
+    loop.loss(step + 2).backward()
+    loop.step()
+
+
 #: Ways to train that DDP reduces right.
 RIGHT: dict[str, Callable[[_Loop, int], None]] = {
     "no_sync": _accumulates,
@@ -448,6 +459,7 @@ RIGHT: dict[str, Callable[[_Loop, int], None]] = {
     "an optimizer with closures": _has_closures,
     "no_sync, and a closure": _accumulates_before_a_closure,
     "two backward passes for one step": _steps_twice,
+    "an exception in a forward pass, and no_sync": _skips_a_bad_batch,
 }
 
 
