@@ -200,7 +200,8 @@ class Communicator:
             if same:
                 return same[0]
         members = scope.members(self.rank, self.size)
-        key = f"gqsgd/groups/{self._key}/{stage}/{scope.kind}/{members[0]}/{turn}"
+        # Two sizes of nodes have other groups with the same first rank.
+        key = f"gqsgd/groups/{self._key}/{stage}/{scope.kind}/{scope.node_size}/{members[0]}/{turn}"
         store = dist.PrefixStore(key, self._store)
         try:
             made = self._new_group(store, members.index(self.rank), len(members), turn)

@@ -12,8 +12,10 @@ import torch
 
 from lightning_gqsgd import LocalSteps, all_reduce, session
 from lightning_gqsgd.ddp.functional import close
+from lightning_gqsgd.research.simulation import average
+from tests.bits import bits_of
 from tests.distributed.models import finish, mlp, train, wrapped
-from tests.distributed.ranks import run
+from tests.distributed.ranks import run, run_alike
 
 FIELDS = {"reducer": "hierarchical", "node_size": 2, "sample_every": 1}
 
@@ -71,6 +73,22 @@ def test_any_tensor(tmp_path: Path) -> None:
         assert np.linalg.norm(every[0][k - 1] - k * exact) < 0.02 * np.linalg.norm(k * exact)
     assert np.isnan(every[0][3][5])
     assert np.isfinite(every[0][3][256:]).all()
+
+
+def _on_nodes_of_several_sizes(rank: int) -> list[str]:
+    x = torch.arange(5_000, dtype=torch.float32).sin() * (rank + 1)
+    fields = {"reducer": "hierarchical", "bits": 4, "step": 0}
+    means = [all_reduce(x, node_size=size, **fields) for size in (2, 3, 2)]
+    assert torch.equal(means[0], means[2])
+    close()
+    return [bits_of([mean]) for mean in means]
+
+
+def test_calls_may_have_nodes_of_several_sizes(tmp_path: Path) -> None:
+    two, three, _ = run_alike(_on_nodes_of_several_sizes, 6, tmp_path, collective_timeout=20)
+    gradients = [torch.arange(5_000, dtype=torch.float32).sin() * (rank + 1) for rank in range(6)]
+    for size, found in ((2, two), (3, three)):
+        assert found == bits_of([average(gradients, reducer="hierarchical", node_size=size, bits=4)[0]])
 
 
 def _by_itself(rank: int, nodes: str) -> dict[str, str]:
