@@ -158,14 +158,14 @@ class GQSGDFSDPState:
             "parameters": digest(f"{g.name} {g.parameters}" for g in self._groups),
             "reduce_scatter": reduce_scatter,
             "all_gather_bits": all_gather_bits,
-            "reducers of reduce-scatters": [[scatter.reducer, scatter.node_size] for scatter in scattered],
-            "reducers over replicas": [[average.reducer, average.node_size] for average in averaged],
         }
         facts = facts_of(config, own)
-        # The dither of reduce-scatters depends on the replica, so the shards of one must agree on its place.
-        sides = [Side(shards, {**facts, "place among replicas": replica}, [*scattered, *gathered])]
+        # Each group has the reducers that fit its own nodes. The dither of reduce-scatters depends on the replica, so
+        # the shards of one must agree on its place.
+        of_group = {"reducers of reduce-scatters": _reducers_of(scattered), "place among replicas": replica}
+        sides = [Side(shards, {**facts, **of_group}, [*scattered, *gathered])]
         if replicate is not None:
-            sides.append(Side(replicate, facts, averaged))
+            sides.append(Side(replicate, {**facts, "reducers over replicas": _reducers_of(averaged)}, averaged))
         self._choices = {bits: number for number, bits in enumerate(config.by_bits())}
         self._digest = digest_of_facts(facts)
         self._reductions: defaultdict[str, int] = defaultdict(int)
@@ -675,6 +675,11 @@ def _for_scatter(config: GQSGDConfig) -> list[GQSGDConfig]:
     """Returns the configurations of reduce-scatters, in the order of their bits in ``bits``, from one with the chosen
     reducer."""
     return [replace(one_width, memory_down="none") for one_width in config.by_bits().values()]
+
+
+def _reducers_of(configs: Sequence[GQSGDConfig]) -> list[list[Any]]:
+    """Returns the reducers that were chosen for the ranks of a group, as plain values."""
+    return [[config.reducer, config.node_size] for config in configs]
 
 
 def _for_gather(bits: int) -> GQSGDConfig:

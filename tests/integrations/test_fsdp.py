@@ -516,6 +516,32 @@ def test_reduce_scatters_have_levels_on_nodes_of_several_ranks(tmp_path: Path) -
     assert len(set(run(_on_nodes_of_two, 4, tmp_path))) == 1
 
 
+def _on_nodes_that_replicas_share_unequally(rank: int) -> str:
+    """The ranks of one replica, or of one place in all replicas, are on nodes of equal size, and others are not."""
+    found = []
+    for nodes, replicas in (("00011122", 2), ("00011111", 4)):
+        os.environ["GROUP_RANK"] = nodes[rank]
+        on = mesh(replicas)
+        plain = sharded(on, wide())
+        once(plain, rank)
+        exact = gradients(plain)
+        model, state = quantised(on, BOTH, wide())
+        once(model, rank)
+        assert max(relative_errors(model, exact).values()) < 0.05
+        found.append(bits_of(gradients(model).values()))
+        places = (on["replicate"].get_local_rank(), on["shard"].get_local_rank())
+        of_scatter, of_mean = (one.configs[0].reducer for one in (state._scatter, state._average))
+        assert (of_scatter == "hierarchical") == (replicas == 2 and places[0] == 1)
+        assert (of_mean == "hierarchical") == (replicas == 4 and places[1] == 0)
+        state.close()
+    return "".join(found)
+
+
+@pytest.mark.slow
+def test_each_group_has_the_levels_that_fit_its_nodes(tmp_path: Path) -> None:
+    run_alike(_on_nodes_that_replicas_share_unequally, 8, tmp_path)
+
+
 class Partly(nn.Module):
     """Uses one of the root's two layers, which have equal sizes."""
 
