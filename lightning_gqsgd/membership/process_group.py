@@ -235,10 +235,13 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         return _Work([self._reduce(tensor, is_sum) for tensor in tensors], self._note)
 
     def compile_for(self, most_ranks: int) -> None:
-        """Compile the kernels for all numbers of ranks up to ``most_ranks``, before other ranks wait for this
-        process."""
+        """Compile the kernels for all numbers of ranks up to ``most_ranks`` for which the compression works, before
+        other ranks wait for this process."""
         for ranks in range(2, most_ranks + 1):
-            config = resolve(self.config, ranks)
+            try:
+                config = resolve(self.config, ranks)
+            except ConfigError:  # it is raised by `configure`, if so many ranks ever come
+                return
             if not self._is_compiled(config, ranks):
                 compile_kernels(config, torch.float32, self._device, ranks)
                 self._compiled.add(self._kernels_of(config, ranks))

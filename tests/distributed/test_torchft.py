@@ -198,6 +198,12 @@ def test_configurations_that_cannot_work_are_refused(fields: dict[str, Any], wor
         replicas.process_group(**fields)
 
 
+def test_kernels_are_compiled_in_advance_for_no_more_ranks_than_can_add_their_codes() -> None:
+    group = replicas.process_group(reducer="sum", bits=2)
+    group.compile_for(8)
+    assert {(config.reducer, config.bits) for config, _ in group._compiled} == {("sum", 2)}
+
+
 class _Complete:
     """A job whose tensor is complete on a GPU's stream."""
 
