@@ -504,8 +504,10 @@ class GQSGDFSDPState:
         trained = [p for group in self._groups for p in group.reduced()]
         raw = [p.numel for p in trained if p.raw]
         coded = [p.numel for p in trained if not p.raw]
-        weights = [p.numel for group in self._groups for p in group.parameters if not p.raw]
-        if not coded and (self._gather is None or not weights):
+        # One rank that has the whole model gathers nothing, and computes with exact weights.
+        gathers = self._gather is not None and self._sharded.world_size > 1
+        weights = [p.numel for group in self._groups for p in group.parameters if gathers and not p.raw]
+        if not coded and not weights:
             return (
                 f"gqsgd: NOTHING IS COMPRESSED: all parameters are smaller than min_numel={self.config.min_numel}, or "
                 "excluded by name; lower min_numel, or exclude fewer"
@@ -520,7 +522,7 @@ class GQSGDFSDPState:
             parts.append(f"uncompressed: {in_tensors(raw, 'gradient value', kind)}")
         if self.config.warmup_steps > self.step:
             parts.append(f"uncompressed until step {self.config.warmup_steps}")
-        if self._gather is not None:
+        if self._gather is not None and gathers:
             parts.append(f"{in_tensors(weights, 'weight', kind)}, gathered at {self._gather.configs[0].describe()}")
         return f"gqsgd: {'; '.join(parts)}{self._note}"
 

@@ -194,6 +194,21 @@ def test_replicas_have_the_same_weights(tmp_path: Path) -> None:
     assert len(set(run(_replicas, 4, tmp_path))) == 1
 
 
+def _whole_replicas(rank: int) -> str:
+    on = mesh(2)
+    model = sharded(on["shard"], padded())
+    state = register_gqsgd_fsdp(model, replicate=on["replicate"], all_gather_bits=2, min_numel=0)
+    found = state.report()
+    state.close()
+    return found
+
+
+def test_a_rank_that_has_a_whole_replica_is_not_said_to_gather_weights(tmp_path: Path) -> None:
+    for text in run(_whole_replicas, 2, tmp_path):
+        assert "averaged over 2 replicas" in text
+        assert "gathered" not in text
+
+
 def _resumed(rank: int) -> None:
     whole, _ = gathered(padded())
     train(whole, rank, range(6))
