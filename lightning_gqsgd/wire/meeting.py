@@ -326,6 +326,7 @@ class _Waiting:
         self._begun = time.monotonic()
         self._pause_s = PAUSES_S[0]
         self._said = False
+        self._absent: list[int] | None = None  # at an earlier look
 
     def pause(self, missing: Callable[[], list[int]]) -> None:
         """Sleep a little; ``missing`` returns the ranks that are waited for, as far as they are known.
@@ -338,16 +339,22 @@ class _Waiting:
             raise CollectiveError(f"{self._who}: {problem}. Look for the first error among all ranks' logs")
         waited = time.monotonic() - self._begun
         if waited > self._patience_s:
+            absent = missing()
+            # Ranks that have waited for the same rank may have given up a moment ago. They are not the cause.
+            never_there = [rank for rank in absent if rank in (self._absent or [])]
             raise CollectiveError(
-                f"{self._who} waited {waited:.0f} s for {ranks_in_words(missing())}. Every rank of the process group "
-                "has to call it, and all within the timeout: look for the first error among all ranks' logs, or give "
-                "a longer timeout"
+                f"{self._who} waited {waited:.0f} s for {ranks_in_words(never_there or absent)}. Every rank of the "
+                "process group has to call it, and all within the timeout: look for the first error among all ranks' "
+                "logs, or give a longer timeout"
             )
         if waited > SAY_AFTER_S and not self._said:
             self._said = True
+            self._absent = missing()
             logger.warning(
-                "gqsgd: %s has been waiting for %s for %.0f s", self._purpose, ranks_in_words(missing()), waited
+                "gqsgd: %s has been waiting for %s for %.0f s", self._purpose, ranks_in_words(self._absent), waited
             )
+        elif waited > self._patience_s / 2 and self._absent is None:
+            self._absent = missing()
         time.sleep(self._pause_s)
         # Short pauses first, because ranks usually arrive together; longer pauses later, to send the store fewer
         # requests.

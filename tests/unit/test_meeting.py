@@ -92,6 +92,25 @@ def test_a_rank_that_nobody_waits_with_says_who_has_not_heard(caplog: pytest.Log
     assert "for rank 0" in caplog.text
 
 
+@pytest.mark.parametrize("patience_s", [8.0, 60.0])
+def test_who_gives_up_last_names_the_rank_that_never_came(patience_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(meeting.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(meeting.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    waiting = meeting._Waiting("f", 1, 4, patience_s, None)
+
+    def absent() -> list[int]:
+        """Ranks 0 and 3 came a little earlier than this one, and have left."""
+        return [2] if now[0] < 100 + patience_s - 0.1 else [0, 2, 3]
+
+    def wait() -> None:
+        while True:
+            waiting.pause(absent)
+
+    with pytest.raises(CollectiveError, match=f"f on rank 1 of 4 waited {patience_s:.0f} s for rank 2. Every rank"):
+        wait()
+
+
 class Alive:
     """Three ranks, whose clock goes on from one look of a rank to the next."""
 
