@@ -186,11 +186,11 @@ class Communicator:
             except RuntimeError as error:
                 raise self.describe(error, "the first collective of a group") from error
 
-    def turns(self, count: int, connections: int) -> list[int]:
-        """Returns the connections of the next ``count`` pieces. Every rank has to call this in the same order."""
-        first = self._turn
-        self._turn = self._turn + count
-        return [turn % connections for turn in range(first, first + count)]
+    def next_turn(self, connections: int) -> int:
+        """Returns the connection of the next piece. Every rank has to call this in the same order."""
+        turn = self._turn % connections
+        self._turn += 1
+        return turn
 
     def _group_for(self, stage: int, scope: Scope, turn: int) -> Any:
         """Returns the group of a stage, scope and turn; over NCCL, all stages of a scope share one group."""

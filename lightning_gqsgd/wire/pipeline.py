@@ -208,13 +208,11 @@ class _Piece:
         is_through: whether the piece has ended.
         is_computing: whether a worker computes for the piece.
         task: the latest task of a worker for the piece. It may end shortly after ``is_computing`` has become False.
-        turn: number of the connection that its exchanges use.
     """
 
-    def __init__(self, job: Job, start: Start, stage: int, turn: int = 0) -> None:
+    def __init__(self, job: Job, start: Start, stage: int) -> None:
         self.job = job
         self.stage = stage
-        self.turn = turn
         self.is_agreement = stage == 0
         self.blocks = self.is_agreement and job.agreement_blocks
         self.works: list[dist.Work] = []
@@ -225,12 +223,17 @@ class _Piece:
         self._start = start
         self._steps: Steps | None = None
         self._computed: _Outcome | None = None
+        # Number of the connection that its exchanges use; None until it starts, if there are several.
+        self._turn = 0 if self.is_agreement or job.connections == 1 else None
 
     def resume(self, communicator: Communicator) -> bool:
         """Compute up to the next exchange and start it. Returns False if there is none, because the piece has ended.
 
         Call it in the job's context.
         """
+        if self._turn is None:
+            # Pieces start in the same order on all ranks, and not at all if an agreement has ended their job.
+            self._turn = communicator.next_turn(self.job.connections)
         for work in self.works:
             work.wait()  # over Gloo, the work has ended, and this raises its error; over NCCL, the stream waits
         self.works = []
@@ -244,7 +247,7 @@ class _Piece:
             return False
         # Empty messages need no collective. If parts are unequal, all ranks have to take part if one of them sends.
         self.works = [
-            communicator.start(exchange, self.stage, self.turn)
+            communicator.start(exchange, self.stage, self._turn)
             for exchange in outcome.exchanges
             if exchange.input.numel() or exchange.splits
         ]
@@ -307,15 +310,10 @@ class _Outcome(NamedTuple):
     error: Exception | None = None
 
 
-def _pieces_of(job: Job, communicator: Communicator) -> list[_Piece]:
-    """Returns the agreement, at stage 0, and the pieces, from stage 1 on.
-
-    Jobs come in the same order on every rank, so a piece has the same turn on every rank.
-    """
+def _pieces_of(job: Job) -> list[_Piece]:
+    """Returns the agreement, at stage 0, and the pieces, from stage 1 on."""
     agreement = [] if job.agreement is None else [_Piece(job, job.agreement, 0)]
-    count = len(job.pieces)
-    turns = communicator.turns(count, job.connections) if job.connections > 1 else [0] * count
-    return agreement + [_Piece(job, start, 1, turn) for start, turn in zip(job.pieces, turns, strict=True)]
+    return agreement + [_Piece(job, start, 1) for start in job.pieces]
 
 
 class Runner(Protocol):
@@ -361,7 +359,7 @@ class StreamRunner:
         if broken is not None:
             job.finish(communicator.describe(broken, f"{job.name}, after an earlier failure,"))
             return
-        pieces = _pieces_of(job, communicator)
+        pieces = _pieces_of(job)
         piece = pieces[0]
         error = None
         try:
@@ -480,7 +478,7 @@ class Sequencer:
             return
         self._uses_workers = self._uses_workers or job.threads > 1
         # A lane keeps the order of submission, which is the same on every rank.
-        self._lanes.setdefault(communicator, deque()).extend(_pieces_of(job, communicator))
+        self._lanes.setdefault(communicator, deque()).extend(_pieces_of(job))
         self._advance(communicator)
 
     def _stream_of(self, device: torch.device) -> torch.cuda.Stream | None:

@@ -100,6 +100,20 @@ def test_ranks_with_other_numbers_of_connections_are_told(tmp_path: Path) -> Non
         assert "connections" in text
 
 
+def _after_a_refusal(rank: int) -> float:
+    one_piece = torch.full((2000,), float(rank))
+    all_reduce(one_piece, connections=2)
+    with pytest.raises(ConfigError, match=r"torch\.int32"):
+        all_reduce(one_piece.int() if rank else one_piece, connections=2)
+    mean = float(all_reduce(one_piece, connections=2).mean())
+    close()
+    return mean
+
+
+def test_a_call_that_one_rank_refuses_leaves_all_ranks_at_the_same_connection(tmp_path: Path) -> None:
+    assert run_alike(_after_a_refusal, 2, tmp_path, collective_timeout=10) == pytest.approx(0.5, rel=0.05)
+
+
 @pytest.mark.parametrize("connections", [0, 17, 1.5, "4", True, None])
 def test_other_numbers_are_refused(connections: Any) -> None:
     with pytest.raises(ConfigError, match="connections="):
