@@ -72,6 +72,12 @@ LEAST_IN_MEMORY = 1 << 22
 
 _MESSAGES = Messages(remedy="register it on a new DistributedDataParallel model")
 
+#: What `GQSGDState.rewrap` calls the end of the last backward pass, with the remedy if ranks differ.
+_END_OF_BACKWARD = (
+    "the last backward pass (after an exception at different places, close the hook, and "
+    "register it on a new DistributedDataParallel model)"
+)
+
 
 class GQSGDState:
     """State of the hook on one DDP model.
@@ -442,9 +448,9 @@ class GQSGDState:
             # A collective of DDP's, in which a rank that refuses would leave the others waiting.
             has_ended = before.trained.has_ended(old.reducer)
             left = before.trained.left_behind()
-            meeting.agree(
-                [{"frozen with a gradient": digest(left), "the last backward pass has ended": str(has_ended)}]
-            )
+            # Without an end, buckets are still under way, which other ranks may not have sent.
+            end = "ended" if has_ended else f"stopped in step {self.step} after {self._handed_over} gradients"
+            meeting.agree([{"frozen with a gradient": digest(left), _END_OF_BACKWARD: end}])
             compile_together(meeting, [Kernels(self._engine, self._candidates)], dtypes)
         if not has_ended:
             before.trained.drop_gradients(old.reducer)

@@ -428,6 +428,29 @@ def test_training_goes_on_as_the_error_after_an_interrupted_backward_pass_says(t
     assert step == 6
 
 
+def _exceptions_in_different_places(rank: int) -> str:
+    def stop(*_: Any) -> None:
+        raise ArithmeticError
+
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 0.005}
+    model, state = wrapped(options, {"bits": 4}, mlp())
+    train(model, rank, range(2))
+    layers = list(model.module)
+    # The first rank has sent a bucket, and the other one none.
+    layers[-1 if rank else 0].register_full_backward_hook(stop)
+    with pytest.raises(ArithmeticError):
+        train(model, rank, range(2, 3))
+    text = error_text(ConfigError, state.rewrap, partial(DistributedDataParallel, **options))
+    state.close()
+    return text
+
+
+def test_buckets_that_one_rank_has_sent_before_an_exception_are_never_paired_with_later_ones(tmp_path: Path) -> None:
+    text = run_alike(_exceptions_in_different_places, 2, tmp_path, collective_timeout=10)
+    assert "stopped in step 2 after" in text
+    assert "register it on a new DistributedDataParallel model" in text
+
+
 def _destroyed_group(rank: int) -> list[str]:
     _, state = wrapped({}, {"bits": 2, "memory": "ef"})
     dist.destroy_process_group()
