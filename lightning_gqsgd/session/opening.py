@@ -173,6 +173,8 @@ def prepare_later(
 ) -> None:
     """Create the groups and compile the kernels for a new configuration or dtype. A collective.
 
+    If a rank fails after the cards were compared, the engine is closed on all ranks.
+
     Args:
         engine: the engine of the ranks.
         group: the process group, or the ranks themselves.
@@ -185,10 +187,15 @@ def prepare_later(
         CollectiveError: if a rank did not arrive in time, or gave no sign of life.
     """
     engine.compare(card).wait()
-    with Meeting(card.purpose, [group], engine.communicator.timeout) as meeting:
-        engine.connect(config)
-        meeting.agree([{}])
-        compile_together(meeting, [Kernels(engine, [config])], [dtype])
+    try:
+        with Meeting(card.purpose, [group], engine.communicator.timeout) as meeting:
+            engine.connect(config)
+            meeting.agree([{}])
+            compile_together(meeting, [Kernels(engine, [config])], [dtype])
+    except BaseException:
+        # A second attempt under the engine's key would find the addresses of the first one in the store.
+        engine.close()
+        raise
 
 
 def facts_of(config: GQSGDConfig, own: Mapping[str, Any]) -> dict[str, Any]:

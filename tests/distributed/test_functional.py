@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_gqsgd.ddp.functional import Reduction, all_reduce, close
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.wire import engine, plan
 from lightning_gqsgd.wire.communicator import CollectiveError
+from lightning_gqsgd.wire.engine import Engine
 from tests.distributed.ranks import run, run_alike
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -349,6 +351,33 @@ def _killed(rank: int) -> str:
 def test_a_killed_rank_is_an_error_and_the_result_is_nan(tmp_path: Path) -> None:
     text, _ = run(_killed, 2, tmp_path, dies=(1,))
     assert "failed on rank 0 of 2" in text
+
+
+def _connects_late(rank: int) -> list[float]:
+    os.environ["GQSGD_SHARED_MEMORY"] = "0"
+    means = [float(all_reduce(torch.ones(2000)).mean())]
+    with pytest.MonkeyPatch.context() as patch:
+        connect = Engine.connect
+
+        def connect_late(*args: Any) -> None:
+            time.sleep(6)
+            connect(*args)
+
+        if rank:
+            patch.setattr(Engine, "connect", connect_late)
+        with pytest.raises(CollectiveError, match="connecting to 2 ranks failed"):
+            all_reduce(torch.ones(2000), connections=2)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"failed/{rank}", "")
+    store.wait(["failed/0", "failed/1"], timedelta(seconds=60))
+    means.append(float(all_reduce(torch.ones(2000), connections=2).mean()))
+    close()
+    return means
+
+
+@pytest.mark.slow
+def test_after_a_rank_has_connected_too_late_for_a_new_configuration_the_next_call_works(tmp_path: Path) -> None:
+    assert run_alike(_connects_late, 2, tmp_path, collective_timeout=2) == pytest.approx([1, 1], rel=0.05)
 
 
 def _slow_compile(rank: int) -> float:
