@@ -155,6 +155,23 @@ def test_a_full_disk_is_told_and_leaves_no_part_of_a_file(
     assert list(folder.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_searched_has_no_kernels(
+    folder: Path, told: list[Compilation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = folder / ("n" * 300)  # the system refuses to look there, as into another user's home
+    monkeypatch.setattr(cache, "folders", lambda: [nowhere, folder])
+    assert doubling()(1.5) == 3.0
+    assert [compilation.folder for compilation in told] == [folder]
+    monkeypatch.setattr(cache, "folders", lambda: [nowhere])
+    assert doubling()(7) == 14
+    assert "is writable" in told[-1].reason
+
+
+def test_a_user_without_a_home_has_no_folder_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache.AppDirs, "user_cache_dir", "~/.cache/numba")  # what `expanduser` leaves as it is
+    assert all(folder.is_absolute() for folder in cache.folders())
+
+
 def test_the_environment_names_the_first_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache.numba.config, "CACHE_DIR", "")
     beside, user = cache.folders()

@@ -107,7 +107,8 @@ def folders() -> list[Path]:
     user = Path(AppDirs(appname="numba", appauthor=False).user_cache_dir) / place
     chosen = vars(numba.config)["CACHE_DIR"]
     named = [Path(chosen) / place] if chosen else []
-    return [*named, Path(__file__).parent / "__pycache__", user]
+    # A process without HOME, of a user whom the system does not know, has no cache: its path would begin with "~".
+    return [*named, Path(__file__).parent / "__pycache__", *([user] if user.is_absolute() else [])]
 
 
 def writable_folder() -> Path | None:
@@ -156,7 +157,7 @@ class KernelCache(_Cache):
             if found is not None:
                 self._unlock()
                 return found
-        damaged = [folder / file_name for folder in folders() if (folder / file_name).exists()]
+        damaged = [file for folder in folders() for file in self._files(folder) if file.name == file_name]
         self._tell(f"{damaged[0]} is damaged" if damaged else self._reason())
         return None
 
@@ -205,7 +206,7 @@ class KernelCache(_Cache):
     def flush(self) -> None:
         """Remove all files of the kernel."""
         for folder in folders():
-            for file in folder.glob(f"{self._prefix}*{_SUFFIX}"):
+            for file in self._files(folder):
                 file.unlink()
 
     @property
@@ -221,7 +222,16 @@ class KernelCache(_Cache):
     def _stale(self, folder: Path) -> list[Path]:
         """Returns the files of the kernel that belong to other sources."""
         current = f"{self._prefix}{_source_digest()[:16]}."
-        return [file for file in folder.glob(f"{self._prefix}*{_SUFFIX}") if not file.name.startswith(current)]
+        return [file for file in self._files(folder) if not file.name.startswith(current)]
+
+    def _files(self, folder: Path) -> list[Path]:
+        """Returns all files of the kernel in a folder; none if the folder cannot be searched, e.g. because it is in the
+        home of another user."""
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            return []
+        return [folder / name for name in names if name.startswith(self._prefix) and name.endswith(_SUFFIX)]
 
     def _reason(self) -> str:
         """Returns the reason why the kernel has to be compiled."""
