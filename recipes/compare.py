@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes
 from netlab.lab import NetLabError
 from netlab.ranks import exit_on_signals
 from recipes.errors import RecipeError
-from recipes.opening import announce
+from recipes.opening import announce, print_in_any_locale
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 if a run failed, or 130 after an interrupt.
     """
+    print_in_any_locale()
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = _Parser(description=__doc__, epilog=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="override", help="as for recipes/run.py, with comma lists")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
 from recipes.launch.processes import global_rank
@@ -22,6 +24,15 @@ def announce(script: str, doing: str, arguments: Sequence[str]) -> None:
     if speaks(os.environ):
         said = " ".join(arguments) or "default settings"
         print(f"{script}: {doing} with {said}; reading the configuration ...", flush=True)
+
+
+def print_in_any_locale() -> None:
+    """Let standard output print a question mark for a character that the user's locale does not have.
+
+    Tables have dashes and signs that e.g. ISO-8859-1 lacks. A comparison would end with an error after all its runs.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def say(text: str) -> None:

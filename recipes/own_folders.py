@@ -85,7 +85,7 @@ def named_targets(folders: Iterable[Path]) -> frozenset[str]:
 
 def _read(file: Path) -> Any:
     try:
-        return yaml.safe_load(file.read_text())
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise OverrideError(f"{file} cannot be read ({reason}); correct the file, or move it elsewhere") from error

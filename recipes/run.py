@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes` is importable from every folder
 
-from recipes.opening import INTERRUPTED, announce, say, speaks
+from recipes.opening import INTERRUPTED, announce, print_in_any_locale, say, speaks
 
 
 def start() -> None:
@@ -22,6 +22,7 @@ def start() -> None:
     if not speaks(os.environ):
         # An interrupt on the terminal reaches all processes. The first process ends the others.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print_in_any_locale()
     try:
         announce("run.py", "one training", sys.argv[1:])
         # Here, not above: the first word comes before everything that takes time.

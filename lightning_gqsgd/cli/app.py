@@ -19,6 +19,7 @@ Each command imports what it needs when it runs, so that ``--help`` answers at o
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import sys
@@ -89,7 +90,7 @@ def _refusals_in_one_line() -> Iterator[None]:
 
 
 def _print_json(values: Any) -> None:
-    typer.echo(json.dumps(values, indent=1, ensure_ascii=False))
+    typer.echo(json.dumps(values, indent=1))  # ASCII, which every encoding of a terminal or a pipe has
 
 
 def _run_as_ranks(procs: int | None, arguments: list[str]) -> None:
@@ -491,6 +492,8 @@ def main() -> None:
     full disk. Where standard output is closed (``>&-``), nothing is printed."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a locale such as en_US.ISO-8859-1 has no ω and no dash
     try:
         app(prog_name="gqsgd")
     except SystemExit as end:

@@ -38,7 +38,7 @@ def json_in(path: Path, remedy: str) -> Any:
         elif status.st_size > MOST_BYTES:
             problem = f"has {status.st_size:,} bytes, more than {MOST_BYTES:,}"
         else:
-            return json.loads(path.read_text())
+            return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
     except (ValueError, RecursionError):

@@ -123,10 +123,10 @@ def save_headline(
         return []
     _save(headline, WIDE, file)
     wide_dark, narrow, narrow_dark = variants_of(file)
-    wide_dark.write_text(dark(svg(partial(_save, headline, WIDE))))
+    wide_dark.write_text(dark(svg(partial(_save, headline, WIDE))), encoding="utf-8")
     text = svg(partial(_save, headline, NARROW))
-    narrow.write_text(text)
-    narrow_dark.write_text(dark(text))
+    narrow.write_text(text, encoding="utf-8")
+    narrow_dark.write_text(dark(text), encoding="utf-8")
     return [file, wide_dark, narrow, narrow_dark]
 
 

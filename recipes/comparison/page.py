@@ -124,7 +124,7 @@ def write_page(
         dark_paper=on_dark(PAPER),
         narrow=NARROW,
     )
-    file.write_text(page + "\n")
+    file.write_text(page + "\n", encoding="utf-8")
 
 
 def headlines(

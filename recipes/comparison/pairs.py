@@ -80,7 +80,7 @@ def pair_table(pairs: Sequence[Pairs]) -> list[list[str]]:
 def write_pairs(heads: Sequence[str], rows: Sequence[Sequence[str]], folder: Path) -> Path:
     """Write what `pair_table` gives to `PAIRS_FILE`; returns its path."""
     file = folder / PAIRS_FILE
-    file.write_text(markdown_table(heads, rows))
+    file.write_text(markdown_table(heads, rows), encoding="utf-8")
     return file
 
 

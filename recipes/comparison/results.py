@@ -272,8 +272,9 @@ def write_tables(lines: Sequence[Line], target: float, title: str, folder: Path)
     """Write ``table.md`` for reading and ``table.csv`` with plain numbers; returns both paths."""
     table = markdown_table(headings(lines[0].metric, target), [cells(line) for line in lines])
     markdown, plain = folder / "table.md", folder / "table.csv"
-    markdown.write_text(f"**{title}**\n\n{table}" + (f"\n{BOUND_NOTE}\n" if knows_bound(lines) else ""))
-    with open(plain, "w", newline="") as file:
+    text = f"**{title}**\n\n{table}" + (f"\n{BOUND_NOTE}\n" if knows_bound(lines) else "")
+    markdown.write_text(text, encoding="utf-8")
+    with open(plain, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=[*Line.__dataclass_fields__, "bits_above_bound", "target"])
         writer.writeheader()
         more = [{"bits_above_bound": line.bits_above_bound, "target": target} for line in lines]

@@ -96,7 +96,7 @@ def read_configuration(file: Path) -> dict[str, Any]:
         ValueError: the file cannot be read, or holds something else; the message goes on where the file's name ends.
     """
     try:
-        recorded = yaml.load(file.read_text(), _Reader)  # noqa: S506  (a SafeLoader)
+        recorded = yaml.load(file.read_text(encoding="utf-8"), _Reader)  # noqa: S506  (a SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"cannot be read ({type(error).__name__})") from error
     if not isinstance(recorded, dict):

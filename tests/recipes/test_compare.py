@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import locale
 import math
 import os
 import re
@@ -42,7 +43,9 @@ from recipes.errors import RecipeError
 from recipes.files import METRICS_FILE, RESULT_FILE
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY, PERPLEXITY, Metric
+from recipes.opening import print_in_any_locale
 from recipes.strategies.choices import ALL, strategies
+from recipes.training.continuing import read_configuration
 from recipes.training.report import finish
 from tests.recipes.conftest import ROOT, TINY, run_script
 from tests.recipes.made_up_runs import made_up_run
@@ -422,6 +425,29 @@ def test_table(variants: dict[str, list[Run]], tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert float(rows[1]["step_s"]) == pytest.approx(0.2)
     assert float(rows[1]["target"]) == pytest.approx(target)
+
+
+def test_files_and_tables_do_not_depend_on_the_locale(
+    variants: dict[str, list[Run]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii", write_through=True))
+    lines = compare(variants, 0.9)
+    settings = tmp_path / "config.yaml"
+    settings.write_text("title: ±", encoding="utf-8")
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")  # ASCII, unless Python ignores the locale (-X utf8)
+    try:
+        markdown, _ = write_tables(lines, 0.9, "title", tmp_path)
+        write_page([Section("", tmp_path, variants, lines, 0.9)], "title", "command", tmp_path / "page.html")
+        write_pairs(["± over seeds"], [["0.1"]], tmp_path)
+        assert read_configuration(settings) == {"title": "±"}
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
+    assert "±" in markdown.read_text(encoding="utf-8")
+    print_in_any_locale()
+    compare_script._console().print("±")
+    assert printed.getvalue() == b"?\n"
 
 
 def test_error_and_bits_above_the_bound(variants: dict[str, list[Run]], tmp_path: Path) -> None:

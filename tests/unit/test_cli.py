@@ -347,6 +347,19 @@ def test_a_standard_output_that_is_full_is_one_line() -> None:
     )
 
 
+def test_what_a_locale_does_not_have_is_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "latin-1", write_through=True))
+    for words in (["presets", "gqsgd"], ["presets", "gqsgd", "--json"]):
+        monkeypatch.setattr(sys, "argv", ["gqsgd", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 0
+    text, _, values = printed.getvalue().decode("latin-1").partition("{")
+    assert "? = " in text
+    assert json.loads("{" + values)["name"] == "gqsgd"
+
+
 def test_a_standard_output_that_is_closed_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)  # as Python has it after `>&-`
     monkeypatch.setattr(sys, "argv", ["gqsgd", "presets"])
