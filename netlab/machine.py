@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
+
+from lightning_gqsgd.wire.processors import processors
 
 _CPU_FACTS = Path("/proc/cpuinfo")
 
 
 def cores() -> int:
-    """Number of cores that this process may use, at least 1.
-
-    A container or ``taskset`` may allow fewer cores than the machine has.
-    """
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of cores that this process may use, at least 1; see `lightning_gqsgd.wire.processors`."""
+    return processors()
 
 
 def processor_name() -> str:

@@ -16,6 +16,7 @@ import torch
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.wire.node import local_ranks
+from lightning_gqsgd.wire.processors import processors
 
 #: Environment variable that sets how many threads of a rank encode and decode, instead of `spare_threads`.
 VARIABLE = "GQSGD_THREADS"
@@ -38,7 +39,7 @@ def codec_threads(ranks: int) -> int:
     if not said:
         # Without a launcher's number, all ranks may share this machine. Too few threads cost little; too many slow all
         # ranks down.
-        return spare_threads(_processors(), local_ranks() or ranks, torch.get_num_threads())
+        return spare_threads(processors(), local_ranks() or ranks, torch.get_num_threads())
     if not said.isdecimal() or not 1 <= int(said) <= MOST:
         raise ConfigError(f"{VARIABLE}={said!r} is no number of threads; give 1 to {MOST}, or unset it")
     return int(said)
@@ -55,11 +56,6 @@ def spare_threads(processors: int, local_ranks: int, compute_threads: int) -> in
         compute_threads: number of threads that compute gradients in each process.
     """
     return max(1, min(MOST_BY_ITSELF, processors // local_ranks - compute_threads))
-
-
-def _processors() -> int:
-    """Returns the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Workers:

@@ -1,0 +1,52 @@
+"""The number of processors that a process may use, as Linux's control groups limit it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_gqsgd.wire.processors import processors
+
+
+@pytest.fixture(autouse=True)
+def eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of eight processors."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+
+
+def limited(tmp_path: Path, membership: str, **limits: str) -> int:
+    """The number where this process is a member of these groups, and files have these texts."""
+    (tmp_path / "membership").write_text(membership)
+    for name, text in limits.items():
+        file = tmp_path / name.replace("__", "/").replace("cpu_", "cpu.")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return processors(tmp_path, tmp_path / "membership")
+
+
+@pytest.mark.parametrize(
+    ("limit", "number"),
+    [("max 100000\n", 8), ("200000 100000\n", 2), ("150000 100000\n", 2), ("10000 100000\n", 1), ("9900000 100000", 8)],
+)
+def test_a_container_has_the_processors_of_its_limit(tmp_path: Path, limit: str, number: int) -> None:
+    assert limited(tmp_path, "0::/\n", cpu_max=limit) == number
+
+
+def test_the_least_of_the_limits_of_all_groups_counts(tmp_path: Path) -> None:
+    limits = {"a__cpu_max": "300000 100000\n", "a__b__cpu_max": "max 100000\n", "other__cpu_max": "100000 100000\n"}
+    assert limited(tmp_path, "0::/a/b\n", **limits) == 3
+
+
+@pytest.mark.parametrize("folder", ["", "docker/c0ffee/"])  # a container may have its own group at the top
+def test_control_groups_of_version_1_have_limits_too(tmp_path: Path, folder: str) -> None:
+    membership = "4:memory:/docker/c0ffee\n3:cpu,cpuacct:/docker/c0ffee\n0::/system.slice\n"
+    place = f"cpu/{folder}".replace("/", "__")
+    period = {f"{place}cpu_cfs_period_us": "100000\n"}
+    assert limited(tmp_path, membership, **{f"{place}cpu_cfs_quota_us": "-1\n"}, **period) == 8
+    assert limited(tmp_path, membership, **{f"{place}cpu_cfs_quota_us": "400000\n"}) == 4
+
+
+def test_systems_without_control_groups_have_no_limit(tmp_path: Path) -> None:
+    assert processors(tmp_path, tmp_path / "nothing") == 8
