@@ -52,6 +52,12 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's text, at most 200 characters; the error's type if it has no text."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
 def in_ms(seconds: float) -> str:
     """Returns a duration in milliseconds as text: ``12.3 ms``."""
     return f"{1e3 * seconds:.3g} ms"

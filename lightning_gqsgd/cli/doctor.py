@@ -8,11 +8,13 @@ import shutil
 import sys
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from lightning_gqsgd import version
 from lightning_gqsgd.errors import ConfigError
 
 #: The answer where kernels work.
@@ -67,8 +69,10 @@ def lines(answers: list[Finding]) -> list[str]:
 
 
 def _versions() -> str:
-    names = ("lightning-gqsgd", "torch", "numba", "numpy")
-    return f"Python {platform.python_version()}, " + ", ".join(f"{name} {_version(name)}" for name in names)
+    # There may be another copy of the package, which the metadata is of. Bugs are reported of what was imported.
+    own = f"lightning-gqsgd {version.__version__} in {Path(version.__file__).parent}"
+    others = [f"{name} {_version(name)}" for name in ("torch", "numba", "numpy")]
+    return ", ".join([f"Python {platform.python_version()}", *others, own])
 
 
 def _version(package: str) -> str:
@@ -94,11 +98,13 @@ def _backends() -> str:
 
 
 def _cpu_kernels() -> str:
-    from lightning_gqsgd.kernels.cpu.cache import writable_folder
+    from lightning_gqsgd.kernels.cpu.cache import REMEDY, writable_folder
 
     _check_kernels(torch.device("cpu"))
     folder = writable_folder()
-    return f"{_RIGHT}; " + (f"kept in {folder}" if folder else "no folder to keep them in is writable")
+    if folder is None:
+        return f"{_RIGHT}; every process compiles them again, because no folder to keep them in is writable: {REMEDY}"
+    return f"{_RIGHT}; kept in {folder}"
 
 
 def _gpu_kernels() -> str:

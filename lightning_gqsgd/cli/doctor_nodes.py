@@ -26,7 +26,7 @@ from lightning_gqsgd.cli import doctor_interfaces
 from lightning_gqsgd.cli.doctor_interfaces import Interface
 from lightning_gqsgd.cli.doctor_places import Place, place_of
 from lightning_gqsgd.cli.tables import plain_table
-from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.errors import ConfigError, counted, first_line
 from lightning_gqsgd.wire.agreement import ranks_in_words
 from lightning_gqsgd.wire.communicator import GLOO_PATIENCE
 from lightning_gqsgd.wire.node import network
@@ -191,7 +191,7 @@ def _meet(place: Place, wait: timedelta) -> Any:
     except (RuntimeError, OSError) as error:
         raise ConfigError(
             f"{_who(place)} cannot reach rank 0 at {place.address}:{place.port} within {wait.total_seconds():.0f} s "
-            f"({_first_line(error)}); let port {place.port} through the firewall of that host, and set MASTER_ADDR to "
+            f"({first_line(error)}); let port {place.port} through the firewall of that host, and set MASTER_ADDR to "
             "an address that all hosts reach"
         ) from None
     prefix = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -215,7 +215,7 @@ def _rank_0_may_have_ended(place: Place) -> Iterator[None]:
     except (RuntimeError, OSError) as error:
         raise ConfigError(
             f"{_who(place)} was waiting for the others, and rank 0 at {place.address}:{place.port}, where they meet, "
-            f"has ended or hangs, or another rank has ended ({_first_line(error)}); look at their output"
+            f"has ended or hangs, or another rank has ended ({first_line(error)}); look at their output"
         ) from None
 
 
@@ -263,7 +263,7 @@ def _connected(store: Any, place: Place, hosts: Sequence[Host], wait: timedelta)
         chosen = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
         raise ConfigError(
             f"{_who(place)} has met the others ({names}), and has no connection to all of them "
-            f"({_first_line(error)}); set GLOO_SOCKET_IFNAME (here: {chosen}) to the interface that reaches them "
+            f"({first_line(error)}); set GLOO_SOCKET_IFNAME (here: {chosen}) to the interface that reaches them "
             "(ip -br address), and let all ports between the hosts through the firewall"
         ) from None
 
@@ -341,8 +341,3 @@ def _follow(low: int) -> None:
 
 def _who(place: Place) -> str:
     return f"rank {place.rank} on {socket.gethostname()}"
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gqsgd.cli.doctor_places import number_in
-from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.errors import ConfigError, counted, first_line
 from lightning_gqsgd.wire.node import local_ranks
 
 #: Seconds that ranks wait for each other.
@@ -54,7 +54,10 @@ def run_ranks(procs: int, arguments: Sequence[str]) -> int:
         "LOCAL_WORLD_SIZE": str(procs),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    command = [sys.executable, "-m", "lightning_gqsgd.cli", *arguments]
+    # Ranks import what this process has imported. `-m` would search the current folder first, which may have another
+    # copy of the package, or files that are named like modules.
+    program = f"import sys; sys.path[:] = {sys.path!r}; from lightning_gqsgd.cli.app import main; main()"
+    command = [sys.executable, "-c", program, *arguments]
     ranks: list[subprocess.Popen[bytes]] = []
     # By itself, SIGTERM would end this process and leave its ranks.
     with _handling(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)):
@@ -92,7 +95,7 @@ def joined_ranks() -> Iterator[torch.device]:
     """Join the process group of a launcher's ranks, and leave it at the end of the context. Yields the device.
 
     Raises:
-        ConfigError: a variable of the launcher has no number, or there are fewer GPUs than ranks.
+        ConfigError: a variable of the launcher has no number, there are fewer GPUs than ranks, or ranks do not connect.
     """
     for name in ("RANK", "WORLD_SIZE"):
         number_in(os.environ, name)  # torch reads them, and would say neither the name nor the remedy
@@ -107,7 +110,13 @@ def joined_ranks() -> Iterator[torch.device]:
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=_TIMEOUT_S))
+    try:
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=_TIMEOUT_S))
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} has no connection to the others "
+            f"({first_line(error)}); `gqsgd doctor --nodes`, started in the same way, looks for the reason"
+        ) from None
     try:
         yield device
     finally:

@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
+from lightning_gqsgd import version
 from lightning_gqsgd.cli import benching, doctor, probing
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.config import GQSGDConfig
@@ -231,12 +232,38 @@ def test_a_rank_of_a_launcher_starts_no_ranks_of_its_own(monkeypatch: pytest.Mon
     assert "leave out --procs" in refusal("probe", "--procs", "2")
 
 
+def test_ranks_import_what_their_parent_has_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("lightning_gqsgd", "typer"):  # another copy of the package, and a file of a user's
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('this is the current folder')")
+    assert probing.run_ranks(2, ["--version"]) == 0
+
+
+@pytest.mark.parametrize("command", ["bench", "probe"])
+def test_ranks_that_do_not_connect_are_one_line(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    line = refusal(command)
+    assert line.startswith("gqsgd: rank 1 of 2 has no connection to the others (Error initializing torch.distributed")
+    assert line.endswith("; `gqsgd doctor --nodes`, started in the same way, looks for the reason")
+
+
 def test_the_doctor_answers_every_question_in_a_line() -> None:
     output = output_of("doctor")
     lines = output.splitlines()
     assert len(lines) == 10
     assert all(line.startswith("ok  ") for line in lines)
     assert 'knows strategy="gqsgd"' in output
+    assert f"lightning-gqsgd {version.__version__} in {Path(version.__file__).parent}" in lines[0]
+
+
+def test_the_doctor_names_a_remedy_where_kernels_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_gqsgd.kernels.cpu.cache.writable_folder", lambda: None)
+    (finding,) = [finding for finding in doctor.findings() if finding.question == "CPU kernels"]
+    assert not finding.is_bad
+    assert "set the environment variable NUMBA_CACHE_DIR to a folder that is writable" in finding.answer
 
 
 def test_the_doctor_fails_where_a_question_fails(monkeypatch: pytest.MonkeyPatch) -> None:
