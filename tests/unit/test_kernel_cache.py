@@ -95,6 +95,12 @@ def test_every_file_that_kernels_include_is_part_of_the_digest(tmp_path: Path) -
         copy.write_bytes(content)
 
 
+def test_another_version_in_a_zip_archive_has_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = cache.digest_of([])
+    monkeypatch.setattr(cache, "__version__", "0.0.1")
+    assert cache.digest_of([]) != before
+
+
 def test_a_damaged_file_is_replaced(folder: Path, told: list[Compilation]) -> None:
     doubling()(1.5)
     (file,) = folder.iterdir()

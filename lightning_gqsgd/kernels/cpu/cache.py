@@ -39,6 +39,8 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 from numba.misc.appdirs import AppDirs
 
+from lightning_gqsgd.version import __version__
+
 #: Advice for the case that no folder is writable.
 REMEDY = "set the environment variable NUMBA_CACHE_DIR to a folder that is writable"
 
@@ -86,8 +88,10 @@ def included_files() -> list[Path]:
 
 
 def digest_of(files: Iterable[Path]) -> str:
-    """Returns the digest of the names and the contents of files, and of the versions of Numba and Python."""
-    digest = hashlib.sha256(f"{numba.__version__} {sys.version_info[:2]}".encode())
+    """Returns the digest of the names and the contents of files, and of the versions of Numba, Python and the
+    package."""
+    # The version decides for a package in a zip archive, which has no files.
+    digest = hashlib.sha256(f"{numba.__version__} {sys.version_info[:2]} {__version__}".encode())
     for file in files:
         content = file.read_bytes()
         digest.update(f"\0{file.name} {len(content)}\0".encode() + content)
