@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,18 @@ def metrics_bytes(folder: Path) -> int:
     """Returns the length of a run's ``metrics.csv`` in bytes; 0 if the run has logged nothing."""
     file = folder / METRICS_FILE
     return file.stat().st_size if file.is_file() else 0
+
+
+def denied(place: Path) -> bool:
+    """Returns whether a file or folder may not be read by this user, so that nobody can say whether it exists or what
+    it holds."""
+    try:
+        place.stat()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return not os.access(place, os.R_OK | (os.X_OK if place.is_dir() else 0))
 
 
 def read_json(file: Path) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from recipes.errors import DataError
+from recipes.files import denied
 from recipes.launch.processes import gpus
 
 #: Settings of ``data`` that name a file, which may lie in ``data.root``.
@@ -28,7 +30,7 @@ def named_file(name: str | Path, root: str | Path | None) -> Path | None:
     places = [Path(name).expanduser()]
     if root is not None:
         places.append(Path(root).expanduser() / name)
-    return next((place for place in places if place.is_file()), None)
+    return next((place for place in places if os.path.isfile(place)), None)
 
 
 def check_named(data: Mapping[str, Any]) -> None:
@@ -38,9 +40,11 @@ def check_named(data: Mapping[str, Any]) -> None:
         data: the node.
 
     Raises:
-        DataError: something does not exist.
+        DataError: something does not exist, or cannot be read.
     """
     root = data.get("root")
+    if root is not None and denied(Path(str(root)).expanduser()):
+        raise DataError(f"data.root={root} may not be read by this user; ask its owner, or name data that you may read")
     if root is not None and not Path(str(root)).expanduser().exists():
         raise DataError(
             f"data.root={root} does not exist{_near(Path(str(root)).expanduser())}; name a folder or a file that "
@@ -51,7 +55,11 @@ def check_named(data: Mapping[str, Any]) -> None:
     if tokenizer is not None and is_tokenizer_file(str(tokenizer)):
         named["tokenizer"] = tokenizer
     for key, name in named.items():
-        if name is not None and named_file(str(name), root) is None:
+        if name is None:
+            continue
+        if denied(named_file(str(name), root) or Path(str(name)).expanduser()):
+            raise DataError(f"data.{key}={name} may not be read by this user; ask its owner, or name another file")
+        if named_file(str(name), root) is None:
             inside = "" if root is None else f", neither in {Path.cwd()} nor in data.root={root}"
             raise DataError(f"data.{key}={name} is no file{inside}; name a file that exists")
 

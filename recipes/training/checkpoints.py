@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from recipes.errors import RecipeError
-from recipes.files import RESULT_FILE, WANDB_ID_FILE, read_json
+from recipes.files import RESULT_FILE, WANDB_ID_FILE, denied, read_json
 
 CHECKPOINTS = "checkpoints"
 #: Folder in that of a run, in which W&B keeps what it has not uploaded.
@@ -44,6 +44,8 @@ def find_checkpoint(cfg: DictConfig, folder: Path) -> str | None:
         CheckpointError: a checkpoint is asked for, and there is none.
     """
     if cfg.ckpt_path:
+        if denied(Path(cfg.ckpt_path)):
+            raise CheckpointError(f"ckpt_path={cfg.ckpt_path} may not be read by this user; ask its owner, or copy it")
         if not Path(cfg.ckpt_path).is_file():
             raise CheckpointError(f"ckpt_path={cfg.ckpt_path} is no file; name a {LAST}, or take resume=true")
         return str(cfg.ckpt_path)

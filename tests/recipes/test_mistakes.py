@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from lightning_gqsgd.errors import ConfigError
 from recipes import compare, run
@@ -25,7 +27,7 @@ from recipes.launch.command_line import examine, refusals_in_one_line
 from recipes.opening import announce, speaks
 from recipes.overrides import composed
 from recipes.strategies.choices import check_settings
-from recipes.training.checkpoints import finished_message, goes_on_with
+from recipes.training.checkpoints import CheckpointError, find_checkpoint, finished_message, goes_on_with
 from tests.recipes.conftest import ROOT, clean_environment
 from workloads.digits import load_digits
 
@@ -295,6 +297,27 @@ def test_a_file_is_found_relative_to_the_root_of_the_data(tmp_path: Path, monkey
         check_named({"root": str(root), "train_file": "train.txt"})
     with pytest.raises(DataError, match=rf"data.root={root}/more does not exist \({root} does\)"):
         check_named({"root": f"{root}/more"})
+
+
+@pytest.mark.parametrize("refused", ["stat", "access"])  # in a folder of another user's, and as a file of another's
+def test_what_this_user_may_not_read_is_said_to_be_so(
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "of_another_user"
+    file.touch()
+
+    def refuse(*_: object, **__: object) -> bool:
+        if refused == "access":
+            return False
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr(*((os, "access", refuse) if refused == "access" else (Path, "stat", refuse)))
+    with pytest.raises(DataError, match=f"data.root={file} may not be read by this user; ask its owner"):
+        check_named({"root": str(file)})
+    with pytest.raises(DataError, match=f"data.train_file={file} may not be read by this user; ask its owner"):
+        check_named({"train_file": str(file)})
+    with pytest.raises(CheckpointError, match=f"ckpt_path={file} may not be read by this user; ask its owner"):
+        find_checkpoint(OmegaConf.create({"ckpt_path": str(file)}), tmp_path)
 
 
 # --- going on ---------------------------------------------------------------------------------------------------------
