@@ -113,9 +113,11 @@ def joined_ranks() -> Iterator[torch.device]:
     try:
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=_TIMEOUT_S))
     except (RuntimeError, ValueError) as error:
+        chosen = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
         raise ConfigError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} has no connection to the others "
-            f"({first_line(error)}); `gqsgd doctor --nodes`, started in the same way, looks for the reason"
+            f"({first_line(error)}); correct MASTER_ADDR, MASTER_PORT or GLOO_SOCKET_IFNAME (here: {chosen}), or look "
+            "for the reason with `gqsgd doctor --nodes` under the same launcher"
         ) from None
     try:
         yield device

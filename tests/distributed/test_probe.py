@@ -247,7 +247,8 @@ def test_ranks_that_do_not_connect_are_one_line(command: str, monkeypatch: pytes
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     line = refusal(command)
     assert line.startswith("gqsgd: rank 1 of 2 has no connection to the others (Error initializing torch.distributed")
-    assert line.endswith("; `gqsgd doctor --nodes`, started in the same way, looks for the reason")
+    assert "correct MASTER_ADDR, MASTER_PORT or GLOO_SOCKET_IFNAME" in line
+    assert line.endswith("with `gqsgd doctor --nodes` under the same launcher")
 
 
 def test_the_doctor_answers_every_question_in_a_line() -> None:
