@@ -146,6 +146,8 @@ def _with_links(markdown: str, change: Callable[[str], str]) -> str:
 
 def _place(target: str) -> str:
     """Path in the site of a file of the repository."""
+    if posixpath.dirname(target) + "/" == DOCS and target.endswith(".ipynb"):  # `on_files` makes a page of it
+        return posixpath.basename(target).removesuffix(".ipynb") + ".md"
     return target.removeprefix(DOCS) if target.endswith((".md", *MEDIA)) else f"source/{target}.md"
 
 

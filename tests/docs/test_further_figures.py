@@ -412,7 +412,7 @@ SENTENCES: Sentences = {
         *(partial(at_equal_samples, "loss", way, "elastic_losses_wikitext2") for way in EQUAL_SAMPLES),
         *(partial(at_equal_samples, "loss", way) for way in reversed(EQUAL_SAMPLES)),
     ],
-    ("README.md", r"([\d.]+) to ([\d.]+) of what the hosts learn alone"): [
+    ("README.md", r"([\d.]+) to ([\d.]+) of those that the hosts make alone"): [
         lambda: of_elastic("goodput")[0],
         lambda: of_elastic("goodput")[-1],
     ],

@@ -128,6 +128,11 @@ def test_links_are_read(hooks: Any, page: str, text: str, found: list[str]) -> N
     assert hooks.links(page, text) == found
 
 
+def test_a_link_to_a_notebook_leads_to_its_page(hooks: Any) -> None:
+    assert hooks.links("README.md", "[a](docs/tutorial.ipynb)") == ["docs/tutorial.ipynb"]
+    assert hooks._place("docs/tutorial.ipynb") == "tutorial.md"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files(hooks: Any, page: str) -> None:
     targets = []
