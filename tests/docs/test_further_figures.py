@@ -485,7 +485,7 @@ SENTENCES: Sentences = {
         r"to the last launch, takes (\d+) µs of processor, and (\d+) µs with 60 parameters",
     ): [partial(host_time, bucket) for bucket in ("one matrix", "60 parameters")],
     (
-        "docs/performance.md",
+        "docs/prediction.md",
         r"take ([\d.]+) instructions per coordinate to encode, ([\d.]+) per coordinate .*?, and ([\d.]+) to decode",
     ): [partial(compiled, kernel) for kernel in ("encode", "reduce", "decode")],
     (

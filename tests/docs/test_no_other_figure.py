@@ -48,7 +48,7 @@ UNCOMPARED: dict[tuple[str, str, tuple[str, ...]], str] = {
     ("docs/paper.md", "Quality", ("task", "default")): "the paper's, from its public logs",
     ("docs/local_systems.md", "Systems", ("preset", "what it adds")): "the papers' settings, which presets have",
     ("docs/local_systems.md", "Systems", ("system", "experiment")): "printed by the command above it",
-    ("docs/performance.md", "On a GPU", ("instructions per coordinate",)): "counted in what the kernels compute",
+    ("docs/prediction.md", "What limits the kernels on a GPU", ("instructions per coordinate",)): "counted in kernels",
     ("docs/presets.md", "At 8 ranks", ("preset",)): "test_the_table_of_all_presets_is_what_the_command_prints",
     ("docs/presets.md", "Local steps", ("preset",)): "tests/unit/test_cli.py compares it with the command",
     ("docs/presets.md", "Optimizers, rules of training, topologies", ("system",)): "as above",
@@ -142,7 +142,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         r"all-reduces of 25 MiB",  # the size of messages
         rf"{MEMORY_BYTES >> 20} MiB for each rank and stage",  # what is reserved
         r"less than 20 seconds besides",  # the limit of a probe
-        r"fewer than 18\.5 instructions|messages fewer than 21\.4",  # sums of the table above it
         # Rates of the makers.
         r"rated 3\.6tbit in each direction for an H100, 2\.4tbit for an A100, 16gbit for a CPU, and 200gbit",
     ),
@@ -151,6 +150,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         r"up to 25 ms of latency",  # of the settings
         r"to end within 20 seconds",  # the limit of a probe
         r"within 10 % \(",  # a bound; how many are within it is compared
+        r"fewer than 18\.5 instructions|messages fewer than 21\.4",  # sums of the table above it
         r"they hold in 59 of the 64 settings",  # tests/unit/test_tcp_terms.py counts them
         r"segments of up to 1 MiB|a mean of 12 MiB",  # sizes
         # tests/unit/test_gloo_latency.py
