@@ -10,7 +10,6 @@ import pytest
 
 from tests.docs.checks import Checked, Sentences, compare_sentence, numbers
 from tests.docs.tables import RESULTS, cell, rows_of
-from tests.docs.test_figures import NETWORKS, RATES
 
 PAGE, FIGURES = "docs/choosing.md", "docs/choosing_figures.md"
 #: The columns of gradients in tables of errors, in the order of this page.
@@ -123,32 +122,6 @@ SENTENCES: Sentences = {
 }
 
 
-def steps_row(row: tuple[str, ...]) -> list[str | None]:
-    """Times faster than ddp, and than ddp_bf16, of a training step."""
-    name, hosts, link = row[0].partition(",")[0], row[1], row[2]
-    return [None] * 3 + [
-        ", ".join(
-            cell(NETWORKS[name], f"{than} / step", case=case, hosts=hosts, rate=RATES[link])
-            for than in ("ddp", "ddp_bf16")
-        )
-        for case in ("gqsgd", "gqsgd_4bit")
-    ]
-
-
-def trainings_row(row: tuple[str, ...]) -> list[str | None]:
-    """The same of whole trainings."""
-    name, hosts, link = row[0].partition(",")[0], row[1], row[2]
-    seeds = "3" if (name, hosts) == ("transformer_wikitext", "2") else "1"
-    heading = link if seeds == "3" else f"{hosts} hosts, {link}"
-    return [None] * 3 + [
-        ", ".join(
-            cell(f"{name}_links", column, heading=heading, seeds=seeds, strategy=strategy)
-            for column in ("times sooner than ddp", "than the best baseline")
-        )
-        for strategy in ("gqsgd", "gqsgd_4bit")
-    ]
-
-
 def whole_row(row: tuple[str, ...]) -> list[str | None]:
     """The step against that of ddp."""
     heading = next(
@@ -218,9 +191,7 @@ def shared_row(row: tuple[str, ...]) -> list[str | None]:
 
 
 TABLES = (
-    Checked(FIGURES, "When it pays, measured", ("model",), steps_row),
     Checked(FIGURES, "When it pays, measured", ("link", "gqsgd"), whole_row),
-    Checked(FIGURES, "When it pays, measured", ("experiment",), trainings_row),
     Checked(FIGURES, "Errors by number of bits", ("number of bits",), bits_row),
     Checked(
         FIGURES, "Companded and linear codes", ("codec", "bits", "Gaussian", "heavy-tailed", "ResNet-20"), companded_row
