@@ -18,7 +18,6 @@ from benchmarks.registered_speed import at_length
 from tests.docs.checks import Sentences, compare_sentence, rounded
 from tests.docs.tables import RESULTS, cell, rows_of, saved_rows
 from tests.docs.test_figures import auto, convnet_seeds, local, local_to_4_bits, prediction
-from tests.docs.test_figures_of_choosing import two_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -581,11 +580,6 @@ SENTENCES: Sentences = {
         lambda: to_the_loss_of_local_steps("diloco, H=16, 4 bits"),
         lambda: to_the_loss_of_local_steps("gqsgd_4bit"),
         lambda: str(float(to_the_loss_of_local_steps("ddp")) / 60),
-    ],
-    ("docs/method.md", r"fp32 ([\d.]+) ms, `two_shot` at 4 bits\s+([\d.]+) ms, `hierarchical` ([\d.]+) ms"): [
-        lambda: two_ranks("fp32"),
-        lambda: two_ranks("two_shot, 4 bit"),
-        lambda: two_ranks("hierarchical, 4 bit"),
     ],
     (
         "docs/choosing_figures.md",

@@ -116,7 +116,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "docs/method.md": (
         r"ω ≤ 1\.5e-5",  # 2^-14 / (4 (1 + 2^-7))
-        r"100 Mbit/s, 25 MiB:",  # the bucket's size
     ),
     "docs/paper.md": (
         # The paper's, or its logs'; or what the doctests of this page make of them.
