@@ -103,7 +103,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         r"about 1 kB each while they are hashed",  # a size
         r"AUC of 0\.807 there, the network comes to about 0\.70",  # of the fallback, by the page's first command for it
         r"2\.6 % clicks: 84 in the test split, a standard error of about 0\.03",  # of the data
-        r"0\.30 MB per step in all",  # of docs/sparse.md, which has the command
         r"n / 2 times the message",  # a formula
     ),
     "docs/local_steps.md": (
