@@ -303,7 +303,7 @@ SENTENCES: Sentences = {
             row["waiting (%)"] for row in rows_of(RESULTS / "local_steps.md") if "fragments, delay 4" in row["case"]
         ),
     ],
-    ("docs/local_steps.md", r"Its price is ([\d.]+) nats"): [
+    ("docs/local_steps.md", r"The price of the delay is ([\d.]+) nats"): [
         lambda: float(behind("diloco, H=32, 4 bits, 4 fragments, delay 4")) - float(behind("diloco, H=32, 4 bits")),
     ],
     (
