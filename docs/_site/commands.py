@@ -18,7 +18,8 @@ from lightning_gqsgd.cli.app import app
 PAGE = Path(__file__).resolve().parents[1] / "cli.md"
 HEAD = """# Command line
 
-This page lists the commands of `gqsgd`, which is installed with the package. None of them needs a GPU. In a terminal,
+This page lists the commands of `gqsgd`, which is installed with the package. None of them needs a GPU. Most users need
+two of them: `gqsgd doctor` checks a machine, and `gqsgd advise` predicts what compression gains. In a terminal,
 `gqsgd COMMAND --help` prints the same text. This page is written by
 
     python docs/_site/commands.py
