@@ -483,7 +483,9 @@ def _long_enough(text: str) -> float:
     with suppress(ValueError):
         if 2 * ROUND_S <= float(text) < math.inf:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of at least {2 * ROUND_S:g} seconds, which are two rounds")
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a number of at least {2 * ROUND_S:g} seconds, which are two rounds"
+    )
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ def measure(arguments: Sequence[str], folder: Path, seconds: float) -> tuple[int
     cfg = composed(arguments)
     if "root" not in cfg.data or "workers" not in cfg.data:
         raise OverrideError(
-            f"data={cfg.data.name} is no folder of images; name an experiment that reads one, "
+            f"data={cfg.data.name} is not a folder of images; name an experiment that reads one, "
             "e.g. experiment=resnet_imagenet"
         )
     words = ["data.workers=0"]

@@ -30,7 +30,7 @@ def check_writable(key: str, folder: str | Path) -> None:
     try:
         existing = next(place for place in (path, *path.parents) if place.exists())
         if not existing.is_dir():
-            raise FolderError(f"{key}={folder}: {existing} is no folder; name a folder that can be written to")
+            raise FolderError(f"{key}={folder}: {existing} is not a folder; name a folder that can be written to")
         # Permissions alone do not tell: root has them in /proc, and on a disk that is full or read-only.
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"x")

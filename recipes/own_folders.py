@@ -44,7 +44,7 @@ def with_search_path(arguments: Sequence[str]) -> list[str]:
             continue
         folder = folder if equals else next(words, "")
         if not Path(folder).is_dir() or not folder:
-            raise OverrideError(f"{option} {folder} is no folder; name one with e.g. model/NAME.yaml inside")
+            raise OverrideError(f"{option} {folder} is not a folder; name one with e.g. model/NAME.yaml inside")
         folders.append(f"{_FILE}{Path(folder).absolute()}")
     if not folders:
         return kept

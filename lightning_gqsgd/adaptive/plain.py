@@ -268,7 +268,7 @@ class PlainPath:
         self._engine.agreed()
         self._engine.plans.clear()
         self._engine.telemetry.choice = self._steering.choice()
-        self._steering.say(f"plain DDP carries the gradients from step {step} on")
+        self._steering.say(f"plain DDP reduces the gradients from step {step} on")
 
     def _end_plain_step(self, stamp: Stamp) -> None:
         """Time a step, and start or read a comparison."""
@@ -304,7 +304,7 @@ class PlainPath:
         self._matches = 0
         self.is_countable = False
         self._steps.compares_first = True  # before the hook sends any message again
-        self._steering.say(f"the hook carries the gradients again from step {step} on")
+        self._steering.say(f"the hook reduces the gradients again from step {step} on")
 
 
 def _count_gradient(path: weakref.ref[PlainPath], _: Tensor) -> None:

@@ -394,7 +394,7 @@ class Steering:
         if not self.decisions:
             return f"{text}; {self.bits} until the first {'trial' if self.gauge is None else 'decision'}"
         tried = " on trial" if self._is_trying else ""
-        text += f"; {'plain DDP carries the gradients' if self.is_plain else f'{self.bits} bits{tried}'} at present"
+        text += f"; {'plain DDP reduces the gradients' if self.is_plain else f'{self.bits} bits{tried}'} at present"
         return f"{text}; {self._described(self.decisions[-1], is_earlier=len(self.decisions) <= self._inherited)}"
 
     @property

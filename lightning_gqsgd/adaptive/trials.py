@@ -299,12 +299,12 @@ class Trials:
         """Keep plain DDP or the bits with which it was compared. ``seconds`` is the median of plain DDP; None if it did
         not replace the hook."""
         medians = dict(challenge.seconds)
-        reason = "the hook has not left its place"
+        reason = "plain DDP could not take over"
         stays = False
         if seconds is not None:
             medians[self.bits] = seconds
             stays = seconds <= medians[challenge.bits] * (1 + self.rules.widest_tie)
-            reason = f"32 bits are those of plain DDP, which {'stays' if stays else 'is longer'}"
+            reason = f"32 bits were measured under plain DDP, {'which stays' if stays else 'whose steps are longer'}"
         if not stays:
             self.bits = challenge.bits
             self._credit -= challenge.passed

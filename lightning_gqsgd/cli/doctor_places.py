@@ -67,7 +67,9 @@ def number_in(environment: Mapping[str, str], name: str) -> int:
         ConfigError: the variable has no number.
     """
     if not environment[name].isdecimal():
-        raise ConfigError(f"{name}={environment[name]!r} is no number; start the ranks with torchrun, srun or mpirun")
+        raise ConfigError(
+            f"{name}={environment[name]!r} is not a number; start the ranks with torchrun, srun or mpirun"
+        )
     return int(environment[name])
 
 
@@ -86,7 +88,7 @@ def _address(environment: Mapping[str, str], launcher: str) -> str:
 def _port(environment: Mapping[str, str]) -> int:
     port = environment.get("MASTER_PORT") or str(PORT)
     if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"MASTER_PORT={port!r} is no port; take a number from 1 to 65535, e.g. {PORT}")
+        raise ConfigError(f"MASTER_PORT={port!r} is not a port; take a number from 1 to 65535, e.g. {PORT}")
     return int(port)
 
 
@@ -94,5 +96,5 @@ def first_node(nodes: str) -> str:
     """Returns the first name of SLURM's list of nodes, e.g. ``gpu03`` of ``gpu[03-07,12],login1``."""
     found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^\[,]*)", nodes)
     if found is None:
-        raise ConfigError(f"SLURM_JOB_NODELIST={nodes!r} is no list of nodes; set MASTER_ADDR to the host of rank 0")
+        raise ConfigError(f"SLURM_JOB_NODELIST={nodes!r} is not a list of nodes; set MASTER_ADDR to the host of rank 0")
     return "".join(part or "" for part in found.groups())

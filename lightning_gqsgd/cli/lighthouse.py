@@ -48,8 +48,8 @@ def serve(bind: str, min_replicas: int, join_timeout: str, heartbeat_timeout: st
     found = host_and_port(bind)
     if found is None:
         raise ConfigError(
-            f"--bind={bind!r:.100} is no address; write host:port, e.g. 0.0.0.0:29510 or [::]:29510, with port 0 for a "
-            "free one"
+            f"--bind={bind!r:.100} is not an address; write host:port, e.g. 0.0.0.0:29510 or [::]:29510, with port 0 "
+            "for a free one"
         )
     host, port = found
     try:

@@ -58,7 +58,7 @@ class Codec(ABC):
         if bits > 8:
             raise ConfigError(
                 f"codec={cls.name!r} has codes of {cls.widths[0]} to {cls.widths[-1]} bits, not bits={bits}; leave "
-                "codec out, for floating-point numbers of so many bits"
+                "codec out, which sends floating-point numbers"
             )
 
     def check_blocks(self, block_size: int, *, rotation: bool) -> None:

@@ -95,7 +95,10 @@ def check_reducer(config: Fields) -> None:
     if config.scale == "global":
         codec.check_room_for_sums()
     if config.coder == "elias" and (name == "auto" or "elias" not in REDUCERS[name].coders or not codec.has_odd_levels):
-        raise ConfigError("coder='elias' is for codec='linear' with dither='stochastic' and reducer='gather'")
+        raise ConfigError(
+            "coder='elias' needs codec='linear', dither='stochastic' and reducer='gather'; give all three, or leave "
+            "coder out"
+        )
     if config.node_size and name != "hierarchical":
         raise ConfigError(f"node_size={config.node_size} is for reducer='hierarchical', not {name!r}; leave it out")
     if name == "auto":
@@ -123,7 +126,9 @@ def check_reducer(config: Fields) -> None:
         raise ConfigError(f"memory_down needs a way back that is encoded: reducer='two_shot', not {name!r}")
     if config.up is not None and "memory" not in reducer.memories:
         fitting = ", ".join(other for other, kind in REDUCERS.items() if "memory" in kind.memories)
-        raise ConfigError(f"memory goes with the reducers {fitting}, not {name!r}")
+        raise ConfigError(
+            f"a memory works with the reducers {fitting}, not {name!r}; take one of these, or memory='none'"
+        )
 
 
 def check_memories(config: Fields) -> None:
@@ -160,17 +165,23 @@ def check_sparse(config: Fields) -> None:
             "leave memory and memory_down out"
         )
     if config.scale == "global":
-        raise ConfigError(f"{named} has a scale of each touched row and rank, not scale='global'; leave scale out")
+        raise ConfigError(
+            f"{named} sends a separate scale for each touched row and rank, so scale='global' does not work; leave "
+            "scale out"
+        )
     if config.norm_over_ranks != "max":
         raise ConfigError(
-            f"{named} has a scale of each touched row and rank, not norm_over_ranks={config.norm_over_ranks!r}; leave "
-            "norm_over_ranks out"
+            f"{named} sends a separate scale for each touched row and rank, so "
+            f"norm_over_ranks={config.norm_over_ranks!r} does not work; leave norm_over_ranks out"
         )
     if config.scale_per != "block":
         raise ConfigError(
-            f"{named} has a scale of each touched row, not scale_per={config.scale_per!r}; leave scale_per out"
+            f"{named} sends a separate scale for each touched row, so scale_per={config.scale_per!r} does not work; "
+            "leave scale_per out"
         )
     if config.coder == "elias":
-        raise ConfigError(f"{named} writes the codes of rows with a fixed width, not coder='elias'; leave coder out")
+        raise ConfigError(
+            f"{named} writes the codes of rows with a fixed width, so coder='elias' does not work; leave coder out"
+        )
     if config.sparse == "logarithmic" and (config.codec == "float" or config.num_bits < 2):
         raise ConfigError(f"{named} needs a sign and an exponent, so 2 to 8 bits, not bits={config.bits}")

@@ -73,15 +73,15 @@ class GQSGDConfig(Fields):
             fields are replaced later, "auto" chooses again.
         bits: bits per coordinate of a message, for any number of ranks: 1 to 8 for linear, 2 to 8 for companded and
             exponential, 1 to 4 for eden and trellis. 16: bf16 numbers, rounded at random. 32: the uncompressed gradient
-            in its own dtype (the reducer ``"native"``). None: the codec's default, which is 8 for the first three, 2
-            for eden and trellis, 1 for sign, and 32 for top_k and dct_top_k. With 32, these two send the coordinates
-            that they keep uncompressed; with 2 to 4, they round them to this number of bits. With 1, stochastic
-            rounding is not possible. The field then holds the number. ``"auto"``: the smallest number of bits in
-            ``allow`` whose error is small compared with the noise of the gradients, see ``max_slowdown``; the field
-            then holds the largest number of bits in ``allow`` that is at most 8. A dictionary, e.g.
-            ``{"*": 4, "head.*": 8}``: bits by shell-style patterns of parameter names. The last pattern that matches a
-            name decides. This works with DDP and FSDP2 only, and without a memory. All other fields apply to every
-            number of bits. The field then holds a `spec.bits_by_name.BitsByName`.
+            in its own dtype (the reducer ``"native"``). None: the codec's default, which is 8 for linear, companded and
+            exponential, 2 for eden and trellis, 1 for sign, and 32 for top_k and dct_top_k; the field then holds the
+            number. With 32, top_k and dct_top_k send the coordinates that they keep uncompressed; with 2 to 4, top_k
+            rounds them to this number of bits. With 1, stochastic rounding is not possible. ``"auto"``: the smallest
+            number of bits in ``allow`` whose error is small compared with the noise of the gradients, see
+            ``max_slowdown``; the field then holds the largest number of bits in ``allow`` that is at most 8. A
+            dictionary, e.g. ``{"*": 4, "head.*": 8}``: bits by shell-style patterns of parameter names. The last
+            pattern that matches a name decides. This works with DDP and FSDP2 only, and without a memory. All other
+            fields apply to every number of bits. The field then holds a `spec.bits_by_name.BitsByName`.
         levels: number of non-zero magnitudes (s in the papers) of a stochastic linear or an exponential code. None: as
             many as fit.
         mantissa: number of mantissa bits between two powers of two of an exponential code, 0 to 3. With
@@ -109,9 +109,9 @@ class GQSGDConfig(Fields):
         dither: ``"subtractive"`` (the receiver subtracts the dither again: error variance Δ²/12), ``"stochastic"``
             (stochastic rounding: Δ²/6 on average, zeros stay zeros), ``"adaptive"`` (the one with the smaller error in
             each block: stochastic if more than about half of the coordinates are zero, or more than about nine tenths
-            with companded codes; with the reducer ``"sum"``, always subtractive; exponential, sign, top_k and eden
-            codecs use their own dither under this name) or ``"nearest"`` (no dither: biased, so it needs a memory).
-            Companded codes support "subtractive" and "adaptive".
+            with companded codes; with the reducer ``"sum"``, always subtractive; exponential, sign, top_k, eden and
+            trellis codecs use their own dither under this name) or ``"nearest"`` (no dither: biased, so it needs a
+            memory). Companded codes support "subtractive" and "adaptive".
         rotation: whether to rotate each block by a random Hadamard matrix first, which spreads large coordinates over
             the whole block.
         coder: ``"fixed"`` width, or ``"elias"``: Elias omega codes (QSGD), for the reducer ``"gather"`` on the CPU.
@@ -167,7 +167,7 @@ class GQSGDConfig(Fields):
             self._pin(pinned_bits(self.auto, self.bits, self.max_slowdown, self.allow, ALLOW))
         for name, value in list(vars(self).items()):
             object.__setattr__(self, name, plain_integer(value))
-        if hasattr(self.bits, "__array__"):  # a tensor, or a number of NumPy that is no integer
+        if hasattr(self.bits, "__array__"):  # a tensor, or a number of NumPy that is not an integer
             raise ConfigError(f"bits={self.bits!r} must be an integer, or 'auto'")
         if isinstance(self.bits, Iterable) and not isinstance(self.bits, str):
             self._check_bits_by_name(BitsByName(self.bits))
@@ -411,7 +411,7 @@ class GQSGDConfig(Fields):
         if self.codec in _BIASED_CODECS:
             weighs = "does not work with a memory, and codec={!r} needs one"
             if self.max_slowdown is not None:
-                weighs = "weighs the variance of a rounding, and codec={!r} has a bias instead"
+                weighs = "compares variances, so it needs an unbiased codec, which codec={!r} is not"
             raise ConfigError(
                 f"{name} {weighs.format(self.codec)}; leave codec and memory out, or the preset that has them, or "
                 f"leave {fields} out"
@@ -438,12 +438,12 @@ class GQSGDConfig(Fields):
         """Check that the error of the codes can be weighed against the noise of gradients: it has to be a variance."""
         if self.biased:
             raise ConfigError(
-                f'bits="auto" weighs a variance, and dither={self.dither!r} has a bias; leave dither out, or give bits '
-                "as a number"
+                f'bits="auto" compares variances, so it needs rounding without bias, and dither={self.dither!r} has a '
+                "bias; leave dither out, or give bits as a number"
             )
         if combinations.adds_codes(self):  # sums are rounded in ways that `adaptive.noise` does not predict
             raise ConfigError(
-                f'bits="auto" goes with reducers that average decoded codes, not reducer={self.reducer!r}; leave '
+                f'bits="auto" works with reducers that average decoded codes, not reducer={self.reducer!r}; leave '
                 "reducer out, or give bits as a number"
             )
 

@@ -238,7 +238,7 @@ def _checked(
     _check_plain(tensor, "the tensor")
     check_gradient(tensor, "the tensor")
     if out is not None and not isinstance(out, Tensor):
-        raise ConfigError(f"out={out!r:.100} is no tensor; leave it out, or give one like the tensor")
+        raise ConfigError(f"out={out!r:.100} is not a tensor; leave it out, or give one like the tensor")
     if out is not None:
         _check_plain(out, "out")
     if out is not None and (out.shape, out.dtype, out.device) != (tensor.shape, tensor.dtype, tensor.device):

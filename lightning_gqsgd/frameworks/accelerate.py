@@ -305,7 +305,10 @@ def enable_accelerator(
     if isinstance(existing, GQSGDKwargs):
         raise ConfigError(f"gqsgd is enabled already, as {existing!r}; enable it once, with all fields")
     if existing is not None and type(existing) is not DistributedDataParallelKwargs:
-        raise ConfigError(f"the Accelerator has a handler of type {type(existing).__name__}, which gqsgd would replace")
+        raise ConfigError(
+            f"the Accelerator has a handler of type {type(existing).__name__}, which gqsgd would replace; leave it "
+            "out, and give the arguments of DistributedDataParallel to enable"
+        )
     kept = {} if existing is None else {name: getattr(existing, name) for name in _BASE_FIELDS}
     handler = GQSGDKwargs(preset, **{**kept, **fields})
     if accelerator.num_processes == 1:

@@ -58,9 +58,12 @@ def enable(
     """
     if isinstance(target, Accelerator):
         return enable_accelerator(target, preset, **cast("dict[str, Any]", fields))
-    if "transformers.trainer" in sys.modules:  # otherwise the target is no Trainer, and the import takes seconds
+    if "transformers.trainer" in sys.modules:  # otherwise the target is not a Trainer, and the import takes seconds
         from lightning_gqsgd.frameworks.transformers import Trainer, enable_trainer
 
         if isinstance(target, Trainer):
             return enable_trainer(target, preset, **fields)
-    raise ConfigError(f"{type(target).__name__} is neither an accelerate.Accelerator nor a transformers.Trainer")
+    raise ConfigError(
+        f"{type(target).__name__} is neither an accelerate.Accelerator nor a transformers.Trainer; for a "
+        "DistributedDataParallel model, call register_gqsgd"
+    )

@@ -172,13 +172,13 @@ def load_gathered(
         ConfigError: for the reasons of `load_state`.
     """
     if not isinstance(state, Mapping) or not isinstance(state.get("ranks"), list):
-        raise ConfigError("this is no state of local steps of all ranks; load what rank 0 has saved")
+        raise ConfigError("this is not a state of local steps of all ranks; load what rank 0 has saved")
     common = {name: value for name, value in state.items() if name != "ranks"}
     same = len(state["ranks"]) == averages.world_size
     own = state["ranks"][averages.rank if same else 0] if state["ranks"] else None
     if common.get("world_size") != len(state["ranks"]) or not isinstance(own, Mapping) or set(own) != set(_OWN_ENTRIES):
         raise ConfigError(
-            f"the state of local steps has not {', '.join(_OWN_ENTRIES)} of each of "
+            f"the state of local steps does not have {', '.join(_OWN_ENTRIES)} of each of "
             f"{common.get('world_size')!r:.50} ranks; load what rank 0 has saved"
         )
     tensors = dict(_tensors_of(model))

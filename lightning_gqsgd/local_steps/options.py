@@ -235,7 +235,7 @@ def parse_time(name: str, value: str | timedelta, otherwise: str = "") -> timede
     seconds = value.total_seconds() if isinstance(value, timedelta) else quantity(value, TIMES)
     if seconds is None:
         raise ConfigError(
-            f"{name}={value!r} is no time: write a number and a unit of {', '.join(TIMES)}, e.g. {name}='20s'"
+            f"{name}={value!r} is not a time: write a number and a unit of {', '.join(TIMES)}, e.g. {name}='20s'"
             f"{otherwise}"
         )
     if not 1e-6 <= seconds <= _LONGEST.total_seconds():
@@ -253,6 +253,6 @@ def _check_device(device: torch.device | str | None) -> None:
         kind = torch.device(device).type
     except (RuntimeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"anchor_device={device!r} is no device ({reason}); {remedy}") from None
+        raise ConfigError(f"anchor_device={device!r} is not a device ({reason}); {remedy}") from None
     if kind == "meta":
         raise ConfigError(f"anchor_device={device!r} has no memory; {remedy}")

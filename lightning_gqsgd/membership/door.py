@@ -82,7 +82,7 @@ def lighthouse_address(environment: Mapping[str, str]) -> str:
     found = host_and_port(value)
     if found is None or found[1] == 0:
         raise ConfigError(
-            f"{LIGHTHOUSE}={value!r:.100} is no address; write host:port, e.g. 10.0.0.1:29510 or [fd00::1]:29510"
+            f"{LIGHTHOUSE}={value!r:.100} is not an address; write host:port, e.g. 10.0.0.1:29510 or [fd00::1]:29510"
         )
     return f"http://{found[0]}:{found[1]}"
 
@@ -249,8 +249,8 @@ def _page_of(lighthouse: str, timeout_s: float) -> str:
 
 def _is_none(lighthouse: str) -> ConfigError:
     return ConfigError(
-        f"what answers at {lighthouse} is no lighthouse; start one with `gqsgd lighthouse` at a port that is free, and "
-        f"see that {LIGHTHOUSE} has its address"
+        f"what answers at {lighthouse} is not a lighthouse; start one with `gqsgd lighthouse` at a port that is free, "
+        f"and see that {LIGHTHOUSE} has its address"
     )
 
 
@@ -266,7 +266,7 @@ def _merged_on(page: str, alive: list[str]) -> list[tuple[int, str]]:
 
 def _difference(other: str) -> str:
     if not other.startswith("gqsgd-"):
-        return f"{other[:80]!r} is no training of this package; start a lighthouse for each training"
+        return f"{other[:80]!r} is not a training of this package; start a lighthouse for each training"
     version = other.removeprefix("gqsgd-").rpartition("-")[0]
     if version != __version__:
         return f"they have version {version} of lightning_gqsgd, and this one {__version__}; install the same on all"

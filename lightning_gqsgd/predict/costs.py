@@ -160,7 +160,7 @@ class Costs:
             if cost is not None:
                 return cost
         raise ConfigError(
-            f"the costs ({self.source}) say nothing of {kind!r} between ranks of the scope {scope!r}: run `gqsgd "
+            f"the costs ({self.source}) have no time of {kind!r} between ranks of the scope {scope!r}: run `gqsgd "
             "probe` again with as many processes per node, or give --link"
         )
 
@@ -182,7 +182,7 @@ class Costs:
             gamma = Gamma(10 * self.touch_s, 6 * self.touch_s, 0.0)
         if gamma is None:
             raise ConfigError(
-                f"the costs ({self.source}) say nothing of the codec {work.codec!r}, only of "
+                f"the costs ({self.source}) have no time of the codec {work.codec!r}, only of "
                 f"{', '.join(self.gammas)}: run `gqsgd probe --bits` with its bits"
             )
         each = {

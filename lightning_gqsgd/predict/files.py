@@ -34,7 +34,7 @@ def json_in(path: Path, remedy: str) -> Any:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            problem = "is no regular file"
+            problem = "is not a regular file"
         elif status.st_size > MOST_BYTES:
             problem = f"has {status.st_size:,} bytes, more than {MOST_BYTES:,}"
         else:
@@ -42,7 +42,7 @@ def json_in(path: Path, remedy: str) -> Any:
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
     except (ValueError, RecursionError):
-        problem = "is no JSON"
+        problem = "is not JSON"
     raise ConfigError(f"{path} {problem}; {remedy}")
 
 
@@ -148,7 +148,9 @@ def _reason_against(file: Path) -> str:
             return "it is a folder"
         if file.exists():
             # A device such as /dev/full can be opened, and fails when the work is done.
-            return "" if file.is_file() and os.access(file, os.W_OK) else "it is no regular file that may be replaced"
+            return (
+                "" if file.is_file() and os.access(file, os.W_OK) else "it is not a regular file that may be replaced"
+            )
         return "" if os.access(file.parent, os.W_OK | os.X_OK) else f"the folder {file.parent} is not writable"
     except (OSError, ValueError) as error:  # e.g. a name that is too long, or has a null byte
         return str(getattr(error, "strerror", None) or error)

@@ -113,11 +113,11 @@ class Probe:
         own = dict(values) if isinstance(values, dict) else {}
         version = own.pop("version", None)
         if version != VERSION:
-            raise ConfigError(f"{source} is no probe of version {VERSION} (its version: {version})")
+            raise ConfigError(f"{source} is not a probe of version {VERSION} (its version: {version})")
         try:
             return cls._of_entries(own, source)
         except ConfigError as error:
-            raise ConfigError(f"{source} is no probe: {error}") from None
+            raise ConfigError(f"{source} is not a probe: {error}") from None
 
     def save(self, path: Path) -> None:
         """Write the probe as JSON."""

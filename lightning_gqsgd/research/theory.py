@@ -212,7 +212,9 @@ def tree_second_moment(ranks: int, aligned: bool, mantissa: int = 0) -> float:
     check_count(0, 52, mantissa=mantissa)
     if ranks & (ranks - 1):
         below = 2 ** (ranks.bit_length() - 1)
-        raise ConfigError(f"ranks={ranks} is no power of two, so the tree is not balanced; take {below} or {2 * below}")
+        raise ConfigError(
+            f"ranks={ranks} is not a power of two, so the tree is not balanced; take {below} or {2 * below}"
+        )
     depth = ranks.bit_length() - 1
     rounding = relative_variance(mantissa)
     if not aligned:

@@ -56,7 +56,7 @@ def read(stream: np.ndarray, count: int, height: int) -> np.ndarray:
         return np.zeros(0, dtype=np.int64)
     form, body = (int(stream[0]), stream[1:]) if len(stream) else (-1, stream)
     if form not in (_PACKED, _GAMMA):
-        raise _invalid(f"it begins with {form}, which is no form")
+        raise _invalid(f"it begins with {form}, which is not a known form")
     gaps = (_read_packed if form == _PACKED else _read_gamma)(body, count)
     if gaps.max() >= height:
         raise _invalid(f"a gap of {gaps.max()} in a table of {height} rows")

@@ -195,4 +195,6 @@ def _decision(value: Any) -> Decision:
     try:
         return Decision.from_dict(value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"auto={value!r:.100} is no decision ({type(error).__name__}: {error}); {_REMEDY}") from None
+        raise ConfigError(
+            f"auto={value!r:.100} is not a decision ({type(error).__name__}: {error}); {_REMEDY}"
+        ) from None

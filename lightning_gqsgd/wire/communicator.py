@@ -399,8 +399,8 @@ def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
-            f"group={group!r:.100} is no process group that this rank is in; give one of torch.distributed.new_group, "
-            "or leave it out"
+            f"group={group!r:.100} is not a process group that this rank is in; give one of "
+            "torch.distributed.new_group, or leave it out"
         )
     parent = group if group is not None else dist.group.WORLD
     if not dist.is_initialized() or parent is None:

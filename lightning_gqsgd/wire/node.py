@@ -28,7 +28,7 @@ def local_ranks() -> int | None:
     if said is None:
         return None
     if not said.isdecimal() or int(said) < 1:
-        raise ConfigError(f"{LOCAL_RANKS}={said!r} is no number of processes of this node; correct or unset it")
+        raise ConfigError(f"{LOCAL_RANKS}={said!r} is not a number of processes of this node; correct or unset it")
     return int(said)
 
 

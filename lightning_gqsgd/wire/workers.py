@@ -41,7 +41,7 @@ def codec_threads(ranks: int) -> int:
         # ranks down.
         return spare_threads(processors(), local_ranks() or ranks, torch.get_num_threads())
     if not said.isdecimal() or not 1 <= int(said) <= MOST:
-        raise ConfigError(f"{VARIABLE}={said!r} is no number of threads; give 1 to {MOST}, or unset it")
+        raise ConfigError(f"{VARIABLE}={said!r} is not a number of threads; give 1 to {MOST}, or unset it")
     return int(said)
 
 

@@ -139,7 +139,7 @@ def find(paths: Sequence[Path]) -> Finished:
         paths: folders of runs, folders above them, and folders that W&B has written inside them.
 
     Raises:
-        PlanError: a path is no folder, or has no finished run; a run's file is missing or damaged; the runs are of
+        PlanError: a path is not a folder, or has no finished run; a run's file is missing or damaged; the runs are of
             several experiments.
     """
     folders: dict[Path, None] = {}

@@ -83,7 +83,7 @@ class Cifar10Data(ImageDataModule):
             raise DataError(f"data.root={root} does not exist; {REMEDY}")
         if root.is_file():
             if not is_archive(root):
-                raise DataError(f"data.root={root} is no {', '.join(ARCHIVES)}; {REMEDY}")
+                raise DataError(f"data.root={root} is not one of {', '.join(ARCHIVES)}; {REMEDY}")
         elif (root / CIFAR10.base_folder).is_dir():
             return from_torchvision(root, self.data_name)
         elif root.name == CIFAR10.base_folder:

@@ -195,7 +195,7 @@ def _parts(text: Text, progress: Progress, doing: str) -> Iterator[str]:
                 yield "".join(part)
                 progress.update(task, completed=buffer.tell())
     except UnicodeDecodeError as error:
-        raise DataError(f"{text.name} is no UTF-8 text ({error})") from error
+        raise DataError(f"{text.name} is not UTF-8 text ({error})") from error
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def check_named(data: Mapping[str, Any]) -> None:
             raise DataError(f"data.{key}={name} may not be read by this user; ask its owner, or name another file")
         if named_file(str(name), root) is None:
             inside = "" if root is None else f", neither in {Path.cwd()} nor in data.root={root}"
-            raise DataError(f"data.{key}={name} is no file{inside}; name a file that exists")
+            raise DataError(f"data.{key}={name} is not a file{inside}; name a file that exists")
 
 
 def check_stand_in(data: Mapping[str, Any], accelerator: str) -> None:

@@ -102,7 +102,7 @@ def samples_in(file: Path) -> int:
         with tarfile.open(file) as tar:
             return sum(member.name.endswith(".cls") for member in tar)
     except (OSError, tarfile.TarError) as error:
-        raise DataError(f"{file} is no shard ({error}); replace or remove it") from error
+        raise DataError(f"{file} is not a shard ({error}); replace or remove it") from error
 
 
 class ShardData(ImageFolderData):

@@ -33,7 +33,7 @@ class FileTokenizer:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library has no class of its own for what it refuses
             raise DataError(
-                f"data.tokenizer={file} is no tokenizer of Hugging Face's library ({error}); name a tokenizer.json"
+                f"data.tokenizer={file} is not a tokenizer of Hugging Face's library ({error}); name a tokenizer.json"
             ) from error
         size = self._tokenizer.get_vocab_size()
         if size != vocabulary_size:

@@ -84,7 +84,7 @@ class WikiTextData(TextDataModule):
         if is_tokenizer_file(self.tokenizer):
             found = named_file(self.tokenizer, self._root)
             if found is None:
-                raise DataError(f"data.tokenizer={self.tokenizer} is no file; name a tokenizer.json")
+                raise DataError(f"data.tokenizer={self.tokenizer} is not a file; name a tokenizer.json")
             self.tokenizer = str(found)
 
     def prepare_once(self) -> None:
@@ -122,7 +122,7 @@ class WikiTextData(TextDataModule):
         if split in self._files:
             named = named_file(self._files[split], self._root)
             if named is None:
-                raise DataError(f"data.{split}_file={self._files[split]} is no file; {REMEDY}")
+                raise DataError(f"data.{split}_file={self._files[split]} is not a file; {REMEDY}")
             return TextFile(named)
         root = self._root
         if root is None:
@@ -132,7 +132,7 @@ class WikiTextData(TextDataModule):
         elif not root.exists():
             raise DataError(f"data.root={root} does not exist; {REMEDY}")
         elif root.is_file() and not corpus.is_archive(root):
-            raise DataError(f"data.root={root} is no {', '.join(corpus.ARCHIVES)}; {REMEDY}")
+            raise DataError(f"data.root={root} is not one of {', '.join(corpus.ARCHIVES)}; {REMEDY}")
         file = corpus.find(root, split)
         if file is None:
             raise DataError(_missing(root, split))

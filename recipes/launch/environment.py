@@ -48,8 +48,8 @@ def check_threads(environment: Mapping[str, str]) -> None:
     if value is None or all(part.strip().isdecimal() and int(part) > 0 for part in value.split(",")):
         return
     raise HardwareError(
-        f"OMP_NUM_THREADS={value} is no number of threads; unset it, or set an integer of at least 1 (threads=N limits "
-        "the threads of a run, too)"
+        f"OMP_NUM_THREADS={value} is not a number of threads; unset it, or set an integer of at least 1 (threads=N "
+        "limits the threads of a run, too)"
     )
 
 

@@ -111,8 +111,8 @@ def _check_processes(key: str, value: Any, accelerator: str) -> None:
         raise HardwareError(f"{key}={shown} makes no process; take a number of at least 1")
     if number is None and not names_gpus and value != "auto":
         raise HardwareError(
-            f"{key}={shown} is no number of processes; take an integer of at least 1, auto, or a list of GPUs such as "
-            "[0,1]"
+            f"{key}={shown} is not a number of processes; take an integer of at least 1, auto, or a list of GPUs such "
+            "as [0,1]"
         )
 
 

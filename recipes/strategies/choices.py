@@ -153,7 +153,7 @@ def timeout_for(strategy: Mapping[str, Any]) -> dict[str, timedelta]:
         return {}
     seconds = quantity(value, TIMES) if isinstance(value, str) else None
     if not seconds:
-        raise OverrideError(f"strategy.timeout={value} is no time: a number and a unit, e.g. +strategy.timeout=5min")
+        raise OverrideError(f"strategy.timeout={value} is not a time: a number and a unit, e.g. +strategy.timeout=5min")
     return {"timeout": timedelta(seconds=seconds)}
 
 
@@ -218,4 +218,4 @@ def _check(name: str) -> None:
         raise UnknownStrategyError(f"strategy= names no strategy; take e.g. {EXAMPLES} (all: {EVERYWHERE})")
     if name not in names:
         hint = did_you_mean_preset(name, names) or f"; take e.g. {EXAMPLES}"
-        raise UnknownStrategyError(f"strategy={name} is no strategy{hint} (all: {EVERYWHERE})")
+        raise UnknownStrategyError(f"strategy={name} is not a strategy{hint} (all: {EVERYWHERE})")

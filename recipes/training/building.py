@@ -86,8 +86,8 @@ def build_network(node: DictConfig, own: frozenset[str] = frozenset()) -> nn.Mod
     if not isinstance(network, nn.Module) or isinstance(network, LightningModule):
         raise TargetError(
             f"model._target_={node._target_} makes a {type(network).__name__}, and a model is a torch.nn.Module that "
-            "is no LightningModule; the LightningModule is the task's: a subclass of recipes.tasks.task.Task, named by "
-            "task._target_"
+            "is not a LightningModule; the LightningModule is the task's: a subclass of recipes.tasks.task.Task, named "
+            "by task._target_"
         )
     return network
 
@@ -208,7 +208,7 @@ def build_trainer(
         settings["profiler"] = build(OmegaConf.create(dict(profiler)), own=own, leave_out=tuple(place), **place)
     kind = Trainer if target is None else _found(str(target), own)
     if not (isinstance(kind, type) and issubclass(kind, Trainer)):
-        raise TargetError(f"trainer._target_={target} is no class that inherits from lightning.pytorch.Trainer")
+        raise TargetError(f"trainer._target_={target} is not a class that inherits from lightning.pytorch.Trainer")
     if target:
         return _called(kind, str(target), {**settings, **arguments})
     with refused_values("trainer"):

@@ -47,7 +47,7 @@ def find_checkpoint(cfg: DictConfig, folder: Path) -> str | None:
         if denied(Path(cfg.ckpt_path)):
             raise CheckpointError(f"ckpt_path={cfg.ckpt_path} may not be read by this user; ask its owner, or copy it")
         if not Path(cfg.ckpt_path).is_file():
-            raise CheckpointError(f"ckpt_path={cfg.ckpt_path} is no file; name a {LAST}, or take resume=true")
+            raise CheckpointError(f"ckpt_path={cfg.ckpt_path} is not a file; name a {LAST}, or take resume=true")
         return str(cfg.ckpt_path)
     if not cfg.resume:
         return None

@@ -113,7 +113,7 @@ def _check_format(cfg: DictConfig, checkpoint: str) -> None:
     remedy = f"name a {LAST} that a run has written, or leave {asked_by(cfg)} out for a new run"
     # The list of an archive's files stands at its end, so that a file that was cut off is no archive.
     if not zipfile.is_zipfile(checkpoint):
-        raise CheckpointError(f"{checkpoint} is no checkpoint, or its end is missing; {remedy}")
+        raise CheckpointError(f"{checkpoint} is not a checkpoint, or its end is missing; {remedy}")
     with zipfile.ZipFile(checkpoint) as archive:
         names = archive.namelist()
     if not any(name.endswith("/data.pkl") for name in names):

@@ -259,7 +259,7 @@ def _step_of(cfg: DictConfig, checkpoint: str) -> int:
         return int(torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"])
     except Exception as error:  # torch raises several families of errors for files that are damaged inside
         raise CheckpointError(
-            f"{checkpoint} is no checkpoint of a run, or is damaged ({type(error).__name__}); name another one, or "
+            f"{checkpoint} is not a checkpoint of a run, or is damaged ({type(error).__name__}); name another one, or "
             f"leave {asked_by(cfg)} out for a new run"
         ) from error
 

@@ -165,7 +165,7 @@ def test_a_training_of_somebody_else_is_named(lighthouse: str) -> None:
     with pytest.raises(ConfigError, match="version 0.0.1"):
         check_others(f"http://{lighthouse}", own, 5.0)
     client.heartbeat("llama:2")
-    with pytest.raises(ConfigError, match="'llama' is no training of this package|version 0.0.1"):
+    with pytest.raises(ConfigError, match="'llama' is not a training of this package|version 0.0.1"):
         check_others(f"http://{lighthouse}", own, 5.0)
 
 
@@ -296,7 +296,9 @@ def test_a_lighthouse_that_waits_for_more_members_is_named(tmp_path: Path) -> No
 def test_what_is_no_address_to_listen_at_is_refused(bind: str) -> None:
     from lightning_gqsgd.cli.lighthouse import serve
 
-    with pytest.raises(ConfigError, match=r"is no address; write host:port, e\.g\. 0\.0\.0\.0:29510 or \[::\]:29510"):
+    with pytest.raises(
+        ConfigError, match=r"is not an address; write host:port, e\.g\. 0\.0\.0\.0:29510 or \[::\]:29510"
+    ):
         serve(bind, 1, "1s", "1s", print)
 
 
@@ -318,7 +320,7 @@ def test_a_second_lighthouse_at_a_port_is_refused(lighthouse: str) -> None:
 @pytest.mark.parametrize(
     ("join", "heartbeat", "words"),
     [
-        ("5", "1s", "--join-timeout='5' is no time: .*, e.g. --join-timeout='20s'$"),
+        ("5", "1s", "--join-timeout='5' is not a time: .*, e.g. --join-timeout='20s'$"),
         ("100us", "1s", "--join-timeout=100us is too short: 1 ms is the least"),
         ("1s", "200ms", "--heartbeat-timeout=200ms is too short: 1000 ms is the least, because members give a sign"),
     ],

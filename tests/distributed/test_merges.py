@@ -413,7 +413,7 @@ def test_ranks_with_other_rounds_refuse_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"every": "20 parsecs"}, "is no time.* a number of steps is an integer, e.g. every=32"),
+        ({"every": "20 parsecs"}, "is not a time.* a number of steps is an integer, e.g. every=32"),
         ({"every": "0s"}, "out of range"),
         ({"every": "1s", "fragments": 2}, "fragments=2"),
         ({"every": "1s", "inner_state": "average"}, "different numbers of steps"),

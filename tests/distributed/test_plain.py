@@ -101,7 +101,7 @@ def test_plain_ddp_takes_the_hooks_place_and_the_hook_comes_back_for_a_trial_on_
     assert first["values"]["gqsgd/plain"] == 1
     assert first["values"]["gqsgd/bits"] == 32
     assert first["values"]["gqsgd/bits_per_coordinate"] == 32
-    assert "plain DDP carries the gradients at present" in first["report"]
+    assert "plain DDP reduces the gradients at present" in first["report"]
 
 
 def _stays_in_memory(rank: int) -> list[Any]:

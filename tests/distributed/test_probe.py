@@ -192,7 +192,7 @@ def without_inputs() -> nn.Module:
     [
         (["--output", "/nowhere/probe.json"], "there is no folder /nowhere"),
         (["--output", "/"], "--output / cannot be written: it is a folder"),
-        (["--output", "/dev/null"], "--output /dev/null cannot be written: it is no regular file"),
+        (["--output", "/dev/null"], "--output /dev/null cannot be written: it is not a regular file"),
         (["--output", "a" * 300], "cannot be written: File name too long"),
         (["--batch", "4"], "--batch 4 has no effect without a model"),
         (["--batch", "99999999999999999999"], "has to be at most 1,000,000"),

@@ -73,7 +73,7 @@ def test_a_model_trained_by_several_threads_is_that_of_one(preset: str, tmp_path
 
 def _refused(rank: int) -> str:
     os.environ[VARIABLE] = "many" if rank else "2"
-    with pytest.raises(Exception, match="GQSGD_THREADS='many' is no number of threads") as caught:
+    with pytest.raises(Exception, match="GQSGD_THREADS='many' is not a number of threads") as caught:
         all_reduce(torch.ones(5000))
     return type(caught.value).__name__
 

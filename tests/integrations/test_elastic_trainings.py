@@ -104,5 +104,5 @@ def test_a_trainer_of_transformers_takes_the_timeout_of_its_averages(fields: dic
 
     callback = enable(trainer_of(tmp_path), **fields, timeout="7s")
     assert callback._local.given_timeout == timedelta(seconds=7)
-    with pytest.raises(ConfigError, match="timeout='7' is no time: write a number and a unit"):
+    with pytest.raises(ConfigError, match="timeout='7' is not a time: write a number and a unit"):
         enable(trainer_of(tmp_path), **fields, timeout=7)

@@ -81,7 +81,7 @@ def test_an_object_from_yaml(tmp_path: Path) -> None:
     assert strategy._ddp_kwargs == {"find_unused_parameters": True, "bucket_cap_mb": 5}
     assert strategy._timeout == timedelta(minutes=5)
     for wrong in (60, "soon"):
-        with pytest.raises(ConfigError, match=f"timeout='{wrong}' is no time: write a number and a unit"):
+        with pytest.raises(ConfigError, match=f"timeout='{wrong}' is not a time: write a number and a unit"):
             GQSGDStrategy(timeout=wrong)
 
 

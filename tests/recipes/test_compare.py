@@ -101,7 +101,7 @@ def test_all_is_every_preset_and_the_baselines_of_every_device(monkeypatch: pyte
         (["+exp=quickstart", "strategy=ddp,all"], "strategy=ddp,all: 'all' includes the others; take strategy=all"),
         (["+exp=quickstart", "trainer.max_epochs=0"], "trainer.max_epochs=0 is out of range"),
         (["strategy=ddp"], r"\+exp=NAME, one of convnet_cifar, deeplight_criteo, quickstart"),
-        (["+exp=quickstart", "strategy=dpp"], "strategy=dpp is no strategy; did you mean 'ddp'"),
+        (["+exp=quickstart", "strategy=dpp"], "strategy=dpp is not a strategy; did you mean 'ddp'"),
         (["+exp=quickstart", "optimizer.rate=1"], "rate"),
         (["+exp=quickstart", "target=90"], r"target=90 is out of range.*target=0\.9"),
         (["+exp=quickstart", "target=high"], "target='high' cannot be read"),
@@ -137,7 +137,7 @@ def test_mistakes_come_up_before_anything_runs(arguments: list[str], message: st
 
 def test_a_wrong_number_of_threads_comes_up_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    with pytest.raises(RecipeError, match="OMP_NUM_THREADS=many is no number of threads"):
+    with pytest.raises(RecipeError, match="OMP_NUM_THREADS=many is not a number of threads"):
         make_plan(["+exp=quickstart"])
 
 

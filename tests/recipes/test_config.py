@@ -143,10 +143,10 @@ def test_fields_are_added_or_changed(composed: Compose) -> None:
     [
         (
             ["+exp=quickstart", "strategy=dor"],
-            r"strategy=dor is no strategy; did you mean 'dore'\?",
+            r"strategy=dor is not a strategy; did you mean 'dore'\?",
         ),
-        (["-m", "strategy=ddp,gqsdg"], "strategy=gqsdg is no strategy; did you mean 'gqsgd'"),
-        (["strategy=quantum"], "strategy=quantum is no strategy; take e.g. ddp, "),
+        (["-m", "strategy=ddp,gqsdg"], "strategy=gqsdg is not a strategy; did you mean 'gqsgd'"),
+        (["strategy=quantum"], "strategy=quantum is not a strategy; take e.g. ddp, "),
         (["strategy=all"], r"strategy=all is a comparison .* take python recipes/compare\.py"),
     ],
 )

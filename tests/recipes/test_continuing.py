@@ -106,7 +106,7 @@ def test_a_file_that_is_no_checkpoint_is_one_line(refusal: Callable[..., str], t
     cut.write_bytes((tmp_path / "whole.ckpt").read_bytes()[:-100])
     with zipfile.ZipFile(other, "w") as archive:
         archive.writestr("pictures/1.txt", "no weights")
-    for file, reason in ((text, "is no checkpoint, or its end is missing"), (cut, "end"), (other, "is an archive")):
+    for file, reason in ((text, "is not a checkpoint, or its end is missing"), (cut, "end"), (other, "is an archive")):
         line = refusal(f"ckpt_path={file}")
         assert line.startswith(f"CheckpointError: {file} ")
         assert reason in line
@@ -118,7 +118,7 @@ def test_a_file_of_torch_that_no_run_has_written_is_refused(tiny: Callable[..., 
     file = tmp_path / "weights" / "weights.pt"
     file.parent.mkdir()
     torch.save({"weights": torch.zeros(2)}, file)
-    with pytest.raises(CheckpointError, match="is no checkpoint of a run, or is damaged"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of a run, or is damaged"):
         train(tiny(f"ckpt_path={file}"), tmp_path / "run")
 
 

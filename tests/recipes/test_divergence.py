@@ -25,7 +25,7 @@ Tiny = Callable[..., DictConfig]
 
 
 def _no_constant(name: str) -> Any:
-    raise AssertionError(f"{name} is no JSON")
+    raise AssertionError(f"{name} is not JSON")
 
 
 @pytest.mark.usefixtures("clean_process")

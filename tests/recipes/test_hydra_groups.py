@@ -315,7 +315,7 @@ def test_a_choice_of_ones_own_is_known_and_a_misspelt_one_is_not(own: Path) -> N
         ("data", f"{OWN}.Net", r"_target_=own_code_of_a_user\.Net: missing a required argument: 'hidden'"),
         ("task", f"{OWN}.Seen", r"got an unexpected keyword argument 'network'; leave the entry out"),
         ("task", f"{OWN}.Judged", r"is judged by 'f1', and recipes know acc, perplexity, auc; give the class one of"),
-        ("trainer", f"{OWN}.Seen", r"is no class that inherits from lightning\.pytorch\.Trainer"),
+        ("trainer", f"{OWN}.Seen", r"is not a class that inherits from lightning\.pytorch\.Trainer"),
         ("callbacks", f"{OWN}.Module", r"makes a Module, and recipes need a lightning.*Callback"),
         ("optimizer", "torch.optim.RMSprop", r"unexpected keyword argument 'betas'; leave the entry out"),
     ],

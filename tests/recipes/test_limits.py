@@ -60,7 +60,7 @@ def test_a_folder_that_takes_files_is_left_as_it_is(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(FolderError, match=f"output={file}/in: {file} is no folder"):
+    with pytest.raises(FolderError, match=f"output={file}/in: {file} is not a folder"):
         check_writable("output", file / "in")
 
 

@@ -36,7 +36,7 @@ MISTAKES = [
     (["strategy.bit=3"], "OverrideError: strategy.bit=3: strategy=ddp has no bit .*take e.g. strategy=gqsgd strategy."),
     (["strategy=ddp", "strategy.bits=3"], "take e.g. strategy=gqsgd strategy.bits=3$"),
     (["strategy=gqsgd", "strategy.block_size=64"], "a field of GQSGDConfig.*added with .strategy.block_size=64$"),
-    (["strategy=gqsgd4bit"], "UnknownStrategyError: strategy=gqsgd4bit is no strategy; did you mean 'gqsgd_4bit'"),
+    (["strategy=gqsgd4bit"], "UnknownStrategyError: strategy=gqsgd4bit is not a strategy; did you mean 'gqsgd_4bit'"),
     (["trainer.max_epoch=2"], "OverrideError: trainer.max_epoch=2: .* did you mean trainer.max_epochs?"),
     (
         ["trainer.deterministic=true"],
@@ -66,11 +66,17 @@ MISTAKES = [
     (["trainer.num_nodes=0"], "HardwareError: trainer.num_nodes=0 makes no process"),
     (["trainer.devices=[]"], "HardwareError: trainer.devices=.* names no device"),
     (["trainer.num_nodes=null"], "HardwareError: trainer.num_nodes=null makes no process"),
-    (["trainer.devices=two"], "HardwareError: trainer.devices=two is no number of processes; take an integer of at le"),
-    (["trainer.devices=null"], "HardwareError: trainer.devices=null is no number of processes; .* a list of GPUs such"),
-    (["hardware.devices=1.5"], "HardwareError: hardware.devices=1.5 is no number of processes"),
-    (["trainer.devices=true"], "HardwareError: trainer.devices=true is no number of processes"),
-    (["trainer.devices=[a]"], r"HardwareError: trainer.devices=\['?a'?\] is no number of processes"),
+    (
+        ["trainer.devices=two"],
+        "HardwareError: trainer.devices=two is not a number of processes; take an integer of at le",
+    ),
+    (
+        ["trainer.devices=null"],
+        "HardwareError: trainer.devices=null is not a number of processes; .* a list of GPUs such",
+    ),
+    (["hardware.devices=1.5"], "HardwareError: hardware.devices=1.5 is not a number of processes"),
+    (["trainer.devices=true"], "HardwareError: trainer.devices=true is not a number of processes"),
+    (["trainer.devices=[a]"], r"HardwareError: trainer.devices=\['?a'?\] is not a number of processes"),
     (["trainer.devices=[0,1]"], r"HardwareError: trainer.devices=\[0,1\] names GPUs, and this run has accelerator=cpu"),
     (["trainer.devices=-1"], "HardwareError: trainer.devices=-1 names GPUs"),
     (["title=../.."], "LimitError: title=../.. would lead out of the folder of all runs; take a name without"),
@@ -104,8 +110,14 @@ MISTAKES = [
     (["strategy=powersgd"], "SettingError: strategy=powersgd needs CUDA, .* take strategy=ddp_bf16 or gqsgd_4bit, or"),
     (["strategy=gqsgd", "strategy.bits=9"], "SettingError: strategy.bits=9 is out of range: 1 to 8, 16, 32, or auto"),
     (["strategy=gqsgd", "strategy.bits=abc"], "SettingError: strategy.bits=abc is out of range"),
-    (["strategy=gqsgdd"], "strategy=gqsgdd is no strategy; did you mean 'gqsgd'.*all: python recipes/run.py --help.$"),
-    (["strategy=quantum"], "strategy=quantum is no strategy; take e.g. ddp, ddp_bf16, gqsgd, gqsgd_4bit or gqsgd_dil"),
+    (
+        ["strategy=gqsgdd"],
+        "strategy=gqsgdd is not a strategy; did you mean 'gqsgd'.*all: python recipes/run.py --help.$",
+    ),
+    (
+        ["strategy=quantum"],
+        "strategy=quantum is not a strategy; take e.g. ddp, ddp_bf16, gqsgd, gqsgd_4bit or gqsgd_dil",
+    ),
     (["strategy="], "UnknownStrategyError: strategy= names no strategy; take e.g. ddp"),
     (
         ["data.batch_size=100000"],
@@ -117,7 +129,7 @@ MISTAKES = [
         "DataError: data.val_samples=1.5 is out of range: 1 to 1436, .* a share of them, such as",
     ),
     (["data.val_samples=1430"], "DataError: 7 training samples cannot fill .*; take data.batch_size=3 or less"),
-    (["ckpt_path=nowhere.ckpt"], "CheckpointError: ckpt_path=nowhere.ckpt is no file"),
+    (["ckpt_path=nowhere.ckpt"], "CheckpointError: ckpt_path=nowhere.ckpt is not a file"),
     (
         ["optimizer.lr=nan"],
         "LimitError: optimizer.lr=nan is out of range: a finite number above 0, e.g. optimizer.lr=0.1$",
@@ -153,12 +165,12 @@ MISTAKES = [
     (["trainer.limit_train_batches=0"], "LimitError: trainer.limit_train_batches=0"),
     (["trainer.accumulate_grad_batches=0"], "LimitError: trainer.accumulate_grad_batches=0"),
     (["trainer.val_check_interval=0.0"], "LimitError: trainer.val_check_interval=0.0"),
-    (["hydra.run.dir=/dev/full"], "FolderError: hydra.run.dir=/dev/full: /dev/full is no folder; name a folder"),
-    (["hydra.run.dir=/dev/full/x"], "FolderError: hydra.run.dir=/dev/full/x: /dev/full is no folder"),
+    (["hydra.run.dir=/dev/full"], "FolderError: hydra.run.dir=/dev/full: /dev/full is not a folder; name a folder"),
+    (["hydra.run.dir=/dev/full/x"], "FolderError: hydra.run.dir=/dev/full/x: /dev/full is not a folder"),
     (["hydra.run.dir=/proc/x"], "FolderError: hydra.run.dir=/proc/x cannot be written to .*; name a folder that can$"),
     (["resume=true"], "CheckpointError: resume=true: there is no checkpoints/last.ckpt"),
     (["+exp=resnet_cifar", "data.root=/nowhere"], "DataError: data.root=/nowhere does not exist; name a folder"),
-    (["+exp=transformer_wikitext", "data.train_file=no.txt"], "DataError: data.train_file=no.txt is no file; name"),
+    (["+exp=transformer_wikitext", "data.train_file=no.txt"], "DataError: data.train_file=no.txt is not a file; name"),
 ]
 
 
@@ -293,7 +305,7 @@ def test_a_file_is_found_relative_to_the_root_of_the_data(tmp_path: Path, monkey
     assert named_file(root / "valid.txt", None) == root / "valid.txt"
     assert named_file("valid.txt", None) is None
     check_named({"root": str(root), "train_file": "valid.txt", "valid_file": None})
-    with pytest.raises(DataError, match=r"data.train_file=train.txt is no file, neither in .* nor in data.root="):
+    with pytest.raises(DataError, match=r"data.train_file=train.txt is not a file, neither in .* nor in data.root="):
         check_named({"root": str(root), "train_file": "train.txt"})
     with pytest.raises(DataError, match=rf"data.root={root}/more does not exist \({root} does\)"):
         check_named({"root": f"{root}/more"})

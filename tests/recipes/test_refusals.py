@@ -62,7 +62,7 @@ def test_numbers_of_threads_in_the_environment() -> None:
         check_threads({"OMP_NUM_THREADS": value})
     check_threads({})
     for value in ("0", "x", "", "-1", "4,0"):
-        with pytest.raises(HardwareError, match=f"OMP_NUM_THREADS={value} is no number of threads"):
+        with pytest.raises(HardwareError, match=f"OMP_NUM_THREADS={value} is not a number of threads"):
             check_threads({"OMP_NUM_THREADS": value})
 
 

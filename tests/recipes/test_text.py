@@ -144,11 +144,11 @@ def test_a_tokenizer_file_that_cannot_be_used_is_refused(folder: Path, tmp_path:
     with pytest.raises(DataError, match=r"vocabulary_size=100 is not the 270 tokens .* set data.vocabulary_size=270"):
         _data(tmp_path, root=str(folder), tokenizer=str(tokenizer_file)).prepare_data()
     tokenizer_file.write_text("{}")
-    with pytest.raises(DataError, match="is no tokenizer of Hugging Face's library"):
+    with pytest.raises(DataError, match="is not a tokenizer of Hugging Face's library"):
         _data(tmp_path, root=str(folder), tokenizer=str(tokenizer_file)).prepare_data()
-    with pytest.raises(DataError, match=r"data\.tokenizer=nowhere\.json is no file"):
+    with pytest.raises(DataError, match=r"data\.tokenizer=nowhere\.json is not a file"):
         _data(tmp_path, root=str(folder), tokenizer="nowhere.json")
-    with pytest.raises(DataError, match=r"data\.tokenizer=nowhere\.json is no file, neither in"):
+    with pytest.raises(DataError, match=r"data\.tokenizer=nowhere\.json is not a file, neither in"):
         check_named({"root": str(folder), "tokenizer": "nowhere.json"})
 
 
@@ -252,7 +252,7 @@ def test_named_files_replace_the_folders_and_are_part_of_the_name(folder: Path, 
     assert len(data.splits.train) == 36
     with pytest.raises(DataError, match=r"there is no valid text: add data\.valid_file=FILE or data\.root=PATH"):
         _data(tmp_path, train_file=str(mine)).prepare_data()
-    with pytest.raises(DataError, match=r"data\.train_file=.*absent\.txt is no file"):
+    with pytest.raises(DataError, match=r"data\.train_file=.*absent\.txt is not a file"):
         _data(tmp_path, train_file=str(tmp_path / "absent.txt"), valid_file=str(mine)).prepare_data()
 
 
@@ -284,7 +284,7 @@ def test_damaged_or_ambiguous_files_are_refused(folder: Path, tmp_path: Path) ->
     with pytest.raises(DataError, match=r"texts\.zip cannot be read .*is it complete\?"):
         _data(tmp_path, root=str(packed)).prepare_data()
     (folder / "wiki.valid.tokens").write_bytes(b"\xff\xfe\xfd")
-    with pytest.raises(DataError, match=r"wiki\.valid\.tokens is no UTF-8"):
+    with pytest.raises(DataError, match=r"wiki\.valid\.tokens is not UTF-8"):
         _data(tmp_path, root=str(folder)).prepare_data()
     (folder / "again").mkdir()
     (folder / "again" / "wiki.train.tokens").write_text(TRAIN)

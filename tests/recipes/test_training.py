@@ -175,7 +175,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_earlier_checkpoint(
 def test_resume_without_a_checkpoint_names_the_remedy(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"resume=true: there is no .*ckpt_path=PATH"):
         find_checkpoint(tiny("resume=true", f"run_root={tmp_path}"), tmp_path)
-    with pytest.raises(CheckpointError, match="is no file"):
+    with pytest.raises(CheckpointError, match="is not a file"):
         find_checkpoint(tiny("ckpt_path=/nowhere/last.ckpt"), tmp_path)
 
 

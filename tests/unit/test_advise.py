@@ -291,9 +291,9 @@ def test_what_is_missing_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"version": 0}', "is no probe of version 2 (its version: 0); run `gqsgd probe --output"),
-        ("[1]", "is no probe of version 2 (its version: None)"),
-        ("no json", "is no JSON"),
+        ('{"version": 0}', "is not a probe of version 2 (its version: 0); run `gqsgd probe --output"),
+        ("[1]", "is not a probe of version 2 (its version: None)"),
+        ("no json", "is not JSON"),
     ],
 )
 def test_a_file_that_is_no_probe_of_this_version_is_refused(tmp_path: Path, text: str, words: str) -> None:

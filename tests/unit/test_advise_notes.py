@@ -60,7 +60,7 @@ def test_a_device_and_a_file_too_large_are_no_probes(tmp_path: Path) -> None:
     with large.open("wb") as file:
         file.truncate(MOST_BYTES + 1)
     for path, words in (
-        ("/dev/zero", "is no regular file; give"),
+        ("/dev/zero", "is not a regular file; give"),
         (large, "has 16,777,217 bytes, more than 16,777,216"),
     ):
         line = _refusal("--probe", str(path))

@@ -47,10 +47,10 @@ def test_the_place_of_a_rank_is_known_under_every_launcher(environment: dict[str
         ({}, "none has started this process; type on each node e.g. torchrun"),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a"}, "WORLD_SIZE=1: one rank has no other to send to"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, r"mpirun \(MPICH\) does not say where rank 0 is; set MASTER_ADDR"),
-        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK='x' is no number"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK='x' is not a number"),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "70000"},
-            "MASTER_PORT='70000' is no port; take a number from 1 to 65535",
+            "MASTER_PORT='70000' is not a port; take a number from 1 to 65535",
         ),
     ],
 )

@@ -103,7 +103,9 @@ def test_an_address_may_be_a_name_or_a_number_of_either_kind(written: str, addre
     ],
 )
 def test_what_is_no_address_is_refused_in_one_line_that_shows_one_of_each_kind(written: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no address; write host:port, e\.g\. 10\.0\.0\.1:29510 or \[fd00::1\]"):
+    with pytest.raises(
+        ConfigError, match=r"is not an address; write host:port, e\.g\. 10\.0\.0\.1:29510 or \[fd00::1\]"
+    ):
         door.lighthouse_address({door.LIGHTHOUSE: written})
 
 
@@ -115,7 +117,7 @@ def test_a_host_that_cannot_be_found_is_named(host: str) -> None:
 
 @pytest.mark.parametrize("answer", [page("hello"), b"SSH-2.0-OpenSSH_9.6\r\n", b""], ids=["web", "ssh", "nothing"])
 def test_what_answers_in_place_of_a_lighthouse_is_said_to_be_none(answer: bytes) -> None:
-    words = "is no lighthouse; start one with `gqsgd lighthouse` at a port that is free|no lighthouse answers at"
+    words = "is not a lighthouse; start one with `gqsgd lighthouse` at a port that is free|no lighthouse answers at"
     with answering(answer) as address, pytest.raises(ConfigError, match=words):
         door.check_others(address, OWN, 0.0)
 

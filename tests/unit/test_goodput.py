@@ -136,4 +136,4 @@ def test_too_few_seconds_are_refused(
     monkeypatch.setattr("benchmarks.goodput.exit_on_signals", lambda: None)
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert f"'{text}' is no number of at least 6 seconds, which are two rounds" in capsys.readouterr().err
+    assert f"'{text}' is not a number of at least 6 seconds, which are two rounds" in capsys.readouterr().err

@@ -129,7 +129,7 @@ def test_a_group_with_unequal_or_mixed_nodes_is_refused(ranks: Sequence[int]) ->
 @pytest.mark.parametrize("text", ["abc", "", "0", "-4", "4.5"])
 def test_a_number_of_processes_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
-    with pytest.raises(ConfigError, match="is no number of processes of this node; correct or unset it"):
+    with pytest.raises(ConfigError, match="is not a number of processes of this node; correct or unset it"):
         this_node()
 
 
@@ -183,7 +183,7 @@ def test_what_cannot_work_is_refused() -> None:
         resolve(GQSGDConfig(reducer="hierarchical", node_size=3), 8)
     with pytest.raises(ConfigError, match="node_size=2 is for reducer='hierarchical'"):
         GQSGDConfig(node_size=2)
-    with pytest.raises(ConfigError, match="memory goes with the reducers sum, two_shot, gather"):
+    with pytest.raises(ConfigError, match="a memory works with the reducers sum, two_shot, gather"):
         GQSGDConfig(reducer="hierarchical", node_size=2, memory="ef")
     with pytest.raises(ConfigError, match="take scale_per='block'"):
         GQSGDConfig(reducer="hierarchical", node_size=2, scale_per="parameter")

@@ -150,8 +150,8 @@ def test_buffers_are_not_rounded_to_the_anchors_dtype() -> None:
         ({"anchor_dtype": torch.int8}, "anchor_dtype=torch.int8 is not one of torch.float32"),
         ({"anchor_dtype": torch.float8_e4m3fn}, "anchor_dtype=torch.float8_e4m3fn is not one of"),
         ({"anchor_dtype": "bf16"}, "anchor_dtype='bf16' is not one of"),
-        ({"anchor_device": "nope"}, "anchor_device='nope' is no device"),
-        ({"anchor_device": 3.5}, "anchor_device=3.5 is no device"),
+        ({"anchor_device": "nope"}, "anchor_device='nope' is not a device"),
+        ({"anchor_device": 3.5}, "anchor_device=3.5 is not a device"),
         ({"anchor_device": "meta"}, "anchor_device='meta' has no memory"),
     ],
 )

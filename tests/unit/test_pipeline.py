@@ -360,11 +360,11 @@ def test_the_number_of_threads_can_be_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert codec_threads(8) == 3
     for wrong in ("0", "17", "-1", "two", "1.5"):
         monkeypatch.setenv(VARIABLE, wrong)
-        with pytest.raises(ConfigError, match=f"GQSGD_THREADS='{wrong}' is no number of threads; give 1 to 16"):
+        with pytest.raises(ConfigError, match=f"GQSGD_THREADS='{wrong}' is not a number of threads; give 1 to 16"):
             codec_threads(8)
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000")
     assert codec_threads(1) == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
-    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE='two' is no number of processes of this node"):
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE='two' is not a number of processes of this node"):
         codec_threads(1)

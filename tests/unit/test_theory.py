@@ -375,7 +375,7 @@ def test_constants_move_in_the_right_direction() -> None:
         (lambda: theory.theta_independent(-1.0, 2), "omega=-1.0 must be a finite number of at least 0; give the ω"),
         (lambda: theory.theta_two_shot(1.0, math.inf, 2), "omega_down=inf"),
         (lambda: theory.convergence_factor(math.nan, 2), "theta=nan"),
-        (lambda: theory.tree_second_moment(6, True), "ranks=6 is no power of two.*; take 4 or 8"),
+        (lambda: theory.tree_second_moment(6, True), "ranks=6 is not a power of two.*; take 4 or 8"),
         (lambda: theory.expected_nonzeros(8, 2, 0, shared=True), "levels=0"),
         (lambda: theory.sum_bits_linear(0, 2), "levels=0"),
         (lambda: theory.sum_bits_exponential(1, 0), "ranks=0"),

@@ -198,8 +198,8 @@ class CompandedCodec(Codec):
             )
         if dither not in DITHERS:
             raise ConfigError(
-                f"dither={dither!r} is not for codec='companded', whose dither is always taken off again; take "
-                "dither='adaptive' or 'subtractive', or codec='linear'"
+                f"dither={dither!r} does not work with codec='companded', which always subtracts its dither after "
+                "decoding; take dither='adaptive' or 'subtractive', or codec='linear'"
             )
         return cls(bits, dither)
 

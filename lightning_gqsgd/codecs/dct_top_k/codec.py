@@ -131,8 +131,8 @@ class DctTopKCodec(TopKCodec):
         """Returns the codec that keeps the share ``density`` of all coordinates, at 32 bits; see `TopKCodec.of`."""
         if bits != 32:
             raise ConfigError(
-                f"codec='dct_top_k' sends whole what it keeps, which is bits=32, not bits={bits}; leave bits out, or "
-                "take codec='top_k'"
+                f"codec='dct_top_k' sends each coefficient that it keeps in bits=32, not in bits={bits}; leave bits "
+                "out, or take codec='top_k'"
             )
         return super().of(bits, density=density)
 

@@ -76,8 +76,8 @@ class TopKCodec(BiasedCodec):
         """
         if bits not in (32, *FEW_BITS):
             raise ConfigError(
-                f"codec='top_k' sends whole what it keeps, which is bits=32, or at few bits, not bits={bits}; take one "
-                f"of {', '.join(map(str, FEW_BITS))}, or leave bits out"
+                f"codec='top_k' sends each coordinate that it keeps in bits=32, or in few, not in bits={bits}; take "
+                f"one of {', '.join(map(str, FEW_BITS))}, or leave bits out"
             )
         if not density:
             raise ConfigError("density=0 keeps nothing; take e.g. density=0.01")

@@ -94,7 +94,10 @@ class Dion(OwnOptimizer):
             )
         for matrix in matrices:
             if matrix.ndim != 2:
-                raise ValueError(f"Dion is for matrices, not for a parameter of shape {tuple(matrix.shape)}")
+                raise ValueError(
+                    f"Dion is for matrices, not for a parameter of shape {tuple(matrix.shape)}; give this one in "
+                    "others, e.g. Dion(*matrices_of(model))"
+                )
         for parameter in (*matrices, *others):
             if parameter.dtype != torch.float32:
                 raise ValueError(f"Dion is for parameters in torch.float32, not {parameter.dtype}")

@@ -64,7 +64,7 @@ class MuonAdamW(OwnOptimizer):
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
             raise RuntimeError(
-                f"MuonAdamW needs torch.optim.Muon, which torch {torch.__version__} has not; update torch"
+                f"MuonAdamW needs torch.optim.Muon, which torch {torch.__version__} does not have; update torch"
             )
         self._parts: dict[bool, Optimizer] = {}
         matrices = list(matrices)
