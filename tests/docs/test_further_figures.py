@@ -175,15 +175,6 @@ def passed(column: str, dither: str = "companded, adaptive (default)") -> list[C
     return [lambda: of_dither(column, dither).split()[0], lambda: of_dither(column, dither).split()[-1]]
 
 
-def price(bits: int) -> list[Callable[[], str]]:
-    """Errors where 1 % of the coordinates are zero: if any zero made a block stochastic, and today's."""
-    text = (RESULTS / "tolerance.md").read_text()
-    match = re.search(rf"{bits} bits, 1% zeros: ([\d.]+) % and ([\d.]+) %", text)
-    assert match
-    today, other = match.groups()
-    return [lambda: other, lambda: today]
-
-
 def on_a_gpu(column: str, case: str) -> str:
     """Of a training step."""
     return cell("training_netlab_resnet18_h200", column, case=case)
@@ -626,10 +617,6 @@ SENTENCES: Sentences = {
         lambda: of_dither("CNN trained (%)", "linear, stochastic"),
         lambda: of_dither("CNN trained (%)"),
     ],
-    (
-        "docs/choosing_figures.md",
-        r"its error is ([\d.]+) % instead of ([\d.]+) %, and ([\d.]+) % instead of ([\d.]+) % at 4 bits",
-    ): [*price(8), *price(4)],
 }
 
 

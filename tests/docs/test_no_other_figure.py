@@ -80,8 +80,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         r"about 1\.15 times as long .*?--numel 1048576`\)",  # has its command
         r"of a coordinate be 0\.04 on average",  # torchft's limit
         r"One mean of 25 MiB",  # its size
-        r"grows by 0\.4 % at 8 bits and by 7 % at 4 for it",  # a formula: one level of 256, or of 16
-        r"where 1 % of the coordinates are zero",  # what the column of the table is
     ),
     "docs/cli.md": (
         r"h100 3\.6tbit, a100 2\.4tbit, cpu 16gbit, else 200gbit|e\.g\. 120ms",
