@@ -178,9 +178,9 @@ def test_options_of_clusters_are_refused_beside_local_steps(option: str, value: 
 def test_a_file_that_is_no_json(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{")
     for path, words in (
-        (tmp_path / "x.json", "is no JSON"),
+        (tmp_path / "x.json", "is not JSON"),
         (tmp_path / "y.json", "cannot be read"),
-        (Path("/dev/zero"), "is no regular file"),
+        (Path("/dev/zero"), "is not a regular file"),
     ):
         with pytest.raises(ConfigError, match=f"{path} {words}.*; docs/local_systems.md has an example"):
             LocalProblem.load(path)
