@@ -67,7 +67,7 @@ from tests.processes import ended
         ({"rotation": 1}, ["rotation=1"]),
         ({"clip": -1}, ["clip=-1"]),
         ({"norm": "l1"}, ["norm='l1'", "l2"]),
-        ({"coder": "elias"}, ["gather"]),
+        ({"coder": "elias"}, ["gather", "leave coder out"]),
         ({"coder": "elias", "reducer": "gather"}, ["dither='stochastic'"]),
         ({"memory": "momentum"}, ["memory='momentum'", "'ecq'"]),
         ({"memory": {"alpha": 2}}, ["alpha=2", "0 to 1"]),
