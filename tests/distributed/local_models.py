@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_gqsgd import LocalSteps
 from tests.bits import bits_of
-from tests.distributed.models import loss_of
+from tests.distributed.models import train_with
 
 #: No error at all, so that results can be compared with a calculation by hand.
 NATIVE: dict[str, Any] = {"preset": "gqsgd", "reducer": "native"}
@@ -45,19 +45,11 @@ def local_steps(model: nn.Module, way: dict[str, Any], lr: float = 0.1, momentum
     return LocalSteps(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum), **way)
 
 
-def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
-    """Make some steps on this rank's own data."""
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-
-
 def trained(rank: int, way: dict[str, Any], steps: int) -> tuple[WithBuffers, LocalSteps]:
     """A model after some steps of a rank, and its optimizer."""
     model = WithBuffers(rank)
     optimizer = local_steps(model, way)
-    train(model, optimizer, rank, range(steps))
+    train_with(model, optimizer, rank, range(steps))
     return model, optimizer
 
 

@@ -66,11 +66,15 @@ def loss_of(model: Callable[[Tensor], Tensor], rank: int, step: int) -> Tensor:
 
 def train(model: nn.Module, rank: int, steps: range, lr: float = 0.1) -> list[float]:
     """Plain SGD; returns the losses."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return train_with(model, torch.optim.SGD(model.parameters(), lr=lr), rank, steps)
+
+
+def train_with(model: nn.Module, optimizer: Any, rank: int, steps: range) -> list[float]:
+    """Make some steps on this rank's own data; returns the losses."""
     losses = []
     for step in steps:
-        loss = loss_of(model, rank, step)
         optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_gqsgd.research.systems import SYSTEMS
-from tests.distributed.models import finish, loss_of, mlp, wrapped
+from tests.distributed.models import finish, mlp, train_with, wrapped
 from tests.distributed.ranks import run
 
 
@@ -16,13 +16,7 @@ def _trained(rank: int) -> tuple[str, float, float]:
     """Hash of the parameters, how far the loss fell, and bytes sent per coordinate and step."""
     model, state = wrapped({"bucket_cap_mb": 0.03}, {**SYSTEMS["demo"].fields, "min_numel": 0}, mlp())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.0, 0.0), eps=1e-12)
-    losses = []
-    for step in range(20):
-        optimizer.zero_grad()
-        loss = loss_of(model, rank, step)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_with(model, optimizer, rank, range(20))
     sent = state.telemetry.totals()["bytes_sent"] / sum(parameter.numel() for parameter in model.parameters()) / 20
     return finish(state, model)["bits"], losses[-1] - losses[0], sent
 

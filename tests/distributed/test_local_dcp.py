@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from lightning_gqsgd import LocalSteps
-from tests.distributed.local_models import bits_of_anchors, bits_of_model, train
-from tests.distributed.models import mlp
+from tests.distributed.local_models import bits_of_anchors, bits_of_model
+from tests.distributed.models import mlp, train_with
 from tests.distributed.ranks import run, run_alike
 
 #: With a memory, a momentum of the outer optimizer, fragments and a delay.
@@ -27,11 +27,11 @@ def _made() -> tuple[nn.Module, LocalSteps]:
 def _saved_and_loaded(rank: int, folder: Path) -> list[Any]:
     """Bits of an undisturbed run, and of one that goes on from a checkpoint with each rank's state under its name."""
     model, optimizer = _made()
-    train(model, optimizer, rank, range(7))
+    train_with(model, optimizer, rank, range(7))
     weights, state = get_state_dict(model, optimizer)
     steps = [optimizer.averages.step]
     dcp.save({f"rank{rank}": {"model": weights, "optimizer": state}}, checkpoint_id=folder)
-    train(model, optimizer, rank, range(7, 12))
+    train_with(model, optimizer, rank, range(7, 12))
     optimizer.finish()
     undisturbed = [bits_of_model(model), bits_of_anchors(optimizer)]
     optimizer.close()
@@ -42,7 +42,7 @@ def _saved_and_loaded(rank: int, folder: Path) -> list[Any]:
     dcp.load({f"rank{rank}": {"model": weights, "optimizer": state}}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     steps.append(optimizer.averages.step)
-    train(model, optimizer, rank, range(7, 12))
+    train_with(model, optimizer, rank, range(7, 12))
     optimizer.finish()
     resumed = [bits_of_model(model), bits_of_anchors(optimizer)]
     optimizer.close()
@@ -63,7 +63,7 @@ def _looked_at(rank: int) -> list[Any]:
     for steps in (range(4), range(4, 8)):
         if rank == 0:
             get_state_dict(model, optimizer)
-        train(model, optimizer, rank, steps)
+        train_with(model, optimizer, rank, steps)
     optimizer.finish()
     result = [optimizer.averages.step, bits_of_model(model)]
     optimizer.close()

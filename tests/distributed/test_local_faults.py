@@ -20,8 +20,8 @@ from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
 from tests.bits import bits_of
-from tests.distributed.local_models import bits_of_model, local_steps, train, trained
-from tests.distributed.models import fingerprint, loss_of, mlp
+from tests.distributed.local_models import bits_of_model, local_steps, trained
+from tests.distributed.models import fingerprint, loss_of, mlp, train_with
 from tests.distributed.ranks import logged, run, run_alike
 from tests.errors import error_text
 
@@ -35,7 +35,7 @@ def _not_finite(rank: int) -> list[Any]:
             if (rank, step) == (1, 4):
                 with torch.no_grad():
                     model.layers[3].weight[3, 4] = torch.nan
-            train(model, optimizer, rank, range(step, step + 1))
+            train_with(model, optimizer, rank, range(step, step + 1))
         optimizer.finish()
         finite = all(bool(tensor.isfinite().all()) for tensor in (*model.parameters(), *model.buffers()))
         averages = optimizer.averages
@@ -83,7 +83,7 @@ def _left_out_with_errors(rank: int) -> list[bool]:
     model, optimizer = trained(rank, {"every": 3, "outer_after": 0, "preset": "signsgd_ef"}, 6)
     averages = optimizer.averages
     before = averages.store.errors(averages.compressed_numbers)
-    train(model, optimizer, rank, range(6, 8))
+    train_with(model, optimizer, rank, range(6, 8))
     optimizer.zero_grad()
     loss_of(model, rank, 8).backward()
     if rank:
@@ -91,7 +91,7 @@ def _left_out_with_errors(rank: int) -> list[bool]:
     optimizer.step()
     after = averages.store.errors(averages.compressed_numbers)
     same = [torch.equal(before[kind], after[kind]) for kind in before]
-    train(model, optimizer, rank, range(9, 12))
+    train_with(model, optimizer, rank, range(9, 12))
     later = averages.store.errors(averages.compressed_numbers)
     optimizer.close()
     is_kept = any(bool(error.any()) for error in before.values())
@@ -262,7 +262,7 @@ def _late_errors(rank: int) -> str:
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):  # noqa: S301
         with pytest.raises(RuntimeError, match="this is a copy of a LocalSteps"):
             copied.step()
-    train(model, optimizer, rank, range(3))
+    train_with(model, optimizer, rank, range(3))
     uneven = error_text(ConfigError, optimizer.finish if rank == 0 else optimizer.step)
     optimizer.close()
     with pytest.raises(RuntimeError, match="this LocalSteps was closed"):
@@ -291,7 +291,7 @@ def _bad_states(rank: int) -> list[str]:
     model, inner = _model_and_optimizer()
     way: dict[str, Any] = {"every": 3, "delay": 2, "preset": "signsgd_ef"}
     optimizer = LocalSteps(model, inner, **way)
-    train(model, optimizer, rank, range(4))  # an average is under way
+    train_with(model, optimizer, rank, range(4))  # an average is under way
     right = {"own": optimizer.state_dict()["local_steps"]}
     everyone = gathered_state(optimizer.averages, model, [inner])
     shared = [everyone]
@@ -364,15 +364,15 @@ def _refuses_a_part(rank: int) -> str:
     """A state whose last part does not fit is refused by rank 1, and all go on as if it had never been there."""
     model, inner = _model_and_optimizer()
     optimizer = LocalSteps(model, inner, every=2, outer_after=0)
-    train(model, optimizer, rank, range(4))
+    train_with(model, optimizer, rank, range(4))
     state = copy.deepcopy(optimizer.state_dict())
-    train(model, optimizer, rank, range(4, 8))
+    train_with(model, optimizer, rank, range(4, 8))
     if rank:
         with pytest.raises(ConfigError, match=r"not that of this run's optimizers \(ValueError: .* nothing of it"):
             optimizer.load_state_dict({**state, "param_groups": []})
         with pytest.raises(ConfigError, match="not a mapping"):
             optimizer.load_state_dict(None)  # type: ignore[arg-type]
-    train(model, optimizer, rank, range(8, 12))
+    train_with(model, optimizer, rank, range(8, 12))
     optimizer.finish()
     optimizer.close()
     return bits_of_model(model)
@@ -385,7 +385,7 @@ def test_a_state_of_which_a_part_does_not_fit_changes_nothing(tmp_path: Path) ->
 def _in_context(rank: int) -> str:
     model, inner = _model_and_optimizer()
     optimizer = LocalSteps(model, inner, every=2)
-    train(model, optimizer, rank, range(3))
+    train_with(model, optimizer, rank, range(3))
     before = bits_of_model(model)
     with optimizer.averages.at_anchor():
         for method in (optimizer.averages.advance, optimizer.finish):
@@ -409,7 +409,7 @@ def _outers(rank: int) -> list[str]:
     for outer in (lambda anchors: own(), lambda anchors: torch.optim.SGD(anchors[:1], lr=1.0)):
         texts.append(error_text(ConfigError, LocalSteps, model, inner, every=2, outer=outer))
     optimizer = LocalSteps(model, inner, every=2)
-    train(model, optimizer, rank, range(2))
+    train_with(model, optimizer, rank, range(2))
     saved = optimizer.state_dict()
     optimizer.close()
     for outer in (partial(torch.optim.SGD, lr=0.1), torch.optim.Adam):
@@ -456,7 +456,7 @@ def _masked(rank: int) -> list[Any]:
         model = _WithMaskAndMean()
         start = bits_of_model(model.layer)
         optimizer = local_steps(model, way)
-        train(model, optimizer, rank, range(8))
+        train_with(model, optimizer, rank, range(8))
         optimizer.finish()
         whole = bool((model.mask == torch.full((4, 4), -torch.inf).triu(1)).all())
         whole = whole and model.last.isnan().tolist() == [True, False]
@@ -476,7 +476,7 @@ def test_buffers_may_hold_infinities_and_nan_and_be_assigned_anew(tmp_path: Path
 def _assigned_at_anchor(rank: int, every: int | str) -> list[bool]:
     model = _WithMaskAndMean()
     optimizer = local_steps(model, {"every": every})
-    train(model, optimizer, rank, range(2))
+    train_with(model, optimizer, rank, range(2))
     before = bits_of_model(model)
     with optimizer.averages.at_anchor():
         model(torch.ones(2, 32, requires_grad=True))
@@ -507,7 +507,7 @@ def _turned(rank: int) -> bool:
     optimizer = local_steps(model, {"every": 2})
     with torch.no_grad():
         model.get_buffer("mask")[1, 2] = rank == 0
-    train(model, optimizer, rank, range(2))
+    train_with(model, optimizer, rank, range(2))
     optimizer.close()
     return bool(model.get_buffer("mask")[1, 2]) and int(model.get_buffer("mask").sum()) == 1
 
@@ -519,11 +519,11 @@ def test_integer_buffers_may_have_any_strides(tmp_path: Path) -> None:
 def _dying(rank: int) -> list[Any]:
     model = mlp()
     optimizer = local_steps(model, {"every": 3, "delay": 1, "preset": "signsgd_ef"})
-    train(model, optimizer, rank, range(5))
+    train_with(model, optimizer, rank, range(5))
     before = _common(optimizer.state_dict())
     if rank == 1:
         os._exit(3)
-    text = error_text(CollectiveError, train, model, optimizer, rank, range(4))
+    text = error_text(CollectiveError, train_with, model, optimizer, rank, range(4))
     finite = all(bool(p.isfinite().all()) for p in model.parameters())
     said = logged()
     state = optimizer.state_dict()
@@ -564,7 +564,7 @@ def _never_counted(rank: int) -> list[Any]:
     averages = optimizer.averages.averages
     unchanged = bits_of_model(model) == start
     said = logged()
-    train(model, inner, rank, range(5))
+    train_with(model, inner, rank, range(5))
     optimizer.finish()
     texts = list(said)
     moved = bits_of_model(model) != start

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.errors import CollectiveError, ConfigError
-from tests.distributed.local_models import bits_of_anchors, bits_of_model, local_steps, train
-from tests.distributed.models import batch, mlp
+from tests.distributed.local_models import bits_of_anchors, bits_of_model, local_steps
+from tests.distributed.models import batch, mlp, train_with
 from tests.distributed.ranks import logged, run, run_alike
 from tests.errors import error_text
 
@@ -31,7 +31,7 @@ def _loaded_too_late(rank: int) -> list[str]:
         optimizer = local_steps(model, {"every": 4})
         if rank in loads:
             model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-        texts.append(error_text(ConfigError, train, model, optimizer, rank, range(1)))
+        texts.append(error_text(ConfigError, train_with, model, optimizer, rank, range(1)))
         optimizer.close()
     return texts
 
@@ -52,7 +52,7 @@ def _in_ddp(rank: int) -> list[list[str]]:
         wrapped = wrapped or DistributedDataParallel(model)
         with torch.no_grad():
             wrapped(batch(rank, 0)[0])
-        train(wrapped if is_used else model, optimizer, rank, range(8))
+        train_with(wrapped if is_used else model, optimizer, rank, range(8))
         optimizer.finish()
         copy.deepcopy(wrapped)
         optimizer.close()
@@ -67,7 +67,7 @@ def _in_ddp_of_a_node(rank: int) -> list[str]:
     said = logged()
     model = mlp()
     optimizer = local_steps(model, {"every": 2, "group": across[rank % 2]})
-    train(DistributedDataParallel(model, process_group=nodes[rank // 2]), optimizer, rank, range(8))
+    train_with(DistributedDataParallel(model, process_group=nodes[rank // 2]), optimizer, rank, range(8))
     optimizer.finish()
     optimizer.close()
     return [bits_of_model(model), *(word for word in said if "DistributedDataParallel" in word)]
@@ -96,7 +96,7 @@ def _anew(rank: int) -> list[str]:
         if begins_anew:
             inner = torch.optim.SGD(model.parameters(), lr=0.1)
             optimizer = LocalSteps(model, inner, **way)
-            train(model, optimizer, rank, range(7))
+            train_with(model, optimizer, rank, range(7))
             model.load_state_dict(weights)
             optimizer.averages.start_anew(model)
         else:
@@ -104,7 +104,7 @@ def _anew(rank: int) -> list[str]:
             optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), **way)
         # Dither goes by the number of averages so far.
         optimizer.averages.averages = 0
-        train(model, optimizer, rank, range(7))
+        train_with(model, optimizer, rank, range(7))
         optimizer.finish()
         optimizer.close()
         results.append(bits_of_model(model))
@@ -152,16 +152,16 @@ def _interrupted(rank: int) -> list[str]:
     signal.signal(signal.SIGALRM, handler)
     model = mlp()
     optimizer = local_steps(model, {"every": 2})
-    train(model, optimizer, rank, range(1))
+    train_with(model, optimizer, rank, range(1))
     if rank == 1:
         time.sleep(2)
-        train(model, optimizer, rank, range(1, 2))
+        train_with(model, optimizer, rank, range(1, 2))
         with pytest.raises(CollectiveError):
             optimizer.finish()
         return []
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     with pytest.raises(_Alarm):
-        train(model, optimizer, rank, range(1, 2))
+        train_with(model, optimizer, rank, range(1, 2))
     texts = []
     for call in (optimizer.step, optimizer.finish):
         texts.append(error_text(RuntimeError, call))
@@ -184,10 +184,10 @@ def _interrupted_in_use(rank: int) -> list[Any]:
     def interrupt(*_: Any) -> None:
         raise _Alarm
 
-    train(model, optimizer, rank, range(1))
+    train_with(model, optimizer, rank, range(1))
     optimizer.averages.outer.register_step_post_hook(interrupt)
     with pytest.raises(_Alarm):
-        train(model, optimizer, rank, range(1, 2))
+        train_with(model, optimizer, rank, range(1, 2))
     anchors = bits_of_anchors(optimizer)
     texts = [error_text(RuntimeError, call) for call in (optimizer.step, optimizer.finish)]
     saved = optimizer.state_dict()["local_steps"]["under_way"]

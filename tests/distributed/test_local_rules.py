@@ -16,7 +16,8 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers.memory import Keeps
 from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.problems import Quadratic
-from tests.distributed.local_models import WithBuffers, bits_of_anchors, bits_of_model, train
+from tests.distributed.local_models import WithBuffers, bits_of_anchors, bits_of_model
+from tests.distributed.models import train_with
 from tests.distributed.ranks import run
 
 PROBLEM = Quadratic(2000, condition=10, spread=1.0)
@@ -82,7 +83,7 @@ def _resumed(rank: int) -> dict[str, bool]:
         for interrupted in (False, True):
             model = WithBuffers(rank)
             optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), **fields)
-            train(model, optimizer, rank, range(5))
+            train_with(model, optimizer, rank, range(5))
             if interrupted:
                 saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
                 optimizer.close()
@@ -90,7 +91,7 @@ def _resumed(rank: int) -> dict[str, bool]:
                 optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), **fields)
                 model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
-            train(model, optimizer, rank, range(5, 9))
+            train_with(model, optimizer, rank, range(5, 9))
             bits.append([bits_of_model(model), bits_of_anchors(optimizer)])
             optimizer.close()
         results[preset] = bits[0] == bits[1]

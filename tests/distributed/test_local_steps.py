@@ -25,10 +25,9 @@ from tests.distributed.local_models import (
     bits_of_model,
     loaded,
     local_steps,
-    train,
     trained,
 )
-from tests.distributed.models import fingerprint, mlp
+from tests.distributed.models import fingerprint, mlp, train_with
 from tests.distributed.ranks import logged, run, run_alike
 from tests.errors import error_text
 from workloads.characters import CharacterTransformer, load_texts, windows
@@ -42,7 +41,7 @@ def _equal(rank: int) -> list[dict[str, Any]]:
         model, optimizer = trained(rank, way, 0)
         seen: dict[str, Any] = {"start": bits_of_model(model), "anchors": [], "models": []}
         for step in range(STEPS):
-            train(model, optimizer, rank, range(step, step + 1))
+            train_with(model, optimizer, rank, range(step, step + 1))
             seen["anchors"].append(bits_of_anchors(optimizer))
             seen["models"].append(bits_of_model(model))
         optimizer.finish()
@@ -117,8 +116,8 @@ def _by_hand(rank: int, way: dict[str, Any]) -> tuple[bool, bool]:
     outer = torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
     changes: list[Tensor] = []
     for step in range(1, 12):
-        train(model, optimizer, rank, range(step, step + 1))
-        train(twin, inner, rank, range(step, step + 1))
+        train_with(model, optimizer, rank, range(step, step + 1))
+        train_with(twin, inner, rank, range(step, step + 1))
         with torch.no_grad():
             if step % every == 0:
                 changes = [anchor - p for anchor, p in zip(anchors, twin.parameters(), strict=True)]
@@ -258,14 +257,14 @@ def _resumed(rank: int) -> list[Any]:
     model, optimizer = trained(rank, INTERRUPTED, 0)
     states = []
     for step in range(STEPS):
-        train(model, optimizer, rank, range(step, step + 1))
+        train_with(model, optimizer, rank, range(step, step + 1))
         states.append(copy.deepcopy([model.state_dict(), optimizer.state_dict()]))
     whole = [bits_of_model(model), bits_of_anchors(optimizer)]
     optimizer.close()
     results = []
     for step, state in enumerate(states, start=1):
         model, optimizer = loaded(7, INTERRUPTED, state)
-        train(model, optimizer, rank, range(step, STEPS))
+        train_with(model, optimizer, rank, range(step, STEPS))
         results.append([bits_of_model(model), bits_of_anchors(optimizer)] == whole)
         optimizer.close()
     return results
@@ -286,7 +285,7 @@ def _other_blocks(rank: int) -> list[list[str]]:
         records = logged("lightning_gqsgd.local_steps.checkpoint")
         model, optimizer = loaded(rank, {"every": 2, **fields, "block_size": 1024}, state)
         assert any(bool(row.any()) for row in optimizer.averages.store._tensors.values()) == (not records)
-        train(model, optimizer, rank, range(2, 4))
+        train_with(model, optimizer, rank, range(2, 4))
         found.append(list(records))
         optimizer.close()
     return found
@@ -349,7 +348,7 @@ def _weights_first(rank: int) -> list[list[str]]:
         if then is not None:
             model.load_state_dict(then)
         optimizer.load_state_dict(state)
-        train(model, optimizer, rank, range(2, 4))
+        train_with(model, optimizer, rank, range(2, 4))
         optimizer.close()
         said.append([text for text in texts if "saved beside" in text])
         texts.clear()
@@ -377,7 +376,7 @@ def _continued_with_more(rank: int, folder: Path) -> list[Any]:
     texts = logged()
     model, optimizer = loaded(rank, WAYS[3], torch.load(folder / "state.pt", weights_only=True))
     start = bits_of_anchors(optimizer)
-    train(model, optimizer, rank, range(6, 12))
+    train_with(model, optimizer, rank, range(6, 12))
     optimizer.finish()
     result = [start, bits_of_model(model), texts]
     optimizer.close()
@@ -425,7 +424,7 @@ def _different_states(rank: int) -> str:
     states[1]["local_steps"]["anchors"]["layers.0.bias"] += 1
     optimizer = local_steps(model, WAYS[1])
     optimizer.load_state_dict(states[rank])
-    text = error_text(ConfigError, train, model, optimizer, rank, range(8))
+    text = error_text(ConfigError, train_with, model, optimizer, rank, range(8))
     optimizer.close()
     return text
 
@@ -439,9 +438,9 @@ def _different_outers(rank: int) -> tuple[str, list[str]]:
     model, optimizer = trained(rank, WAYS[1], 8)
     lines = logged()
     optimizer.averages.fragments[0].bundles[0].anchors[0].add_(rank)
-    train(model, optimizer, rank, range(8, 12))
+    train_with(model, optimizer, rank, range(8, 12))
     optimizer.averages.outer.param_groups[0]["lr"] = 0.5 + rank / 10
-    text = error_text(ConfigError, train, model, optimizer, rank, range(12, 24))
+    text = error_text(ConfigError, train_with, model, optimizer, rank, range(12, 24))
     optimizer.close()
     return text, [line for line in lines if "different weights" in line]
 
@@ -473,7 +472,7 @@ def test_the_anchors_values_are_lent_to_the_model(tmp_path: Path) -> None:
 def _counted(rank: int) -> list[float]:
     model = mlp()
     optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=4, preset="gqsgd_4bit")
-    train(model, optimizer, rank, range(8))
+    train_with(model, optimizer, rank, range(8))
     totals = optimizer.telemetry.totals()
     text = optimizer.report()
     optimizer.close()

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.research.optim import Dion, MuonAdamW, matrices_of
-from tests.distributed.models import loss_of, mlp
+from tests.distributed.models import loss_of, mlp, train_with
 from tests.distributed.ranks import run
 
 RANKS, STEPS = 3, 8
@@ -25,13 +25,7 @@ def _dion(rank: int, fields: dict[str, Any]) -> tuple[bytes, list[float], int, f
     """Bits of the parameters, losses, numbers averaged in a step, and how far the momentum is from the ranks' mean."""
     model = mlp()
     optimizer = Dion(*matrices_of(model), lr=0.02, **fields)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model, rank, step)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_with(model, optimizer, rank, range(STEPS))
     numel = optimizer.averaged_numel
     momentum = optimizer.state[model[0].weight]["momentum"]
     before = momentum.clone()
@@ -67,13 +61,7 @@ def _muloco(rank: int) -> tuple[bytes, list[float], float]:
     optimizer = LocalSteps(
         model, MuonAdamW(*matrices_of(model), lr=3e-3), preset="gqsgd_muloco", every=4, outer_after=0, min_numel=0
     )
-    losses = []
-    for step in range(12):
-        optimizer.zero_grad()
-        loss = loss_of(model, rank, step)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_with(model, optimizer, rank, range(12))
     optimizer.finish()
     sent = optimizer.telemetry.totals()["bytes_sent"] / _flat(model).numel() / 3
     optimizer.close()
