@@ -27,8 +27,12 @@ MOST_PROCS = 64
 
 
 def is_rank() -> bool:
-    """Returns whether a launcher has given this process a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Returns whether a launcher has given this process a rank among others.
+
+    Containers of Kubernetes and other services may have the variables of a launcher from their start. A single rank has
+    nobody to send to, so such a process starts its own ranks.
+    """
+    return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def run_ranks(procs: int, arguments: Sequence[str]) -> int:

@@ -75,7 +75,8 @@ def check_launch(nodes: int, devices: int, environment: Mapping[str, str]) -> No
     if int(environment[size]) != nodes * devices:
         raise LaunchError(
             f"the launcher has started {size}={environment[size]} processes, hardware.nodes={nodes} times "
-            f"hardware.devices={devices} is {nodes * devices}; change either until they agree"
+            f"hardware.devices={devices} is {nodes * devices}; change either until they agree, or unset {size} if no "
+            "launcher has started this process"
         )
     local = environment.get("LOCAL_WORLD_SIZE", str(devices))
     if int(local) != devices:

@@ -232,6 +232,16 @@ def test_a_rank_of_a_launcher_starts_no_ranks_of_its_own(monkeypatch: pytest.Mon
     assert "leave out --procs" in refusal("probe", "--procs", "2")
 
 
+def test_the_only_rank_of_a_container_starts_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    started: list[int] = []
+    monkeypatch.setattr(probing, "run_ranks", lambda procs, _: started.append(procs) or 0)
+    output_of("bench", "--procs", "3")
+    output_of("bench")
+    assert started == [3, 2]
+
+
 def test_ranks_import_what_their_parent_has_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("lightning_gqsgd", "typer"):  # another copy of the package, and a file of a user's
