@@ -99,6 +99,20 @@ class _Notice(NamedTuple):
         return _MESSAGE.pack(_IS_MESSAGE, *self)
 
 
+class _HasFailed(RuntimeError):
+    """The error on a rank that hears that another one has failed.
+
+    Args:
+        others: the rank that has said so, in words.
+        reason: the error of the first rank that failed, which is passed on as it is. If each rank added its own words,
+            the reason would be cut off after some ranks.
+    """
+
+    def __init__(self, others: str, reason: str) -> None:
+        super().__init__(f"Connection closed by {others}, which has failed: {reason}")
+        self.reason = reason
+
+
 class SharedWork:
     """A collective under way, like torch's `Work`."""
 
@@ -570,8 +584,9 @@ class SharedGroup:
     def _break(self, error: BaseException, done: list[tuple[SharedWork, BaseException | None]]) -> None:
         """Fail all collectives that are under way, and all later ones, also on the other ranks."""
         if self._error is None:
+            reason = error.reason if isinstance(error, _HasFailed) else str(error)
             for line in self._lines.values():
-                line.send(_HAS_FAILED + str(error).encode()[:_REASON_BYTES])
+                line.send(_HAS_FAILED + reason.encode()[:_REASON_BYTES])
         self._error = self._error or error
         done.extend((collective.work, error) for collective in self._under_way.values())
         self._under_way.clear()
@@ -627,7 +642,7 @@ class SharedGroup:
                 # That rank may have sent everything that this rank needs. But this rank must not continue if that rank
                 # has failed.
                 reason = packet[len(_HAS_FAILED) :].decode(errors="replace")
-                raise RuntimeError(f"Connection closed by {self._in_words({line.rank})}, which has failed: {reason}")
+                raise _HasFailed(self._in_words({line.rank}), reason)
             else:
                 line.has_asked = False
                 for place in memoryview(packet)[len(_ARE_FREE) :].cast("I"):

@@ -7,9 +7,11 @@ import socket
 
 import numpy as np
 import pytest
+import torch
 
-from lightning_gqsgd.wire.neighbours import Neighbour
-from lightning_gqsgd.wire.shared_memory import ALIGNMENT, _Line, _Ring
+from lightning_gqsgd.reducers.base import Exchange
+from lightning_gqsgd.wire.neighbours import MEMORY_BYTES, Neighbour, Neighbours
+from lightning_gqsgd.wire.shared_memory import _HAS_FAILED, ALIGNMENT, SharedGroup, _Line, _Ring
 
 NBYTES = 64 * ALIGNMENT
 
@@ -57,3 +59,23 @@ def test_what_a_rank_sent_before_it_closed_is_read_although_it_had_packets_unrea
     assert list(line.receive()) == [b"first", b"last", b""]
     assert line.is_lost
     own.close()
+
+
+def test_the_error_of_the_first_rank_that_failed_is_passed_on_as_it_is() -> None:
+    """Otherwise, the words of each rank that passes it on would take the place of the cause."""
+    ends = {rank: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for rank in (1, 2)}
+    memory = np.zeros(MEMORY_BYTES, np.uint8)
+    others = {rank: Neighbour(rank, own, memory) for rank, (own, _) in ends.items()}
+    for own, _ in ends.values():
+        own.setblocking(False)
+    group = SharedGroup(Neighbours(0, memory, others), range(3), timeout_s=60)
+    work = group.start(Exchange("all_gather", torch.empty(3, 1), torch.zeros(1)))
+    ends[1][1].send(_HAS_FAILED + b"global rank 7 is on fire")
+    with pytest.raises(RuntimeError, match="Connection closed by global rank 1, which has failed: global rank 7 is on"):
+        work.wait()
+    ends[2][1].settimeout(60)
+    packets = [ends[2][1].recv(1 << 16) for _ in range(2)]  # the first one announces this rank's message
+    assert packets[1] == _HAS_FAILED + b"global rank 7 is on fire"
+    group.close()
+    for _, other in ends.values():
+        other.close()
