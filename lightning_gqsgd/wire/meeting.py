@@ -56,6 +56,8 @@ PAUSES_S = (0.001, 0.1)
 
 #: Seconds between two beats, and between two checks of the beats of others, at most.
 PERIOD_S = 1.0
+#: Seconds that the end of a meeting waits for the thread that gives signs of life.
+STOP_S = 2.0
 _LAST_WORDS = "last words"
 
 #: For each set of ranks, the lock of the thread of this process that meets them.
@@ -263,7 +265,8 @@ class _Circle:
             try:
                 return self._lead(waiting) if self.rank == 0 else self._follow(nonce, waiting)
             finally:  # a nonce in the store says that its rank is in the round; an empty one, that it has left
-                self._store.set(f"nonce/{self.rank}", "")
+                with suppress(dist.DistNetworkError, dist.DistStoreError):  # an interrupt is not the store's error
+                    self._store.set(f"nonce/{self.rank}", "")
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise CollectiveError(
                 f"gqsgd: {card.purpose} on rank {self.rank} of {self.size}: the store of torch.distributed is gone "
@@ -419,9 +422,9 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and wait for its end."""
+        """End the thread. If the store does not answer, the thread ends later."""
         self._over.set()
-        self._thread.join()
+        self._thread.join(STOP_S)
 
     def _beat(self) -> None:
         with suppress(dist.DistNetworkError, dist.DistStoreError):  # the thread that waits for other ranks says so

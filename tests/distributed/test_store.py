@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from lightning_gqsgd import quantised
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.errors import CollectiveError
 from lightning_gqsgd.wire.communicator import Communicator
+from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import Peers
 from lightning_gqsgd.wire.store import EndingStore, Store
 from tests.distributed.models import mlp, train
@@ -109,6 +110,39 @@ def test_an_interrupt_of_a_request_leaves_it_behind_so_that_the_next_one_does_no
     with pytest.raises(dist.DistStoreError, match="has not answered"):
         store.set("key", "value")
     assert time.monotonic() - begun < 30
+    os.kill(process.pid, signal.SIGCONT)
+
+
+def _interrupted_after(seconds: float, process: Any, call: Callable[[], object]) -> float:
+    """Let the server stand still while a call waits, and interrupt the call; returns how long it goes on then."""
+    usual = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    stops = threading.Timer(seconds / 2, stop, [process])
+    stops.start()
+    begun = time.monotonic()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    finally:
+        signal.signal(signal.SIGALRM, usual)
+    return time.monotonic() - begun - seconds
+
+
+@pytest.mark.parametrize("others_compile", [False, True])
+def test_an_interrupt_of_ranks_that_meet_goes_through_where_the_server_stands_still(
+    server: tuple[Any, Store], others_compile: bool
+) -> None:
+    process, store = server
+
+    def meet() -> None:
+        with Meeting("f", [Peers(1, (0, 1), store._store, {})], timedelta(seconds=60)) as meeting:
+            if not others_compile:
+                meeting.agree([{}])
+            meeting._keys = ["key"]
+            with meeting.preparing(600):
+                pass
+
+    assert _interrupted_after(2.0, process, meet) < 30
     os.kill(process.pid, signal.SIGCONT)
 
 
