@@ -16,6 +16,7 @@ from torch import nn
 from lightning_gqsgd import CollectiveError, ConfigError, LocalSteps
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.merges.contribution import Contribution
+from lightning_gqsgd.local_steps.merges.fixed import FixedMembers
 from lightning_gqsgd.local_steps.merges.merge import merge
 from lightning_gqsgd.local_steps.merges.thread import MergeThread
 from tests.distributed.local_models import bits_of_model
@@ -359,6 +360,31 @@ def test_a_state_that_goes_back_to_an_earlier_step_can_be_trained_to_the_same_st
     one, other = run(_goes_back, 2, tmp_path)
     assert one == other
     assert one[0] == one[1] != one[2]
+
+
+def _closed_in_a_merge(rank: int) -> str:
+    """The other rank is late for a merge, in which this one closes."""
+    answer = FixedMembers.answer
+
+    def answer_late(members: FixedMembers, request: Any) -> Any:
+        time.sleep(2)
+        return answer(members, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        model, optimizer = counting(every="100ms")
+        if rank:
+            patch.setattr(FixedMembers, "answer", answer_late)
+        optimizer.step()
+        time.sleep(2 if rank else 1)
+        optimizer.close()
+        assert isinstance(optimizer.averages, MergedAverages)
+        optimizer.averages._thread._thread.join(30)
+        return error_text(RuntimeError, optimizer.step)
+
+
+def test_a_step_after_close_names_close_also_where_a_merge_was_under_way(tmp_path: Path) -> None:
+    text, _ = run(_closed_in_a_merge, 2, tmp_path)
+    assert "this LocalSteps was closed" in text
 
 
 def _one_dies(rank: int) -> str:

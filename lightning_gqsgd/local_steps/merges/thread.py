@@ -199,7 +199,8 @@ class MergeThread:
                     self._take(found, contribution)
         except BaseException as error:
             with self._changed:
-                self._error = error
+                if not self._is_closing:  # otherwise, it is a consequence of `close`
+                    self._error = error
                 self._changed.notify_all()
 
     def _wait_until_due(self) -> bool:
