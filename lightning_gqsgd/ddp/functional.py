@@ -88,7 +88,7 @@ class Reduction:
 
     def done(self) -> bool:
         """Returns True if there is a result or an error (on a GPU: if all work for the result has been issued)."""
-        return self._job.future.done()
+        return self._job.is_over
 
     @untraced
     def wait(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -10,6 +11,7 @@ from contextvars import ContextVar
 import pytest
 import torch
 
+from lightning_gqsgd.ddp.functional import Reduction
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers.base import Exchange, Steps
 from lightning_gqsgd.wire import pipeline
@@ -242,6 +244,16 @@ def test_closing_fails_what_is_under_way(sequencer: Sequencer) -> None:
     wire.wait_for(2)[1].complete()
     wire.wait_for(3)[2].complete()
     assert torch.equal(again.future.wait(), torch.zeros(3))
+
+
+def test_asking_whether_a_job_is_over_keeps_nothing() -> None:
+    one = job([piece(0)])
+    reduction = Reduction(one, one.tensor, one.tensor)
+    before = sys.getrefcount(one)
+    assert not any(reduction.done() for _ in range(100))
+    assert sys.getrefcount(one) == before
+    one.finish()
+    assert reduction.done()
 
 
 def test_stream_runner_takes_all_pieces_through_a_stage_before_the_next() -> None:
