@@ -215,14 +215,15 @@ def _usable(group: dist.ProcessGroup, tensor: object) -> _Reductions | None:
 
     Those that cannot be used any more are closed, for all groups.
     """
-    for key in [key for key, reductions in _reductions.items() if not reductions.is_usable()]:
-        _reductions.pop(key).engine.close()
+    for key, reductions in list(_reductions.items()):  # another thread may add its own meanwhile
+        if not reductions.is_usable() and _reductions.pop(key, None) is not None:
+            reductions.engine.close()
     return _reductions.get((group, tensor.device)) if isinstance(tensor, Tensor) else None
 
 
 def _any_of(group: dist.ProcessGroup) -> _Reductions | None:
     """Returns the engine and layout of earlier calls on a group, for any device: enough to tell ranks of an error."""
-    return next((reductions for (other, _), reductions in _reductions.items() if other is group), None)
+    return next((reductions for (other, _), reductions in list(_reductions.items()) if other is group), None)
 
 
 def _checked(

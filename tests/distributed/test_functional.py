@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp import functional
-from lightning_gqsgd.ddp.functional import Reduction, all_reduce, close
+from lightning_gqsgd.ddp.functional import Reduction, _Reductions, all_reduce, close
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.wire import engine, plan
 from lightning_gqsgd.wire.communicator import CollectiveError
@@ -378,6 +378,32 @@ def _connects_late(rank: int) -> list[float]:
 @pytest.mark.slow
 def test_after_a_rank_has_connected_too_late_for_a_new_configuration_the_next_call_works(tmp_path: Path) -> None:
     assert run_alike(_connects_late, 2, tmp_path, collective_timeout=2) == pytest.approx([1, 1], rel=0.05)
+
+
+def _in_two_threads(rank: int) -> float:
+    """Another thread begins with a group while this one looks which of its own can be used."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    all_reduce(torch.ones(2000), group=groups[0])
+    is_usable = _Reductions.is_usable
+    looks = threading.Event()
+    other = threading.Thread(target=lambda: looks.wait() and all_reduce(torch.ones(2000), group=groups[1]))
+    other.start()
+
+    def look_slowly(reductions: _Reductions) -> bool:
+        if threading.current_thread() is not other and not looks.is_set():
+            looks.set()
+            other.join(60)
+        return is_usable(reductions)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Reductions, "is_usable", look_slowly)
+        mean = all_reduce(torch.ones(2000), group=groups[0])
+    close()
+    return float(mean.mean())
+
+
+def test_threads_may_begin_with_groups_of_their_own_while_others_reduce(tmp_path: Path) -> None:
+    assert run_alike(_in_two_threads, 2, tmp_path) == pytest.approx(1, rel=0.05)
 
 
 def _slow_compile(rank: int) -> float:
