@@ -183,13 +183,20 @@ def check_group(post_local_sgd: PostLocalSGDState | None, model: DistributedData
         )
 
 
+def parameters_of(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """Returns the parameters of the module, by name, without those that DDP was told to ignore.
+
+    An ignored parameter is each rank's own, so ranks may have different ones.
+    """
+    return {name: p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore}
+
+
 def trained_by(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """Returns the parameters that require a gradient, by name, without those that DDP was told to ignore.
 
     There is at least one, because DDP refuses models without any.
     """
-    ignored = model.parameters_to_ignore
-    return {name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored}
+    return {name: p for name, p in parameters_of(model).items() if p.requires_grad}
 
 
 def device_of(model: DistributedDataParallel) -> torch.device:

@@ -163,9 +163,9 @@ class TrainedParameters:
             parameter.grad = None
 
     def new_in(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Returns the parameters of a module that this object has not seen, by name."""
+        """Returns the parameters of a module that this object has not seen, by name, without those that DDP ignores."""
         seen = {id(p) for known in (self.reduced, self._unreduced) for p in known.values()}
-        return {name: p for name, p in module.named_parameters() if id(p) not in seen}
+        return {name: p for name, p in self._of(module).items() if id(p) not in seen}
 
     def weights(self, step: int) -> Weights | None:
         """Returns some weights of a parameter that DDP reduces, another one in each step, for ranks to compare.

@@ -589,6 +589,44 @@ def test_adversaries_and_uneven_inputs_are_silent(tmp_path: Path) -> None:
     assert result[-1] == ""
 
 
+class _Own(nn.Module):
+    """A table of each rank's own, of another size on each rank, beside layers that are averaged."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(rank)
+        self.table = nn.Embedding(7 + rank, 32)
+        self.layers = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x + self.table(torch.arange(len(x)) % 7))
+
+
+def _has_its_own(rank: int, equal_sizes: bool) -> str:
+    module = _Own(rank if not equal_sizes else 0)
+    nn.init.constant_(module.table.weight, rank)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["table.weight"])
+    model = DistributedDataParallel(module)
+    state = register_gqsgd(model, preset="dore", min_numel=16)
+    for step in range(2):
+        loss_of(model, rank, step).backward()
+        model.zero_grad()
+    before = module.table.weight.detach().clone()
+    module.layers[0].bias.requires_grad_(False)
+    model = state.rewrap(DistributedDataParallel)
+    assert torch.equal(module.table.weight, before)
+    optimizer = torch.optim.SGD(module.layers.parameters(), lr=0.1)
+    loss_of(model, rank, 2).backward()
+    optimizer.step()
+    state.close()
+    return fingerprint(module.layers)
+
+
+@pytest.mark.parametrize("equal_sizes", [True, False])
+def test_parameters_that_ddp_ignores_stay_each_ranks_own(tmp_path: Path, equal_sizes: bool) -> None:
+    run_alike(_has_its_own, 2, tmp_path, equal_sizes)
+
+
 # --- counts ----------------------------------------------------------------------------------------------------------
 
 
