@@ -27,10 +27,20 @@ USER_AGENT = "lightning-gqsgd"
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """The folder ``data.cache_dir``; without that setting, ``lightning_gqsgd`` in the user's cache folder."""
+    """The folder ``data.cache_dir``; without that setting, ``lightning_gqsgd`` in the user's cache folder.
+
+    Raises:
+        DataError: the user has no home.
+    """
     if cache_dir:
         return Path(cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_gqsgd"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_gqsgd"
+    except RuntimeError as error:
+        raise DataError(
+            "there is no folder for data: HOME is not set, and the system does not know this user; set HOME, or "
+            "data.cache_dir=FOLDER"
+        ) from error
 
 
 def store_arrays(cached: Path, **arrays: NDArray[Any]) -> None:

@@ -17,7 +17,7 @@ from recipes.data import cifar10, image_cache
 from recipes.data.augmentation import augment, hashed
 from recipes.data.cifar10 import Cifar10Data
 from recipes.data.digits import DigitsData
-from recipes.data.sources import unreachable
+from recipes.data.sources import cache_folder, unreachable
 from recipes.data.splits import stratified
 from recipes.errors import DataError
 from workloads.digits import load_digits
@@ -432,3 +432,13 @@ def test_real_cifar10_archive(tmp_path: Path) -> None:
     assert images.train_images.shape == (50_000, 32, 32, 3)
     assert np.bincount(images.test_labels).tolist() == [1000] * 10
     assert images.classes[0] == "airplane"
+
+
+def test_a_user_without_a_home_is_told_where_to_name_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(path: str) -> str:
+        return path  # as for a user whom the system does not know
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", unknown)
+    with pytest.raises(DataError, match="set HOME, or data.cache_dir=FOLDER"):
+        cache_folder(None)
