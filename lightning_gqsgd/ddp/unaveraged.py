@@ -55,7 +55,11 @@ _UNREDUCED = (
         "Change the module, and tell the optimizer,",
         "changed",
     ),
-    ("was cast to another dtype or moved to another device after the model was wrapped", "Cast it", "cast"),
+    (
+        "was cast to another dtype, moved to another device or parametrized after the model was wrapped",
+        "Do that",
+        "changed",
+    ),
 )
 
 #: Parameters whose gradients are watched: each costs a call of Python in every backward pass.
@@ -198,6 +202,7 @@ class TrainedParameters:
         now = self._of(module)
         known = {**self._unreduced, **self.reduced}
         self._tree = _Tree(module)
+        self._accumulators.ask_all()
         known_ids = set(map(id, known.values()))
         self._new = {name: p for name, p in now.items() if id(p) not in known_ids}
         present_ids = set(map(id, now.values()))
@@ -332,7 +337,8 @@ class _Accumulators:
     or device change, even if they change back. To ask every parameter for its accumulator takes 5 microseconds each.
     So only those parameters are asked whose storage is another one. It has another address as long as something holds
     the storage of before, for example a copy of the state that shares it. Once that storage is freed, its address may
-    be used again. So each storage carries a token, which is freed with it.
+    be used again. So each storage carries a token, which is freed with it. ``torch.nn.utils.parametrize`` gives a
+    parameter another accumulator by ``set_``, with the same storage; it also changes the modules (see `ask_all`).
 
     Args:
         parameters: the parameters that DDP reduces, by name.
@@ -357,9 +363,13 @@ class _Accumulators:
         asked = {name: p for name in sorted(self._gone) if (p := self._parameters.get(name)) is not None}
         lost = [name for name, p in asked.items() if p.requires_grad and not self._has_its_own(name, p)]
         kept = {name: p for name, p in asked.items() if p.requires_grad and name not in lost}
+        self._mark(kept)  # it may free tokens that name the same parameters
         self._gone.difference_update(kept)  # those that are frozen are asked again once they are trained
-        self._mark(kept)
         return lost
+
+    def ask_all(self) -> None:
+        """Let the next call of `lost` ask every parameter."""
+        self._gone.update(self._parameters)
 
     def _addresses_now(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._parameters.values()))

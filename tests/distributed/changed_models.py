@@ -74,6 +74,7 @@ UNREDUCED: dict[str, Callable[[nn.Sequential], object]] = {
     "a layer is put in between": lambda model: model.insert(3, _layer(128, 128)),
     "a state is assigned": assign_copies,
     "weights are normalised": lambda model: parametrizations.weight_norm(model[2]),
+    "weights get a spectral norm": lambda model: parametrizations.spectral_norm(model[2]),
     "an adapter is put in": lambda model: model.__setitem__(2, Adapter(model[2])),
     "the model is cast and cast back": lambda model: model.double().float(),
     "a layer is cast and cast back": lambda model: model[2].bfloat16().float(),
