@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -168,6 +169,7 @@ class GQSGDFSDPState:
             sides.append(Side(replicate, {**facts, "reducers over replicas": _reducers_of(averaged)}, averaged))
         self._choices = {bits: number for number, bits in enumerate(config.by_bits())}
         self._digest = digest_of_facts(facts)
+        self._known_rows: dict[tuple[str, tuple[int, ...]], tuple[Segment, ...]] = {}
         self._reductions: defaultdict[str, int] = defaultdict(int)
         self._has_met: set[torch.dtype] = set()
         self._first_of_step: ShardedGroup | None = None
@@ -359,8 +361,13 @@ class GQSGDFSDPState:
 
     def _rows(self, collective: _Collective, parameters: list[ShardedParameter]) -> tuple[Segment, ...]:
         """Returns the parameters in a flat tensor of a collective that has all of them."""
-        shards = self._sharded.world_size
-        return tuple(segment for rank in collective.rows for segment in row(parameters, rank, shards, self._choices))
+        # With thousands of shards, a module has so many segments that making them takes a tenth of a second.
+        key = (collective.name, tuple(parameter.number for parameter in parameters))
+        if key not in self._known_rows:
+            shards = self._sharded.world_size
+            rows = [row(parameters, rank, shards, self._choices) for rank in collective.rows]
+            self._known_rows[key] = tuple(chain.from_iterable(rows))
+        return self._known_rows[key]
 
     def _stamp(self, collective: _Collective, step: int) -> Stamp | None:
         """Returns the stamp that ranks compare in the first reduction of each step. Its digest has the number of
