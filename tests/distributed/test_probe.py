@@ -18,7 +18,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from lightning_gqsgd import version
-from lightning_gqsgd.cli import benching, doctor, probing
+from lightning_gqsgd.cli import benching, doctor, probing, ranks
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
@@ -236,7 +236,7 @@ def test_the_only_rank_of_a_container_starts_ranks_of_its_own(monkeypatch: pytes
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     started: list[int] = []
-    monkeypatch.setattr(probing, "run_ranks", lambda procs, _: started.append(procs) or 0)
+    monkeypatch.setattr(ranks, "run_ranks", lambda procs, _: started.append(procs) or 0)
     output_of("bench", "--procs", "3")
     output_of("bench")
     assert started == [3, 2]
@@ -246,7 +246,7 @@ def test_ranks_import_what_their_parent_has_imported(monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     for name in ("lightning_gqsgd", "typer"):  # another copy of the package, and a file of a user's
         (tmp_path / f"{name}.py").write_text("raise SystemExit('this is the current folder')")
-    assert probing.run_ranks(2, ["--version"]) == 0
+    assert ranks.run_ranks(2, ["--version"]) == 0
 
 
 @pytest.mark.parametrize("command", ["bench", "probe"])

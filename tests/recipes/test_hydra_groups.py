@@ -268,7 +268,7 @@ def test_the_folder_travels_as_an_override(own: Path, tmp_path: Path) -> None:
         assert with_search_path(given) == given
     both = with_search_path([f"hydra.searchpath=[file://{tmp_path}]", "--config-dir", str(own)])
     assert folders_of(both) == [tmp_path, own]
-    with pytest.raises(OverrideError, match="--config-dir nowhere is no folder"):
+    with pytest.raises(OverrideError, match="--config-dir nowhere is not a folder"):
         with_search_path(["--config-dir", "nowhere"])
 
 

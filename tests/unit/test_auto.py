@@ -103,13 +103,13 @@ def test_a_decision_in_the_place_of_auto_pins_its_bits(bits: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"auto": {}}, "no decision"),
+        ({"auto": {}}, "is not a decision"),
         ({"auto": 3}, "must be True or False, or a decision"),
         ({"auto": None}, "must be True or False, or a decision"),
         ({"auto": replace(decided(4), bits=77)}, "77, not one of"),
         ({"auto": decided(4).to_dict() | {"bits": True}}, "True, not one of"),
         ({"auto": decided(4).to_dict() | {"seconds": {4: -1.0}}}, "not above 0"),
-        ({"auto": decided(4).to_dict() | {"seconds": 3}}, "no decision"),
+        ({"auto": decided(4).to_dict() | {"seconds": 3}}, "is not a decision"),
         ({"auto": decided(4).to_dict() | {"step": True}}, "True, not from 0"),
         ({"auto": decided(4), "allow": (32, 8)}, "leave allow out"),
         ({"auto": decided(4), "allow": 32}, "allow=32 must be a sequence of numbers of bits"),

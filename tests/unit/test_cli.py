@@ -295,11 +295,14 @@ def test_an_interrupt_is_one_line(
 @pytest.mark.parametrize(
     ("command", "name", "said", "words"),
     [
-        *[(command, "RANK", "two", "no number; start the ranks with torchrun, srun") for command in ("bench", "probe")],
-        ("bench", "WORLD_SIZE", "2.0", "no number; start the ranks with torchrun, srun"),
-        ("probe", "LOCAL_RANK", "-1", "no number; start the ranks with torchrun, srun"),
-        ("probe", "LOCAL_WORLD_SIZE", "two", "no number of processes of this node; correct or unset it"),
-        ("probe", "LOCAL_WORLD_SIZE", "0", "no number of processes of this node; correct or unset it"),
+        *[
+            (command, "RANK", "two", "not a number; start the ranks with torchrun, srun")
+            for command in ("bench", "probe")
+        ],
+        ("bench", "WORLD_SIZE", "2.0", "not a number; start the ranks with torchrun, srun"),
+        ("probe", "LOCAL_RANK", "-1", "not a number; start the ranks with torchrun, srun"),
+        ("probe", "LOCAL_WORLD_SIZE", "two", "not a number of processes of this node; correct or unset it"),
+        ("probe", "LOCAL_WORLD_SIZE", "0", "not a number of processes of this node; correct or unset it"),
     ],
 )
 def test_what_is_no_number_of_a_launcher_is_one_line(

@@ -128,7 +128,7 @@ def test_a_bucket_sends_one_scale_and_norms_of_all_ranks_those_of_all() -> None:
         ({"norm_over_ranks": "l1", "codec": "eden"}, "for scales that all ranks share"),
         ({"scale_per": "bucket", "codec": "eden"}, "scale_per='bucket' is not for codec='eden'"),
         ({"scale_per": "bucket", "reducer": "hierarchical", "node_size": 2}, "divides buckets among the ranks"),
-        ({"scale_per": "bucket", "sparse": "gather"}, "not scale_per='bucket'; leave scale_per out"),
+        ({"scale_per": "bucket", "sparse": "gather"}, "so scale_per='bucket' does not work; leave scale_per out"),
         ({"norm_over_ranks": "l2", "reducer": "sum", "sparse": "gather"}, "leave norm_over_ranks out"),
         ({"preset": "global_qsgd_linear", "scale_per": "block"}, "stands for scale_per='bucket'"),
         ({"preset": "global_qsgd_exponential", "mantissa": 2}, "needs codec='exponential' with mantissa=0"),
