@@ -239,6 +239,7 @@ class _Circle:
         name = hashlib.blake2b(members.encode(), digest_size=8).hexdigest()
         self._timeout_s = timeout_s
         self._store = Store(peers.store, timeout_s).under(f"gqsgd/meeting/{name}")
+        self._leader = ""  # the nonce of rank 0, as far as it is known
         self.pulse: Pulse | None = None
         self.told: list[Mapping[str, Any]] = []
 
@@ -258,6 +259,7 @@ class _Circle:
         if self.size == 1:
             self.told = [card.news]
             return nonce, verdict([card])
+        self._leader = ""
         try:
             self._store.set(f"card/{self.rank}", card.to_json())
             self._store.set(f"nonce/{self.rank}", nonce)
@@ -278,10 +280,14 @@ class _Circle:
         them."""
         ranks = range(self.size)
         listed: list[str] = []
+        absent: list[int] | None = None
         token = problem = ""
         while True:
             nonces = [self._store.get(f"nonce/{rank}") for rank in ranks]
             missing = [rank for rank in ranks if not nonces[rank]]
+            if missing != absent:
+                absent = missing
+                self._store.set("absent", json.dumps([nonces[0], absent]))
             # A new nonce means a new card, so that the old verdict no longer counts.
             if not missing and nonces != listed:
                 listed = nonces
@@ -314,8 +320,13 @@ class _Circle:
             waiting.pause(self._absent)
 
     def _absent(self) -> list[int]:
-        """Returns the ranks that have not arrived, or have left."""
-        return [rank for rank in range(self.size) if not self._store.get(f"nonce/{rank}")]
+        """Returns the ranks that have not arrived, or have left, as rank 0 has noted; rank 0 if it has not come.
+
+        If each rank asked for all others, there would be n² requests.
+        """
+        self._leader = self._store.get("nonce/0") or self._leader  # which stays known after rank 0 has left
+        leader, absent = json.loads(self._store.get("absent") or '["", []]')
+        return list(absent) if leader and leader == self._leader else [0]
 
 
 class _Waiting:

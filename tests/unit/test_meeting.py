@@ -92,6 +92,36 @@ def test_a_rank_that_nobody_waits_with_says_who_has_not_heard(caplog: pytest.Log
     assert "for rank 0" in caplog.text
 
 
+def test_ranks_that_wait_learn_from_rank_0_who_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    numbers = tuple(range(6))
+    asked: set[tuple[str, str]] = set()
+    errors: list[str] = []
+    get = Store.get
+
+    def noted(self: Store, key: str) -> str:
+        asked.add((threading.current_thread().name, key))
+        return get(self, key)
+
+    def attend(rank: int) -> None:
+        one = Meeting("f", [peers(rank, numbers, store)], timedelta(seconds=1))
+        try:
+            with one:
+                one.agree([{}])
+        except CollectiveError as error:
+            errors.append(str(error))
+
+    monkeypatch.setattr(Store, "get", noted)
+    threads = [threading.Thread(target=attend, args=(rank,), name=str(rank)) for rank in numbers[:-1]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(errors) == 5
+    assert all("waited 1 s for rank 5. " in error for error in errors), errors
+    assert {name for name, key in asked if key == "nonce/5"} == {"0"}
+
+
 @pytest.mark.parametrize("patience_s", [8.0, 60.0])
 def test_who_gives_up_last_names_the_rank_that_never_came(patience_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
