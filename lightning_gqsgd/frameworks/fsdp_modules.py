@@ -188,7 +188,7 @@ class ShardedGroup:
     def weights(self, number: int, step: int) -> Weights | None:
         """Returns some weights of this rank's shard of a parameter, others in each step, for replicas to compare."""
         shard = dist.get_rank(self.shards)
-        name = f"{self.parameters[number].name} (shard {shard}, and ranks are numbers of its replicas)"
+        name = f"{self.parameters[number].name} (shard {shard})"
         return Weights.of(name, self.inner.fsdp_params[number].sharded_param.to_local(), step)
 
     def bit_sums(self) -> list[int]:

@@ -172,7 +172,7 @@ def plan_profiles(plan: Plan, store: MemoryStore | None = None) -> tuple[Profile
 
 def stamp_profile(ranks: int) -> Profile:
     """Returns the profile of the comparison of stamps that every step has."""
-    steps = partial(StampCheck(ranks, torch.device("cpu")).steps, Stamp(0, 0, 0))
+    steps = partial(StampCheck(range(ranks), torch.device("cpu")).steps, Stamp(0, 0, 0))
     return profile_of(steps, ranks, is_agreement=True)
 
 

@@ -74,8 +74,13 @@ class Card:
         return cls(*fields) if tuple(map(type, fields)) == (str, dict, str, bool, dict) else unreadable
 
 
-def verdict(cards: Sequence[Card]) -> str:
-    """Returns the reason why the cards of all ranks are incompatible; empty if they are compatible."""
+def verdict(cards: Sequence[Card], numbers: Sequence[int]) -> str:
+    """Returns the reason why the cards of all ranks are incompatible; empty if they are compatible.
+
+    Args:
+        cards: in the order of ranks.
+        numbers: the numbers of these ranks among all processes, see `named`.
+    """
     # An error that a rank heard of in another group is the cause of the other errors, so it comes first, unchanged.
     heard = [card.error for card in cards if card.error and not card.is_own]
     if heard:
@@ -83,43 +88,74 @@ def verdict(cards: Sequence[Card]) -> str:
     refusing = {rank: card.error for rank, card in enumerate(cards) if card.error}
     if refusing:
         reason = next(iter(refusing.values()))
-        return f"{ranks_in_words([rank for rank in refusing if refusing[rank] == reason])} refused: {reason}"
+        return f"{named([rank for rank in refusing if refusing[rank] == reason], numbers)} refused: {reason}"
     first = cards[0]
     for rank, card in enumerate(cards):
         if card.purpose != first.purpose:
             return (
-                f"rank 0 calls {first.purpose} while rank {rank} calls {card.purpose}; all ranks of a process group "
-                "have to call the same functions in the same order"
+                f"{named([0], numbers)} calls {first.purpose} while {named([rank], numbers)} calls {card.purpose}; all "
+                "ranks of a process group have to call the same functions in the same order"
             )
         if card.facts != first.facts:
             difference = describe_difference(dict(first.facts), dict(card.facts))
-            return f"ranks 0 and {rank} do not agree: {difference}; give every rank the same"
+            return f"{named([0, rank], numbers)} do not agree: {difference}; give every rank the same"
     return ""
 
 
+def named(ranks: Sequence[int], numbers: Sequence[int]) -> str:
+    """Returns ranks of a process group in words, by their numbers among all processes. The words say so if these are
+    not the numbers in the group.
+
+    Args:
+        ranks: numbers in the group.
+        numbers: the numbers of the group's ranks among all processes, in the order of ranks.
+    """
+    words = ranks_in_words([numbers[rank] for rank in ranks])
+    return words if not ranks or _are_all(numbers) else f"global {words}"
+
+
+def one_of(rank: int, numbers: Sequence[int]) -> str:
+    """Returns one rank of a process group in words, with the number of ranks; see `named` for the arguments."""
+    words = f"rank {rank} of {len(numbers)}"
+    return words if _are_all(numbers) else f"{words} (global rank {numbers[rank]})"
+
+
+def _are_all(numbers: Sequence[int]) -> bool:
+    """Returns whether the ranks of a group have the same numbers among all processes."""
+    return list(numbers) == list(range(len(numbers)))
+
+
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Returns numbers of ranks in words, such as "ranks 0, 3"."""
+    """Returns numbers of ranks in words, such as "ranks 0 and 3"."""
     if not ranks:
         return "the other ranks"
+    if len(ranks) == 2:
+        return f"ranks {ranks[0]} and {ranks[1]}"
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def compared(card: Card, world_size: int, device: torch.device) -> Generator[Sequence[Exchange], None, int]:
-    """Returns steps with one exchange that compares the cards of all ranks; ``device`` is the device of the messages.
+def compared(card: Card, numbers: Sequence[int], device: torch.device) -> Generator[Sequence[Exchange], None, int]:
+    """Returns steps with one exchange that compares the cards of all ranks.
+
+    Args:
+        card: the card of this rank.
+        numbers: see `verdict`.
+        device: device of the messages.
 
     Raises:
         ConfigError: if a rank refuses, or if two ranks differ. It is raised on every rank, except on a rank that
             refuses itself, because that rank raises its own error.
     """
     mine = _sent_from_host(torch.frombuffer(bytearray(_padded(card)), dtype=torch.uint8), device)
-    everyone = torch.empty(world_size, CARD_BYTES, dtype=torch.uint8, device=device)
+    everyone = torch.empty(len(numbers), CARD_BYTES, dtype=torch.uint8, device=device)
     yield (Exchange("all_gather", everyone, mine),)
     # A rank that refuses itself has its own error to raise, which says more. On a GPU, it would wait here for the cards
     # of ranks that may not come.
     if card.error:
         return 0
-    problem = verdict([Card.from_json(bytes(row.tolist()).decode(errors="replace")) for row in everyone.cpu()])
+    cards = [Card.from_json(bytes(row.tolist()).decode(errors="replace")) for row in everyone.cpu()]
+    problem = verdict(cards, numbers)
     if problem:
         raise ConfigError(problem)
     return 0
@@ -254,16 +290,16 @@ class StampCheck:
     next step begins; by then, the GPU has long received them.
 
     Args:
-        world_size: number of ranks.
+        numbers: the numbers of the ranks among all processes, see `named`.
         device: device of the messages that the host writes and reads.
         differ: why stamps may differ, and what to do then, for the error.
         says: whether this rank warns of weights that differ between ranks.
     """
 
     def __init__(
-        self, world_size: int, device: torch.device, differ: str = STATE_DIFFERS, *, says: bool = False
+        self, numbers: Sequence[int], device: torch.device, differ: str = STATE_DIFFERS, *, says: bool = False
     ) -> None:
-        self._world_size = world_size
+        self._numbers = numbers
         self._device = device
         self._differ = differ
         self._says = says
@@ -276,7 +312,7 @@ class StampCheck:
         ``name`` is the name of the parameter whose weights are compared.
         """
         stamps = [Stamp.from_row(row) for row in everyone[:, :-WEIGHTS_COMPARED].tolist()]
-        _check(stamps, self._differ)
+        _check(stamps, self._differ, self._numbers)
         periods = [stamp.period_us for stamp in stamps]
         # A step lasts as long as on the slowest rank. Every rank computes the same maximum.
         period_us = max(periods) if all(periods) else 0
@@ -285,7 +321,7 @@ class StampCheck:
             del self._agreed[step]
         if self._says:
             weights = everyone[:, -WEIGHTS_COMPARED:].contiguous().view(torch.float64)
-            difference = difference_of_weights(weights.tolist())
+            difference = difference_of_weights(weights.tolist(), self._numbers)
             if difference:
                 self._says = False  # once is enough: they differ from now on
                 logger.warning("gqsgd: ranks have different weights: parameter %r %s", name, difference)
@@ -308,7 +344,7 @@ class StampCheck:
         mine = _sent_from_host(torch.tensor(stamp.row(), dtype=torch.int64, device="cpu"), self._device)
         name = "" if stamp.weights is None else stamp.weights.name
         mine = torch.cat([mine, self._weights_of(stamp).view(torch.int64)])
-        everyone = torch.empty(self._world_size, len(mine), dtype=torch.int64, device=self._device)
+        everyone = torch.empty(len(self._numbers), len(mine), dtype=torch.int64, device=self._device)
         yield (Exchange("all_gather", everyone, mine),)
         if self._device.type == "cuda":
             self._unread = (*_sent_to_host(everyone), name)
@@ -352,11 +388,12 @@ def _sent_to_host(everyone: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     return numbers, event
 
 
-def difference_of_weights(weights: Sequence[Sequence[float]]) -> str:
+def difference_of_weights(weights: Sequence[Sequence[float]], numbers: Sequence[int]) -> str:
     """Returns in words how the weights of two ranks differ; empty if no difference exceeds `WEIGHTS_TOLERANCE`.
 
     Args:
         weights: the weights of each rank, [ranks, weights]; NaN for a rank that compares none.
+        numbers: the numbers of the ranks among all processes, see `named`.
     """
     compared = {rank: row for rank, row in enumerate(weights) if all(map(math.isfinite, row))}
     if len(compared) < 2:
@@ -367,18 +404,20 @@ def difference_of_weights(weights: Sequence[Sequence[float]]) -> str:
         for one, other in zip(compared[first], compared[rank], strict=True):
             if abs(one - other) > WEIGHTS_TOLERANCE * largest:
                 return (
-                    f"has {one:.6g} on rank {first} where it has {other:.6g} on rank {rank}. They were changed, or "
-                    "trained, on some ranks only, for example by a checkpoint that one rank has loaded: give all ranks "
-                    "the same. (Optimizers that try other weights on each rank, such as SAM, may ignore this.)"
+                    f"has {one:.6g} on {named([first], numbers)} where it has {other:.6g} on {named([rank], numbers)}. "
+                    "They were changed, or trained, on some ranks only, for example by a checkpoint that one rank has "
+                    "loaded: give all ranks the same. (Optimizers that try other weights on each rank, such as SAM, "
+                    "may ignore this.)"
                 )
     return ""
 
 
-def _check(stamps: Sequence[Stamp], differ: str) -> None:
+def _check(stamps: Sequence[Stamp], differ: str, numbers: Sequence[int]) -> None:
     """Raise ConfigError for stamps that are not all equal, apart from their periods and numbers."""
     first, *others = [stamp._replace(period_us=0, numbers=(), weights=None) for stamp in stamps]
     for rank, other in enumerate(others, start=1):
         if other != first:
             names = {"seed": "seed", "step": "step", "digest": "digest of the configuration and the parameters"}
             mine, theirs = ({name: stamp._asdict()[key] for key, name in names.items()} for stamp in (first, other))
-            raise ConfigError(f"ranks 0 and {rank} do not agree: {describe_difference(mine, theirs)}. {differ}")
+            who = named([0, rank], numbers)
+            raise ConfigError(f"{who} do not agree: {describe_difference(mine, theirs)}. {differ}")

@@ -77,6 +77,7 @@ class Communicator:
     Attributes:
         rank: this process's rank in the group.
         size: number of ranks.
+        numbers: the numbers of the ranks among all processes, in order.
         backend: ``"gloo"`` or ``"nccl"``.
         device: device of the tensors of later collectives.
         timeout: timeout of collectives.
@@ -95,7 +96,7 @@ class Communicator:
         self.device = device
         self._key = key
         self.timeout = timeout or timeout_of(group, device)
-        self._ranks = peers.numbers
+        self.numbers = peers.numbers
         # Gloo waits in this store when groups are created, while its process may be stopped.
         self._store = peers.store if self.backend == "nccl" else EndingStore(peers.store, self.timeout)
         # Backends by stage, scope and turn; torch's type stubs lack their collectives.
@@ -243,13 +244,13 @@ class Communicator:
         timeout_s = self.timeout.total_seconds()
         try:
             place = members.index(self.rank)
-            found = neighbours.connect(gather, place, self._ranks[self.rank], timeout_s)
+            found = neighbours.connect(gather, place, self.numbers[self.rank], timeout_s)
         except RuntimeError as error:  # e.g. another rank has died
             raise self.describe(error, f"connecting to {len(members)} ranks") from error
         if found is None:
             self._apart.add(scope)  # all its ranks do the same, so that none tries again for the next stage
         else:
-            numbers = [self._ranks[member] for member in members]
+            numbers = [self.numbers[member] for member in members]
             self._shared[stage, scope, turn] = SharedGroup(found, numbers, timeout_s)
 
     def start(self, exchange: Exchange, stage: int, turn: int = 0) -> Any:
@@ -302,7 +303,7 @@ class Communicator:
             return error
         self._has_failed = True
         return CollectiveError(
-            f"gqsgd: {what} failed on rank {self.rank} of {self.size} (global rank {self._ranks[self.rank]}, "
+            f"gqsgd: {what} failed on rank {self.rank} of {self.size} (global rank {self.numbers[self.rank]}, "
             f"{self.backend}): {type(error).__name__}: {error}. Look for the first error among all ranks' logs: "
             "a rank that died or fell behind the process group's timeout fails its peers. The result is NaN."
         )

@@ -183,7 +183,7 @@ class Engine:
         self._messages = messages or Messages()
         self._process = os.getpid()
         self._stamps = StampCheck(
-            self.world_size, self.communicator.control_device, self._messages.differ, says=self.rank == 0
+            self.communicator.numbers, self.communicator.control_device, self._messages.differ, says=self.rank == 0
         )
         self._borrowed: Runner | None = None  # the runner that `close` releases
         if shares_runner_of is None:
@@ -434,7 +434,7 @@ class Engine:
         if agreement is None or self.world_size == 1:
             return None
         if isinstance(agreement, Card):
-            return partial(compared, agreement, self.world_size, self.communicator.control_device)
+            return partial(compared, agreement, self.communicator.numbers, self.communicator.control_device)
         return partial(self._stamps.steps, agreement, at_once=at_once)
 
     def _submit(self, job: Job) -> Job:

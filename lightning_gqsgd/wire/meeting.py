@@ -39,7 +39,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_gqsgd.errors import CollectiveError, ConfigError
-from lightning_gqsgd.wire.agreement import ERROR_LENGTH, Card, ranks_in_words, verdict
+from lightning_gqsgd.wire.agreement import ERROR_LENGTH, Card, named, one_of, verdict
 from lightning_gqsgd.wire.peers import Peers, peers_of
 from lightning_gqsgd.wire.store import Store
 
@@ -233,6 +233,7 @@ class _Circle:
         peers = peers_of(group)
         self.rank = peers.own
         self.size = peers.size()
+        self.numbers = peers.numbers
         members = "_".join(map(str, peers.numbers))
         with _turns_lock:
             self.turn = peers.turn or _turns.setdefault(members, threading.RLock())
@@ -246,7 +247,7 @@ class _Circle:
     def show_life(self, key: str) -> None:
         """Start to watch whether the other ranks are alive; ``key`` is the key of a round."""
         if self.size > 1:
-            self.pulse = Pulse(self._store.under(f"alive/{key}"), self.rank, self.size, self._timeout_s)
+            self.pulse = Pulse(self._store.under(f"alive/{key}"), self.rank, self.numbers, self._timeout_s)
 
     def round(self, card: Card, patience_s: float) -> tuple[str, str]:
         """Hold a round. Returns a key that was never used before, and the problem, which is empty if there is none.
@@ -258,12 +259,12 @@ class _Circle:
         nonce = secrets.token_hex(8)
         if self.size == 1:
             self.told = [card.news]
-            return nonce, verdict([card])
+            return nonce, verdict([card], self.numbers)
         self._leader = ""
         try:
             self._store.set(f"card/{self.rank}", card.to_json())
             self._store.set(f"nonce/{self.rank}", nonce)
-            waiting = _Waiting(card.purpose, self.rank, self.size, patience_s, self.pulse)
+            waiting = _Waiting(card.purpose, self.rank, self.numbers, patience_s, self.pulse)
             try:
                 return self._lead(waiting) if self.rank == 0 else self._follow(nonce, waiting)
             finally:  # a nonce in the store says that its rank is in the round; an empty one, that it has left
@@ -271,7 +272,7 @@ class _Circle:
                     self._store.set(f"nonce/{self.rank}", "")
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise CollectiveError(
-                f"gqsgd: {card.purpose} on rank {self.rank} of {self.size}: the store of torch.distributed is gone "
+                f"gqsgd: {card.purpose} on {one_of(self.rank, self.numbers)}: the store of torch.distributed is gone "
                 f"({error}); it needs the process that holds it, usually that of rank 0: look at that rank's log"
             ) from error
 
@@ -293,7 +294,7 @@ class _Circle:
                 listed = nonces
                 token = secrets.token_hex(8)
                 cards = [Card.from_json(self._store.get(f"card/{rank}")) for rank in ranks]
-                problem = verdict(cards)
+                problem = verdict(cards, self.numbers)
                 self.told = [card.news for card in cards]
                 self._store.set("minutes", json.dumps([token, listed, problem, [dict(news) for news in self.told]]))
             if not missing:
@@ -332,8 +333,9 @@ class _Circle:
 class _Waiting:
     """Waits in pauses of growing length. Logs a line if the wait is long, and raises an error if it is too long."""
 
-    def __init__(self, purpose: str, rank: int, size: int, patience_s: float, pulse: Pulse | None) -> None:
-        self._who = f"gqsgd: {purpose} on rank {rank} of {size}"
+    def __init__(self, purpose: str, rank: int, numbers: Sequence[int], patience_s: float, pulse: Pulse | None) -> None:
+        self._who = f"gqsgd: {purpose} on {one_of(rank, numbers)}"
+        self._numbers = numbers
         self._purpose = purpose
         self._patience_s = patience_s
         self._pulse = pulse
@@ -357,15 +359,18 @@ class _Waiting:
             # Ranks that have waited for the same rank may have given up a moment ago. They are not the cause.
             never_there = [rank for rank in absent if rank in (self._absent or [])]
             raise CollectiveError(
-                f"{self._who} waited {waited:.0f} s for {ranks_in_words(never_there or absent)}. Every rank of the "
-                "process group has to call it, and all within the timeout: look for the first error among all ranks' "
-                "logs, or give a longer timeout"
+                f"{self._who} waited {waited:.0f} s for {named(never_there or absent, self._numbers)}. Every rank of "
+                "the process group has to call it, and all within the timeout: look for the first error among all "
+                "ranks' logs, or give a longer timeout"
             )
         if waited > SAY_AFTER_S and not self._said:
             self._said = True
             self._absent = missing()
             logger.warning(
-                "gqsgd: %s has been waiting for %s for %.0f s", self._purpose, ranks_in_words(self._absent), waited
+                "gqsgd: %s has been waiting for %s for %.0f s",
+                self._purpose,
+                named(self._absent, self._numbers),
+                waited,
             )
         elif waited > self._patience_s / 2 and self._absent is None:
             self._absent = missing()
@@ -381,18 +386,19 @@ class Pulse:
     Args:
         store: a store of these ranks, empty so far.
         rank: this rank's number in the group.
-        size: number of ranks.
+        numbers: the numbers of the ranks among all processes, see `agreement.named`.
         timeout_s: seconds without a beat after which a rank is considered dead.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, numbers: Sequence[int], timeout_s: float) -> None:
         self._store = store
         self._rank = rank
+        self._numbers = numbers
         self._timeout_s = timeout_s
         # At least four beats in a timeout, so that one late beat is not taken for a death.
         self.period_s = min(PERIOD_S, timeout_s / 4)
         # If each rank watched all others, rank 0's store would have n² requests a second.
-        self._watched = range(1, size) if rank == 0 else range(1)
+        self._watched = range(1, len(numbers)) if rank == 0 else range(1)
         self._heard: dict[int, tuple[str, float]] = {}  # for each rank, its counter, and since when it has not changed
         self._next_look = 0.0
 
@@ -402,7 +408,7 @@ class Pulse:
 
     def leave(self, reason: str) -> None:
         """Write last words, at which the other ranks stop waiting."""
-        self._store.set(_LAST_WORDS, f"rank {self._rank} has left: {reason[:ERROR_LENGTH]}")
+        self._store.set(_LAST_WORDS, f"{named([self._rank], self._numbers)} has left: {reason[:ERROR_LENGTH]}")
 
     def problem(self) -> str:
         """Returns in words why a watched rank is considered gone; empty if all are alive, as far as is known."""
@@ -419,7 +425,7 @@ class Pulse:
             if self._heard.get(rank, ("", 0.0))[0] != beats or rank not in self._heard:
                 self._heard[rank] = beats, now
         silent = [rank for rank, (_, since) in self._heard.items() if now - since > self._timeout_s]
-        return f"no sign of life from {ranks_in_words(silent)} for {self._timeout_s:.0f} s" if silent else ""
+        return f"no sign of life from {named(silent, self._numbers)} for {self._timeout_s:.0f} s" if silent else ""
 
 
 class Heartbeat:

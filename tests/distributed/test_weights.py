@@ -106,7 +106,7 @@ def test_a_rank_without_inputs_keeps_its_weights_and_nothing_is_logged(tmp_path:
     ],
 )
 def test_differences_are_relative_to_the_largest_weight(weights: list[list[float]], expected: str) -> None:
-    found = difference_of_weights(weights)
+    found = difference_of_weights(weights, range(len(weights)))
     assert found.startswith(expected)
     assert bool(found) == bool(expected)
 

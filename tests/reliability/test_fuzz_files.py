@@ -107,7 +107,7 @@ def test_a_mutated_card_is_a_card_and_never_an_exception() -> None:
         if number % 2:
             text = mutated_bytes(numbers, card.to_json().encode()).decode(errors="replace")
         other = Card.from_json(text)
-        problem = verdict([card, other])
+        problem = verdict([card, other], range(2))
         same = (other.purpose, other.facts, other.error) == (card.purpose, card.facts, "")
         assert bool(problem) != same
 
@@ -115,7 +115,7 @@ def test_a_mutated_card_is_a_card_and_never_an_exception() -> None:
 def test_a_card_that_cannot_be_read_is_the_error_of_all_ranks() -> None:
     card = Card("all_reduce", {})
     for text in ("", "[" * CARD_BYTES, "7", '["all_reduce", {}, "", true, "a field of a later version"]'):
-        problem = verdict([card, Card.from_json(text)])
+        problem = verdict([card, Card.from_json(text)], range(2))
         assert "rank 1 refused: its card cannot be read" in problem
         assert "install the same version on every rank" in problem
 

@@ -25,7 +25,7 @@ from lightning_gqsgd.wire.agreement import (
 @pytest.mark.parametrize("error", ["short", "ω" * 1000, "\U0001f600" * 1000, "\n" * 1000, "x" * 5000])
 @pytest.mark.parametrize("facts", [{"bits": 4}, {"exclude": ["*.bias"] * 1000}])
 def test_a_card_with_any_error_and_any_facts_can_be_read_by_other_ranks(error: str, facts: dict[str, object]) -> None:
-    steps = compared(Card("all_reduce", facts, error), 2, torch.device("cpu"))
+    steps = compared(Card("all_reduce", facts, error), range(2), torch.device("cpu"))
     (exchange,) = next(steps)
     assert exchange.input.numel() == CARD_BYTES
     card = Card.from_json(bytes(exchange.input.tolist()).decode())
@@ -33,7 +33,7 @@ def test_a_card_with_any_error_and_any_facts_can_be_read_by_other_ranks(error: s
     assert card.error
     assert error.startswith(card.error)
 
-    other = compared(Card("all_reduce", {}), 2, torch.device("cpu"))
+    other = compared(Card("all_reduce", {}), range(2), torch.device("cpu"))
     (received,) = next(other)
     received.output[0] = received.input
     received.output[1] = exchange.input
@@ -43,7 +43,7 @@ def test_a_card_with_any_error_and_any_facts_can_be_read_by_other_ranks(error: s
 
 def test_a_rank_that_refuses_waits_for_no_card_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, the host would wait until the others come, which they may not."""
-    steps = compared(Card("all_reduce", {}, "too few"), 2, torch.device("cpu"))
+    steps = compared(Card("all_reduce", {}, "too few"), range(2), torch.device("cpu"))
     next(steps)
     monkeypatch.setattr(torch.Tensor, "cpu", None)
     with pytest.raises(StopIteration):
@@ -52,12 +52,14 @@ def test_a_rank_that_refuses_waits_for_no_card_of_the_others(monkeypatch: pytest
 
 def test_a_card_that_fits_travels_as_it_is() -> None:
     card = Card("all_reduce", {"bits": 4}, "too few", is_own=False)
-    (exchange,) = next(compared(card, 2, torch.device("cpu")))
+    (exchange,) = next(compared(card, range(2), torch.device("cpu")))
     assert json.loads(bytes(exchange.input.tolist())) == ["all_reduce", {"bits": 4}, "too few", False, {}]
 
 
 def test_only_the_ranks_that_refuse_for_the_first_reason_are_named() -> None:
-    assert verdict([Card("f", {}, error) for error in ("", "one", "two", "one")]) == "ranks 1, 3 refused: one"
+    cards = [Card("f", {}, error) for error in ("", "one", "two", "one")]
+    assert verdict(cards, range(4)) == "ranks 1 and 3 refused: one"
+    assert verdict(cards, range(0, 8, 2)) == "global ranks 2 and 6 refused: one"
 
 
 def stamped(check: StampCheck, *stamps: Stamp) -> None:
@@ -72,7 +74,7 @@ def stamped(check: StampCheck, *stamps: Stamp) -> None:
 
 
 def test_a_step_lasts_as_long_as_on_the_slowest_rank_and_is_unknown_where_one_rank_does_not_know() -> None:
-    check = StampCheck(2, torch.device("cpu"))
+    check = StampCheck(range(2), torch.device("cpu"))
     stamped(check, Stamp(1, 5, 7, 300, (1,)), Stamp(1, 5, 7, 400, (2,)))
     stamped(check, Stamp(1, 6, 7, 300, (3,)), Stamp(1, 6, 7, 0, (4,)))
     assert check.take(5) == {5: Agreed(400, ((1,), (2,)))}
@@ -81,7 +83,7 @@ def test_a_step_lasts_as_long_as_on_the_slowest_rank_and_is_unknown_where_one_ra
 
 
 def test_stamps_that_nobody_takes_are_forgotten() -> None:
-    check = StampCheck(1, torch.device("cpu"))
+    check = StampCheck(range(1), torch.device("cpu"))
     for step in range(2 * STEPS_KEPT):
         stamped(check, Stamp(0, step, 0))
     assert list(check.take(2 * STEPS_KEPT)) == list(range(STEPS_KEPT, 2 * STEPS_KEPT))

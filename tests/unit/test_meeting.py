@@ -55,7 +55,9 @@ def meeting_of_one_of_two() -> Meeting:
 def test_a_difference_in_the_last_group_is_an_error_of_all_in_the_same_words() -> None:
     found = held(PAIRS, lambda rank, one: one.agree([{}, {"bits": 8 if rank == 3 else 4}]))
     assert all(isinstance(error, ConfigError) for error in found)
-    assert {str(error) for error in found} == {"ranks 0 and 1 do not agree: bits: 4 != 8; give every rank the same"}
+    assert {str(error) for error in found} == {
+        "global ranks 1 and 3 do not agree: bits: 4 != 8; give every rank the same"
+    }
 
 
 def test_an_error_without_words_is_told_by_its_name() -> None:
@@ -127,7 +129,7 @@ def test_who_gives_up_last_names_the_rank_that_never_came(patience_s: float, mon
     now = [100.0]
     monkeypatch.setattr(meeting.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(meeting.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
-    waiting = meeting._Waiting("f", 1, 4, patience_s, None)
+    waiting = meeting._Waiting("f", 1, range(4), patience_s, None)
 
     def absent() -> list[int]:
         """Ranks 0 and 3 came a little earlier than this one, and have left."""
@@ -147,7 +149,7 @@ class Alive:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         store = Store(dist.HashStore(), 5)
         self.now = 100.0
-        self.pulses = [Pulse(store, rank, 3, timeout_s=8.0) for rank in range(3)]
+        self.pulses = [Pulse(store, rank, range(3), timeout_s=8.0) for rank in range(3)]
         monkeypatch.setattr(meeting.time, "monotonic", lambda: self.now)
 
     def look(self, rank: int, *beating: int, times: int = 1) -> list[str]:
