@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.registered import ENDS, SPEEDS, read
 from benchmarks.registered_speed import at_length
+from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST
 from tests.docs.checks import Sentences, compare_sentence, rounded
 from tests.docs.tables import RESULTS, cell, rows_of, saved_rows
 from tests.docs.test_figures import auto, convnet_seeds, local, local_to_4_bits, prediction
@@ -238,9 +239,20 @@ def percent_of_copy(stage: int) -> str:
 EIGHT_BITS = "weights 8 bit, gradients 8 bit"
 
 
-def sharded_errors(rate: str | None = None) -> list[float]:
+def sharded_errors(*pages: str) -> list[float]:
     """The absolute errors of predicted steps under FSDP2, in percent."""
-    return [abs(row["error (%)"]) for row in saved_rows("sharded_nodes_netlab") if rate in (None, row["rate"])]
+    return [abs(row["error (%)"]) for page in pages for row in saved_rows(page)]
+
+
+def sharded_inside(*pages: str) -> int:
+    """The number of steps under FSDP2 that are inside of their intervals, as `gqsgd advise` prints them."""
+    ratios = [row["step (ms)"] / row["predicted (ms)"] for page in pages for row in saved_rows(page)]
+    return sum(SHORTEST <= ratio <= LONGEST for ratio in ratios)
+
+
+#: Tables of FSDP2 with two ranks on each host, and with one.
+FSDP_ON_TWO_RANKS = ("sharded_nodes_netlab", "replicated_netlab")
+FSDP_ON_ONE_RANK = ("sharded_netlab",)
 
 
 #: The page and the sentence, and what the tables say.
@@ -274,12 +286,17 @@ SENTENCES: Sentences = {
     ],
     (
         "docs/prediction.md",
-        r"predictions are off by (\d+) % in the median and by (\d+) % at worst "
-        r".*? At 100 Mbit/s, the worst is off by (\d+) %",
+        r"predictions are off by (\d+) % in the median and by (\d+) % at worst, and (\d+) of (\d+) steps lie inside "
+        r".*? by (\d+) % in the median of the errors and (\d+) % at worst, and (\d+) of (\d+) lie inside",
     ): [
-        lambda: round(median(sharded_errors())),
-        lambda: round(max(sharded_errors())),
-        lambda: round(max(sharded_errors("100mbit"))),
+        lambda: round(median(sharded_errors(*FSDP_ON_TWO_RANKS))),
+        lambda: round(max(sharded_errors(*FSDP_ON_TWO_RANKS))),
+        lambda: sharded_inside(*FSDP_ON_TWO_RANKS),
+        lambda: len(sharded_errors(*FSDP_ON_TWO_RANKS)),
+        lambda: round(median(sharded_errors(*FSDP_ON_ONE_RANK))),
+        lambda: round(max(sharded_errors(*FSDP_ON_ONE_RANK))),
+        lambda: sharded_inside(*FSDP_ON_ONE_RANK),
+        lambda: len(sharded_errors(*FSDP_ON_ONE_RANK)),
     ],
     ("docs/prediction.md", r"\*\*Set 1\*\*: (\d+) of (\d+) steps lie inside .*? errors is ([\d.]+) %"): [
         lambda: inside(1),
