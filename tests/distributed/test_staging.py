@@ -33,7 +33,7 @@ def _staged(**fields: Any) -> Communicator:
 
 
 def _agree(wire: Communicator, facts: dict[str, Any]) -> None:
-    for exchanges in compared(Card("test", facts), wire.size, wire.control_device):
+    for exchanges in compared(Card("test", facts), wire.numbers, wire.control_device):
         for exchange in exchanges:
             wire.start(exchange, 0).wait()
 
