@@ -27,9 +27,9 @@ FURTHER = ("trainer.max_epochs=3", "resume=true")
 
 
 def _wandb_runs(folder: Path) -> list[WandbFile]:
-    """Every W&B run that has been written below a folder, the oldest first."""
-    files = sorted(folder.glob("**/wandb/offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime)
-    return [WandbFile(file) for file in files]
+    """Every W&B run that has been written below a folder, the oldest first. A run that goes on has links to it."""
+    files = {file.resolve() for file in folder.glob("**/wandb/offline-run-*/run-*.wandb")}
+    return [WandbFile(file) for file in sorted(files, key=lambda file: file.stat().st_mtime)]
 
 
 def _epochs(run: WandbFile) -> list[float]:
