@@ -360,7 +360,7 @@ class GQSGDFSDPState:
             logger.warning("gqsgd: " + text, group.name)
 
     def _rows(self, collective: _Collective, parameters: list[ShardedParameter]) -> tuple[Segment, ...]:
-        """Returns the parameters in a flat tensor of a collective that has all of them."""
+        """Returns the segments of a flat tensor of a collective that has these parameters."""
         # With thousands of shards, a module has so many segments that making them takes a tenth of a second.
         key = (collective.name, tuple(parameter.number for parameter in parameters))
         if key not in self._known_rows:
@@ -420,8 +420,8 @@ class GQSGDFSDPState:
         self._is_checked = False
         self._used = " ".join(group.used for group in self._groups)
         self.telemetry.end_step()
-        for collective in self._collectives:
-            collective.engine.plans.trim()  # tensors have other sizes where other parameters have a gradient
+        for engine in {collective.engine for collective in self._collectives}:
+            engine.plans.end_step()  # tensors have other sizes where other parameters have a gradient
         # Another loss of the same step may reduce these in a backward pass of its own.
         self._left = {group.index: group.partial for group in self._groups if group.inner.all_reduce_grads}
 

@@ -356,6 +356,7 @@ class PlanCache:
     def __init__(self) -> None:
         self._plans: dict[PlanKey, _Cached] = {}
         self._uses = 0
+        self._ends = (0, 0)  # numbers of the latest uses at the ends of the last two steps
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -379,10 +380,22 @@ class PlanCache:
     def trim(self) -> None:
         """Forget the least recently used plans, until the others take at most `MAX_PLAN_BYTES` bytes, or one is
         left."""
+        self._trim(self._uses)
+
+    def end_step(self) -> None:
+        """Forget plans as `trim` does, but none that was used in this step or in the one before: the next step needs
+        them again, and to make those of a large model takes seconds."""
+        self._trim(self._ends[0] + 1)
+        self._ends = (self._ends[1], self._uses)
+
+    def _trim(self, kept_from: int) -> None:
+        """Forget plans whose latest use has a smaller number than ``kept_from``, see `trim`."""
         total = sum(cached.plan.nbytes for cached in self._plans.values())
-        while total > MAX_PLAN_BYTES and len(self._plans) > 1:
-            oldest = min(self._plans, key=lambda key: self._plans[key].use)
-            total -= self._plans.pop(oldest).plan.nbytes
+        for key, cached in sorted(self._plans.items(), key=lambda entry: entry[1].use):
+            if total <= MAX_PLAN_BYTES or cached.use >= kept_from:
+                return
+            total -= cached.plan.nbytes
+            del self._plans[key]
 
     def clear(self) -> None:
         """Forget all plans."""

@@ -13,10 +13,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
+from lightning_gqsgd.wire import plan
 from lightning_gqsgd.wire.communicator import CollectiveError
+from lightning_gqsgd.wire.engine import Engine, Request
 from tests.bits import bits_of
 from tests.distributed.models import loss_of, mlp, train
-from tests.distributed.ranks import run
+from tests.distributed.ranks import run, run_alike
 from tests.errors import error_text
 from tests.integrations.fsdp_models import (
     gradients,
@@ -192,6 +194,34 @@ def _replicas(rank: int) -> str:
 @pytest.mark.slow
 def test_replicas_have_the_same_weights(tmp_path: Path) -> None:
     assert len(set(run(_replicas, 4, tmp_path))) == 1
+
+
+def _plans_made(rank: int) -> list[int]:
+    """The number of plans that each step makes, where the tables of one module are as many as are kept."""
+    made = []
+    planned = Engine._planned
+
+    def counted(engine: Engine, x: torch.Tensor, request: Request) -> plan.Plan:
+        made.append(request.name)
+        return planned(engine, x, request)
+
+    Engine._planned = counted
+    plan.MAX_PLAN_BYTES = 0
+    model = sharded(mesh(1)["shard"], padded())
+    state = register_gqsgd_fsdp(model, **GATHERED)
+    counts = []
+    for _ in range(3):
+        before = len(made)
+        once(model, rank)
+        counts.append(len(made) - before)
+    state.close()
+    return counts
+
+
+def test_a_step_makes_no_plan_that_the_step_before_has_made(tmp_path: Path) -> None:
+    first, *later = run_alike(_plans_made, 2, tmp_path)
+    assert first > 2
+    assert later == [0, 0]
 
 
 def _whole_replicas(rank: int) -> str:

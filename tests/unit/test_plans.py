@@ -43,6 +43,19 @@ def test_a_plan_that_is_too_large_alone_stays() -> None:
     assert use(cache, "ba") == "a"
 
 
+def test_the_plans_of_the_last_two_steps_stay_however_large_they_are() -> None:
+    cache = PlanCache()
+    for _ in range(3):
+        use(cache, "abc", nbytes=MAX_PLAN_BYTES)
+        cache.end_step()
+    assert use(cache, "abc") == ""
+    cache.end_step()
+    for _ in range(2):
+        use(cache, "a")
+        cache.end_step()
+    assert use(cache, "abc", nbytes=MAX_PLAN_BYTES) == "bc"
+
+
 def test_plans_that_no_step_has_used_since_are_dropped() -> None:
     cache = PlanCache()
     for step, keys in ((0, "abc"), (3, "a"), (4, "b")):
