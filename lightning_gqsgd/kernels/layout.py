@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.wire import NO_ORIGIN, Origin
 
 if TYPE_CHECKING:
     from lightning_gqsgd.kernels.protocol import Quantiser
@@ -118,11 +119,17 @@ class Part:
         blocks: block table, int64 [number of blocks, COLUMNS], on the layout's device.
         table: the same table on the host.
         block_size: the largest number of coordinates in a block.
+        origin: what kernels add to the numbers in the table.
     """
 
     blocks: Tensor
     table: np.ndarray
     block_size: int
+    origin: Origin = NO_ORIGIN
+
+    def at(self, origin: Origin) -> Part:
+        """Returns the same blocks, whose numbers count from an origin. The table is shared."""
+        return self if origin == self.origin else replace(self, origin=origin)
 
     @cached_property
     def kernels(self) -> ModuleType:

@@ -11,6 +11,7 @@ Common arguments:
 * ``wire``: one message, uint8 [bytes]. ``wires``: one message of each source, uint8 [sources, bytes].
 * ``q``: the quantiser. ``key``: the two 32-bit dither keys of one stream. ``keys``: the dither keys of each source, in
   rank order.
+* ``origin``: what is added to the table's numbers of parameters and of blocks, see `wire.Origin`.
 * ``scales``: the scale of each block, as the bits of the compute dtype: int32 for fp32, fp16 and bf16 gradients, int64
   for fp64 ones, [number of blocks]. Bits of non-negative floats are ordered like the floats.
 """
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.kernels.wire import Key
+from lightning_gqsgd.kernels.wire import NO_ORIGIN, Key, Origin
 
 #: A number of blocks. On a GPU, this is a 0-d tensor on the GPU, so that the host does not wait for the number.
 Count = int | Tensor
@@ -175,6 +176,7 @@ class CodecKernels(Protocol):
         key: Key,
         scales: Tensor | None = None,
         rotation: Key | None = None,
+        origin: Origin = NO_ORIGIN,
     ) -> None:
         """Write the record of each block: its codes, and its scale if the table has a place for it. A raw block's
         record has its coordinates in the compute dtype.
@@ -218,6 +220,7 @@ class CodecKernels(Protocol):
         keys: Sequence[Key],
         rotation: Key | None = None,
         own: int | None = None,
+        origin: Origin = NO_ORIGIN,
     ) -> Count:
         """Write the mean of the decoded messages into ``x``. Returns the number of blocks that are not finite.
 
@@ -251,7 +254,16 @@ class Kernels(CodecKernels, Protocol):
         """
         ...
 
-    def rotate(self, x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
+    def rotate(
+        self,
+        x: Tensor,
+        blocks: Tensor,
+        key: Key,
+        block_size: int,
+        *,
+        inverse: bool = False,
+        origin: Origin = NO_ORIGIN,
+    ) -> None:
         """Rotate each block that is not raw by H D, in place, or back by D H if ``inverse`` is true.
 
         D is diagonal, with random signs from ``key``, and H is the orthonormal Hadamard matrix. If the length of a

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels.dither import uniform, words
-from lightning_gqsgd.kernels.layout import LENGTH, RAW, START
+from lightning_gqsgd.kernels.layout import INDEX, LENGTH, PARAMETER, RAW, START
 from lightning_gqsgd.kernels.narrowing import rounded
 from lightning_gqsgd.kernels.packing import pack, pack_raw, positions, read_scales, unpack, unpack_raw, write_scales
 from lightning_gqsgd.kernels.protocol import (
@@ -28,8 +28,10 @@ from lightning_gqsgd.kernels.protocol import (
 from lightning_gqsgd.kernels.rotation import rotated
 from lightning_gqsgd.kernels.wire import (
     COMPUTE_DTYPES,
+    NO_ORIGIN,
     SCALE_FORMATS,
     Key,
+    Origin,
     Share,
     in_finite_range,
     magnitudes,
@@ -60,8 +62,11 @@ def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
     return total
 
 
-def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
+def rotate(
+    x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False, origin: Origin = NO_ORIGIN
+) -> None:
     """Rotate blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
+    blocks = _counted_from(origin, blocks)
     coded = blocks[blocks[:, RAW] == 0]
     _scatter(rotated(_gather(x, coded, block_size), coded, key, inverse=inverse), coded, x)
 
@@ -74,8 +79,10 @@ def encode(
     key: Key,
     scales: Tensor | None = None,
     rotation: Key | None = None,
+    origin: Origin = NO_ORIGIN,
 ) -> None:
     """Encode blocks into a message; see `protocol.Kernels.encode`."""
+    blocks = _counted_from(origin, blocks)
     values = _gather(x, blocks, q.block_size)
     if rotation is not None:
         coded = blocks[:, RAW] == 0
@@ -110,8 +117,10 @@ def decode(
     keys: Sequence[Key],
     rotation: Key | None = None,
     own: int | None = None,
+    origin: Origin = NO_ORIGIN,
 ) -> int:
     """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`."""
+    blocks = _counted_from(origin, blocks)
     coded = blocks[:, RAW] == 0
     mean = _sum(wires, blocks, q, keys, COMPUTE_DTYPES[x.dtype], own)
     # If this rank's own coordinates are added, the sum is divided after that, below.
@@ -149,6 +158,16 @@ def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key
     codes, others = (unpack(wire, blocks, q.bits, q.block_size, summable=False) for wire in (mine, theirs))
     random = words(blocks, key, torch.arange(q.block_size, device=blocks.device))
     pack(cast(PairwiseQuantiser, q).combine(codes, others, random), blocks, mine, q.bits, summable=False)
+
+
+def _counted_from(origin: Origin, blocks: Tensor) -> Tensor:
+    """Returns a block table with an origin added to its numbers."""
+    if origin == NO_ORIGIN:
+        return blocks
+    counted = blocks.clone()
+    counted[:, PARAMETER] += origin.parameter
+    counted[:, INDEX] += origin.block
+    return counted
 
 
 def _write(values: Tensor, blocks: Tensor, wire: Tensor, q: Quantiser, key: Key, scales: Tensor | None) -> None:

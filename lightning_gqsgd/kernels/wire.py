@@ -167,6 +167,22 @@ ORDER_PLACE = 2**31 + 1
 Key = tuple[int, int]
 
 
+class Origin(NamedTuple):
+    """Numbers that are added to those of a block table, so that tensors with blocks of the same sizes can share one.
+
+    Attributes:
+        parameter: added to the numbers of parameters.
+        block: added to the numbers of blocks in their parameters.
+    """
+
+    parameter: int = 0
+    block: int = 0
+
+
+#: The origin of tables that no other tensor shares.
+NO_ORIGIN = Origin()
+
+
 def magnitudes(values: Tensor) -> Tensor:
     """Returns magnitudes as integers in the same order. Infinity is above all finite numbers, and NaN is above
     infinity."""

@@ -24,7 +24,7 @@ from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.scales import ScaleRule
 from lightning_gqsgd.kernels.layout import USUAL_SIZE, BlockRun, PieceSize
 from lightning_gqsgd.kernels.protocol import Count
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, in_finite_range, scale_format
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, NO_ORIGIN, Key, Origin, in_finite_range, scale_format
 from lightning_gqsgd.reducers.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ class StepKeys:
         up: keys for each rank's codes on the way up.
         down: key for the codes of the mean on the way down.
         rotation: key for the signs of rotations.
+        origin: the origin of the piece's block table.
     """
 
     seed: int
@@ -165,6 +166,7 @@ class StepKeys:
     up: tuple[Key, ...]
     down: Key
     rotation: Key
+    origin: Origin = NO_ORIGIN
 
     @classmethod
     @lru_cache(maxsize=8)  # all buckets of a step have the same keys

@@ -156,8 +156,8 @@ class Link:
             # Messages are rotated differences from the reference, so `x` has to be one, too.
             x -= store.load(self.received, part.runs, x)
             if self.rotates_apart:
-                part.kernels.rotate(x, part.blocks, rotation, self.quantiser.block_size)
-        bad = part.kernels.decode(wires, part.blocks, x, self.quantiser, keys, fused, own)
+                part.kernels.rotate(x, part.blocks, rotation, self.quantiser.block_size, origin=part.origin)
+        bad = part.kernels.decode(wires, part.blocks, x, self.quantiser, keys, fused, own, part.origin)
         if not self.fuses:
             self.restore(x, part, rotation, store)
         return bad
@@ -182,7 +182,8 @@ class Link:
     def rotate_back(self, decoded: Tensor, part: Part, rotation: Key) -> None:
         """Undo the rotation, if there is one."""
         if self.rotates:
-            part.kernels.rotate(decoded, part.blocks, rotation, self.quantiser.block_size, inverse=True)
+            size = self.quantiser.block_size
+            part.kernels.rotate(decoded, part.blocks, rotation, size, inverse=True, origin=part.origin)
 
 
 class Outgoing:
@@ -194,7 +195,7 @@ class Outgoing:
         self._part = part
         self._rotation = rotation
         if link.rotates_apart:
-            part.kernels.rotate(x, part.blocks, rotation, link.quantiser.block_size)
+            part.kernels.rotate(x, part.blocks, rotation, link.quantiser.block_size, origin=part.origin)
         self._scales = None if link.kernels_find_scales else scales_of(x, part.blocks, link.codec, link.scale_rule)
 
     def find_scales(self) -> Tensor:
@@ -234,7 +235,8 @@ class Outgoing:
         if scales is not None and not link.adds:
             scales = rounded_up(scales, self._input.dtype)
         fused = self._rotation if link.fuses else None
-        self._part.kernels.encode(self._input, self._part.blocks, wire, link.quantiser, key, scales, fused)
+        part = self._part
+        part.kernels.encode(self._input, part.blocks, wire, link.quantiser, key, scales, fused, part.origin)
         return remember_nothing
 
 

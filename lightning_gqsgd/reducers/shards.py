@@ -53,11 +53,13 @@ class ReduceScatter(_Shards):
         layout = self.layout.on(x.device)
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
         received = torch.empty_like(sent)
-        self.link.outgoing(x, self.link.part_for_owners(layout, rank), keys.rotation, store).encode(sent, keys.up[rank])
+        part = self.link.part_for_owners(layout, rank).at(keys.origin)
+        self.link.outgoing(x, part, keys.rotation, store).encode(sent, keys.up[rank])
         yield (Exchange("all_to_all", received, sent),)
 
         messages = received.view(self.ranks, -1)
-        return self.link.decode(messages, layout.shard(rank), x, keys.up, keys.rotation, store, own=rank)
+        owned = layout.shard(rank).at(keys.origin)
+        return self.link.decode(messages, owned, x, keys.up, keys.rotation, store, own=rank)
 
 
 class HierarchicalReduceScatter:
@@ -83,9 +85,8 @@ class HierarchicalReduceScatter:
         self.node = Scope("node", size)
         self.peers = Scope("peers", size)
         rows = table.reshape(setting.ranks, -1, table.shape[1])
-        first = int(rows[0, 0, START])
+        self.distance = int(rows[1, 0, START] - rows[0, 0, START])
         self.share = int(rows[0, :, LENGTH].sum())
-        self.columns = slice(first, first + self.share)
         self.between = [
             ReduceScatter(_shards_of_peers(rows[place::size], self.share), between) for place in range(size)
         ]
@@ -100,7 +101,7 @@ class HierarchicalReduceScatter:
         nodes = self.ranks // size
         place = rank % size
         node = rank // size
-        shards = x.view(self.ranks, -1)[:, self.columns]
+        shards = x.as_strided((self.ranks, self.share), (self.distance, 1))
         for_peers = shards.view(nodes, size, -1).transpose(0, 1).reshape(-1)
         parts = torch.empty_like(for_peers)
         yield (Exchange("all_to_all", parts, for_peers, scope=self.node),)
@@ -140,7 +141,9 @@ class AllGather(_Shards):
         layout = self.layout.on(x.device)
         shard = torch.empty(layout.shard_bytes, dtype=torch.uint8, device=x.device)
         everyone = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
-        self.link.outgoing(x, layout.shard(rank), keys.rotation, store).encode(shard, keys.down)
+        own = layout.shard(rank).at(keys.origin)
+        self.link.outgoing(x, own, keys.rotation, store).encode(shard, keys.down)
         yield (Exchange("all_gather", everyone, shard),)
 
-        return self.link.decode(everyone.view(1, -1), layout.whole, x, (keys.down,), keys.rotation, store)
+        whole = layout.whole.at(keys.origin)
+        return self.link.decode(everyone.view(1, -1), whole, x, (keys.down,), keys.rotation, store)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -14,14 +15,23 @@ from torch import Tensor
 from lightning_gqsgd.codecs import FloatCodec
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels.layout import LENGTH, START, BlockRun, Segment, cut, pieces, table_of, whole
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.kernels.layout import COLUMNS, START, BlockRun, Segment, pieces, table_of, whole
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Origin
 from lightning_gqsgd.reducers import Setting, StepKeys, Steps, reduced, run_virtual
 from lightning_gqsgd.reducers.base import HasSteps
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.reducers.native import Native
 from lightning_gqsgd.reducers.shards import AllGather, HierarchicalReduceScatter, ReduceScatter
 from lightning_gqsgd.wire.telemetry import SAMPLE_NUMEL, BucketCounters, Telemetry, sampled
+
+#: Fields of a `BlockRun`, by their places.
+_PARAMETER = BlockRun._fields.index("parameter")
+_FIRST = BlockRun._fields.index("first")
+_BLOCKS = BlockRun._fields.index("blocks")
+_NUMEL = BlockRun._fields.index("numel")
+
+#: Creates the reducer of a piece from its block table and its setting.
+_Make = Callable[[np.ndarray, Setting], HasSteps]
 
 #: Steps after which an unused plan is dropped, if configurations take turns.
 PLANS_KEPT = 100
@@ -62,22 +72,64 @@ def check_parameters(trained: Mapping[str, Tensor]) -> None:
 
 @dataclass
 class _Piece:
-    """A run of coordinates, their reducer, and the places to sample; only compressed pieces are sampled."""
+    """A run of coordinates, their reducer, and the coordinates to sample. None: the piece is not compressed."""
 
     part: slice
     reducer: HasSteps
-    sample: list[slice]
+    sample: slice | None
+
+
+class _Shared:
+    """The reducers of a piece of a `ShardPlan`. Pieces with equal arguments share them: a model of equal layers has few
+    different ones. If each piece had its own block tables, these would take more memory than the gradients.
+
+    Args:
+        collective: see `ShardPlan.collective`.
+        setting: the setting of the piece.
+        rows: the runs of the piece in every part, see `_rows_from_origin`.
+        distance: number of coordinates from the start of one part to the start of the next one.
+
+    Attributes:
+        reducer: works on the tensor from the piece's first coordinate on.
+    """
+
+    _all: ClassVar[weakref.WeakValueDictionary[Hashable, _Shared]] = weakref.WeakValueDictionary()
+
+    def __init__(self, collective: _Make, setting: Setting, rows: np.ndarray, distance: int) -> None:
+        self._arguments = (collective, setting, rows)
+        self.reducer = self._made(distance)
+
+    @classmethod
+    def of(cls, collective: _Make, setting: Setting, rows: np.ndarray, distance: int) -> _Shared:
+        """Returns the object for these arguments, which is created if there is none."""
+        key = (collective, setting, rows.shape, rows.tobytes(), distance)
+        shared = cls._all.get(key)
+        if shared is None:
+            shared = cls._all[key] = cls(collective, setting, rows, distance)
+        return shared
+
+    @cached_property
+    def alone(self) -> HasSteps:
+        """The reducer that works on a tensor of the piece's coordinates alone."""
+        rows = self._arguments[2]
+        return self._made(int(rows[0, :, _NUMEL].sum()))
+
+    def _made(self, distance: int) -> HasSteps:
+        collective, setting, rows = self._arguments
+        return collective(_in_parts(rows, distance, setting.block_size), setting)
 
 
 @dataclass
 class _Columns(_Piece):
-    """The same run of coordinates of every rank's part of a tensor. ``reducer`` works on the tensor.
+    """The same run of coordinates of every rank's part of a tensor.
 
     Attributes:
-        alone: returns a reducer that works on a tensor of these coordinates alone.
+        origin: the origin of the block tables.
+        shared: the reducers.
     """
 
-    alone: Callable[[], HasSteps]
+    origin: Origin
+    shared: _Shared
 
 
 @dataclass
@@ -111,7 +163,7 @@ class Plan:
     Attributes:
         setting: see above.
         numel: number of coordinates.
-        nbytes: approximate number of bytes that the tables of all pieces take.
+        nbytes: approximate number of bytes that the tables of all pieces take. Tables that other plans share count.
     """
 
     def __init__(self, segments: Sequence[Segment], setting: Setting, *others: Setting) -> None:
@@ -151,8 +203,8 @@ class Plan:
 
         def start(piece: _Piece) -> Steps:
             steps = self._steps(x, piece, rank, keys, store)
-            if samples and piece.sample:
-                steps = sampled(steps, x, piece.sample, self._result(rank), ranks, telemetry)
+            if samples and piece.sample is not None:
+                steps = sampled(steps, x, self._samples(piece.sample), self._result(rank), ranks, telemetry)
             return _counted(steps, piece.reducer, counters)
 
         # Functions, not steps: a started piece allocates scratch memory, and the runner decides when it does.
@@ -214,12 +266,16 @@ class Plan:
                 self.nbytes += 3 * table.nbytes
                 part = slice(start, start + sum(blocks.numel for blocks in piece))
                 start = part.stop
-                made.append(_Piece(part, reducer(table, setting), [_middle(part)] if reducer.compresses else []))
+                made.append(_Piece(part, reducer(table, setting), _middle(part) if reducer.compresses else None))
         return made
 
     def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         part = x if len(self._pieces) == 1 else x[piece.part]
         return reduced(piece.reducer, part, rank, keys, store)
+
+    def _samples(self, sample: slice) -> list[slice]:
+        """Returns where the coordinates to sample of a piece are in the tensor."""
+        return [sample]
 
     def _result(self, rank: int) -> slice:
         """Returns the part of a piece's samples that holds the mean on a rank."""
@@ -249,49 +305,53 @@ class ShardPlan(Plan):
 
     def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
         each = len(segments) // self.setting.ranks
-        return [piece for run in _runs(segments[:each], self._settings) for piece in self._cut_run(segments, each, run)]
+        numbers = np.array([segment.parameter for segment in segments], dtype=np.int64).reshape(-1, each)
+        return [
+            piece for run in _runs(segments[:each], self._settings) for piece in self._cut_run(segments, numbers, run)
+        ]
 
-    def _cut_run(self, segments: Sequence[Segment], each: int, run: _Run) -> list[_Piece]:
-        """Returns the pieces of a run of segments of each part; ``each`` is the number of segments of a part."""
+    def _cut_run(self, segments: Sequence[Segment], numbers: np.ndarray, run: _Run) -> list[_Piece]:
+        """Returns the pieces of a run of segments of each part; ``numbers`` has the numbers of the parameters in each
+        part, [ranks, segments of a part]."""
         setting = self._settings[run.choice]
         ranks = setting.ranks
-        share = self.numel // setting.ranks
-        of_ranks = [segments[rank * each + run.first : rank * each + run.end] for rank in range(ranks)]
-        tables = [cut(of_rank, setting.block_size) for of_rank in of_ranks]
-        self.nbytes += 3 * sum(table.nbytes for table in tables)
-        numel = max(1, setting.piece_size.within(ranks * int(tables[0][:, LENGTH].sum())) // ranks)
-        lengths = [sum(blocks.blocks for blocks in piece) for piece in _pieces_up_to(numel, of_ranks[0], setting)]
+        share = self.numel // ranks
+        # Parts differ in the numbers of their parameters only, so one is cut, with places instead of these numbers.
+        cut = [segments[place]._replace(parameter=place) for place in range(run.first, run.end)]
+        numel = max(1, setting.piece_size.within(ranks * sum(segment.numel for segment in cut)) // ranks)
         made: list[_Piece] = []
-        for end, length in zip(np.cumsum(lengths), lengths, strict=True):
-            blocks = [table[end - length : end] for table in tables]
-            inside = _span(blocks[0])
-            columns = slice(run.start + inside.start, run.start + inside.stop)
-            middle = _middle(columns, SAMPLE_NUMEL // ranks)
-            sample = [slice(rank * share + middle.start, rank * share + middle.stop) for rank in range(ranks)]
-            reducer = self.collective(_in_parts(blocks, run.start, share), setting)
-            alone = cache(partial(self._alone, blocks, inside, setting))
-            made.append(_Columns(columns, reducer, sample, alone))
+        start = run.start
+        for blocks in _pieces_up_to(numel, cut, setting):
+            columns = slice(start, start + sum(one.numel for one in blocks))
+            start = columns.stop
+            sample = _middle(columns, SAMPLE_NUMEL // ranks)
+            rows, origin = _rows_from_origin(blocks, numbers)
+            shared = _Shared.of(self.collective, setting, rows, share)
+            self.nbytes += 3 * 8 * COLUMNS * int(rows[:, :, _BLOCKS].sum())
+            made.append(_Columns(columns, shared.reducer, sample, origin, shared))
         return made
-
-    def _alone(self, blocks: list[np.ndarray], inside: slice, setting: Setting) -> HasSteps:
-        """Returns the reducer of a piece that is a tensor of its own; ``inside`` are the coordinates of ``blocks``."""
-        return self.collective(_in_parts(blocks, -inside.start, inside.stop - inside.start), setting)
 
     def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         assert isinstance(piece, _Columns)
+        keys = replace(keys, origin=piece.origin)
         # Kernels for CPUs convert 16-bit coordinates from the first to the last block, with all that lies between.
         if piece.reducer.needs_copy or (x.device.type == "cpu" and COMPUTE_DTYPES[x.dtype] != x.dtype):
             return self._steps_on_copy(x, piece, rank, keys, store)
-        return reduced(piece.reducer, x, rank, keys, store)
+        return reduced(piece.reducer, x[piece.part.start :], rank, keys, store)
 
     def _steps_on_copy(self, x: Tensor, piece: _Columns, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         parts = x.view(self.setting.ranks, -1)[:, piece.part]
         together = parts.reshape(-1)  # a copy, unless this is the only piece
-        bad = yield from reduced(piece.alone(), together, rank, keys, store)
+        bad = yield from reduced(piece.shared.alone, together, rank, keys, store)
         if len(self._pieces) > 1:
             known = self._result(rank)
             parts[known] = together.view(parts.shape)[known]
         return bad
+
+    def _samples(self, sample: slice) -> list[slice]:
+        share = self.numel // self.setting.ranks
+        starts = range(0, self.numel, share)
+        return [slice(start + sample.start, start + sample.stop) for start in starts]
 
     @cached_property
     def is_native(self) -> bool:
@@ -457,17 +517,34 @@ def _counted(steps: Steps, reducer: HasSteps, counters: BucketCounters) -> Steps
     return result
 
 
-def _in_parts(blocks: Sequence[np.ndarray], start: int, share: int) -> np.ndarray:
-    """Returns the block tables of all ranks as one; ``start`` is added to each rank's coordinates, and ``share`` for
-    each rank before it."""
-    table = np.concatenate(blocks)
-    table[:, START] += start + share * np.repeat(np.arange(len(blocks)), len(blocks[0]))
+def _rows_from_origin(blocks: Sequence[BlockRun], numbers: np.ndarray) -> tuple[np.ndarray, Origin]:
+    """Returns the runs of a piece in every part, counted from an origin, and the origin.
+
+    Pieces of equal layers have equal runs then, and so have pieces within a large parameter.
+
+    Args:
+        blocks: the runs of one part, with places of parameters instead of their numbers.
+        numbers: numbers of the parameters at all places, [ranks, places].
+
+    Returns:
+        rows: `BlockRun` as integers, int64 [ranks, runs, fields].
+    """
+    of_part = np.array(blocks, dtype=np.int64)
+    rows = np.repeat(of_part[None], len(numbers), axis=0)
+    rows[:, :, _PARAMETER] = numbers[:, of_part[:, _PARAMETER]]
+    origin = Origin(int(rows[0, 0, _PARAMETER]), int(rows[0, 0, _FIRST]))
+    rows[:, :, _PARAMETER] -= origin.parameter
+    rows[:, :, _FIRST] -= origin.block
+    return rows, origin
+
+
+def _in_parts(rows: np.ndarray, distance: int, block_size: int) -> np.ndarray:
+    """Returns the block table of runs in every part. Parts begin at distances of ``distance`` coordinates; see
+    `_rows_from_origin`."""
+    table = table_of([BlockRun(*row) for row in rows.reshape(-1, rows.shape[2]).tolist()], block_size)
+    gap = distance - int(rows[0, :, _NUMEL].sum())
+    table[:, START] += gap * np.repeat(np.arange(len(rows)), len(table) // len(rows))
     return table
-
-
-def _span(table: np.ndarray) -> slice:
-    """Returns the coordinates of a run of blocks."""
-    return slice(int(table[0, START]), int(table[-1, START] + table[-1, LENGTH]))
 
 
 def _middle(part: slice, most: int = SAMPLE_NUMEL) -> slice:

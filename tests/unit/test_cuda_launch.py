@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_gqsgd.kernels.cuda import launch, tiles
 from lightning_gqsgd.kernels.cuda.constants import Constants, number_of, shape_of
 from lightning_gqsgd.kernels.layout import Segment, cut
+from lightning_gqsgd.kernels.wire import NO_ORIGIN, Origin
 from tests.unit.fake_cuda import FakeCuda, cuda, on_gpu
 
 __all__ = ["cuda"]
@@ -24,7 +25,7 @@ X = torch.zeros(256)
 class Kernel:
     """Stands in for a kernel, and for what Triton compiles it to."""
 
-    arg_names = ("table", "count", "x", "scales", "wire", "key", "KIND", "c")
+    arg_names = ("table", "count", "origin", "x", "scales", "wire", "key", "KIND", "c")
 
     def __init__(self) -> None:
         self.compiled: list[tuple[Any, ...]] = []
@@ -68,19 +69,20 @@ def _run(
     wire: Tensor = WIRE,
     key: int = 3,
     c: Constants = C,
+    origin: Origin = NO_ORIGIN,
 ) -> None:
-    launch.run(kernel, c, blocks, x, scales, wire, key)
+    launch.run(kernel, c, blocks, x, scales, wire, key, origin=origin)
 
 
 def test_a_second_launch_has_all_arguments_in_order(kernel: Kernel, blocks: Tensor) -> None:
     _run(kernel, blocks)
     assert [one[2] for one in kernel.compiled] == [3, 1], "full blocks, and the last one"
     other = torch.ones(256)
-    _run(kernel, blocks, x=other, key=16)
+    _run(kernel, blocks, x=other, key=16, origin=Origin(5, 7))
     assert len(kernel.compiled) == 2
     for first, again, kind in zip(kernel.compiled, kernel.launched, (tiles.ALIGNED, tiles.RAGGED), strict=True):
         assert again[:3] == first[:3], "programs, table and number of blocks"
-        assert again[3:] == (other, SCALES, WIRE, 16, kind.value, C)
+        assert again[3:] == (5 + 7 * 2**32, other, SCALES, WIRE, 16, kind.value, C)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_a_kernel_gets_its_tensor_from_a_multiple_of_16_bytes_on(kernel: Kernel,
     for _ in range(2):
         _run(kernel, blocks, x=X[3:])
     for arguments in (*kernel.compiled, *kernel.launched):
-        assert arguments[3].data_ptr() == X.data_ptr()
+        assert arguments[4].data_ptr() == X.data_ptr()
     assert len(kernel.launched) == len(kernel.compiled)
 
 

@@ -11,10 +11,10 @@ from lightning_gqsgd.codecs.top_k.sparsifier import Sparsifier
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.dither import uniform
-from lightning_gqsgd.kernels.layout import LENGTH, RAW, START, Layout, Segment, cut, place
+from lightning_gqsgd.kernels.layout import INDEX, LENGTH, PARAMETER, RAW, START, Layout, Segment, cut, place
 from lightning_gqsgd.kernels.packing import unpack
 from lightning_gqsgd.kernels.protocol import Own, Quantiser
-from lightning_gqsgd.kernels.wire import scale_format
+from lightning_gqsgd.kernels.wire import Origin, scale_format
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 KEYS = [(11, 5), (2**32 - 1, 2**31), (0, 0), (7, 1234567)]
@@ -130,6 +130,15 @@ def norms(kernels, x: Tensor, blocks: Tensor) -> Tensor:
     return (maxima - 1).clamp(min=0) << form.shift
 
 
+def from_origin(kernels, blocks: Tensor) -> tuple[Tensor, Origin]:
+    """A table and its origin, which is another one for the readable kernels than for the fast ones."""
+    origin = Origin(2**31 + 3, 1000) if kernels is not reference else Origin(1, 2)
+    counted = blocks.clone()
+    counted[:, PARAMETER] -= origin.parameter
+    counted[:, INDEX] -= origin.block
+    return counted, origin
+
+
 def check_messages(segments: list[Segment], xs: list[Tensor], q: Quantiser, scales=None, both=BOTH, **rotation) -> None:
     """Encode, reduce, decode, with both kernels. ``rotation``: a key, if blocks are to be rotated."""
     ranks, dtype = len(xs), xs[0].dtype
@@ -153,7 +162,11 @@ def check_messages(segments: list[Segment], xs: list[Tensor], q: Quantiser, scal
         wires += [
             message(kernels, x, whole, key, q, *m, **rotation) for x, key, m in zip(xs, keys, maxima, strict=True)
         ]
-        bad += kernels.decode(torch.stack(wires[ranks:]), whole.blocks, gathered, q, keys, **rotation)
+        counted, origin = from_origin(kernels, whole.blocks)
+        again = torch.zeros_like(wires[ranks])
+        kernels.encode(xs[0], counted, again, q, keys[0], *maxima[0], **rotation, origin=origin)
+        assert torch.equal(again, wires[ranks])
+        bad += kernels.decode(torch.stack(wires[ranks:]), counted, gathered, q, keys, **rotation, origin=origin)
         scattered = xs[-1].clone()
         bad += kernels.decode(torch.stack(wires[ranks:]), whole.blocks, scattered, q, keys, **rotation, own=ranks - 1)
         assert bad == 0
@@ -361,7 +374,8 @@ def check_moments_and_rotations(case: dict, both=BOTH) -> None:
     assert torch.equal(rotated[0][untouched], x[untouched])
     assert torch.allclose(rotated[0].double().norm(), x.double().norm(), rtol=1e-5)
     for kernels, y in zip(both, rotated, strict=True):
-        kernels.rotate(y, blocks, (3, 4), case["block"], inverse=True)
+        counted, origin = from_origin(kernels, blocks)
+        kernels.rotate(y, counted, (3, 4), case["block"], inverse=True, origin=origin)
     assert torch.equal(*rotated)
     for k in range(len(blocks)):
         part = slice(int(blocks[k, START]), int(blocks[k, START] + blocks[k, LENGTH]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,17 @@ import torch
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels.layout import PIECE_NUMEL, Segment
+from lightning_gqsgd.kernels.layout import PIECE_NUMEL, PieceSize, Segment
 from lightning_gqsgd.session.parameters import number_parameters
-from lightning_gqsgd.wire.plan import MAX_PLAN_BYTES, GatherPlan, Plan, PlanCache, ScatterPlan, check_parameters
+from lightning_gqsgd.wire.plan import (
+    MAX_PLAN_BYTES,
+    GatherPlan,
+    Plan,
+    PlanCache,
+    ScatterPlan,
+    _Shared,
+    check_parameters,
+)
 
 
 def use(cache: PlanCache, keys: str, step: int = 0, nbytes: int = 1) -> str:
@@ -62,6 +71,26 @@ def test_plans_that_no_step_has_used_since_are_dropped() -> None:
         use(cache, keys, step)
     cache.drop_unused(4)
     assert use(cache, "bac") == "ac"
+
+
+@pytest.mark.parametrize(
+    "levels", [{"reducer": "two_shot"}, {"reducer": "hierarchical", "node_size": 2}], ids=["one level", "two levels"]
+)
+@pytest.mark.parametrize("kind", [ScatterPlan, GatherPlan])
+def test_shards_of_equal_layers_share_their_tables(kind: type[Plan], levels: dict) -> None:
+    """Each of ten layers has a matrix of several pieces and a bias."""
+    setting = setting_of(GQSGDConfig(seed=5, **levels), 4, torch.float32, PieceSize(1 << 14, 1 << 14))
+    plans = []
+    for layer in range(10):
+        matrix = Segment(8 * layer, 300_000, raw=False)
+        bias = Segment(8 * layer + 4, 7, raw=True)
+        rows = [[one._replace(parameter=one.parameter + rank) for one in (matrix, bias)] for rank in range(4)]
+        plans.append(kind(list(chain(*rows)), setting))
+    assert all(len(plan._pieces) > 50 for plan in plans)
+    assert len({id(piece.reducer) for plan in plans for piece in plan._pieces}) <= 5
+    before = len(_Shared._all)
+    del plans
+    assert before - len(_Shared._all) > 1
 
 
 @pytest.mark.parametrize("kind", [Plan, ScatterPlan, GatherPlan])

@@ -19,7 +19,7 @@ from lightning_gqsgd.kernels.cuda.constants import Constants, Mean, mean_of, num
 from lightning_gqsgd.kernels.cuda.floats import divided, in_finite_range, is_finite, magnitudes
 from lightning_gqsgd.kernels.cuda.tiles import RAGGED, count_rows, message_at, record, record_places, tile_of
 from lightning_gqsgd.kernels.protocol import Own, Quantiser
-from lightning_gqsgd.kernels.wire import Key
+from lightning_gqsgd.kernels.wire import NO_ORIGIN, Key, Origin
 
 
 class Share(NamedTuple):
@@ -36,29 +36,29 @@ class Share(NamedTuple):
     stages: int
 
 
-@triton.jit(do_not_specialize=["count"])
-def encode_kernel(table, count, x, wire, c: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "origin"])
+def encode_kernel(table, count, origin: tl.int64, x, wire, c: tl.constexpr):
     """Encode blocks into a message; see `protocol.Kernels.encode`."""
-    t = tile_of(table, count, None, RAGGED, c)
+    t = tile_of(table, count, origin, None, RAGGED, c)
     j = tl.arange(0, 2 * c.shape.half)[None, :]
     v = tl.load(x + t.start[:, None] + j, mask=j < t.n[:, None], other=0).to(c.number.compute)
     _write_largest(v, t, wire, c)
 
 
-@triton.jit(do_not_specialize=["count", "stride", "messages", "own"])
-def reduce_kernel(table, count, x, wires, stride: tl.int64, messages, own, out, c: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "origin", "stride", "messages", "own"])
+def reduce_kernel(table, count, origin: tl.int64, x, wires, stride: tl.int64, messages, own, out, c: tl.constexpr):
     """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. ``x`` has the coordinates
     of source ``own``."""
-    t = tile_of(table, count, None, RAGGED, c)
+    t = tile_of(table, count, origin, None, RAGGED, c)
     mean, _ = _mean_of_largest(wires, stride, messages, own, x, t, c)
     _write_largest(mean, t, out, c)
 
 
-@triton.jit(do_not_specialize=["count", "stride", "messages", "own"])
-def decode_kernel(table, count, x, wires, stride: tl.int64, messages, own, counter, c: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "origin", "stride", "messages", "own"])
+def decode_kernel(table, count, origin: tl.int64, x, wires, stride: tl.int64, messages, own, counter, c: tl.constexpr):
     """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. The number of blocks that are
     not finite is added to ``counter``."""
-    t = tile_of(table, count, None, RAGGED, c)
+    t = tile_of(table, count, origin, None, RAGGED, c)
     mean, bad = _mean_of_largest(wires, stride, messages, own, x, t, c)
     # A coded block has no infinite coordinates, because a block that is not finite is NaN.
     mean = tl.where(t.raw[:, None], mean, in_finite_range(mean, x.dtype.element_ty, False, c))
@@ -197,6 +197,7 @@ class TopKFamily:
         key: Key,
         scales: Tensor | None = None,
         rotation: Key | None = None,
+        origin: Origin = NO_ORIGIN,
     ) -> None:
         """Encode blocks into a message; see `protocol.Kernels.encode`. The codec has no scales and no rotation."""
         c = _constants(q, x.dtype)
@@ -227,6 +228,7 @@ class TopKFamily:
         keys: Sequence[Key],
         rotation: Key | None = None,
         own: int | None = None,
+        origin: Origin = NO_ORIGIN,
     ) -> Tensor:
         """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. The codec has no
         rotation."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_gqsgd.kernels import reference
 from lightning_gqsgd.kernels.cpu.blocks import LONGEST_TOGETHER, TOGETHER, Received, Scratch, Sent
+from lightning_gqsgd.kernels.cpu.dither import keys_of
 from lightning_gqsgd.kernels.cpu.narrow import round_blocks
 from lightning_gqsgd.kernels.cpu.rotation import Rotation, rotate_blocks
 from lightning_gqsgd.kernels.cpu.scales import form_of
@@ -25,7 +26,15 @@ from lightning_gqsgd.kernels.cpu.vectors import VECTOR_BYTES
 from lightning_gqsgd.kernels.families import cpu_family
 from lightning_gqsgd.kernels.layout import LENGTH, START
 from lightning_gqsgd.kernels.protocol import Own, Quantiser
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, float_type, integer_type, scale_format
+from lightning_gqsgd.kernels.wire import (
+    COMPUTE_DTYPES,
+    NO_ORIGIN,
+    Key,
+    Origin,
+    float_type,
+    integer_type,
+    scale_format,
+)
 
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
@@ -44,10 +53,12 @@ def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
     return out
 
 
-def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
+def rotate(
+    x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False, origin: Origin = NO_ORIGIN
+) -> None:
     """Rotate blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
     u = _scratch.of(block_size, x.dtype).u
-    rotate_blocks(x.numpy(), blocks.numpy(), Rotation.of(key, block_size, x.dtype), inverse, u)
+    rotate_blocks(x.numpy(), blocks.numpy(), Rotation.of(key, origin, block_size, x.dtype), inverse, u)
 
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
@@ -56,15 +67,14 @@ def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key
     if family is None:
         reference.combine(mine, theirs, blocks, q, key)
         return
-    family.combine(mine.numpy(), theirs.numpy(), blocks.numpy(), q, np.array(key, dtype=np.uint32))
+    family.combine(mine.numpy(), theirs.numpy(), blocks.numpy(), q, keys_of([key])[0])
 
 
 def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, factor: float, limit: int) -> None:
     """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`."""
     values = x.detach().numpy()
     bits = out.view(torch.int16).numpy().view(np.uint16)
-    keys = np.array(key, dtype=np.uint32)
-    round_blocks(values, blocks.numpy(), keys, np.float32(factor), np.uint32(limit), bits)
+    round_blocks(values, blocks.numpy(), keys_of([key])[0], np.float32(factor), np.uint32(limit), bits)
 
 
 def encode(
@@ -75,14 +85,16 @@ def encode(
     key: Key,
     scales: Tensor | None = None,
     rotation: Key | None = None,
+    origin: Origin = NO_ORIGIN,
 ) -> None:
     """Encode blocks into a message; see `protocol.Kernels.encode`."""
     coder = _coder(q, x.dtype, 1)
     if coder is None:
-        reference.encode(x, blocks, wire, q, key, scales, rotation)
+        reference.encode(x, blocks, wire, q, key, scales, rotation, origin)
         return
     given = coder.nothing_sent.scales if scales is None else scales.numpy()
-    coder.run(_widened(x, blocks), coder.nothing_received, _sent(wire, key, given), rotation)
+    sent = Sent(wire.numpy(), keys_of([key], origin)[0], given)
+    coder.run(_widened(x, blocks), coder.nothing_received, sent, coder.rotation(rotation, origin))
 
 
 def reduce(
@@ -99,8 +111,9 @@ def reduce(
     if coder is None:
         reference.reduce(wires, blocks, out, q, keys, out_key, own)
         return
-    sent = _sent(out, out_key, coder.nothing_sent.scales)
-    coder.run(_widened(own.x, blocks), _received(wires, keys, own.source), sent, own.rotation)
+    sent = Sent(out.numpy(), keys_of([out_key])[0], coder.nothing_sent.scales)
+    received = _received(wires, keys_of(keys), own.source)
+    coder.run(_widened(own.x, blocks), received, sent, coder.rotation(own.rotation, NO_ORIGIN))
 
 
 def decode(
@@ -111,13 +124,15 @@ def decode(
     keys: Sequence[Key],
     rotation: Key | None = None,
     own: int | None = None,
+    origin: Origin = NO_ORIGIN,
 ) -> int:
     """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`."""
     coder = _coder(q, x.dtype, len(keys))
     if coder is None:
-        return reference.decode(wires, blocks, x, q, keys, rotation, own)
+        return reference.decode(wires, blocks, x, q, keys, rotation, own, origin)
     wide = _widened(x, blocks)
-    not_finite = coder.run(wide, _received(wires, keys, own), coder.nothing_sent, rotation)
+    received = _received(wires, keys_of(keys, origin), own)
+    not_finite = coder.run(wide, received, coder.nothing_sent, coder.rotation(rotation, origin))
     _write_back(wide)
     return not_finite
 
@@ -130,7 +145,7 @@ def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quant
     kernel, constants = decoder
     scratch = _scratch.of(q.block_size, x.dtype)
     wide = _widened(x, blocks)
-    not_finite: int = kernel(wire.numpy(), scales.numpy(), wide.table, wide.values, _keys(keys), constants, scratch)
+    not_finite: int = kernel(wire.numpy(), scales.numpy(), wide.table, wide.values, keys_of(keys), constants, scratch)
     _write_back(wide)
     return not_finite
 
@@ -154,11 +169,14 @@ class _Coder(NamedTuple):
     nothing_received: Received | None
     nothing_sent: Sent
 
-    def run(self, wide: _Widened, received: Received | None, sent: Sent, rotation: Key | None) -> int:
+    def rotation(self, key: Key | None, origin: Origin) -> Rotation | None:
+        """Returns the rotation with a key; None: no rotation."""
+        return None if key is None else Rotation.of(key, origin, self.block_size, self.dtype)
+
+    def run(self, wide: _Widened, received: Received | None, sent: Sent, rotation: Rotation | None) -> int:
         """Call the kernel. Returns the number of blocks that are not finite after decoding."""
-        block_rotation = None if rotation is None else Rotation.of(rotation, self.block_size, self.dtype)
         scratch = _scratch.of(self.block_size, self.dtype)
-        not_finite: int = self.kernel(wide.values, wide.table, received, sent, block_rotation, self.constants, scratch)
+        not_finite: int = self.kernel(wide.values, wide.table, received, sent, rotation, self.constants, scratch)
         return not_finite
 
 
@@ -170,8 +188,8 @@ def _coder(q: Quantiser, dtype: torch.dtype, sources: int) -> _Coder | None:
         return None
     # With an empty list of messages, encoding uses the same machine code as decoding. Families whose messages are added
     # decode with another kernel, and None leaves the decoder out of this kernel.
-    no_messages = Received(np.empty(0, np.uint8), 0, _keys([]), -1)
-    no_message = Sent(np.empty(0, np.uint8), _keys([(0, 0)])[0], np.empty(0, integer_type(dtype)))
+    no_messages = Received(np.empty(0, np.uint8), 0, keys_of([]), -1)
+    no_message = Sent(np.empty(0, np.uint8), keys_of([(0, 0)])[0], np.empty(0, integer_type(dtype)))
     constants = family.constants(q, dtype, sources)
     is_for_sums = hasattr(family, "is_for_sums") and family.is_for_sums(q)
     nothing_received = None if is_for_sums else no_messages
@@ -229,19 +247,9 @@ def _write_back(wide: _Widened) -> None:
         wide.narrow.copy_(torch.from_numpy(wide.values))
 
 
-def _received(wires: Tensor, keys: Sequence[Key], own: int | None) -> Received:
+def _received(wires: Tensor, keys: np.ndarray, own: int | None) -> Received:
     """Returns the messages to decode. ``wires`` is uint8 [sources, bytes]."""
-    return Received(wires.flatten().numpy(), wires.shape[1], _keys(keys), -1 if own is None else own)
-
-
-def _sent(wire: Tensor, key: Key, scales: np.ndarray) -> Sent:
-    """Returns a message to write. ``wire`` is uint8 [bytes]; for ``scales``, see `Sent`."""
-    return Sent(wire.numpy(), np.array(key, dtype=np.uint32), scales)
-
-
-def _keys(keys: Sequence[Key]) -> np.ndarray:
-    """Returns the dither keys of streams, uint32 [streams, 2]."""
-    return np.array(keys, dtype=np.uint32).reshape(-1, 2)
+    return Received(wires.flatten().numpy(), wires.shape[1], keys, -1 if own is None else own)
 
 
 class _ScratchByThread(threading.local):

@@ -26,7 +26,7 @@ from lightning_gqsgd.kernels.cuda.narrow import Narrowing, narrow_kernel
 from lightning_gqsgd.kernels.cuda.rotation import Rotation, rotate_kernel
 from lightning_gqsgd.kernels.families import cuda_family
 from lightning_gqsgd.kernels.protocol import Count, Kernels, Own, Quantiser
-from lightning_gqsgd.kernels.wire import Key, scale_format
+from lightning_gqsgd.kernels.wire import NO_ORIGIN, Key, Origin, scale_format
 
 
 def _kernels_of(q: Quantiser) -> Kernels:
@@ -55,10 +55,12 @@ def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
     return out
 
 
-def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
+def rotate(
+    x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False, origin: Origin = NO_ORIGIN
+) -> None:
     """Rotate blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
     c = constants_of(x.dtype, block_size, Rotation(inverse))
-    launch.run(rotate_kernel, c, blocks, x, launch.packed(key))
+    launch.run(rotate_kernel, c, blocks, x, launch.packed(key), origin=origin)
 
 
 def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, factor: float, limit: int) -> None:
@@ -82,9 +84,10 @@ def encode(
     key: Key,
     scales: Tensor | None = None,
     rotation: Key | None = None,
+    origin: Origin = NO_ORIGIN,
 ) -> None:
     """Encode blocks into a message; see `protocol.Kernels.encode`."""
-    _kernels_of(q).encode(x, blocks, wire, q, key, scales, rotation)
+    _kernels_of(q).encode(x, blocks, wire, q, key, scales, rotation, origin)
 
 
 def reduce(
@@ -108,10 +111,11 @@ def decode(
     keys: Sequence[Key],
     rotation: Key | None = None,
     own: int | None = None,
+    origin: Origin = NO_ORIGIN,
 ) -> Count:
     """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. The number is a tensor on the
     device, int32 []."""
-    return _kernels_of(q).decode(wires, blocks, x, q, keys, rotation, own)
+    return _kernels_of(q).decode(wires, blocks, x, q, keys, rotation, own, origin)
 
 
 def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> Count:

@@ -27,7 +27,7 @@ from triton import JITFunction
 from lightning_gqsgd.kernels import layout
 from lightning_gqsgd.kernels.cuda import tiles
 from lightning_gqsgd.kernels.cuda.constants import SHARE, Constants
-from lightning_gqsgd.kernels.wire import Key
+from lightning_gqsgd.kernels.wire import NO_ORIGIN, Key, Origin
 
 #: Number of bytes of the widest load of a GPU.
 _WIDE = 16
@@ -86,19 +86,22 @@ def run(
     blocks: Tensor,
     x: Tensor | None,
     *arguments: Any,
+    origin: Origin = NO_ORIGIN,
     splits: bool = True,
     **constants: Any,
 ) -> None:
     """Run a kernel on a block table. The host waits for the device the first time.
 
     Args:
-        kernel: the kernel. It takes a table, the number of its blocks, ``x`` if it is given, and the arguments.
+        kernel: the kernel. It takes a table, the number of its blocks, its origin, ``x`` if it is given, and the
+            arguments.
         c: the kernel's constants. They must come from a function that returns the same object each time, and another
             object for other ``constants``.
         blocks: the block table, int64 [blocks, `layout.COLUMNS`].
         x: the tensor of coordinates. Kernels get it from the last multiple of 16 bytes before its start, so that one
             compiled kernel works for all alignments. None: the kernel takes no coordinates.
         *arguments: tensors, integers or None. Their dtypes follow from ``c`` and the dtype of ``x``.
+        origin: the origin of the block table.
         splits: whether the kernel takes the kind of its tiles, ``KIND``. If not, all tiles are ragged.
         **constants: the kernel's constants in addition to ``c``.
     """
@@ -109,6 +112,8 @@ def run(
         if x.data_ptr() % _WIDE:
             x, before = _from_aligned(x)
         arguments = (x, *arguments)
+    # An integer, so that the kernel is not compiled again for other origins.
+    first = packed(origin)
     # Triton compiles a kernel for these properties: which arguments are None, and which are not aligned to 16 bytes.
     form = 0
     for argument in arguments:
@@ -127,13 +132,15 @@ def run(
         how = (full_length, c.number.sent.primitive_bitwidth, before, per_access)
         if how not in kept.tables:
             kept.tables[how] = _divide(blocks, *how)
-        started = [_started(kernel, c, table, arguments, constants, splits=splits) for table in kept.tables[how]]
+        started = [
+            _started(kernel, c, table, (first, *arguments), constants, splits=splits) for table in kept.tables[how]
+        ]
         launches = [launch for launch in started if launch is not None]
         if launches:  # there are none with Triton's interpreter, which does not compile
             kept.launches[key] = launches
     else:
         for call, table, values in launches:
-            call(table.columns, table.number, *arguments, *values, stream=stream)
+            call(table.columns, table.number, first, *arguments, *values, stream=stream)
     if blocks.is_cuda:
         _keep_for_this_stream(launches, kept, stream)
 
@@ -259,9 +266,10 @@ def options(c: Constants, kind: int | None) -> dict[str, int]:
     return {"num_warps": warps, "maxnreg": min(most, 2048 // warps), "enable_fp_fusion": False}
 
 
-def packed(key: Key) -> int:
-    """Returns both words of a key in one signed 64-bit integer, with the first word in the lower half."""
-    both = key[0] | key[1] << 32
+def packed(pair: Key | Origin) -> int:
+    """Returns both words of a key or of an origin in one signed 64-bit integer, with the first word in the lower
+    half."""
+    both = pair[0] | pair[1] << 32
     return both - (both >> 63 << 64)
 
 

@@ -12,11 +12,11 @@ from lightning_gqsgd.kernels.reference import LANES
 _LANES = tl.constexpr(LANES)
 
 
-@triton.jit(do_not_specialize=["count"])
-def maxima_kernel(table, count, x, out, c: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "origin"])
+def maxima_kernel(table, count, origin: tl.int64, x, out, c: tl.constexpr):
     """Find the largest magnitude of each block; see `protocol.Kernels.block_maxima`. Blocks may be longer than
     ``c.shape.block``."""
-    t = tile_of(table, count, None, RAGGED, c)
+    t = tile_of(table, count, origin, None, RAGGED, c)
     longest = tl.max(t.n, axis=0)
     largest = (t.n * 0).to(c.number.integer)
     each = elements_per_access(x)
@@ -39,12 +39,12 @@ def _larger(largest, a, b, c: tl.constexpr):
     return tl.maximum(largest, tl.max(tl.maximum(magnitudes(a, c), magnitudes(b, c)), axis=1))
 
 
-@triton.jit(do_not_specialize=["count"])
-def moments_kernel(table, count, x, out, c: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "origin"])
+def moments_kernel(table, count, origin: tl.int64, x, out, c: tl.constexpr):
     """Sum |x| and x² of each block; see `protocol.Kernels.block_moments`."""
     ROWS: tl.constexpr = c.shape.rows
     LANES: tl.constexpr = _LANES
-    t = tile_of(table, count, None, RAGGED, c)
+    t = tile_of(table, count, origin, None, RAGGED, c)
     lane = tl.arange(0, _LANES)[None, :]
     absolute = tl.zeros((ROWS, LANES), tl.float64)
     square = tl.zeros((ROWS, LANES), tl.float64)

@@ -39,11 +39,11 @@ def _rounded(v, random, LIMIT: tl.constexpr):
     return tl.where(magnitude >= _INFINITY, special, upper) | ((bits >> 16) & _SIGN)
 
 
-@triton.jit(do_not_specialize=["count", "key"])
-def narrow_kernel(table, count, out, x, key: tl.int64, KIND: tl.constexpr, c: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "origin", "key"])
+def narrow_kernel(table, count, origin: tl.int64, out, x, key: tl.int64, KIND: tl.constexpr, c: tl.constexpr):
     """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`. ``out`` receives the bits of bf16 numbers,
     int16 [numel]."""
-    t = tile_of(table, count, out, KIND, c)
+    t = tile_of(table, count, origin, out, KIND, c)
     a, b = load_tile(x, t.start, t.n, KIND, c)
     random_a, random_b = draws(t, key, KIND, c)
     factor = tl.full((), c.family.factor, tl.float32)

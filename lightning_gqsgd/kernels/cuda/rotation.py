@@ -94,10 +94,10 @@ def _butterflies(v, n, STAGE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr)
     return tl.reshape(tl.trans(tl.join(plus, minus), 0, 1, 3, 2), (ROWS, 2 * c.shape.half))
 
 
-@triton.jit(do_not_specialize=["count", "key"])
-def rotate_kernel(table, count, x, key: tl.int64, KIND: tl.constexpr, c: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "origin", "key"])
+def rotate_kernel(table, count, origin: tl.int64, x, key: tl.int64, KIND: tl.constexpr, c: tl.constexpr):
     """Rotate blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
-    t = tile_of(table, count, x, KIND, c)
+    t = tile_of(table, count, origin, x, KIND, c)
     a, b = load_tile(x, t.start, t.n, KIND, c)
     a, b = rotated(a, b, t, key, c.family.inverse, KIND, c)
     store_tile(a, b, x, t, t.inside & (t.raw == 0), KIND, c)

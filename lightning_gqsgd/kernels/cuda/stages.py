@@ -44,19 +44,19 @@ from lightning_gqsgd.kernels.cuda.tiles import (
     tile_of,
 )
 from lightning_gqsgd.kernels.protocol import Own, Quantiser
-from lightning_gqsgd.kernels.wire import Key
+from lightning_gqsgd.kernels.wire import NO_ORIGIN, Key, Origin
 
 # --- encode -----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["count", "key", "rotation"])
+@triton.jit(do_not_specialize=["count", "origin", "key", "rotation"])
 def encode_kernel(
-    table, count, x, wire, scales, key: tl.int64, rotation: tl.int64, to_codes: tl.constexpr, KIND: tl.constexpr,
-    c: tl.constexpr,
+    table, count, origin: tl.int64, x, wire, scales, key: tl.int64, rotation: tl.int64, to_codes: tl.constexpr,
+    KIND: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Encode blocks into a message; see `protocol.Kernels.encode`. ``scales`` may be None, and ``rotation`` is used
     only if ``c.rotated`` is true."""
-    t = tile_of(table, count, x, KIND, c)
+    t = tile_of(table, count, origin, x, KIND, c)
     a, b = load_tile(x, t.start, t.n, KIND, c)
     if c.rotated:
         a, b = rotated(a, b, t, rotation, False, KIND, c)
@@ -66,15 +66,15 @@ def encode_kernel(
 # --- reduce -----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["count", "stride", "messages", "own"])
+@triton.jit(do_not_specialize=["count", "origin", "stride", "messages", "own"])
 def reduce_kernel(
-    table, count, x, wires, stride: tl.int64, messages, keys, own, out, to_values: tl.constexpr, to_codes: tl.constexpr,
-    KIND: tl.constexpr, c: tl.constexpr,
+    table, count, origin: tl.int64, x, wires, stride: tl.int64, messages, keys, own, out, to_values: tl.constexpr,
+    to_codes: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. ``messages`` is the number
     of messages, and ``x`` has the coordinates of source ``own``. ``keys`` has the keys of the messages, then the key of
     the mean, and then, if ``c.rotated`` is true, the key of the rotation."""
-    t = tile_of(table, count, x, KIND, c)
+    t = tile_of(table, count, origin, x, KIND, c)
     a, b = sum_of_messages(Messages(wires, stride, messages, keys, own, to_values), t, KIND, c)
     a, b, _ = with_own(a, b, x, t, tl.load(keys + messages + 1) if c.rotated else None, KIND, c)
     a, b = divided_by_rest(a, b, c)
@@ -84,15 +84,15 @@ def reduce_kernel(
 # --- decode -----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["count", "stride", "messages", "own"])
+@triton.jit(do_not_specialize=["count", "origin", "stride", "messages", "own"])
 def decode_kernel(
-    table, count, x, wires, stride: tl.int64, messages, keys, own, counter, to_values: tl.constexpr, KIND: tl.constexpr,
-    c: tl.constexpr,
+    table, count, origin: tl.int64, x, wires, stride: tl.int64, messages, keys, own, counter, to_values: tl.constexpr,
+    KIND: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. ``messages`` is the number of
     messages. ``keys`` has the keys of the messages, and then, if ``c.rotated`` is true, the key of the rotation. The
     number of blocks that are not finite is added to ``counter``."""
-    t = tile_of(table, count, x, KIND, c)
+    t = tile_of(table, count, origin, x, KIND, c)
     a, b = sum_of_messages(Messages(wires, stride, messages, keys, own, to_values), t, KIND, c)
     bad = rows_not_finite(Messages(wires, stride, messages, keys, own, to_values), t, c)
     if not c.mean.has_own:
@@ -132,17 +132,17 @@ def _in_finite_range(a, b, t, DTYPE: tl.constexpr, KIND: tl.constexpr, c: tl.con
 # --- sums of codes ----------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["count", "ranks"])
+@triton.jit(do_not_specialize=["count", "origin", "ranks"])
 def decode_sum_kernel(
-    table, count, x, wire, scales, keys, ranks, counter, sums_to_values: tl.constexpr, KIND: tl.constexpr,
-    c: tl.constexpr,
+    table, count, origin: tl.int64, x, wire, scales, keys, ranks, counter, sums_to_values: tl.constexpr,
+    KIND: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`. ``ranks``
     is the number of ranks.
 
     The number of blocks that are not finite is added to ``counter``.
     """
-    t = tile_of(table, count, x, KIND, c)
+    t = tile_of(table, count, origin, x, KIND, c)
     bits = tl.load(scales + column(t, ROW))
     bad = bits >= c.number.infinity
     used = (bits > 0) & (bits < c.number.infinity)
@@ -155,10 +155,12 @@ def decode_sum_kernel(
     count_rows(bad & t.inside, counter, KIND, c)
 
 
-@triton.jit(do_not_specialize=["count", "key"])
-def combine_kernel(table, count, mine, theirs, key: tl.int64, pairs_to_codes: tl.constexpr, c: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "origin", "key"])
+def combine_kernel(
+    table, count, origin: tl.int64, mine, theirs, key: tl.int64, pairs_to_codes: tl.constexpr, c: tl.constexpr
+):
     """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
-    t = tile_of(table, count, None, RAGGED, c)
+    t = tile_of(table, count, origin, None, RAGGED, c)
     at = record_places(t)
     word_a, word_b = block_keys(t, key)
     p = tl.arange(0, c.shape.half)[None, :]
@@ -209,11 +211,12 @@ class ScaledFamily:
         key: Key,
         scales: Tensor | None = None,
         rotation: Key | None = None,
+        origin: Origin = NO_ORIGIN,
     ) -> None:
         """Encode blocks into a message; see `protocol.Kernels.encode`."""
         c = _constants(self.numbers, q, x.dtype, None, rotation is not None)
         arguments = (wire, scales, launch.packed(key), launch.packed(rotation or key))
-        launch.run(encode_kernel, c, blocks, x, *arguments, to_codes=self.to_codes)
+        launch.run(encode_kernel, c, blocks, x, *arguments, origin=origin, to_codes=self.to_codes)
 
     def reduce(
         self,
@@ -242,6 +245,7 @@ class ScaledFamily:
         keys: Sequence[Key],
         rotation: Key | None = None,
         own: int | None = None,
+        origin: Origin = NO_ORIGIN,
     ) -> Tensor:
         """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`."""
         rotates = rotation is not None
@@ -250,7 +254,7 @@ class ScaledFamily:
         bad = launch.counter(x.device)
         on_device = launch.keys_on(x.device, keys if rotation is None else (*keys, rotation))
         arguments = (wires, launch.stride_of(wires), len(keys), on_device, -1 if own is None else own, bad)
-        launch.run(decode_kernel, c, blocks, x, *arguments, to_values=self.to_values)
+        launch.run(decode_kernel, c, blocks, x, *arguments, origin=origin, to_values=self.to_values)
         return bad
 
     def decode_sum(

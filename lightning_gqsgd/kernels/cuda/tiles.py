@@ -54,7 +54,7 @@ class Tile(NamedTuple):
         n: lengths of the blocks, int32 [rows]; 0 beyond the end of a table of ragged tiles.
         raw: whether each block is sent uncompressed, bool [rows].
         start: numbers of the blocks' first coordinates, int64 [rows].
-        parameter, index: as in the block table, uint32 [rows].
+        parameter, index: as in the block table, plus its origin, uint32 [rows].
     """
 
     entries: Any
@@ -94,8 +94,9 @@ def scale_places(t, c: tl.constexpr):
 
 
 @triton.jit
-def tile_of(table, count, x, KIND: tl.constexpr, c: tl.constexpr):
-    """Returns the tile of this program, from a table of ``count`` blocks, whose coordinates are in ``x``."""
+def tile_of(table, count, origin, x, KIND: tl.constexpr, c: tl.constexpr):
+    """Returns the tile of this program, from a table of ``count`` blocks, whose coordinates are in ``x``. ``origin`` is
+    the origin of the table, see `launch.packed`."""
     ROWS: tl.constexpr = c.shape.rows
     FULL_LENGTH: tl.constexpr = c.shape.block
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -109,8 +110,8 @@ def tile_of(table, count, x, KIND: tl.constexpr, c: tl.constexpr):
         start |= tl.load(entries + START_HIGH).to(tl.int64) << 32
     # These columns are loaded here, because a loop over messages would load them in each iteration.
     parameter, index = _two_columns(entries, PARAMETER)
-    parameter = parameter.to(tl.uint32, bitcast=True)
-    index = index.to(tl.uint32, bitcast=True)
+    parameter = parameter.to(tl.uint32, bitcast=True) + origin.to(tl.uint32)
+    index = index.to(tl.uint32, bitcast=True) + (origin.to(tl.int64) >> 32).to(tl.uint32)
     if KIND == RAGGED:
         length = tl.load(entries + LENGTH)
         n = tl.where(inside, length >> 1, 0)
