@@ -127,6 +127,7 @@ class GQSGDFSDPState:
         self,
         model: nn.Module,
         config: GQSGDConfig,
+        shards: dist.ProcessGroup,
         replicate: dist.ProcessGroup | None,
         reduce_scatter: bool,
         all_gather_bits: int | None,
@@ -135,10 +136,9 @@ class GQSGDFSDPState:
     ) -> None:
         self.config = config
         self._model = weakref.ref(model)
-        self._groups = sharded_groups(model, config)
+        self._groups = sharded_groups(model, config, shards)
         self._places = [(group, number) for group in self._groups for number in range(len(group.parameters))]
         device = self._groups[0].device
-        shards = self._groups[0].shards
         replicas = replicate or self._groups[0].replicas
         replica = dist.get_rank(replicas) if replicas is not None else 0
         self._shards = shards
@@ -178,7 +178,7 @@ class GQSGDFSDPState:
         self._is_checked = False  # whether the forward pass of this step has looked for changes of the model
         self._trained = ""  # which parameters required a gradient in the latest step
         self._used = ""  # which of them had one at its end
-        self._changes = ModelChanges(model, self._groups, replicate is not None)
+        self._changes = ModelChanges(model, replicate is not None)
         # Kernels are compiled in `_meet`: FSDP's mixed precision decides on the dtype of gradients.
         with open_engines(meeting, sides, device, timeout=timeout, messages=_MESSAGES, streams=1) as engines:
             self._sharded = engines[0]
@@ -600,6 +600,7 @@ def register_gqsgd_fsdp(
     replicate: dist.ProcessGroup | DeviceMesh | None = None,
     reduce_scatter: bool = False,
     all_gather_bits: int | None = None,
+    mesh: dist.ProcessGroup | DeviceMesh | None = None,
     preset: str | GQSGDConfig | None = None,
     timeout: timedelta | None = None,
     **fields: Unpack[FieldArguments],
@@ -620,7 +621,7 @@ def register_gqsgd_fsdp(
     backward pass. Modules of which only some parameters get a gradient are reduced uncompressed.
 
     Args:
-        model: a model with sharded modules, all over one process group.
+        model: a model with sharded modules.
         replicate: the ranks that have the same shards as this one, as a process group or a mesh of one dimension. If
             the model is sharded over two dimensions, torch no longer averages over them itself. None: means over
             replicas are not quantised.
@@ -632,6 +633,9 @@ def register_gqsgd_fsdp(
             backward pass (QSDP, arXiv 2302.02390). The model then computes with rounded weights, also in evaluation,
             and the optimizer and checkpoints have the exact ones. Weights need more bits than gradients, 8 or 6. None:
             FSDP gathers them as they are.
+        mesh: the mesh that `fully_shard` was given, for a model whose parameters have different ones, such as the
+            experts of a mixture. This call then compresses the gradients of the parameters that are sharded over this
+            mesh, and other calls those of the others. None: all parameters are sharded over the same ranks.
         preset: name of a preset (see `presets.PRESETS`), or a configuration.
         timeout: timeout of collectives. None takes those of the model's process groups.
         **fields: fields of `GQSGDConfig`. Names, ``exclude`` and ``min_numel`` refer to whole parameters,
@@ -652,15 +656,30 @@ def register_gqsgd_fsdp(
             f"replicate={replicate!r:.100} is neither a process group nor a mesh; give the mesh of replicas: "
             "mesh['replicate']"
         )
-    shards = shard_group(model)
+    shards = shard_group(model, _group_of_shards(mesh))
     groups = [shards, *([replicate] if replicate is not None else [])]
     patience = patience_of(timeout, shards, next(model.parameters()).device)
     with Meeting("register_gqsgd_fsdp", groups, patience) as meeting:
         config = make_config(preset, **fields)
         refuse_for(config, "FSDP2, which has dense gradients only")
-        state = GQSGDFSDPState(model, config, replicate, reduce_scatter, all_gather_bits, timeout, meeting)
+        state = GQSGDFSDPState(model, config, shards, replicate, reduce_scatter, all_gather_bits, timeout, meeting)
     weakref.finalize(model, state.close)  # also at exit: Gloo groups that are still open then can abort the process
     return state
+
+
+def _group_of_shards(mesh: Any) -> dist.ProcessGroup | None:
+    """Returns the process group over which `fully_shard` shards parameters on a mesh: that of its last dimension."""
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim > 2:
+            raise ConfigError(
+                f"mesh has {mesh.ndim} dimensions; give the one that fully_shard was given, which has one or two"
+            )
+        return mesh.get_group(mesh.ndim - 1)
+    if mesh is not None and not isinstance(mesh, dist.ProcessGroup):
+        raise ConfigError(
+            f"mesh={mesh!r:.100} is neither a process group nor a mesh; give the mesh that fully_shard was given"
+        )
+    return mesh
 
 
 def _for_average(config: GQSGDConfig, layout: Layout, numel: int) -> list[GQSGDConfig]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from lightning_gqsgd.errors import ConfigError, counted, listed
-from lightning_gqsgd.frameworks.fsdp_modules import ShardedGroup, later_groups, unreduced_parameters
+from lightning_gqsgd.frameworks.fsdp_modules import SeenGroups, unreduced_parameters
 
 
 class _Seen(NamedTuple):
@@ -38,12 +38,11 @@ class ModelChanges:
 
     Args:
         model: the model.
-        groups: its sharded modules.
         averages: whether the hooks average over replicas, which nobody does where a module has no hook.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[ShardedGroup], averages: bool) -> None:
-        self._groups = groups
+    def __init__(self, model: nn.Module, averages: bool) -> None:
+        self._sharded = SeenGroups(model)
         self._averages = averages
         self._look_through(model)
         # Registering has warned of those that require a gradient already.
@@ -74,7 +73,7 @@ class ModelChanges:
             )
 
     def _check_that_all_have_hooks(self, model: nn.Module) -> None:
-        later = later_groups(model, self._groups)
+        later = self._sharded.later(model)
         if later:
             raise ConfigError(
                 f"{counted(len(later), 'module')} ({listed(later)}) became sharded after register_gqsgd_fsdp, so "

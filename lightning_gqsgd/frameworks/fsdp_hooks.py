@@ -77,12 +77,11 @@ class Hooks(NamedTuple):
 def set_hooks(state: Reduces, groups: Sequence[ShardedGroup], hooks: Hooks) -> None:
     """Set the hooks of all modules, which call ``state``."""
     for group in groups:
-        if hooks.averages:
-            group.module.set_all_reduce_hook(partial(state.average, group))
-        if hooks.scatters:
-            group.module.set_custom_reduce_scatter(_ReduceScatter(state, group))
-        if hooks.gathers:
-            group.module.set_custom_all_gather(_AllGather(state, group))
+        group.set_hooks(
+            partial(state.average, group) if hooks.averages else None,
+            _ReduceScatter(state, group) if hooks.scatters else None,
+            _AllGather(state, group) if hooks.gathers else None,
+        )
 
 
 def check_hooks(state: Reduces, groups: Sequence[ShardedGroup], hooks: Hooks) -> None:

@@ -68,7 +68,7 @@ class ShardedGroup:
 
     Attributes:
         index: its place among the model's groups.
-        name: of the module.
+        name: of the module; with a number if FSDP reduces the module's parameters in several groups.
         parameters: in FSDP's order.
         device: of the gradients.
         shards: the process group that the parameters are divided among.
@@ -185,6 +185,19 @@ class ShardedGroup:
         order = getattr(inner, "_reduce_scatter_param_indices", None) or range(len(self.parameters))
         return [self.parameters[i] for i in order if inner.fsdp_params[i].sharded_param.requires_grad]
 
+    def set_hooks(self, all_reduce: Any = None, reduce_scatter: Any = None, all_gather: Any = None) -> None:
+        """Set what FSDP calls, see `hooks`; None leaves it as it is.
+
+        FSDP's own setters refuse modules of which it reduces the parameters in several groups.
+        """
+        inner = self.inner
+        if all_reduce is not None:
+            inner._all_reduce_hook = all_reduce
+        if reduce_scatter is not None:
+            inner._reduce_scatter_comm = reduce_scatter
+        if all_gather is not None:
+            inner._all_gather_comm = all_gather
+
     def weights(self, number: int, step: int) -> Weights | None:
         """Returns some weights of this rank's shard of a parameter, others in each step, for replicas to compare."""
         shard = dist.get_rank(self.shards)
@@ -196,24 +209,44 @@ class ShardedGroup:
         return torch.stack([_bit_sum(param.sharded_param.to_local()) for param in self.inner.fsdp_params]).tolist()
 
 
-def shard_group(model: nn.Module) -> dist.ProcessGroup:
-    """Returns the process group that the parameters of a model are divided among.
+def shard_group(model: nn.Module, wanted: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Returns the process group that the parameters of a model are divided among. If there are several, ``wanted`` is
+    one of them.
 
     Raises:
-        ConfigError: see `sharded_groups`.
+        ConfigError: no module is sharded; hooks cannot be installed for the way in which modules are sharded; modules
+            are sharded over several process groups, and ``wanted`` is None; or none is sharded over ``wanted``.
     """
-    group: dist.ProcessGroup = _checked_param_groups(model)[0][2].mesh_info.shard_process_group
-    return group
+    triples = _param_groups(model)
+    if not triples:
+        remedy = wrapped_otherwise(model)
+        why = f" by fully_shard: {remedy}" if remedy else "; apply fully_shard first"
+        raise ConfigError(f"no module of this {type(model).__name__} is sharded{why}")
+    if any(not hasattr(inner.mesh_info, "shard_process_group") for _, _, inner in triples):
+        raise ConfigError(f"no module of this {type(model).__name__} is sharded: {wrapped_otherwise(model)}")
+    found = list(dict.fromkeys(inner.mesh_info.shard_process_group for _, _, inner in triples))
+    ranks = " and ".join(str(dist.get_process_group_ranks(group)) for group in found)
+    if wanted is None and len(found) > 1:
+        raise ConfigError(
+            f"the parameters are sharded over several process groups, here over the ranks {ranks}: call "
+            "register_gqsgd_fsdp once for each of them, with mesh= as in fully_shard"
+        )
+    if wanted is not None and wanted not in found:
+        raise ConfigError(
+            f"mesh has the ranks {dist.get_process_group_ranks(wanted)}, and the parameters of this "
+            f"{type(model).__name__} are sharded over the ranks {ranks}: give the mesh of their fully_shard"
+        )
+    return wanted or found[0]
 
 
-def sharded_groups(model: nn.Module, config: GQSGDConfig) -> list[ShardedGroup]:
-    """Returns the groups of a model, in order.
+def sharded_groups(model: nn.Module, config: GQSGDConfig, ranks: dist.ProcessGroup) -> list[ShardedGroup]:
+    """Returns the groups of a model whose parameters are divided among some ranks, in order.
 
     Raises:
-        ConfigError: no module is sharded; hooks cannot be installed for the way in which modules are sharded; a
-            sharded parameter is not in the model; or an exclude pattern matches no parameter.
+        ConfigError: a sharded parameter is not in the model; or an exclude pattern matches no parameter.
     """
-    triples = _checked_param_groups(model)
+    triples = _param_groups(model)
+    # Parameters are numbered among all of the model, so that those that other ranks reduce have other numbers.
     parameters = _named(model, [inner for _, _, inner in triples])
     whole = {name: param.sharded_param for name, param in parameters.items()}
     sharded = {
@@ -224,14 +257,23 @@ def sharded_groups(model: nn.Module, config: GQSGDConfig) -> list[ShardedGroup]:
     }
     return [
         ShardedGroup(index, name or "the root", module, inner, [sharded[id(param)] for param in inner.fsdp_params])
-        for index, (name, module, inner) in enumerate(triples)
+        for index, (name, module, inner) in enumerate(
+            triple for triple in triples if triple[2].mesh_info.shard_process_group is ranks
+        )
     ]
 
 
-def later_groups(model: nn.Module, groups: Sequence[ShardedGroup]) -> list[str]:
-    """Returns the names of the modules that were sharded since the groups were listed."""
-    known = {id(group._inner()) for group in groups}
-    return [name or "the root" for name, _, inner in _param_groups(model) if id(inner) not in known]
+class SeenGroups:
+    """The groups of a model at one time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # This must not keep the model alive.
+        self._seen = [weakref.ref(inner) for _, _, inner in _param_groups(model)]
+
+    def later(self, model: nn.Module) -> list[str]:
+        """Returns the names of the modules that were sharded since then."""
+        seen = {id(reference()) for reference in self._seen}
+        return [name or "the root" for name, _, inner in _param_groups(model) if id(inner) not in seen]
 
 
 def unreduced_parameters(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
@@ -295,29 +337,8 @@ def parameter_bits(groups: list[ShardedGroup]) -> str:
     return digest(group.bit_sums() for group in groups)
 
 
-def _checked_param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
-    """Returns the result of `_param_groups`, if hooks can be installed there.
-
-    Raises:
-        ConfigError: hooks cannot be installed, see `sharded_groups`.
-    """
-    triples = _param_groups(model)
-    if not triples:
-        remedy = wrapped_otherwise(model)
-        why = f" by fully_shard: {remedy}" if remedy else "; apply fully_shard first"
-        raise ConfigError(f"no module of this {type(model).__name__} is sharded{why}")
-    if any(not hasattr(inner.mesh_info, "shard_process_group") for _, _, inner in triples):
-        raise ConfigError(f"no module of this {type(model).__name__} is sharded: {wrapped_otherwise(model)}")
-    if len({id(inner.mesh_info.shard_process_group) for _, _, inner in triples}) > 1:
-        raise ConfigError(
-            "the parameters are sharded over several process groups; quantised reduction needs the same mesh in every "
-            "fully_shard"
-        )
-    return triples
-
-
 def _param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
-    """Returns name, module and FSDP's object for each sharded module that has parameters of its own."""
+    """Returns name, module and FSDP's object for each group of parameters that FSDP reduces together."""
     from torch.distributed.fsdp import FSDPModule
 
     triples = []
@@ -329,13 +350,9 @@ def _param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
         if id(state) in seen:  # several modules can be one group
             continue
         seen.add(id(state))
-        inners = _of_state(state)
-        if len(inners) > 1:
-            raise ConfigError(
-                f"the parameters of module {name!r} are sharded over several meshes (shard_placement_fn), and FSDP "
-                "takes one hook for all of them: shard them over one mesh, or apply fully_shard to their modules apart"
-            )
-        triples += [(name, module, inner) for inner in inners]
+        # A module has several where a shard_placement_fn gives its parameters different meshes.
+        for number, inner in enumerate(_of_state(state)):
+            triples.append((f"{name or 'the root'}, group {number + 1}" if number else name, module, inner))
     return triples
 
 

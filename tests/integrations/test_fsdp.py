@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
@@ -633,6 +634,96 @@ def _chunked(rank: int) -> str:
 def test_a_part_of_a_group_of_modules_is_compressed(tmp_path: Path) -> None:
     first, second = run(_chunked, 2, tmp_path)
     assert first == second
+
+
+def _with_tensor_parallelism(rank: int) -> str:
+    """Layers that two ranks compute together are sharded over, or replicated on, two such pairs. The last layer is on
+    both ranks of a pair, which have to keep it equal."""
+    bits = []
+    for replicas, shards, hooks, most in (
+        (1, 2, {"reduce_scatter": True}, 0.02),
+        (1, 2, {"reduce_scatter": True, "all_gather_bits": 8}, 0.1),
+        (2, 1, {}, 0.02),
+    ):
+        on = init_device_mesh("cpu", (replicas, shards, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+        data = on["replicate", "shard"] if replicas > 1 else on["shard"]
+
+        def parallel(data: DeviceMesh = data, on: DeviceMesh = on) -> nn.Module:
+            model = mlp()
+            parallelize_module(model, on["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            return sharded(data, model)
+
+        plain = parallel()
+        model = parallel()
+        if replicas > 1:
+            hooks = {"replicate": on["replicate"]}
+        state = register_gqsgd_fsdp(model, **hooks)
+        for one in (plain, model):
+            loss_of(one, rank // 2, 0).backward()
+        errors = relative_errors(model, gradients(plain))
+        assert all(0 < error < most for name, error in errors.items() if name.endswith("weight")), errors
+        train(model, rank // 2, range(1, 4))
+        assert state.summary()["bits_per_coordinate"] < 12
+        bits.append(weight_bits(model))
+        state.close()
+    return " ".join(bits)
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_within_what_is_sharded(tmp_path: Path) -> None:
+    first, *others = run(_with_tensor_parallelism, 4, tmp_path)
+    assert others == [first] * 3
+
+
+def _by_modules(model: nn.Sequential, data: DeviceMesh, experts: DeviceMesh) -> nn.Module:
+    fully_shard(model[2], mesh=experts)
+    return fully_shard(model, mesh=data)
+
+
+def _by_parameters(model: nn.Sequential, data: DeviceMesh, experts: DeviceMesh) -> nn.Module:
+    """As torchtitan shards a mixture of experts: FSDP reduces the parameters of one module in two groups."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    of_experts = set(model[2].parameters())
+    info = FSDPMeshInfo(experts, shard_mesh_dim=0)
+
+    def placement(parameter: nn.Parameter) -> Any:
+        return ShardPlacementResult(placement=None, mesh_info=info) if parameter in of_experts else None
+
+    return fully_shard(model, mesh=data, shard_placement_fn=placement)
+
+
+def _mixture(rank: int) -> list[str]:
+    """The layer in the middle is sharded over two of four ranks. So ranks 0 and 2 have another one than 1 and 3."""
+    data = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+    experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "of_one_rank"))["experts"]
+    ways = [_by_modules]
+    if hasattr(torch.distributed.fsdp._fully_shard._fsdp_common, "ShardPlacementResult"):
+        ways.append(_by_parameters)
+    found = []
+    for shard in ways:
+        plain = shard(mlp(), data, experts)
+        model = shard(mlp(), data, experts)
+        hooks = {"reduce_scatter": True, "all_gather_bits": 8}
+        states = [register_gqsgd_fsdp(model, mesh=mesh, **hooks) for mesh in (data, experts)]
+        for one in (plain, model):
+            loss_of(one, rank, 0).backward()
+        errors = relative_errors(model, gradients(plain))
+        assert all(0 < error < 0.1 for name, error in errors.items() if name.endswith("weight")), errors
+        train(model, rank, range(1, 4))
+        assert [len(state._places) for state in states] == [4, 2]
+        assert all(state.step == 4 for state in states)
+        assert all(state.summary()["bits_per_coordinate"] < 12 for state in states)
+        found.append(weight_bits(model))
+        for state in states:
+            state.close()
+    return found
+
+
+@pytest.mark.slow
+def test_parameters_on_two_meshes(tmp_path: Path) -> None:
+    bits = run(_mixture, 4, tmp_path)
+    assert bits[0] == bits[2] != bits[1] == bits[3]
 
 
 def _lightning(_: int, folder: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_gqsgd.config import ConfigError
@@ -112,7 +113,13 @@ def _refused(rank: int) -> None:
     apart = mlp()
     fully_shard(apart[0], mesh=on["shard"])
     fully_shard(apart, mesh=on["replicate"])
-    refuses("sharded over several process groups", apart, reduce_scatter=True)
+    two = r"\[\d, \d\] and \[\d, \d\]"
+    refuses(f"several process groups, here over the ranks {two}: .* with mesh=", apart, reduce_scatter=True)
+    everyone = dist.group.WORLD
+    refuses(rf"mesh has the ranks \[0, 1, 2, 3\], and .* {two}", apart, mesh=everyone, reduce_scatter=True)
+    refuses("mesh='shard' is neither", mesh="shard", **replicas)
+    three = init_device_mesh("cpu", (1, 2, 2))
+    refuses("mesh has 3 dimensions; give the one that fully_shard was given", mesh=three, **replicas)
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(FSDPModule, "set_custom_reduce_scatter")
         refuses("has no FSDPModule.set_custom_reduce_scatter, .* torch 2.9", reduce_scatter=True)
