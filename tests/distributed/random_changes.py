@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_gqsgd import GQSGDKwargs, register_gqsgd
 from lightning_gqsgd.errors import CollectiveError, ConfigError
@@ -56,6 +58,24 @@ def _cast(model: nn.Sequential, chance: random.Random) -> None:
     layer.double().float()
 
 
+def _parametrise(model: nn.Sequential, chance: random.Random) -> None:
+    layer = chance.choice(_linears(model))[2]
+    if parametrize.is_parametrized(layer):
+        parametrize.remove_parametrizations(layer, "weight")
+    else:
+        weight_norm(layer)
+
+
+def _interrupt(model: nn.Sequential, chance: random.Random) -> None:
+    """Let the next backward pass end with an exception, in one of the layers."""
+
+    def fail(*_: Any) -> None:
+        handle.remove()
+        raise ZeroDivisionError
+
+    handle = chance.choice(_linears(model))[2].register_full_backward_pre_hook(fail)
+
+
 #: Changes by name.
 CHANGES: dict[str, Callable[[nn.Sequential, random.Random], object]] = {
     "nothing": lambda model, chance: None,
@@ -67,6 +87,8 @@ CHANGES: dict[str, Callable[[nn.Sequential, random.Random], object]] = {
     "cast a layer": _cast,
     "cast all": lambda model, chance: model.double().float(),
     "assign": lambda model, chance: assign_copies(model),
+    "parametrise": _parametrise,
+    "interrupt": _interrupt,
 }
 
 
@@ -156,7 +178,8 @@ def sequence(rank: int, framework: str, seed: int) -> list[str]:
             CHANGES[name](module, chance)
             error = _train(one, rank, step)
             seen.append(f"{name}: {error or 'fine'}: {fingerprint(module)}")
-            if error and not (error.startswith("ConfigError: parameter") and one.rewrap()):
+            goes_on = error.startswith(("ConfigError: parameter", "ZeroDivisionError"))
+            if error and not (goes_on and one.rewrap()):
                 return seen
         seen.append(_goes_around(one, rank))
     finally:
@@ -176,7 +199,7 @@ def _train(one: Bare, rank: int, step: int) -> str:
     try:
         one.backward(loss_of(one.model, rank, step))
         optimizer.step()
-    except (ConfigError, CollectiveError, RuntimeError) as error:
+    except (ConfigError, CollectiveError, RuntimeError, ZeroDivisionError) as error:
         return f"{type(error).__name__}: {str(error)[:60]}"
     return ""
 
