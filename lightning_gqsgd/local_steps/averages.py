@@ -46,6 +46,7 @@ from lightning_gqsgd.local_steps.preserved import (
 )
 from lightning_gqsgd.local_steps.rules import Exchanges, PendingMean, RuleRequest
 from lightning_gqsgd.local_steps.schedule import Rounds
+from lightning_gqsgd.local_steps.sharding import WHOLE, Sharding, own_part, reshard
 from lightning_gqsgd.local_steps.starting import (
     ROUNDING,
     IntegerBuffers,
@@ -92,6 +93,7 @@ class Average(Pending):
         works: the broadcasts that send them.
         inner: the inner optimizers' tensors, and their mean as one flat tensor; None if they are not averaged.
         errors: the error memories before the average, by kind and parameter number; empty once the mean is complete.
+        sharding: how the parameters are divided among the ranks of a replica.
     """
 
     frozen: tuple[str, ...]
@@ -102,6 +104,7 @@ class Average(Pending):
     works: list[dist.Work] = field(default_factory=list)
     inner: tuple[list[Tensor], Tensor] | None = None
     errors: dict[tuple[Keeps, int], Tensor] = field(default_factory=dict)
+    sharding: Sharding = WHOLE
 
     def wait(self) -> None:
         """Wait for the mean.
@@ -122,7 +125,7 @@ class Average(Pending):
     def is_finite(self) -> bool:
         """Returns whether all means are finite, as `Pending.is_finite` specifies."""
         means = self.changes if self.inner is None else [*self.changes, self.inner[1]]
-        return all(bool(mean.isfinite().all()) for mean in means)
+        return self.sharding.all_have(all(bool(mean.isfinite().all()) for mean in means))
 
 
 class LocalAverages(AveragingLoop[Average]):
@@ -148,6 +151,7 @@ class LocalAverages(AveragingLoop[Average]):
         averagers: this rank's averagers, by fragment and bundle.
         compressed_numbers: numbers of the compressed parameters.
         watched: the parts of the model that must not change.
+        sharding: how the parameters are divided among the ranks of a replica.
 
     Raises:
         ConfigError: on every rank, if the model, an optimizer or a value cannot work, or if ranks do not agree.
@@ -168,7 +172,7 @@ class LocalAverages(AveragingLoop[Average]):
         self.group = parent_group(group)
         self.requested = config
         with meeting or open_meeting(model, self.group, timeout) as start:
-            model, trained = trained_by(model, optimizers, options, config)
+            model, trained = trained_by(model, optimizers, options, config, self.group)
             parameters = trained.parameters
             self.device = trained.device
             self.config, self._note = fitted_to_ranks(start, trained, config)
@@ -184,11 +188,13 @@ class LocalAverages(AveragingLoop[Average]):
             ):
                 # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
                 # broadcast.
-                take_from_first_rank((*model.parameters(), *model.buffers()), self.group)
+                take_from_first_rank(_own_parts(model), self.group)
+        self.sharding = trained.sharding
         self._digest = digest_of_facts(facts)
         self._sizes = {entry.segment.parameter: entry.segment.numel for entry in parameters if not entry.segment.raw}
         self._dtype = dtype
         self.compressed_numbers = tuple(self._sizes)
+        self._model = weakref.ref(model)
         self._inner = InnerState(optimizers)
         # A single rank differs from no other one.
         self._weights_in_state = WeightsInState(optimizers if self.world_size > 1 else [], options)
@@ -323,7 +329,7 @@ class LocalAverages(AveragingLoop[Average]):
         self.wait_for_all()
         self.under_way.clear()
         self._buffers.take_back()
-        take_from_first_rank((*model.parameters(), *model.buffers()), self.group)
+        take_from_first_rank(_own_parts(model), self.group)
         self.outer.state.clear()
         self._engine.plans.clear()  # they hold the old memory
         self.step = 0
@@ -340,11 +346,13 @@ class LocalAverages(AveragingLoop[Average]):
         """
         self._buffers.take_back()
         with kept(self.fragments):
+            self._reshard()
             self.start_from_anchors()
             try:
                 yield
             finally:
                 self._buffers.take_back()  # the tensors that get their values back are the model's again
+                self._reshard()
 
     @contextmanager
     def at_preserved(self) -> Iterator[None]:
@@ -439,6 +447,12 @@ class LocalAverages(AveragingLoop[Average]):
             fragment.set_tensors()
         self._inner.forget_steps()
 
+    def _reshard(self) -> None:
+        """Let the next forward pass gather the shards, which are about to change."""
+        model = self._model()
+        if self.sharding.size > 1 and model is not None:
+            reshard(model)
+
     def _look_at_loaded_weights(self) -> None:
         """After a state was loaded, warn if the weights are not those that were saved with it."""
         if self.watched.expects is not None:
@@ -530,6 +544,7 @@ class LocalAverages(AveragingLoop[Average]):
         fragment = self.fragments[number]
         numbers = [entry.segment.parameter for entry, _ in fragment.entries() if not entry.segment.raw]
         average = Average(number, self.step + delay, self.watched.frozen(), errors=self.store.errors(numbers))
+        average.sharding = self.sharding
         put = partial(self._put, average=average)
         with self._or_broken():
             for bundle, averager in zip(fragment.bundles, self.averagers[number], strict=True):
@@ -542,7 +557,7 @@ class LocalAverages(AveragingLoop[Average]):
 
     def _start_inner(self, average: Average) -> None:
         """Start to average the inner optimizers' state of a fragment, uncompressed."""
-        tensors = self._inner.tensors(entry.tensor for entry, _ in self.fragments[average.fragment].entries())
+        tensors = self._inner.tensors(entry.whole for entry, _ in self.fragments[average.fragment].entries())
         one = torch.zeros(1, device=self.device)  # so that the message is not empty
         dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
         flat = torch.cat([tensor.flatten().to(self.device, dtype) for tensor in [*tensors, one]])
@@ -608,7 +623,7 @@ class LocalAverages(AveragingLoop[Average]):
             for tensor, part in zip(tensors, mean[:-1].split([t.numel() for t in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
         if self.options.inner_state == "reset":
-            self._inner.forget(entry.tensor for entry, _ in fragment.entries())
+            self._inner.forget(entry.whole for entry, _ in fragment.entries())
 
     def _go_back(self, average: Average) -> None:
         """Return to the anchor, because an average is not finite."""
@@ -635,6 +650,12 @@ class LocalAverages(AveragingLoop[Average]):
             if not bool(part.isfinite().all())
         ]
         return listed(names) if names else "in the inner optimizer's state"
+
+
+def _own_parts(model: nn.Module) -> list[Tensor]:
+    """Returns this rank's parts of all parameters and buffers."""
+    reshard(model)
+    return [own_part(tensor) for tensor in (*model.parameters(), *model.buffers())]
 
 
 def open_meeting(model: object, group: dist.ProcessGroup, timeout: timedelta | None) -> Meeting:

@@ -24,6 +24,7 @@ from lightning_gqsgd.local_steps.gathering import gathered
 from lightning_gqsgd.local_steps.inner_state import all_or_nothing
 from lightning_gqsgd.local_steps.outer import load_outer
 from lightning_gqsgd.local_steps.rules import Averager
+from lightning_gqsgd.local_steps.sharding import WHOLE
 from lightning_gqsgd.local_steps.watching import digest_of_tensors
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.session.checkpoint import MEMORY_LAYOUT, STATE_SCHEMA, check_state, in_words, layout_of
@@ -36,6 +37,8 @@ _ENTRIES |= {"averages": int, "skipped": int, "fragments": int, "rounds": Mappin
 _ENTRIES |= {"memory": Mapping, "rule": list}
 #: The digest of this rank's parameters, which are saved separately. States of earlier versions have none.
 _WEIGHTS = "weights"
+#: Which shard of a model that is divided among ranks the state is of; no entry if the model is not divided.
+_SHARD = "shard"
 #: Entries of each rank in the result of `gathered_state`.
 _OWN_ENTRIES = ("memory", "rule", "model", "optimizers")
 
@@ -62,6 +65,7 @@ def state_of(averages: LocalAverages) -> dict[str, Any]:
         "settled_after": [fragment.settled_after for fragment in averages.fragments],
         "anchors": {entry.name: anchor.clone() for part in averages.fragments for entry, anchor in part.entries()},
         _WEIGHTS: averages.watched.digest(),
+        **({_SHARD: averages.sharding.shard} if averages.sharding.size > 1 else {}),
         "outer": averages.outer.state_dict(),
         "under_way": saved,
         MEMORY_LAYOUT: averages.store.layout,
@@ -93,6 +97,7 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
         CollectiveError: if an average under way has failed. Nothing is changed then.
     """
     check_state(state, averages.requested, _ENTRIES)
+    _check_shard(averages, state)
     own = (state["rank"], state["world_size"]) == (averages.rank, averages.world_size)
     check_local_state(averages, state, own)
     averages.wait_for_all()  # their jobs would write error memories, and those of the rule, after the state was loaded
@@ -124,6 +129,17 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
         averages.rank,
         averages.world_size,
     )
+
+
+def _check_shard(averages: LocalAverages, state: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a state is that of other parts of the parameters than this rank has."""
+    own = averages.sharding.shard
+    found = state.get(_SHARD, WHOLE.shard)
+    if found != own:
+        raise ConfigError(
+            f"the state is that of {found!r:.50} of the parameters, and this rank has {own!r}: load the file that a "
+            "rank with this shard has saved, in a run with as many shards"
+        )
 
 
 def _take_memory(store: MemoryStore, state: Mapping[str, Any]) -> None:
@@ -227,7 +243,9 @@ def _loaded(averages: LocalAverages, saved: Mapping[str, Any]) -> Average:
     frozen = tuple(saved.get("frozen", averages.watched.frozen()))
     changes = [torch.cat([saved["means"][entry.name].flatten() for entry in part.entries]) for part in fragment.bundles]
     changes = [change.to(part.entries[0].tensor.device) for change, part in zip(changes, fragment.bundles, strict=True)]
-    return Average(saved["fragment"], saved["use_after"], frozen, changes, integers=list(saved["integers"]))
+    integers = list(saved["integers"])
+    sharding = averages.sharding
+    return Average(saved["fragment"], saved["use_after"], frozen, changes, integers=integers, sharding=sharding)
 
 
 def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.local_steps.sharding import own_part
 
 
 class AnchorOptions(Protocol):
@@ -38,16 +39,21 @@ class Entry(NamedTuple):
     """A tensor of the model that is averaged.
 
     Attributes:
-        segment: its number, its size, and whether it is sent uncompressed.
+        segment: its number, the size of this rank's part, and whether it is sent uncompressed.
         name: its name in the model.
-        tensor: a parameter or a buffer. Every rank has its own values.
+        whole: a parameter or a buffer. Every rank has its own values.
         is_buffer: whether it is a buffer. The anchor of a buffer becomes the mean, without the outer optimizer.
     """
 
     segment: Segment
     name: str
-    tensor: Tensor
+    whole: Tensor
     is_buffer: bool
+
+    @property
+    def tensor(self) -> Tensor:
+        """The part of the tensor that this rank has, see `sharding`."""
+        return own_part(self.whole)
 
 
 class Bundle:

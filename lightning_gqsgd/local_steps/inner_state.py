@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.local_steps.sharding import own_part
 
 
 def compares_steps(optimizer: Optimizer) -> bool:
@@ -43,7 +44,7 @@ class InnerState:
         Step counters, which are single values, are left out, because all ranks make equally many steps.
         """
         return [
-            value
+            own_part(value)
             for parameter in parameters
             for optimizer in self._optimizers
             for _, value in sorted(optimizer.state.get(parameter, {}).items())
@@ -57,7 +58,7 @@ class InnerState:
         for optimizer in self._optimizers:
             for parameter in list(optimizer.state):
                 values = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
-                if not all(bool(value.isfinite().all()) for value in values):
+                if not all(bool(own_part(value).isfinite().all()) for value in values):
                     del optimizer.state[parameter]
                     cleared += 1
         return cleared

@@ -71,7 +71,9 @@ class LocalSteps(Optimizer):
             than ``every``. If ``every`` is a time, and with ``elastic``, 1 or more lets training continue during each
             merge.
         elastic: whether ranks may leave and join while training runs; see docs/elastic.md.
-        group: process group; None is the default group. With ``elastic``, leave it out: ranks meet at a lighthouse.
+        group: process group; None is the default group. If `fully_shard` has divided the model inside of each replica,
+            these are the ranks with the same shard, ``mesh["replicate"].get_group()``. With ``elastic``, leave it out:
+            ranks meet at a lighthouse.
         timeout: timeout of collectives. None uses the timeout of the group, or 60 s with ``elastic``.
         **fields: further fields of `options.LocalOptions` and fields of `GQSGDConfig`, e.g. ``bits=2``.
 
@@ -251,7 +253,14 @@ class LocalSteps(Optimizer):
         """
         inner = self.inner.state_dict()
         own = self.averages.state_dict() if isinstance(self.averages, MergedAverages) else state_of(self.averages)
-        return packed(inner, own) if is_called_by_it() else {**inner, STATE_KEY: own}
+        if not is_called_by_it():
+            return {**inner, STATE_KEY: own}
+        if isinstance(self.averages, LocalAverages) and self.averages.sharding.size > 1:
+            raise ConfigError(
+                "torch.distributed.checkpoint would keep the local steps of one rank for all ranks, and each has "
+                "its own shard: save model.state_dict() and optimizer.state_dict() on every rank, in a file of its own"
+            )
+        return packed(inner, own)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a `state_dict`. Every rank calls this after it has loaded the weights of its model. This is no

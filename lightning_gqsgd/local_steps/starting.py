@@ -20,6 +20,7 @@ from lightning_gqsgd.local_steps.fragments import Entry, Fragment, fragments_of
 from lightning_gqsgd.local_steps.inner_state import compares_steps
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
+from lightning_gqsgd.local_steps.sharding import WHOLE, Sharding, is_divided, number_of_part, own_part, sharding_of
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.session.nodes import layouts
 from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters, parameters_of
@@ -45,6 +46,7 @@ class Trained(NamedTuple):
         facts: the parameters, with the settings that a configuration gives them.
         fragments: parameters and buffers, with their anchors.
         outer: the outer optimizer of the parameters' anchors.
+        sharding: how the parameters are divided among the ranks of a replica.
     """
 
     parameters: list[Entry]
@@ -52,6 +54,7 @@ class Trained(NamedTuple):
     facts: list[Parameter]
     fragments: list[Fragment]
     outer: Optimizer
+    sharding: Sharding
 
     @property
     def device(self) -> torch.device:
@@ -60,9 +63,14 @@ class Trained(NamedTuple):
 
 
 def trained_by(
-    model: object, optimizers: Sequence[Optimizer], options: LocalOptions, config: GQSGDConfig
+    model: object,
+    optimizers: Sequence[Optimizer],
+    options: LocalOptions,
+    config: GQSGDConfig,
+    group: dist.ProcessGroup | None,
 ) -> tuple[nn.Module, Trained]:
-    """Returns the model, and its parts that local steps train.
+    """Returns the model, and its parts that local steps train. ``group`` has the ranks that average; None: they are not
+    known yet.
 
     Raises:
         ConfigError: if the model, an optimizer or the configuration cannot work.
@@ -72,18 +80,43 @@ def trained_by(
     trained = trained_parameters(module, optimizers)
     refuse_for(config, "local steps, which average whole models")
     check_anchor_device(options.anchor_device)
-    facts, parameters, buffers = numbered(module, trained, config)
+    sharding = _checked_sharding(module, options, config, group)
+    facts, parameters, buffers = numbered(module, trained, config, sharding)
     fragments = fragments_of(parameters, buffers, options)
     anchors = [anchor for part in fragments for entry, anchor in part.entries() if not entry.is_buffer]
-    return module, Trained(parameters, buffers, facts, fragments, make_outer(options.outer, anchors))
+    return module, Trained(parameters, buffers, facts, fragments, make_outer(options.outer, anchors), sharding)
+
+
+def _checked_sharding(
+    model: nn.Module, options: LocalOptions, config: GQSGDConfig, group: dist.ProcessGroup | None
+) -> Sharding:
+    """Returns how the parameters are divided among ranks of a replica.
+
+    Raises:
+        ConfigError: if local steps with these options cannot average them.
+    """
+    divided = next((name for name, parameter in model.named_parameters() if is_divided(parameter)), None)
+    if divided is None:
+        return WHOLE
+    if group is None or options.is_merged:
+        raise ConfigError(
+            f"parameter {divided!r} is sharded (a DTensor), and all ranks of a replica have to end a round together: "
+            "rounds by the clock and elastic=True need whole parameters on each rank. Give every= a number of steps, "
+            "or leave out fully_shard"
+        )
+    if config.remembers:
+        raise ConfigError(
+            f"parameter {divided!r} is sharded (a DTensor), and memories do not work with sharded parameters: give "
+            "memory='none' and memory_down='none'"
+        )
+    return sharding_of(model, group)
 
 
 def check_module(model: object) -> nn.Module:
     """Returns the model if local steps can train it.
 
     Raises:
-        ConfigError: if the model is no module, is wrapped in DistributedDataParallel, is sharded, or has an expanded
-            buffer.
+        ConfigError: if the model is no module, is wrapped in DistributedDataParallel, or has an expanded buffer.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
@@ -92,12 +125,6 @@ def check_module(model: object) -> nn.Module:
             raise ConfigError(
                 "the model is wrapped in DistributedDataParallel, which averages gradients in every step; give "
                 "LocalSteps the module itself (model.module), and train that module"
-            )
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "device_mesh"):
-            raise ConfigError(
-                f"parameter {name!r} is sharded (a DTensor); local steps need whole parameters on each rank: leave out "
-                "fully_shard"
             )
     for name, buffer in model.named_buffers():
         if any(size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True)):
@@ -163,21 +190,33 @@ def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dic
 
 
 def numbered(
-    model: nn.Module, trained: Mapping[str, nn.Parameter], config: GQSGDConfig
+    model: nn.Module, trained: Mapping[str, nn.Parameter], config: GQSGDConfig, sharding: Sharding = WHOLE
 ) -> tuple[list[Parameter], list[Entry], list[Entry]]:
     """Returns the trained parameters with the settings that a configuration gives them, and the parameters and
     floating-point buffers that are averaged.
 
-    Parameters are numbered by their places in the model, and buffers after them. Buffers are sent uncompressed.
+    Parameters are numbered by their places in the model, and buffers after them; the shards of a parameter have
+    different numbers, and so different dither. Buffers are sent uncompressed.
     """
     all_parameters = number_parameters(dict(model.named_parameters()), config)
     facts = [parameter for parameter in all_parameters if parameter.name in trained]
     parameters = [
-        Entry(Segment(fact.number, fact.numel, fact.raw), fact.name, trained[fact.name], False) for fact in facts
+        Entry(
+            Segment(
+                fact.number * sharding.size + number_of_part(trained[fact.name]),
+                own_part(trained[fact.name]).numel(),
+                fact.raw,
+            ),
+            fact.name,
+            trained[fact.name],
+            is_buffer=False,
+        )
+        for fact in facts
     ]
+    first_of_buffers = len(all_parameters) * sharding.size
     floating = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.numel()}
     buffers = [
-        Entry(Segment(len(all_parameters) + place, buffer.numel(), True), name, buffer, True)
+        Entry(Segment(first_of_buffers + place, buffer.numel(), True), name, buffer, True)
         for place, (name, buffer) in enumerate(floating.items())
     ]
     return facts, parameters, buffers

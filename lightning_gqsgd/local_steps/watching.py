@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.local_steps.fragments import Entry
+from lightning_gqsgd.local_steps.sharding import reshard
 from lightning_gqsgd.local_steps.starting import in_words, place_of
 from lightning_gqsgd.session.ddp_models import DDPModels
 from lightning_gqsgd.session.parameters import parameters_of
@@ -62,7 +63,7 @@ class WatchedModel:
         self._optimizers = list(optimizers)
         self._averaged = [(entry, place_of(entry.tensor)) for entry in averaged]
         ranks = set() if group is None else set(dist.get_process_group_ranks(group))
-        self._wrapped = DDPModels({id(entry.tensor) for entry, _ in self._averaged}, ranks)
+        self._wrapped = DDPModels({id(entry.whole) for entry, _ in self._averaged}, ranks)
         self._has_looked = len(ranks) < 2  # with fewer, no model averages over two of them
         self._known = list(model.parameters())  # kept, so that no new parameter gets the id of a deleted one
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
@@ -76,7 +77,7 @@ class WatchedModel:
 
     def frozen(self) -> tuple[str, ...]:
         """Returns the names of the averaged parameters that do not require a gradient at the moment, in order."""
-        return tuple(entry.name for entry, _ in self._averaged if not entry.tensor.requires_grad)
+        return tuple(entry.name for entry, _ in self._averaged if not entry.whole.requires_grad)
 
     def say_if_others_were_loaded(self, *, is_at_anchor: bool) -> None:
         """Warn once after a state was loaded if the parameters are not those that were saved with it.
@@ -110,6 +111,7 @@ class WatchedModel:
         self._check_optimizers()
         model = self._model()
         if model is not None:
+            reshard(model)  # FSDP2 shows whole parameters in place of shards otherwise
             self._check_model(model)
             self._check_buffers(model)
         for entry, before in self._averaged:
@@ -139,7 +141,7 @@ class WatchedModel:
             )
 
     def _check_optimizers(self) -> None:
-        known = {id(entry.tensor) for entry, _ in self._averaged}
+        known = {id(entry.whole) for entry, _ in self._averaged}
         others = [p for p in parameters_of(self._optimizers) if p.requires_grad and id(p) not in known]
         if others:
             raise ConfigError(
@@ -152,7 +154,7 @@ class WatchedModel:
     def _check_model(self, model: nn.Module) -> None:
         present = dict(model.named_parameters())
         ids = {id(parameter) for parameter in present.values()}
-        gone = [entry.name for entry, _ in self._averaged if id(entry.tensor) not in ids]
+        gone = [entry.name for entry, _ in self._averaged if id(entry.whole) not in ids]
         if gone:
             raise ConfigError(
                 f"parameters that are averaged are no longer in the model: {listed(gone)}. They were removed, or "

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.local_steps.sharding import own_part
 from lightning_gqsgd.session.parameters import parameters_of
 
 #: The largest distance between state and parameters, relative to the parameters, at which the state may be weights.
@@ -109,7 +110,11 @@ def _is_beside(parameter: Tensor, value: object) -> bool:
     """Returns whether a value of the state has a parameter's shape, and its own memory."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_sparse:
         return False
-    return value.shape == parameter.shape and value.numel() > 0 and value.data_ptr() != parameter.data_ptr()
+    return (
+        value.shape == parameter.shape
+        and value.numel() > 0
+        and own_part(value).data_ptr() != own_part(parameter).data_ptr()
+    )
 
 
 def _distance(kept: Iterable[tuple[Tensor, Tensor]]) -> float:
@@ -140,6 +145,9 @@ def _cosine_to_gradients(kept: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 
 def _centred(tensor: Tensor) -> Tensor:
+    tensor = own_part(tensor)
+    if not tensor.numel():  # a rank may have no part of a small parameter
+        return tensor
     wide = tensor.to(torch.float32) if tensor.element_size() < 4 else tensor
     return wide - wide.mean()
 
@@ -148,7 +156,7 @@ def _sums(kept: Iterable[tuple[Tensor, Tensor]]) -> dict[int, tuple[float, float
     """Returns two sums, by the parameter's id, that change if values change."""
     sums = {}
     for parameter, value in kept:
-        wide = value.double()
+        wide = own_part(value).double()
         sums[id(parameter)] = (float(wide.sum()), float(wide.square().sum()))
     return sums
 

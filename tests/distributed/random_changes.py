@@ -201,6 +201,9 @@ def _train(one: Bare, rank: int, step: int) -> str:
         optimizer.step()
     except (ConfigError, CollectiveError, RuntimeError, ZeroDivisionError) as error:
         return f"{type(error).__name__}: {str(error)[:60]}"
+    finally:
+        for layer in one.module.modules():
+            layer._backward_pre_hooks.clear()  # of `_interrupt`, whose layer had no gradient
     return ""
 
 

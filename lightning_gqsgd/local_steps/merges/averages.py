@@ -182,7 +182,7 @@ class MergedAverages:
     def _train(self, model: nn.Module) -> Trained:
         """Prepare the model, and return its trained parts; raises ConfigError if the model or an optimizer cannot
         work."""
-        model, trained = trained_by(model, self._optimizers, self.options, self.requested)
+        model, trained = trained_by(model, self._optimizers, self.options, self.requested, group=None)
         self.device = trained.device
         (self._fragment,) = trained.fragments
         self._integers = IntegerValues(model)
@@ -641,7 +641,7 @@ class MergedAverages:
             self._known_version = self._shared.version
             self._pending = None
         if settled is not None and settled.is_used and self.options.inner_state == "reset":
-            self._inner.forget(entry.tensor for entry, _ in self._fragment.entries())
+            self._inner.forget(entry.whole for entry, _ in self._fragment.entries())
 
     def _go_on_from_anchors(self, references: Sequence[Tensor], *, is_merged: bool) -> None:
         """Set this member's parameters to the anchors plus its change since ``references``.

@@ -1,0 +1,179 @@
+"""Local steps of replicas that FSDP2 has sharded, against the same of whole replicas."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_gqsgd import LocalSteps
+from lightning_gqsgd.errors import ConfigError
+from tests.bits import bits_of
+from tests.distributed.models import loss_of, mlp
+from tests.distributed.ranks import logged, run
+from tests.integrations.fsdp_models import mesh, needs_fsdp_hooks, sharded, weight_bits
+
+pytestmark = [needs_fsdp_hooks, pytest.mark.slow]
+
+EXACT = {"reducer": "native", "outer": "sgd"}
+
+
+def local_steps(model: nn.Module, on: DeviceMesh, **arguments: Any) -> LocalSteps:
+    """With AdamW, over the replicas of a mesh."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return LocalSteps(model, optimizer, **{"every": 3, "group": on["replicate"].get_group(), **arguments})
+
+
+def train(model: nn.Module, steps: LocalSteps, on: DeviceMesh, numbers: range) -> None:
+    """Every rank has its own data."""
+    data = on["replicate"].get_local_rank() * on["shard"].size() + on["shard"].get_local_rank()
+    for number in numbers:
+        loss_of(model, data, number).backward()
+        steps.step()
+        steps.zero_grad()
+
+
+def _whole_replicas() -> list[torch.Tensor]:
+    """The parameters after 7 steps of two replicas of two ranks each, which are averaged every 3 steps and at last."""
+    replicas = [mlp(), mlp()]
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in replicas]
+    for number in range(7):
+        for replica, (model, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            sum(loss_of(model, 2 * replica + shard, number) for shard in range(2)).div(2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if number in (2, 5, 6):
+            with torch.no_grad():
+                for one, other in zip(*(list(model.parameters()) for model in replicas), strict=True):
+                    one.add_(other).div_(2)
+                    other.copy_(one)
+    return list(replicas[0].parameters())
+
+
+def _against_whole(rank: int) -> list[str]:
+    on = mesh(2)
+    expected = _whole_replicas()
+    found = []
+    for fields in ({**EXACT}, {"bits": 8, "outer": "sgd"}, {"bits": 4, "fragments": 2, "delay": 1}):
+        model = sharded(on["shard"])
+        steps = local_steps(model, on, **fields)
+        train(model, steps, on, range(4))
+        with steps.averages.at_anchor(), torch.no_grad():
+            at_anchor = float(loss_of(model, 0, 0))
+        own = float(loss_of(model, 0, 0))
+        assert at_anchor != own
+        train(model, steps, on, range(4, 7))
+        steps.finish()
+        if fields == EXACT:
+            for parameter, other in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(parameter.full_tensor(), other, rtol=0, atol=1e-6)
+        found += [f"{at_anchor:.6f}", weight_bits(model)]
+        steps.close()
+    return found
+
+
+def test_replicas_are_averaged_shard_by_shard(tmp_path: Path) -> None:
+    first, *others = run(_against_whole, 4, tmp_path)
+    assert others == [first] * 3
+
+
+def _resumed(rank: int) -> list[str]:
+    on = mesh(2)
+    model = sharded(on["shard"])
+    steps = local_steps(model, on, bits=4)
+    train(model, steps, on, range(5))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "steps": steps.state_dict()}, file)
+    with pytest.raises(ConfigError, match="would keep the local steps of one rank for all ranks"):
+        get_optimizer_state_dict(model, steps)
+    train(model, steps, on, range(5, 8))
+    steps.close()
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again = sharded(on["shard"])
+    resumed = local_steps(again, on, bits=4)
+    again.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["steps"])
+    train(again, resumed, on, range(5, 8))
+    others: list[Any] = [{**saved["steps"]["local_steps"], "shard": name} for name in ("shard 7 of 9", "shard 0 of 1")]
+    for other in others:
+        with pytest.raises(ConfigError, match=rf"the state is that of '{other['shard']}' .* this rank has 'shard"):
+            resumed.load_state_dict({**saved["steps"], "local_steps": other})
+    resumed.close()
+    return [bits_of(p.to_local() for p in one.parameters()) for one in (model, again)]
+
+
+def test_a_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    for before, after in run(_resumed, 4, tmp_path):
+        assert before == after
+
+
+def _not_finite(rank: int) -> tuple[str, int, bool]:
+    """One replica's change of one shard is not finite, in the first round."""
+    on = mesh(2)
+    model = sharded(on["shard"])
+    start = weight_bits(model)
+    steps = local_steps(model, on, **EXACT)
+    records = logged()
+    train(model, steps, on, range(2))
+    if rank == 2:
+        with torch.no_grad():
+            model[0].weight.to_local()[0, 0] = torch.inf
+    train(model, steps, on, range(2, 3))
+    assert any("mean change of fragment 0 is not finite" in text for text in records)
+    went_back = weight_bits(model) == start
+    train(model, steps, on, range(3, 6))
+    steps.finish()
+    bits, skipped = weight_bits(model), steps.averages.skipped
+    steps.close()
+    return bits, skipped, went_back
+
+
+def test_all_shards_leave_out_what_is_not_finite_in_one(tmp_path: Path) -> None:
+    first, *others = run(_not_finite, 4, tmp_path)
+    assert first[1:] == (1, True)
+    assert others == [first] * 3
+
+
+def _refused(rank: int) -> None:
+    on = mesh(2)
+
+    def refuses(text: str, model: nn.Module, **arguments: Any) -> None:
+        with pytest.raises(ConfigError, match=text):
+            local_steps(model, on, **arguments)
+
+    refuses("rounds by the clock and elastic=True need whole parameters", sharded(on["shard"]), every="20s")
+    refuses("memories do not work with sharded parameters", sharded(on["shard"]), memory="ef")
+    different = r"local steps would average over \[.*\] of them: those have different shards"
+    refuses(different, sharded(on["shard"]), group=dist.group.WORLD)
+    refuses(different, sharded(on))
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    run(_refused, 4, tmp_path)
+
+
+def _tensor_parallel(rank: int) -> str:
+    """Two replicas of two ranks that compute layers together, and have the last layer each."""
+    on = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = parallelize_module(mlp(), on["shard"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    steps = local_steps(model, on, bits=4, outer="sgd")
+    for number in range(7):
+        loss_of(model, on["replicate"].get_local_rank(), number).backward()
+        steps.step()
+        steps.zero_grad()
+    steps.finish()
+    steps.close()
+    return bits_of(p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters())
+
+
+def test_tensor_parallelism_inside_of_replicas(tmp_path: Path) -> None:
+    assert len(set(run(_tensor_parallel, 4, tmp_path))) == 1
