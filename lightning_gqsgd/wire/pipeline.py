@@ -455,22 +455,31 @@ class Sequencer:
         return not (is_own or holds_a_lock())
 
     def _run(self) -> None:
-        while True:
-            begun = time.perf_counter()
-            event = self._events.get()
-            # The time in `get` counts as waiting for the network only if the oldest piece waits for an exchange, not
-            # for a worker.
-            for lane in self._lanes.values():
-                if lane and lane[0].waiting_for and not lane[0].is_computing:
-                    lane[0].job.telemetry.wait_s += time.perf_counter() - begun
-            if event is None:
-                return
-            try:
-                event()
-            except Exception as error:  # a bug; without this thread, all callers would wait for ever
-                logger.exception("gqsgd: the sequencing thread failed")
-                for communicator in list(self._lanes):
-                    self._fail(communicator, error, None)
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Wait for an event and handle it. Returns False after the last one.
+
+        A function of its own, because the variables of a loop would keep the last job and its tensor until the next
+        event.
+        """
+        begun = time.perf_counter()
+        event = self._events.get()
+        # The time in `get` counts as waiting for the network only if the oldest piece waits for an exchange, not for a
+        # worker.
+        for lane in self._lanes.values():
+            if lane and lane[0].waiting_for and not lane[0].is_computing:
+                lane[0].job.telemetry.wait_s += time.perf_counter() - begun
+        if event is None:
+            return False
+        try:
+            event()
+        except Exception as error:  # a bug; without this thread, all callers would wait for ever
+            logger.exception("gqsgd: the sequencing thread failed")
+            for communicator in list(self._lanes):
+                self._fail(communicator, error, None)
+        return True
 
     def _add(self, communicator: Communicator, job: Job) -> None:
         try:

@@ -147,12 +147,24 @@ class Staging:
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            work, stage, turn = asked
-            if self._closed.is_set():
-                work.fail(RuntimeError("the communicator was closed"))
-            else:
-                work.begin(self._start, stage, turn)
+        while self._begin_next():
+            pass
+
+    def _begin_next(self) -> bool:
+        """Wait for a collective and start it. Returns False at the end.
+
+        A function of its own, because the variables of a loop would keep the last collective's tensors until the next
+        one.
+        """
+        asked = self._asked.get()
+        if asked is None:
+            return False
+        work, stage, turn = asked
+        if self._closed.is_set():
+            work.fail(RuntimeError("the communicator was closed"))
+        else:
+            work.begin(self._start, stage, turn)
+        return True
 
 
 def make_current(device: torch.device) -> None:

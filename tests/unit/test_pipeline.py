@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 
@@ -244,6 +247,23 @@ def test_closing_fails_what_is_under_way(sequencer: Sequencer) -> None:
     wire.wait_for(2)[1].complete()
     wire.wait_for(3)[2].complete()
     assert torch.equal(again.future.wait(), torch.zeros(3))
+
+
+def test_a_job_that_is_over_is_kept_by_nobody(sequencer: Sequencer) -> None:
+    """Its tensor may be a whole model, and the next job may never come."""
+    wire = FakeCommunicator()
+    one = job([piece(0)])
+    sequencer.submit(wire, one)  # type: ignore[arg-type]
+    for count in (1, 2):
+        wire.wait_for(count)[-1].complete()
+    one.future.wait()
+    kept = weakref.ref(one)
+    wire.works.clear()
+    del one
+    until = time.monotonic() + 10
+    while kept() is not None and time.monotonic() < until:  # the thread may still be on its way back to its queue
+        gc.collect()
+    assert kept() is None
 
 
 def test_asking_whether_a_job_is_over_keeps_nothing() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -256,6 +259,12 @@ def test_staging_waits_for_the_gpu_on_its_own_thread_only(cuda: FakeCuda, monkey
     assert cuda.devices == [("gqsgd-staging", DEVICE)]
     work.wait()
     assert x.tolist() == [7]
+    kept = weakref.ref(work)
+    del work
+    until = time.monotonic() + 10
+    while kept() is not None and time.monotonic() < until:  # the thread may still be on its way back to its queue
+        gc.collect()
+    assert kept() is None, "the tensors of the last collective are kept until the next one"
     thread.close()
 
 
