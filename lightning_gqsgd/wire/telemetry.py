@@ -24,8 +24,9 @@ from lightning_gqsgd.reducers.base import Exchange, Steps
 #: Coordinates per piece whose exact mean is computed on sampling steps.
 SAMPLE_NUMEL = 4096
 
-#: Unfinished measurements on a GPU that are kept, at most; older ones are dropped.
-MAX_MEASURING = 64
+#: Unfinished measurements on a GPU that are kept, at most; older ones are dropped. Under FSDP2, each module has up to
+#: three in a step, and the host may be more than a step ahead of the GPU.
+MAX_MEASURING = 4096
 
 #: Tensors that a sum keeps before it adds them up.
 MOST_TERMS = 64
@@ -143,7 +144,8 @@ class Telemetry:
         plain_steps: number of steps that plain DDP has reduced, see `adaptive.plain`.
         wait_s: seconds in which pieces were on the wire and the processor had nothing to do for them.
         exposed_s: seconds from the last bucket's arrival to the last result, which is how long the backward pass
-            waited. On a GPU, this counts the steps that the GPU has finished.
+            waited. On a GPU, this counts the steps that the GPU has finished. Under FSDP2, this counts all collectives;
+            on a GPU, they run on FSDP's own streams, and the computation may hide them.
         buckets: counters by bucket index (buckets are rebuilt once after the first step).
         choice: if bits are chosen during the training, the values of the latest step from
             `adaptive.steering.Steering.choice`: ``bits``; ``trying``, 1 while candidates or plain DDP are tried and 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ class FakeCuda:
     def __init__(self) -> None:
         self.default = FakeStream("default")
         self.made: list[FakeStream] = []
-        self.clock = iter(range(1000))
+        self.clock = count()
         self.has_passed = self.may_wait = self.is_capturing = False
         self.devices: list[tuple[str, torch.device]] = []  # threads whose device was set, and the device
         self.results: list[str] = []  # streams on which futures were given tensors: their events are recorded there

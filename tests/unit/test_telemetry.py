@@ -110,6 +110,15 @@ def test_exposed_time_on_a_gpu_is_booked_when_it_has_passed(cuda: FakeCuda) -> N
     assert meter.read()["gqsgd/exposed_s"] == (3 + MAX_MEASURING) / 2  # the oldest were dropped
 
 
+def test_a_step_of_many_collectives_is_counted_as_a_whole(cuda: FakeCuda) -> None:
+    """Under FSDP2, a hundred modules have three collectives each, which are issued before the GPU comes to them."""
+    telemetry = Telemetry()
+    for _ in range(300):
+        telemetry.expose(moment(DEVICE), moment(DEVICE))
+    cuda.has_passed = True
+    assert telemetry.totals()["exposed_s"] == 300
+
+
 def test_steps_of_plain_ddp_are_counted_and_leave_times_out() -> None:
     telemetry = Telemetry()
     meter = Meter(telemetry)
