@@ -158,7 +158,9 @@ def all_reduce(
         group: process group; None is the default group.
         out: the tensor that receives the mean, with the shape, dtype and device of ``tensor``. None creates a new
             tensor.
-        async_op: return a `Reduction` at once; its `wait` returns the mean.
+        async_op: return a `Reduction`; its `wait` returns the mean. Over Gloo, it is returned at once. Over NCCL, ranks
+            first compare their calls, for which the host waits until all ranks have made this call, and until the GPU
+            has done all work that the tensor waits for.
         step: number from which the dither is derived, 0 to 2^63 - 1; the same number gives the same dither. None uses
             the number of calls on the group so far.
         preset: name of a preset (see `presets.PRESETS`), or a configuration.
