@@ -24,6 +24,7 @@ backends that are created directly, under a key that no other groups have had (s
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
@@ -45,6 +46,8 @@ from lightning_gqsgd.wire.peers import Peers, backends_of, check_alive, peers_of
 from lightning_gqsgd.wire.shared_memory import SharedGroup
 from lightning_gqsgd.wire.staging import Staging
 from lightning_gqsgd.wire.store import EndingStore
+
+logger = logging.getLogger(__name__)
 
 #: The longest time that ranks may wait for each other, because clocks cannot add much more to the current time.
 LONGEST_TIMEOUT = timedelta(days=3650)
@@ -312,7 +315,8 @@ class Communicator:
         """Destroy the groups. Not a collective.
 
         Groups over NCCL are aborted, because a shutdown waits for the other ranks of a node, which may be in a
-        collective that waits for this rank. Without an error, this rank's own work ends before that.
+        collective that waits for this rank. Without an error, this rank's own work ends before that, if it ends within
+        `CLOSE_S`; otherwise, a warning says that its result is undefined.
         """
         _alive.discard(self)
         if self._staging is not None:
@@ -331,9 +335,14 @@ class Communicator:
             self._store.close()
         if self.backend != "nccl":
             return  # Gloo's groups end with their last reference
-        ends = time.monotonic() + (0.0 if self._has_failed else CLOSE_S)
-        while work is not None and time.monotonic() < ends and not work.is_completed():
-            time.sleep(0.001)
+        if work is not None and not self._has_failed and not _ends_within(work, CLOSE_S):
+            logger.warning(
+                "gqsgd: the last collective of rank %d had not ended %.0f s after close(), which has ended it: its "
+                "result is undefined, and so is what was computed with it. Call torch.cuda.synchronize() before "
+                "close(), and before the program ends, if the last step counts",
+                self.rank,
+                CLOSE_S,
+            )
         # Stages share a group, which must be aborted only once.
         for group in dict.fromkeys(groups.values()):
             group.abort()
@@ -389,6 +398,16 @@ class Communicator:
         except RuntimeError as error:
             raise self.describe(error, "sending each rank what it remembers (every rank loads the state)") from error
         return own
+
+
+def _ends_within(work: Any, seconds: float) -> bool:
+    """Wait for a collective of the GPU on the host. Returns whether it has ended within this time."""
+    ends = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -16,7 +16,7 @@ from lightning_gqsgd.kernels.layout import PIECE_NUMEL
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire import communicator as module
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_NUMEL, Communicator
-from tests.distributed.ranks import run
+from tests.distributed.ranks import logged, run
 from tests.errors import error_text
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -141,6 +141,32 @@ def _connected_over_nccl(rank: int) -> None:
     made.describe(RuntimeError("a peer is gone"), "a bucket")
     made.close()
     assert {entry[0] for entry in FakeNCCL.log} == {"abort"}  # its own work may wait for a peer that is gone
+
+
+def _closed_early_over_nccl(rank: int) -> tuple[list[str], list[int]]:
+    module.backend_for = lambda *_: "nccl"
+    dist.ProcessGroupNCCL = FakeNCCL
+    module.CLOSE_S = 0.05
+    lines, x = logged(), torch.zeros(3)
+    said = []
+    for fails in (False, True):
+        made = Communicator(CPU, dist.group.WORLD, f"closed early {fails}", timedelta(seconds=7))
+        made.start(Exchange.in_place("sum", x), 0)
+        FakeWork.is_completed = lambda _: False
+        if fails:
+            made.describe(RuntimeError("a peer is gone"), "a bucket")
+        made.close()
+        said.append(len(lines))
+    assert [entry[0] for entry in FakeNCCL.log] == ["start", "abort"] * 2
+    return lines, said
+
+
+def test_a_collective_that_close_ends_is_said(tmp_path: Path) -> None:
+    """A step on a slow link may take longer than close() waits, and would have a wrong result in silence."""
+    for rank, (lines, said) in enumerate(run(_closed_early_over_nccl, 2, tmp_path)):
+        assert said == [1, 1]  # an error was said already
+        assert f"the last collective of rank {rank} had not ended 0 s after close(), which has ended it" in lines[0]
+        assert "Call torch.cuda.synchronize() before close()" in lines[0]
 
 
 def test_nccl_connects_before_the_first_step_and_aborts_after_an_error(tmp_path: Path) -> None:
