@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+#: Bytes of tensors that are sent together, at most; a larger tensor is sent alone. They are copied, and a GPU may have
+#: no room for two copies of a model.
+MESSAGE_BYTES = 1 << 28
 
 
 @torch.no_grad()
@@ -18,10 +22,22 @@ def take_from_first_rank(tensors: Iterable[Tensor], group: dist.ProcessGroup) ->
     """
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     for device in dict.fromkeys(tensor.device for tensor in filled):
-        here = [tensor for tensor in filled if tensor.device == device]
-        parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in here]
-        together = torch.cat(parts)
-        dist.broadcast(together, dist.get_global_rank(group, 0), group=group)
-        for tensor, part in zip(here, together.split([part.numel() for part in parts]), strict=True):
-            # A copy, because the part may not be aligned for this dtype.
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+        for some in _messages([tensor for tensor in filled if tensor.device == device]):
+            parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in some]
+            together = torch.cat(parts)
+            dist.broadcast(together, dist.get_global_rank(group, 0), group=group)
+            for tensor, part in zip(some, together.split([part.numel() for part in parts]), strict=True):
+                # A copy, because the part may not be aligned for this dtype.
+                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield consecutive tensors that are sent together."""
+    some: list[Tensor] = []
+    for tensor in tensors:
+        if some and sum(one.nbytes for one in some) + tensor.nbytes > MESSAGE_BYTES:
+            yield some
+            some = []
+        some.append(tensor)
+    if some:
+        yield some

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gqsgd.ddp.unaveraged import average
+from lightning_gqsgd.session import first_rank
 from lightning_gqsgd.session.first_rank import take_from_first_rank
 from tests.distributed.ranks import run
 
@@ -40,6 +41,28 @@ def test_the_values_of_the_first_rank_come_to_their_coordinates_whatever_the_str
     for tensors in run(_taken, 2, tmp_path):
         for tensor, expected in zip(tensors, _tensors(0), strict=True):
             assert torch.equal(tensor, expected)
+
+
+def _taken_in_messages(rank: int) -> list[int]:
+    sizes: list[int] = []
+    broadcast = dist.broadcast
+
+    def noted(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
+        sizes.append(tensor.nbytes)
+        broadcast(tensor, source, group=group)
+
+    first_rank.dist.broadcast = noted
+    first_rank.MESSAGE_BYTES = 150
+    tensors = [*_tensors(rank), torch.arange(10) + rank]  # 96, 96, 40, 1 and 80 bytes
+    take_from_first_rank(tensors, dist.group.WORLD)
+    assert all(torch.equal(one, other) for one, other in zip(tensors, _tensors(0), strict=False))
+    assert tensors[-1].tolist() == list(range(10))
+    return sizes
+
+
+def test_a_model_is_not_copied_as_a_whole(tmp_path: Path) -> None:
+    """A GPU may have no room for a second one."""
+    assert run(_taken_in_messages, 2, tmp_path) == [[96, 96 + 40 + 1, 80]] * 2
 
 
 def _averaged(rank: int) -> list[Tensor]:
