@@ -305,6 +305,7 @@ class GQSGDFSDPState:
             step=self._reductions[f"{counted_by.name} of {group.name}"],
             bucket=self._gather.first_bucket + group.index,
             plan=GatherPlan,
+            is_held=True,  # FSDP keeps the weights until its streams have used them
         )
         engine.reduce(weights, request).wait()
         self.telemetry.expose(begun, moment(weights.device))
@@ -338,6 +339,9 @@ class GQSGDFSDPState:
             bucket=collective.first_bucket + group.index,
             compressed=is_known and step >= self.config.warmup_steps,
             plan=collective.plan,
+            # FSDP keeps the input of a reduce-scatter until its streams have used it; older versions of torch do not
+            # keep the input of the all-reduce hook.
+            is_held=collective is self._scatter,
         )
         collective.engine.reduce(x, request).wait()
         self.telemetry.expose(begun, moment(x.device))

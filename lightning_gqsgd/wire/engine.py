@@ -105,6 +105,7 @@ class Request(NamedTuple):
         watch: a function that is called with the mean as soon as the mean is complete, on the thread and the stream
             that complete the job. It must not change the mean. None if there is no such function.
         plan: the class that cuts the tensor into pieces, and says what is done with them.
+        is_held: whether the caller waits for the job before it lets go of the tensor; see `Job`.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Request(NamedTuple):
     varies: bool = False
     watch: Callable[[Tensor], None] | None = None
     plan: type[Plan] = Plan
+    is_held: bool = False
 
     def alone(self) -> Request:
         """Returns the request for a tensor of one segment, without the configurations of other segments."""
@@ -426,6 +428,7 @@ class Engine:
             threads=1 if len(starts) == 1 or request.configs[0].remembers else self._threads,
             connections=connections,
             is_direct=is_direct,
+            is_held=request.is_held,
         )
 
     def _comparison(self, agreement: Card | Stamp | None, *, at_once: bool = False) -> Start | None:

@@ -93,6 +93,9 @@ class Job:
             that they change, such as a memory.
         connections: number of connections that the pieces use in turns.
         is_direct: whether the calling thread starts the job's only exchange, which needs no codec; see `wire.direct`.
+        is_held: whether the caller calls `wait`, and keeps the tensor until then. On a GPU, PyTorch is not told then
+            that the job's stream uses the tensor's memory. It would give that memory to nobody before the GPU has
+            caught up with the host.
         error: the error, once complete.
     """
 
@@ -109,23 +112,28 @@ class Job:
     threads: int = 1
     connections: int = 1
     is_direct: bool = False
+    is_held: bool = False
 
     def __post_init__(self) -> None:
-        # The future of a CUDA tensor has to know the device, so that `wait` synchronises streams and not the host.
-        devices: list[int | str | torch.device] | None = [self.tensor.device] if self.tensor.is_cuda else None
+        # The future of a CUDA tensor has to know the device, so that `wait` synchronises streams and not the host. It
+        # also tells PyTorch which streams use the tensor's memory.
+        knows = self.tensor.is_cuda and not self.is_held
+        devices: list[int | str | torch.device] | None = [self.tensor.device] if knows else None
         self._done: torch.futures.Future[Tensor | None] = torch.futures.Future(devices=devices)
         self.error: BaseException | None = None
         self._submitted = time.perf_counter()
         self._arrived = moment(self.tensor.device)
+        self._ended = self._arrived
         self._stream: torch.cuda.Stream | None = None
         self.left = len(self.pieces) + (self.agreement is not None)
 
     @property
     def future(self) -> torch.futures.Future[Tensor]:
-        """The future that completes with the tensor, or with the error."""
+        """The future that completes with the tensor, or with the error. If ``is_held``, it has no tensor."""
         # An error that is raised in a `then` reaches C++ as an error; `Future.set_exception` would pass it as a value.
         succeeded = self._done.done() and self.error is None
-        return cast("torch.futures.Future[Tensor]", self._done) if succeeded else self._done.then(self._result)
+        done = self._done if succeeded else self._done.then(self._result)
+        return cast("torch.futures.Future[Tensor]", done)
 
     @property
     def is_over(self) -> bool:
@@ -140,7 +148,8 @@ class Job:
             stream.wait_event(cast("torch.cuda.Event", self._arrived))
             # Otherwise, the caching allocator could reuse the memory of the freed tensor while this stream still uses
             # it.
-            self.tensor.record_stream(stream)
+            if not self.is_held:
+                self.tensor.record_stream(stream)
 
     def wait(self) -> Tensor:
         """Wait for the tensor and return it. On a GPU, the current stream waits.
@@ -154,9 +163,13 @@ class Job:
         except Exception:
             if self._stream is not None:  # a future with an error lets no stream wait
                 torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
+                if self.is_held:
+                    self.tensor.record_stream(self._stream)  # the caller may let go of the tensor at once
             if self.error is None:
                 raise
             raise self.error from None
+        if self.is_held and self._stream is not None:
+            torch.cuda.current_stream(self.tensor.device).wait_event(cast("torch.cuda.Event", self._ended))
         return self.tensor
 
     def context(self) -> AbstractContextManager[object]:
@@ -181,7 +194,10 @@ class Job:
                 elif error is not None and not (self.kept_if_refused and isinstance(error, ConfigError)):
                     self.tensor.fill_(torch.nan)  # never a mixture of averaged and local gradients
                 self._count()
-                self._done.set_result(self.tensor)  # on a GPU, complete when the job's stream reaches this point
+                # On a GPU, the tensor is complete when the job's stream reaches this point.
+                if self.is_held:
+                    self._ended = moment(self.tensor.device)
+                self._done.set_result(self._value)
         except Exception as cause:  # e.g. the GPU has failed, so that a future cannot hold its tensors any more
             self.error = error or cause
             logger.critical("gqsgd: %s: the result on %s cannot be written: %s", self.name, self.tensor.device, cause)
@@ -194,10 +210,15 @@ class Job:
             self.telemetry.expose(self._arrived, moment(self.tensor.device))
             self.telemetry.end_step()
 
-    def _result(self, _: object) -> Tensor:
+    @property
+    def _value(self) -> Tensor | None:
+        """The value of the future: the tensor, or None if nobody but `wait` asks for it."""
+        return None if self.is_held else self.tensor
+
+    def _result(self, _: object) -> Tensor | None:
         if self.error is not None:
             raise self.error
-        return self.tensor
+        return self._value
 
 
 class _Piece:

@@ -224,6 +224,29 @@ def test_a_step_makes_no_plan_that_the_step_before_has_made(tmp_path: Path) -> N
     assert later == [0, 0]
 
 
+def _held(rank: int) -> set[tuple[str, bool]]:
+    found = set()
+    reduce = Engine.reduce
+
+    def noted(engine: Engine, x: torch.Tensor, request: Request) -> Any:
+        found.add((request.name.partition(" of ")[0], request.is_held))
+        return reduce(engine, x, request)
+
+    Engine.reduce = noted
+    on = mesh(2)
+    model = sharded(on["shard"], padded())
+    state = register_gqsgd_fsdp(model, replicate=on["replicate"], **GATHERED)
+    once(model, rank)
+    state.close()
+    return found
+
+
+def test_tensors_that_fsdp_keeps_are_held(tmp_path: Path) -> None:
+    """They are of whole modules. FSDP frees them in the order of its own streams, so that it needs little memory."""
+    expected = {("all-gather", True), ("reduce-scatter", True), ("all-reduce", False)}
+    assert run_alike(_held, 4, tmp_path) == expected
+
+
 def _whole_replicas(rank: int) -> str:
     on = mesh(2)
     model = sharded(on["shard"], padded())

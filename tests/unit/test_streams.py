@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -189,6 +190,30 @@ def test_an_error_makes_the_result_nan_on_the_job_s_stream(cuda: FakeCuda) -> No
     assert str(later.error) == "bucket, after an earlier failure, broke"
     assert later.tensor.isnan().all()
     assert len(wire.done) == asked  # other ranks are elsewhere
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_tensor_that_its_caller_keeps_is_named_to_no_stream(cuda: FakeCuda, backend: str) -> None:
+    """PyTorch would not give its memory to others before the GPU has caught up with the host."""
+    wire = Wire(cuda, backend)
+    runner = runner_for(wire)  # type: ignore[arg-type]
+    one, broken = job(wire, 0), job(wire, 1, fails=True)
+    held = [replace(each, is_held=True) for each in (one, broken)]
+    caller = cuda.new_stream()
+    runner.submit(wire, held[0])  # type: ignore[arg-type]
+    with cuda.stream(caller):
+        assert held[0].wait() is one.tensor
+    (own,) = {where for where, _ in wire.done}
+    assert caller.waited_for == [own]
+    assert not hasattr(one.tensor, "streams")
+    assert not cuda.results
+    runner.submit(wire, held[1])  # type: ignore[arg-type]
+    with cuda.stream(caller), pytest.raises(RuntimeError, match="broke"):
+        held[1].wait()
+    (after,) = {where for where, _ in wire.done if where != own} or {own}
+    assert caller.waited_for == [own, after]
+    assert broken.tensor.streams == [after]  # it becomes NaN there, and its caller lets go of it
+    release(runner)
 
 
 def test_a_gpu_that_has_failed_completes_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
