@@ -16,13 +16,18 @@ DEVICE = torch.device("cuda", 0)
 
 
 class FakeStream:
-    """Keeps what it was told to wait for: the streams on which events were recorded, or streams."""
+    """Keeps what it was told to wait for: the streams on which events were recorded, or streams. ``host_has_waited``
+    says whether the host has waited for it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.device = DEVICE
         self.priority = 0
         self.waited_for: list[str] = []
+        self.host_has_waited = False
+
+    def synchronize(self) -> None:
+        self.host_has_waited = True
 
     def wait_stream(self, other: FakeStream) -> None:
         self.waited_for.append(other.name)

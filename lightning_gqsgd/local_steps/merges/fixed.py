@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,8 +50,9 @@ class FixedMembers(Members):
             return Quorum(self._engine.rank)
         if isinstance(request, Gather):
             communicator = self._engine.communicator
-            row = request.row.to(communicator.control_device)
-            return communicator.gather(row, "gathering what ranks tell each other in a merge").cpu()
+            with self._beside():
+                row = request.row.to(communicator.control_device)
+                return communicator.gather(row, "gathering what ranks tell each other in a merge").cpu()
         if isinstance(request, Sum):
             return self._sum(request)
         if isinstance(request, Commit) and request.is_good:
@@ -74,6 +77,21 @@ class FixedMembers(Members):
             segments=request.segments,
             step=request.number,
         )
-        mean = self._engine.reduce(request.x, asked).wait()
+        job = self._engine.reduce(request.x, asked)
+        with self._beside():
+            mean = job.wait()
+            if self._stream is not None:
+                self._stream.synchronize()
         self._engine.plans.trim()
         return mean.mul_(self._engine.world_size)
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """Returns the context of `_stream`. Does nothing if there is none."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream | None:
+        """The stream that waits for the other ranks; None if the host does. All threads of a process have the same
+        default stream, on which the model is trained during a merge."""
+        device = self._engine.communicator.control_device
+        return torch.cuda.Stream(device) if device.type == "cuda" else None
