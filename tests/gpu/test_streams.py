@@ -67,10 +67,10 @@ class Bench:
         self.plan, self.telemetry = _plan(self.config, 1, torch.float32), Telemetry()
         self.store = new_store(setting_of(self.config, 1, torch.float32), {}, DEVICE)
 
-    def submit(self, x: Tensor, step: int) -> Job:
+    def submit(self, x: Tensor, step: int, is_held: bool = False) -> Job:
         counters = self.telemetry.bucket(0)
         starts = self.plan.starts(x, 0, step, self.store, counters, self.telemetry)
-        job = Job(x, starts, f"tensor {step}", counters, self.telemetry, ends_step=True)
+        job = Job(x, starts, f"tensor {step}", counters, self.telemetry, ends_step=True, is_held=is_held)
         self.runner.submit(self.communicator, job)
         return job
 
@@ -126,6 +126,20 @@ def test_a_result_waits_for_a_late_gradient_and_the_host_for_nothing(bench: Benc
     synchronise()
     assert difference(seen, _expected(bench.config, source, 3)) == "", "the result was read too early, or is wrong"
     assert mean.data_ptr() == x.data_ptr(), "the mean is not in the gradient's place"
+
+
+def test_a_tensor_that_its_caller_keeps_is_waited_for_as_well(bench: Bench) -> None:
+    source = gradient(4, NUMEL, torch.float32)
+    ready, x = source.to(DEVICE), torch.zeros(NUMEL, device=DEVICE)
+    synchronise()
+    keep_busy()
+    x.copy_(ready)
+    job = bench.submit(x, 6, is_held=True)
+    seen = job.wait().clone()
+    assert is_waiting(), "the host waited for the device"
+    del job, x
+    synchronise()
+    assert difference(seen, _expected(bench.config, source, 6)) == "", "the result was read too early, or is wrong"
 
 
 def test_many_tensors_in_a_row(bench: Bench) -> None:
