@@ -118,14 +118,18 @@ def uncompressed(setting: Setting) -> Setting:
     """Returns the setting for uncompressed parameters. It is a setting of `TwoShot`, which adds in rank order for all
     buckets, or of `Native` if the codec is `FloatCodec`.
 
-    No coordinate is quantised, so the codec has its default numbers. The codec is kept, so that no other kernel has to
-    be compiled. A biased codec would need a memory, so it is replaced by companded codes.
+    No coordinate is quantised. The codec is kept, so that no other kernel has to be compiled: those of a GPU are
+    compiled for the numbers of a codec. A biased codec would need a memory, so it is replaced by companded codes.
     """
-    reducer = Native if isinstance(setting.codec, FloatCodec) else TwoShot
-    codec: type[Codec] = CompandedCodec if setting.codec.biased_by else type(setting.codec)
+    codec = setting.codec
+    is_float = isinstance(codec, FloatCodec)
+    if is_float:
+        codec = FloatCodec.of(FloatCodec.default_bits)
+    elif codec.biased_by:
+        codec = CompandedCodec.of(CompandedCodec.default_bits)
     return Setting(
-        reducer,
-        codec.of(codec.default_bits),
+        Native if is_float else TwoShot,
+        codec,
         setting.ranks,
         setting.dtype,
         setting.block_size,

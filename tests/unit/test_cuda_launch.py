@@ -4,21 +4,31 @@ nothing changed that they are compiled for."""
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve, setting_of
+from lightning_gqsgd.kernels import cpu
+from lightning_gqsgd.kernels import cuda as cuda_kernels
 from lightning_gqsgd.kernels.cuda import launch, tiles
 from lightning_gqsgd.kernels.cuda.constants import Constants, number_of, shape_of
-from lightning_gqsgd.kernels.layout import Segment, cut
+from lightning_gqsgd.kernels.layout import PieceSize, Segment, cut
 from lightning_gqsgd.kernels.wire import NO_ORIGIN, Origin
-from tests.unit.fake_cuda import FakeCuda, cuda, on_gpu
+from lightning_gqsgd.reducers import new_store, setting_for
+from lightning_gqsgd.wire import compiling
+from lightning_gqsgd.wire.compiling import settings_of
+from lightning_gqsgd.wire.plan import Plan, ScatterPlan
+from tests.unit.fake_cuda import DEVICE, FakeCuda, cuda, on_gpu
 
 __all__ = ["cuda"]
 
 C = Constants(number_of(torch.float32), shape_of(64), None)
+CPU = torch.device("cpu")
 X = torch.zeros(256)
 
 
@@ -149,3 +159,45 @@ def test_counters_are_at_zero_and_used_once() -> None:
     assert all(int(one) == 0 and one.data_ptr() % 16 == 0 for one in counters)
     counters[0] += 1
     assert int(sum(counters[1:])) == 0
+
+
+#: Configurations, ranks, and plans whose uncompressed steps need no kernel that compressed ones do not need.
+STARTS: list[tuple[dict[str, Any], int, type[Plan]]] = [
+    *[({"bits": bits, "reducer": "two_shot"}, 3, plan) for bits in (8, 4, 2) for plan in (Plan, ScatterPlan)],
+    ({"bits": 4, "reducer": "gather", "warmup_steps": 1}, 2, Plan),
+    ({"bits": 4, "reducer": "sum"}, 3, Plan),
+    ({"bits": 4, "reducer": "hierarchical", "node_size": 2}, 4, Plan),
+]
+
+
+@pytest.mark.parametrize(("fields", "ranks", "plan"), STARTS, ids=lambda one: getattr(one, "__name__", str(one)))
+def test_whatever_a_step_launches_was_compiled_at_the_start(
+    fields: dict[str, Any], ranks: int, plan: type[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are compiled for constants, kinds of tiles, dtypes, alignments, and which arguments are None."""
+    launched: set[tuple[Any, ...]] = set()
+
+    def start(kernel: Any, c: Constants, programs: int, *arguments: Any, **constants: Any) -> None:
+        forms = [(one.dtype, one.data_ptr() % 16 == 0) if isinstance(one, Tensor) else one is None for one in arguments]
+        launched.add((kernel, c, constants.get("KIND"), *forms))
+
+    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setitem(sys.modules, cpu.__name__, cuda_kernels)
+    config = resolve(GQSGDConfig(**fields), ranks)
+    for setting in settings_of(config, torch.float32, DEVICE, ranks):
+        part = compiling.every_tile(setting.block_size, setting.ranks // plan.parts(setting.ranks))
+        monkeypatch.setattr(compiling, "_SEGMENTS", part)
+        compiling.run_once(setting, CPU, plan)
+    compiled = set(launched)
+    assert compiled
+    setting = setting_of(config, ranks, torch.float32, PieceSize(1500, 1500))
+    for compressed in (True, False):
+        for numels in ((4096,), (1000, 7, 513), (9,), (4096, 3, 8192), (1,)):
+            part = tuple(Segment(number, numel, numel < 10 or not compressed) for number, numel in enumerate(numels))
+            segments = part * plan.parts(ranks)
+            of_step = setting_for(setting, compressed=compressed)
+            for offset in (0, 1):
+                total = sum(one.numel for one in segments)
+                gradients = [torch.zeros(total + offset)[offset:] for _ in range(ranks)]
+                plan(segments, of_step).average(gradients, 0, [new_store(of_step, {}, CPU)] * ranks)
+    assert not launched - compiled
