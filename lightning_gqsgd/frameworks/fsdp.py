@@ -104,6 +104,14 @@ class _Collective:
     plan: type[Plan] = Plan
     dither: str = ""
 
+    @property
+    def to_compile(self) -> list[GQSGDConfig]:
+        """The configurations whose kernels are compiled. Those of gradients begin with a step without compression,
+        because modules of which some parameters got no gradient are reduced uncompressed in any step."""
+        if self.plan is GatherPlan:
+            return self.configs
+        return [replace(one, warmup_steps=max(1, one.warmup_steps)) for one in self.configs]
+
     def reseed(self, seed: int) -> None:
         """Derive the seed from that of the user's configuration. The dither has to be independent of that of other
         replicas, of the mean over replicas, which rounds the results of reduce-scatters, and of other tensors."""
@@ -451,7 +459,7 @@ class GQSGDFSDPState:
             if self._average is not None and not self._has_met:
                 replicas["values of parameters (replicas have to start alike)"] = parameter_bits(self._groups)
             meeting.agree([facts, *([replicas] if self._replicas is not None else [])])
-            needed = [Kernels(one.engine, one.configs, one.plan) for one in self._collectives]
+            needed = [Kernels(one.engine, one.to_compile, one.plan) for one in self._collectives]
             compile_together(meeting, needed, [x.dtype])
         self._has_met.add(x.dtype)
 

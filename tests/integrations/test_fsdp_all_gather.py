@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
 from lightning_gqsgd.wire import plan
 from lightning_gqsgd.wire.communicator import CollectiveError
@@ -222,6 +222,27 @@ def test_a_step_makes_no_plan_that_the_step_before_has_made(tmp_path: Path) -> N
     first, *later = run_alike(_plans_made, 2, tmp_path)
     assert first > 2
     assert later == [0, 0]
+
+
+def _compiled(rank: int) -> set[tuple[str, int]]:
+    found = set()
+    compile_one = Engine.compile
+
+    def noted(engine: Engine, config: GQSGDConfig, dtype: torch.dtype, of: type[plan.Plan] = plan.Plan) -> None:
+        found.add((of.__name__, config.warmup_steps))
+        compile_one(engine, config, dtype, of)
+
+    Engine.compile = noted
+    model = sharded(mesh(1)["shard"], padded())
+    state = register_gqsgd_fsdp(model, **GATHERED)
+    once(model, rank)
+    state.close()
+    return found
+
+
+def test_kernels_of_uncompressed_gradients_are_compiled_before_they_are_needed(tmp_path: Path) -> None:
+    """A module may be reduced uncompressed in any step, and weights are always compressed."""
+    assert run_alike(_compiled, 2, tmp_path) == {("ScatterPlan", 1), ("GatherPlan", 0)}
 
 
 def _held(rank: int) -> set[tuple[str, bool]]:
