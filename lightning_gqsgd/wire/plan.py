@@ -410,7 +410,7 @@ class _Cached:
 class PlanCache:
     """A cache of plans, by `PlanKey`.
 
-    The tables of a plan are stored three times. Each copy takes about a quarter of a byte per coordinate.
+    The tables of a plan are stored three times. Each copy takes half a byte per coordinate, with blocks of 128.
     """
 
     def __init__(self) -> None:
