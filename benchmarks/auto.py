@@ -26,8 +26,8 @@ from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_
 from benchmarks.report import Report, command_line
 from benchmarks.training import MODELS, Model, batch_of
 from lightning_gqsgd.ddp.hook import register_gqsgd
+from lightning_gqsgd.wire.processors import processors
 from netlab.lab import reshape_own_link
-from netlab.machine import cores
 
 PLAIN, AUTO = "ddp", "gqsgd_auto"
 #: Torch's hooks, by name.
@@ -173,10 +173,10 @@ def measure(options: argparse.Namespace) -> Report:
     if options.changes:
         _measure_changes(options, report)
     load = os.getloadavg()[2]
-    if load > 1.5 * cores():  # the benchmark alone is about one busy process for each of its two hosts
+    if load > 1.5 * processors():  # the benchmark alone is about one busy process for each of its two hosts
         report.notes = (
             *report.notes,
-            f"Other programs ran meanwhile: the load over the last 15 minutes was {load:.0f} on {cores()} cores.",
+            f"Other programs ran meanwhile: the load over the last 15 minutes was {load:.0f} on {processors()} cores.",
         )
     return report
 

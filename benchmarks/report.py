@@ -22,7 +22,8 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from lightning_gqsgd.errors import counted
-from netlab.machine import cores, device_name
+from lightning_gqsgd.wire.processors import processors
+from netlab.machine import device_name
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -136,7 +137,7 @@ def present(
 
 def machine() -> str:
     """Processor, number of cores and versions."""
-    processor, number = device_name(on_cuda=False), counted(cores(), "core")
+    processor, number = device_name(on_cuda=False), counted(processors(), "core")
     return f"{processor}, {number}, torch {torch.__version__}, numba {numba.__version__}"
 
 

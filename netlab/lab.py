@@ -4,7 +4,7 @@ Each host is a namespace with one interface. A veth pair joins the interface to 
 its own, which the rules of the machine's firewall do not reach. A token bucket (tc tbf) at each end of each pair shapes
 what the host sends and what the host receives. With a latency, a process that holds packets takes the bridge's place
 (`netlab.switch`), because not every kernel has netem. With a share of the processors, a host's processes are in a
-control group (`netlab.processors`).
+control group (`netlab.shares`).
 
 A lab needs Linux, root and iproute2.
 """
@@ -26,9 +26,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from netlab import processors
+from lightning_gqsgd.wire.processors import processors
+from netlab import shares
 from netlab.errors import NetLabError as NetLabError
-from netlab.machine import cores
 from netlab.units import parse_cpus, parse_delays
 from netlab.units import parse_rate as parse_rate
 
@@ -89,13 +89,13 @@ class NetLab:
         #: Seconds of one-way latency between two hosts, and by how many it varies.
         self.latency_s, self.jitter_s = parse_delays(latency, jitter)
         #: Processors of each host; None where there is no limit.
-        self.cpus = [parse_cpus(one, cores()) for one in _for_each_host("cpus", cpus or "none", hosts)]
+        self.cpus = [parse_cpus(one, processors()) for one in _for_each_host("cpus", cpus or "none", hosts)]
         if on_cores is not None:
             _check_cores(on_cores, hosts)
         self._on_cores = on_cores
         self._name = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
         self._processes: list[subprocess.Popen[str]] = []
-        self._shares: dict[int, processors.Share] = {}
+        self._shares: dict[int, shares.Share] = {}
         self._switch: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> NetLab:
@@ -128,7 +128,7 @@ class NetLab:
         """The environment variables that torchrun would set for a process of a host."""
         ranks = self.hosts * self.ranks_per_host
         # All hosts share the cores of this machine.
-        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, processors() // ranks)))
         return {
             "RANK": str(host * self.ranks_per_host + local_rank),
             "WORLD_SIZE": str(ranks),
@@ -242,7 +242,7 @@ class NetLab:
         """
         if host not in self._shares:
             raise NetLabError(f"host {host} was made without cpus; give them to NetLab, as any number")
-        self._shares[host].limit(parse_cpus(cpus, cores()))
+        self._shares[host].limit(parse_cpus(cpus, processors()))
 
     def measure(self, nbytes: int = 20_000_000) -> float:
         """Bits per second of goodput of one TCP connection from host 1 to host 0, which sends ``nbytes`` bytes.
@@ -295,9 +295,7 @@ class NetLab:
                 for namespace, device in self._ends(host):
                     _shape(namespace, device, rate)
             if cpus is not None:
-                self._shares[host] = processors.Share(
-                    name, cpus, None if self._on_cores is None else self._on_cores[host]
-                )
+                self._shares[host] = shares.Share(name, cpus, None if self._on_cores is None else self._on_cores[host])
         if self.latency_s:
             self._start_switch(switch)
 
@@ -352,10 +350,10 @@ def _for_each_host(name: str, given: str | Sequence[str], hosts: int) -> Sequenc
 
 
 def _check_cores(on_cores: Sequence[int], hosts: int) -> None:
-    if len(on_cores) != hosts or not set(on_cores) <= set(range(cores())):
+    if len(on_cores) != hosts or not set(on_cores) <= set(range(processors())):
         raise NetLabError(
-            f"on_cores={list(on_cores)} must have a number from 0 to {cores() - 1}, the cores of this machine, for "
-            f"each of {hosts} hosts"
+            f"on_cores={list(on_cores)} must have a number from 0 to {processors() - 1}, the cores of this machine, "
+            f"for each of {hosts} hosts"
         )
 
 
@@ -393,7 +391,7 @@ def reshape_own_link(text: str) -> None:
 def remove_leftovers() -> None:
     """Remove the labs of processes that were killed before they could remove their lab."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)  # noqa: S607
-    names = [*listed.stdout.splitlines(), *processors.names(f"{PREFIX}-")]
+    names = [*listed.stdout.splitlines(), *shares.names(f"{PREFIX}-")]
     for name in re.findall(rf"^({PREFIX}-\d+)-\S+", "\n".join(names), re.MULTILINE):
         if not os.path.exists(f"/proc/{name.split('-')[1]}"):
             _remove_lab(name)
@@ -411,7 +409,7 @@ def _remove_lab(lab: str) -> None:
             with suppress(ProcessLookupError):  # the process may have ended since it was listed
                 os.kill(int(pid), signal.SIGKILL)
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)  # noqa: S607
-    processors.remove(f"{lab}-")
+    shares.remove(f"{lab}-")
 
 
 def _check_machine() -> None:

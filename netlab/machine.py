@@ -1,18 +1,11 @@
-"""The machine that all processes of a run share: the number of its cores, and the names of its devices."""
+"""The names of the devices of the machine that all processes of a run share."""
 
 from __future__ import annotations
 
 import platform
 from pathlib import Path
 
-from lightning_gqsgd.wire.processors import processors
-
 _CPU_FACTS = Path("/proc/cpuinfo")
-
-
-def cores() -> int:
-    """Number of cores that this process may use, at least 1; see `lightning_gqsgd.wire.processors`."""
-    return processors()
 
 
 def processor_name() -> str:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from netlab.machine import cores
+from lightning_gqsgd.wire.processors import processors
 from recipes.data.sources import announce_fallback
 from recipes.data.splits import stratified
 from recipes.data.task_data import TaskData
@@ -307,7 +307,7 @@ class ImageFolderData(TaskData):
 
     def _free_cores(self) -> int:
         processes = self.trainer.num_devices if self.trainer is not None else 1
-        return max(0, cores() // processes - 1)
+        return max(0, processors() // processes - 1)
 
 
 def split_folders(root: Path) -> tuple[Path, Path]:

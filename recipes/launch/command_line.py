@@ -16,8 +16,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.wire.processors import processors
 from netlab.lab import NetLabError
-from netlab.machine import cores
 from recipes.configuration import check_configuration
 from recipes.data.sizes import check_known_samples
 from recipes.errors import DivergedError, OverrideError, RecipeError
@@ -235,7 +235,7 @@ def _say_what_comes(cfg: DictConfig, checkpoint: str | None) -> None:
     where = f"{counted(nodes, 'node')}, " if nodes > 1 else ""
     say(
         f"{cfg.title} under {cfg.strategy.name}: {processes}, {where}hardware={cfg.hardware.name}, "
-        f"{counted(cores(), 'core')} here; loading torch and Lightning ..."
+        f"{counted(processors(), 'core')} here; loading torch and Lightning ..."
     )
     if checkpoint:
         say(f"goes on from {checkpoint}")

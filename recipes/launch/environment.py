@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
-from netlab.machine import cores
+from lightning_gqsgd.wire.processors import processors
 from recipes.launch.hardware import HardwareError, variables
 
 
@@ -64,7 +64,7 @@ def set_threads(threads: int | None, local_processes: int, environment: MutableM
     if threads is None and environment.get("OMP_NUM_THREADS", "").isdecimal():
         threads = int(environment["OMP_NUM_THREADS"])
     if threads is None:
-        threads = max(1, cores() // max(1, int(environment.get("LOCAL_WORLD_SIZE", local_processes))))
+        threads = max(1, processors() // max(1, int(environment.get("LOCAL_WORLD_SIZE", local_processes))))
     import torch  # here, not above: the environment of a profile is set before torch is imported
 
     environment["OMP_NUM_THREADS"] = str(threads)  # Lightning sets a number of its own where the variable is missing

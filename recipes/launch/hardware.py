@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_gqsgd.errors import counted
+from lightning_gqsgd.wire.processors import processors
 from netlab.lab import parse_rate
-from netlab.machine import cores
 from recipes.errors import RecipeError, typed
 from recipes.launch.processes import gpus, local_processes
 
@@ -120,12 +120,12 @@ def _check_cores(config: Mapping[str, Any]) -> None:
     """Refuse a number of processes that would keep this machine busy with imports for minutes."""
     trainer, lab = config["trainer"], config["hardware"]["name"] == NETLAB
     here = local_processes("cpu", trainer["devices"]) * (trainer["num_nodes"] if lab else 1)
-    most = MOST_PER_CORE * cores()
+    most = MOST_PER_CORE * processors()
     if here > most:
         asked = f"hardware.nodes={trainer['num_nodes']} times trainer.devices" if lab else "trainer.devices"
         raise HardwareError(
-            f"{asked}={trainer['devices']} asks for {here} processes on {counted(cores(), 'core')}, which are busy "
-            f"for minutes before the first step; take at most {most}, {MOST_PER_CORE} per core"
+            f"{asked}={trainer['devices']} asks for {here} processes on {counted(processors(), 'core')}, which are "
+            f"busy for minutes before the first step; take at most {most}, {MOST_PER_CORE} per core"
         )
 
 

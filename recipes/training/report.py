@@ -17,7 +17,8 @@ from rich.markup import escape
 
 from lightning_gqsgd import __version__
 from lightning_gqsgd.errors import counted
-from netlab.machine import cores, device_name
+from lightning_gqsgd.wire.processors import processors
+from netlab.machine import device_name
 from recipes.comparison.plots import save_curves
 from recipes.comparison.results import Run, read_rows
 from recipes.data.task_data import TaskData
@@ -57,7 +58,7 @@ def machine_facts(accelerator: str) -> dict[str, Any]:
     on_cuda = accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available()
     return {
         "device": device_name(on_cuda=on_cuda),
-        "cores": cores(),
+        "cores": processors(),
         "threads": torch.get_num_threads(),
         "versions": {
             "python": platform.python_version(),

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import netlab.lab
-from netlab import machine, processors
+from netlab import machine, shares
 from netlab.lab import NetLab, NetLabError, parse_rate
 from netlab.ranks import run_everywhere
 from netlab.units import parse_cpus, parse_delays
@@ -109,11 +109,11 @@ def test_both_versions_of_control_groups_get_the_limit(
     root = tmp_path / "groups"
     root.mkdir()
     (tmp_path / "mounts").write_text(f"proc /proc proc rw 0 0\ncgroup {root} {kind} {options} 0 0\n")
-    monkeypatch.setattr(processors, "_MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(shares, "_MOUNTS", tmp_path / "mounts")
     if kind == "cgroup2":
         (root / "cgroup.controllers").write_text("cpu memory\n")
         (root / "cgroup.subtree_control").write_text("memory\n")
-    share = processors.Share("one", 0.25)
+    share = shares.Share("one", 0.25)
     written = {file.name: file.read_text() for file in (root / "one").iterdir()}
     if kind == "cgroup2":
         assert (root / "cgroup.subtree_control").read_text() == "+cpu"
@@ -134,13 +134,13 @@ def test_a_host_without_a_share_cannot_become_slower() -> None:
 
 def test_a_machine_without_control_groups_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mounts").write_text("cgroup /sys/fs/cgroup/pids cgroup rw,pids 0 0\n")
-    monkeypatch.setattr(processors, "_MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(shares, "_MOUNTS", tmp_path / "mounts")
     with pytest.raises(NetLabError, match="no control group of this machine limits processor time.*leave cpus out"):
-        processors.find_root()
-    assert processors.names("gqsgd-") == []
+        shares.find_root()
+    assert shares.names("gqsgd-") == []
     (tmp_path / "mounts").write_text(f"cgroup {tmp_path}/gone cgroup rw,cpu 0 0\n")
     with pytest.raises(NetLabError, match=r"cpus=0.5 needs a control group, and .*/gone takes none.*leave cpus out"):
-        processors.Share("one", 0.5)
+        shares.Share("one", 0.5)
 
 
 def test_command_line_wants_a_command() -> None:
@@ -317,8 +317,8 @@ def test_a_hosts_processes_together_get_its_share_of_the_processors() -> None:
         assert len(seconds) == 2
         assert sum(seconds) < 0.5  # without a limit, up to 3
         name = lab.namespace(1)
-        assert processors.names(name) == [name]
-    assert not processors.names(name)
+        assert shares.names(name) == [name]
+    assert not shares.names(name)
 
 
 @needs_root
@@ -456,4 +456,4 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals, tmp_path: Path) 
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{file.read_text()}")
     assert f"{netlab.lab.PREFIX}-{driver.pid}-" not in _namespaces()
-    assert not processors.names(f"{netlab.lab.PREFIX}-{driver.pid}-")
+    assert not shares.names(f"{netlab.lab.PREFIX}-{driver.pid}-")

@@ -157,7 +157,7 @@ def test_companions_of_archives_are_no_images(pictures: Path) -> None:
 def test_workers_have_the_cores_that_training_leaves(
     pictures: Path, monkeypatch: pytest.MonkeyPatch, cores: int, processes: int, workers: int
 ) -> None:
-    monkeypatch.setattr(image_folder, "cores", lambda: cores)
+    monkeypatch.setattr(image_folder, "processors", lambda: cores)
     data = _ready(pictures, workers=None)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     trainer: Any = SimpleNamespace(num_devices=processes, world_size=1, strategy=strategy)

@@ -217,7 +217,7 @@ def test_a_mistake_is_one_line_with_its_remedy(refusal: Callable[..., str], argu
 def test_more_processes_than_a_machine_can_start_are_refused(
     refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "cores", lambda: 2)
+    monkeypatch.setattr(hardware, "processors", lambda: 2)
     line = refusal("trainer.devices=64")
     assert line.startswith("HardwareError: trainer.devices=64 asks for 64 processes on 2 cores")
     assert line.endswith("take at most 16, 8 per core")
