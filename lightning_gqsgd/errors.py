@@ -53,9 +53,8 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of an error's text, at most 200 characters; the error's type if it has no text."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+    """Returns the first line of an error's text; the error's type if it has no text."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def in_ms(seconds: float) -> str:

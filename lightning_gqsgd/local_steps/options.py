@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_gqsgd.errors import ConfigError, check_integer, check_one_of, check_real, plain_integer
+from lightning_gqsgd.errors import ConfigError, check_integer, check_one_of, check_real, first_line, plain_integer
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.outer import OuterOptimizer, check_outer
 from lightning_gqsgd.local_steps.rules import Rule, parse_rule
@@ -252,7 +252,6 @@ def _check_device(device: torch.device | str | None) -> None:
     try:
         kind = torch.device(device).type
     except (RuntimeError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"anchor_device={device!r} is not a device ({reason}); {remedy}") from None
+        raise ConfigError(f"anchor_device={device!r} is not a device ({first_line(error)}); {remedy}") from None
     if kind == "meta":
         raise ConfigError(f"anchor_device={device!r} has no memory; {remedy}")

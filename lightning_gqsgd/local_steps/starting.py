@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, first_line
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.local_steps.fragments import Entry, Fragment, fragments_of
 from lightning_gqsgd.local_steps.inner_state import compares_steps
@@ -143,9 +143,9 @@ def check_anchor_device(device: torch.device | str | None) -> None:
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError if this torch was built without it
-        reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"anchor_device={device!r} is not here ({reason}); give 'cpu', or the device of a GPU of this machine"
+            f"anchor_device={device!r} is not here ({first_line(error)}); give 'cpu', or the device of a GPU of this "
+            "machine"
         ) from error
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from lightning_gqsgd.errors import first_line
 from recipes.comparison.finished import Finished, Found
 from recipes.comparison.grouping import grouping
 from recipes.comparison.plan import Plan
@@ -90,7 +91,7 @@ def publish_runs(shown: Shown, metric: Metric, title: str, files: Sequence[Path]
         try:
             lines = step()
         except Exception as error:  # W&B and its transports raise several families of errors
-            console.print(f"W&B: {_sentence(error)}", style="yellow", highlight=False)
+            console.print(f"W&B: {first_line(error)}", style="yellow", highlight=False)
             continue
         for line in lines:
             console.print(f"W&B: {line}", highlight=False)
@@ -261,8 +262,3 @@ def _workspace(shown: Shown, metric: Metric, files: Sequence[Path]) -> list[str]
     if url:
         return [f"workspace {url}"]
     return [f"workspace {file}", f"create the workspace after `wandb login` with: {definition.command}"]
-
-
-def _sentence(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_gqsgd.errors import first_line
 from pictures.style import COLOURS
 from recipes.files import read_json
 from recipes.loggers.wandb_client import wandb_mode
@@ -113,8 +114,9 @@ def save_workspace(definition: Definition, file: Path) -> str | None:
         workspace.save()
         url = str(workspace.url)
     except Exception as error:  # W&B, its transports and its models raise several families of errors
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise WorkspaceError(f"W&B has not taken the workspace: {reason.rstrip('.')}; it is in {file}") from error
+        raise WorkspaceError(
+            f"W&B has not taken the workspace: {first_line(error).rstrip('.')}; it is in {file}"
+        ) from error
     _write(definition, workspace, file, url)
     return url
 

@@ -15,7 +15,7 @@ from lightning.pytorch.profilers import Profiler
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lightning_gqsgd.errors import did_you_mean
+from lightning_gqsgd.errors import did_you_mean, first_line
 from recipes.data.task_data import TaskData
 from recipes.errors import RecipeError
 from recipes.measuring import names
@@ -261,9 +261,9 @@ def _found(target: Any, own: frozenset[str]) -> Any:
     try:
         return get_object(target)
     except (ImportError, ValueError) as error:
-        cause = str(error).splitlines()[0]
         raise TargetError(
-            f"_target_={target}: {cause}; start in the folder of the module, or put that folder on PYTHONPATH"
+            f"_target_={target}: {first_line(error)}; start in the folder of the module, or put that folder on "
+            "PYTHONPATH"
         ) from error
 
 
