@@ -1,4 +1,4 @@
-"""Quantised gradient allreduce for Lightning, Accelerate and PyTorch: unbiased, bit-identical on every rank.
+"""Quantised gradient all-reduce for Lightning, Accelerate and PyTorch: unbiased, bit-identical on every rank.
 
 Importing the package registers the strategies ``gqsgd``, ``gqsgd_4bit``, ... with Lightning (the Trainer and Fabric of
 ``lightning`` and of ``pytorch_lightning``), each when it is imported. Nothing else is loaded until it is used.

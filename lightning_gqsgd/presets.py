@@ -114,7 +114,7 @@ PRESETS: dict[str, Preset] = {
         fixed=("codec",),
     ),
     "gqsgd_auto": Preset({"auto": True}, _GLOBAL, "32, 16, 8 or 4 bits, whichever makes steps shortest"),
-    "gqsgd_sum": Preset({"reducer": "sum"}, _GLOBAL, "shared scales, codes summed by the allreduce"),
+    "gqsgd_sum": Preset({"reducer": "sum"}, _GLOBAL, "shared scales, codes summed by the all-reduce"),
     "gqsgd_exponential": Preset(
         _exponential(mantissa=3), _GLOBAL, "exponential levels with 3 mantissa bits, exact sums", fixed=("codec",)
     ),
@@ -124,7 +124,7 @@ PRESETS: dict[str, Preset] = {
     "global_qsgd_linear": Preset(
         _stochastic(**_ONE_SCALE, reducer="sum"),
         _GLOBAL,
-        "the paper's standard dithering: one scale of all ranks per bucket, codes summed by the allreduce",
+        "the paper's standard dithering: one scale of all ranks per bucket, codes summed by the all-reduce",
         fixed=("codec", "dither", "reducer", "scale_per"),
     ),
     "global_qsgd_exponential": Preset(

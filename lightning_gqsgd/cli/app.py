@@ -70,7 +70,7 @@ def _gqsgd(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Quantised gradient allreduce.
+    """Quantised gradient all-reduce.
 
     `gqsgd doctor` checks this machine. `gqsgd advise` predicts what compression gains on a cluster; see `gqsgd advise
     --help`.

@@ -63,7 +63,7 @@ class Facts:
         problem: why the preset cannot work; empty if it can.
         warnings: on the stability of its memories.
         wire_bits: bits of one rank's message per coordinate, scales included.
-        sent_ratio: bytes that a rank sends, over those of an fp32 ring allreduce.
+        sent_ratio: bytes that a rank sends, over those of an fp32 ring all-reduce.
         state: numbers remembered per coordinate, by kind.
         omega: ω of the coordinates that share a scale; None where it does not apply.
         delta: δ of a biased codec's block.
@@ -177,7 +177,7 @@ def facts_of(name: str, ranks: int, block_size: int | None = None) -> Facts:
 
 
 def _traffic(config: GQSGDConfig, ranks: int) -> tuple[float, float]:
-    """Returns the bits of a message per coordinate, and the bytes sent over those of an fp32 ring allreduce."""
+    """Returns the bits of a message per coordinate, and the bytes sent over those of an fp32 ring all-reduce."""
     if config.coder == "fixed":
         plan = Plan([Segment(0, NUMEL, raw=False)], setting_of(config, ranks, torch.float32))
         return 8 * plan.message_bytes / NUMEL, plan.sent_bytes / ring_bytes(4 * NUMEL, ranks)

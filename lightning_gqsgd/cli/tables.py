@@ -118,7 +118,7 @@ def in_full(facts: Facts) -> Table:
         scale = "" if facts.omega is None and facts.delta is None else f", scale shared by {facts.sharing}"
         lines |= {
             f"at n = {facts.ranks}": f"{config.reducer}, {facts.wire_bits:.3f} bits per coordinate, "
-            f"{facts.sent_ratio:.3f} of the bytes of an fp32 ring allreduce",
+            f"{facts.sent_ratio:.3f} of the bytes of an fp32 ring all-reduce",
             "remembers": f"{memories} (numbers per coordinate)",
             "bias": facts.bias,
             "error": f"{facts.constant}{scale}" if scale else "no constant: the scale is a whole parameter's",

@@ -662,7 +662,7 @@ def register_gqsgd(
     post_local_sgd: PostLocalSGDState | None = None,
     **fields: Unpack[FieldArguments],
 ) -> GQSGDState:
-    """Compress the gradient allreduce of a DDP model.
+    """Compress the gradient all-reduce of a DDP model.
 
     This is a collective on the model's process group: every rank has to call it. Returns the state of the hook, which
     has counters, checkpoints and `close`.

@@ -255,7 +255,7 @@ def expected_nonzeros(dimension: int, ranks: int, levels: int, *, shared: bool, 
 
 
 def sum_bits_linear(levels: int, ranks: int) -> int:
-    """Returns the bits per coordinate of an allreduce that adds n codes from -s to s: 1 + ceil(log2(s+1)) + ceil(log2
+    """Returns the bits per coordinate of an all-reduce that adds n codes from -s to s: 1 + ceil(log2(s+1)) + ceil(log2
     n).
 
     This is Global-QSGD's count: bits for the sign, for s and for the n-fold sum. The sum, -ns to ns, fits in 1 +
@@ -273,7 +273,7 @@ def sum_bits_linear(levels: int, ranks: int) -> int:
 
 
 def sum_bits_exponential(levels: int, ranks: int) -> int:
-    """Returns the bits per coordinate of an allreduce that adds n codes of zero and s powers of two: 1 +
+    """Returns the bits per coordinate of an all-reduce that adds n codes of zero and s powers of two: 1 +
     ceil(log2(s+1+log2 n)).
 
     The sign, and a number for zero, for each of the s powers and for each of the log2 n, rounded up, by which the

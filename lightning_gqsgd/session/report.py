@@ -45,7 +45,7 @@ def report(
     if not any(REDUCERS[one_width.reducer].compresses for one_width in configs):
         is_one_node = requested.reducer != config.reducer
         cause = f"all {world_size} ranks are on one node" if is_one_node else f"reducer={config.reducer!r}"
-        return f"gqsgd: {config.reducer} allreduce over {world_size} ranks, nothing compressed ({cause})"
+        return f"gqsgd: {config.reducer} all-reduce over {world_size} ranks, nothing compressed ({cause})"
     of_bits = {one_width.num_bits: one_width for one_width in configs}
     coded: dict[GQSGDConfig, list[Parameter]] = {one_width: [] for one_width in configs}
     raw: list[Parameter] = []

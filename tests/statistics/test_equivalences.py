@@ -117,7 +117,7 @@ def test_diana_with_rate_one_is_ef21_is_markov_compression(codec: str) -> None:
 @pytest.mark.parametrize("reducer", ["sum", "gather"])
 @pytest.mark.parametrize("rho", [None, 0.1])
 def test_sums_under_memory_need_no_server(reducer: str, rho: float | None) -> None:
-    """Sum of Q(u_i) + h_i = allreduce(Q(u_i)) + n h̄: the result is the mean of every rank's own reconstruction, which
+    """Sum of Q(u_i) + h_i = all-reduce(Q(u_i)) + n h̄: the result is the mean of every rank's own reconstruction, which
     its store gives as h_i + (h_i' - h_i)/ρ, and h̄ is the mean of all h_i, the same on all ranks."""
     ranks, dtype = 4, torch.float64
     memory = Memory(0.0, 0.0, rho)
