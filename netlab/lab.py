@@ -26,6 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from lightning_gqsgd.errors import counted
 from lightning_gqsgd.wire.processors import processors
 from netlab import shares
 from netlab.errors import NetLabError as NetLabError
@@ -344,7 +345,8 @@ def _for_each_host(name: str, given: str | Sequence[str], hosts: int) -> Sequenc
         return [given] * hosts
     if len(given) != hosts:
         raise NetLabError(
-            f"{name} has {len(given)} values, {','.join(given)}, and there are {hosts} hosts; give one for each host"
+            f"{name} has {counted(len(given), 'value')}, {','.join(given)}, and there are {hosts} hosts; give "
+            "one for each host"
         )
     return given
 

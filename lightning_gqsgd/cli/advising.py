@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_gqsgd.cli.tables import plain_table
-from lightning_gqsgd.errors import ConfigError, check_one_of
+from lightning_gqsgd.errors import ConfigError, check_one_of, counted
 from lightning_gqsgd.predict import models
 from lightning_gqsgd.predict.advice import (
     ADAM_BYTES,
@@ -161,7 +161,7 @@ class Question:
         assert probe is not None
         if per_node != probe.per_node:
             raise ConfigError(
-                f"{self.probe} was measured with {probe.per_node} ranks per node, not {per_node}; leave out "
+                f"{self.probe} was measured with {counted(probe.per_node, 'rank')} per node, not {per_node}; leave out "
                 "--gpus-per-node, or give --link"
             )
         return over_probe(_costs(codec, probe), probe.ranks, per_node), None
@@ -244,7 +244,7 @@ def _notes_on_shards(sharded: ShardedModel, by: str, nodes: int, per_node: int) 
     """
     numel = sum(unit.weights.numel for unit in sharded.units)
     root = [] if sharded.root is None else ["the root"]
-    calls = " and ".join([*([f"{len(sharded.blocks)} blocks"] if sharded.blocks else []), *root])
+    calls = " and ".join([*([counted(len(sharded.blocks), "block")] if sharded.blocks else []), *root])
     notes = [f"fully_shard: on {calls}, which take their share of the computation by {by}"]
     if min(nodes, per_node) > 1:
         each, alone = (f"{ADAM_BYTES * numel / ranks / 1e9:.2g} GB" for ranks in (per_node, nodes * per_node))

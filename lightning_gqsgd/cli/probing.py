@@ -14,7 +14,7 @@ from rich.table import Table
 from lightning_gqsgd.cli import waiting
 from lightning_gqsgd.cli.ranks import joined_ranks
 from lightning_gqsgd.cli.tables import plain_table
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.predict import models
 from lightning_gqsgd.predict.advice import BITS, check_batch
 from lightning_gqsgd.predict.files import check_writable
@@ -127,7 +127,7 @@ def lines(probe: Probe) -> list[str]:
         f"{probe.seconds:.0f} s, with fewer repetitions where there are more ranks."
     ]
     return said + [
-        f"{line.name}: {len(line.buckets)} buckets, ready after "
+        f"{line.name}: {counted(len(line.buckets), 'bucket')}, ready after "
         + ", ".join(f"{1e3 * bucket.ready_s:.0f}" for bucket in line.buckets)
         + f" of {1e3 * line.backward_s:.0f} ms."
         for line in probe.timelines

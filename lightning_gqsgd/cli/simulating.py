@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.codecs import CODECS
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression, Problem
@@ -115,7 +115,7 @@ def notes(problem: str, workers: int) -> list[str]:
 
 def table(made: Sequence[Outcome], problem: str, workers: int, steps: int) -> Table:
     """Returns the table for a terminal."""
-    title = f"{problem}, {workers} virtual workers, {steps} steps of SGD"
+    title = f"{problem}, {counted(workers, 'virtual worker')}, {counted(steps, 'step')} of SGD"
     shown = plain_table(title, ["preset", "loss at the end", "bits", "sent (MB)", "relative error"])
     for row in made:
         if math.isinf(row.loss):

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import setting_of
-from lightning_gqsgd.errors import ConfigError, listed
+from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop, Pending
@@ -379,8 +379,8 @@ class LocalAverages(AveragingLoop[Average]):
         if options.fragments > 1:
             text += f" in {options.fragments} fragments"
         if options.delay:
-            text += f", and used {options.delay} steps later"
-        after = f" after {options.outer_after} steps" if options.outer_after else ""
+            text += f", and used {counted(options.delay, 'step')} later"
+        after = f" after {counted(options.outer_after, 'step')}" if options.outer_after else ""
         return f"{text}; outer {describe_outer(self.outer)}{after}{self._note}"
 
     def check_open(self) -> None:
@@ -629,7 +629,7 @@ class LocalAverages(AveragingLoop[Average]):
         """Return to the anchor, because an average is not finite."""
         self.start_from_anchors()
         cleared = self._inner.clear_what_is_not_finite()
-        own = f" and cleared its optimizer's state of {cleared} parameters" if cleared else ""
+        own = f" and cleared its optimizer's state of {counted(cleared, 'parameter')}" if cleared else ""
         logger.warning(
             "gqsgd: the mean change of fragment %d is not finite after step %d (%s), because some rank's is not: all "
             "ranks left this average out (%d so far) and went back to the anchor; rank %d did so%s",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.sharding import own_part
@@ -315,7 +315,7 @@ def fragments_of(parameters: Sequence[Entry], buffers: Sequence[Entry], options:
     count = options.fragments
     if count > len(parameters):
         raise ConfigError(
-            f"fragments={count} is more than the model's {len(parameters)} parameters that are trained; take "
+            f"fragments={count} is more than the {counted(len(parameters), 'trained parameter')} of the model; take "
             f"fragments={len(parameters)} or less"
         )
     ends = list(accumulate(entry.segment.numel for entry in parameters))

@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-from lightning_gqsgd.errors import ConfigError, check_integer, check_one_of, check_real, first_line, plain_integer
+from lightning_gqsgd.errors import (
+    ConfigError,
+    check_integer,
+    check_one_of,
+    check_real,
+    counted,
+    first_line,
+    plain_integer,
+)
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.outer import OuterOptimizer, check_outer
 from lightning_gqsgd.local_steps.rules import Rule, parse_rule
@@ -213,7 +221,7 @@ class LocalOptions:
         """Returns the time or number of steps between two averages, e.g. ``20 s`` or ``32 steps``."""
         if self.every_s is not None:
             return f"{self.every_s:g} s"
-        return "a varying number of steps" if callable(self.every) else f"{self.every} steps"
+        return "a varying number of steps" if callable(self.every) else counted(self.every, "step")
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_gqsgd.errors import ConfigError, check_one_of, describe_difference
+from lightning_gqsgd.errors import ConfigError, check_one_of, counted, describe_difference
 from lightning_gqsgd.kernels.wire import is_in_range
 from lightning_gqsgd.session.parameters import parameters_of
 
@@ -54,16 +54,17 @@ def make_outer(outer: OuterOptimizer, anchors: list[Tensor]) -> Optimizer:
         optimizer = (OUTERS[outer] if isinstance(outer, str) else outer)(anchors)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"outer={outer!r} makes no optimizer of a list of {len(anchors)} tensors ({type(error).__name__}: {error})"
+            f"outer={outer!r} makes no optimizer of a list of {counted(len(anchors), 'tensor')} ("
+            f"{type(error).__name__}: {error})"
         ) from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"outer={outer!r} makes a {type(optimizer).__name__}, not a torch optimizer")
     own = [id(tensor) for tensor in parameters_of([optimizer])]
     if sorted(own) != sorted(map(id, anchors)):
         raise ConfigError(
-            f"outer={outer!r} makes a {type(optimizer).__name__} of {len(own)} tensors that are not the {len(anchors)} "
-            "anchors which it is called with, and would not move them; make it of all of them, e.g. "
-            "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
+            f"outer={outer!r} makes a {type(optimizer).__name__} of {counted(len(own), 'tensor')}, not of the "
+            f"{counted(len(anchors), 'anchor')} that it is called with, and would not move them; make it of all of "
+            "them, e.g. functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 from torch.optim import Optimizer
 
-from lightning_gqsgd.errors import ConfigError, listed
+from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.local_steps.fragments import Entry
 from lightning_gqsgd.local_steps.sharding import reshard
 from lightning_gqsgd.local_steps.starting import in_words, place_of
@@ -145,9 +145,9 @@ class WatchedModel:
         others = [p for p in parameters_of(self._optimizers) if p.requires_grad and id(p) not in known]
         if others:
             raise ConfigError(
-                f"the optimizer trains {len(others)} parameters that were frozen, or not in the optimizer, when "
-                "LocalSteps was made, so each rank would train its own; freeze them again, call finish() and close(), "
-                "then unfreeze or add them, and make a new LocalSteps (with a strategy of Lightning: unfreeze them "
+                f"the optimizer trains {counted(len(others), 'parameter')} that LocalSteps has found frozen, or not in "
+                "the optimizer, so each rank would train its own; freeze them again, call finish() and close(), then "
+                "unfreeze or add them, and make a new LocalSteps (with a strategy of Lightning: unfreeze them "
                 "before `fit`)"
             )
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.sharding import own_part
 from lightning_gqsgd.session.parameters import parameters_of
@@ -167,8 +167,9 @@ def _refusal(optimizer: Optimizer, name: str, count: int, distance: float, delay
         remedy += f", and delay=0 instead of delay={delay}, which inner_state='average' needs"
     remedy += "; or, if it is a copy that a step needs until it ends, as in SAM, let the step delete it from the state"
     return (
-        f"the inner optimizer {type(optimizer).__name__} keeps weights in its state: {name!r} of {count} parameters "
-        f"was {100 * distance:.2g} % away from them when it was seen first (limit: {100 * _FAR:.0f} %), and has moved "
-        "since. With inner_state='keep' it would stay on its rank, and ranks would end with different models, e.g. "
-        f"after eval() of a schedule-free optimizer, or at Lookahead's next exchange; {remedy}"
+        f"the inner optimizer {type(optimizer).__name__} keeps weights in its state: {name!r} of "
+        f"{counted(count, 'parameter')} was {100 * distance:.2g} % away from them when it was seen first (limit: "
+        f"{100 * _FAR:.0f} %), and has moved since. With inner_state='keep' it would stay on its rank, and ranks would "
+        f"end with different models, e.g. after eval() of a schedule-free optimizer, or at Lookahead's next "
+        f"exchange; {remedy}"
     )

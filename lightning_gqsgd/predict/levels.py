@@ -17,7 +17,7 @@ import torch
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.choosing import level_or_levels
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.errors import ConfigError, in_ms
+from lightning_gqsgd.errors import ConfigError, counted, in_ms
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.costs import LATENCY_S, Costs, Link, estimated_costs
 from lightning_gqsgd.predict.timeline import BUCKET_BYTES, Bucket, Timeline
@@ -103,7 +103,8 @@ def fitted_scatter(config: GQSGDConfig, layout: Layout, numel: int) -> Fit:
         if config.reducer == "native":
             raise ConfigError(
                 "reducer='hierarchical' compresses nothing inside a node, and the model is divided among the "
-                f"{len(layout.nodes)} ranks of one node: leave out reduce_scatter, or give reducer='two_shot'"
+                f"{counted(len(layout.nodes), 'rank')} of one node: leave out reduce_scatter, or give "
+                "reducer='two_shot'"
             )
         return Fit(config if config.reducer == "hierarchical" else one_level)
     widths = _widths(config)

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from lightning_gqsgd.errors import counted
 from recipes.comparison.plan import CELL_FILE, Cell
 from recipes.comparison.processes import arguments_of
 from recipes.comparison.runner import LOG, Failure, failure_of, name_of, outcome_of
@@ -69,7 +70,8 @@ def submit_all(cells: tuple[Cell, ...], console: Console, fresh: bool, cluster: 
         jobs.append((cell, job))
         _say(cell, f"job {job.job_id} {what}", console)
     if jobs:
-        console.print(f"waiting for {len(jobs)} jobs, which go on without this process; the same command finds them")
+        waiting = counted(len(jobs), "job")
+        console.print(f"waiting for {waiting}; jobs go on without this process, and the same command finds them")
     return _waited_for(jobs, console)
 
 

@@ -168,7 +168,7 @@ def _errors(rank: int) -> None:
         all_reduce(x, out=torch.empty(3))
     with pytest.raises(ConfigError, match="unknown field 'bit'; did you mean 'bits'"):
         all_reduce(x, bit=3)
-    with pytest.raises(ConfigError, match="at most 1 ranks, not 2"):
+    with pytest.raises(ConfigError, match="at most 1 rank, not 2"):
         all_reduce(x, reducer="sum", bits=2, dither="stochastic")
     mean = all_reduce(x, step=0)
     with pytest.raises(ConfigError, match="ranks 0 and 1 do not agree: bits: 4 != 5"):

@@ -413,7 +413,7 @@ def _bad_models(rank: int) -> None:
         register_gqsgd(DistributedDataParallel(mlp()), exclude=["*.embedding"])
     with pytest.raises(ConfigError, match="did you mean 'bits'"):
         register_gqsgd(DistributedDataParallel(mlp()), bit=4)
-    with pytest.raises(ConfigError, match="at most 1 ranks, not 2"):
+    with pytest.raises(ConfigError, match="at most 1 rank, not 2"):
         register_gqsgd(DistributedDataParallel(mlp()), bits=2, reducer="sum", dither="stochastic")
     closed, state = wrapped({}, {})
     train(closed, rank, range(1))

@@ -113,13 +113,13 @@ def _freeze(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
 
 #: What happens to the model, and a part of the error; None: ranks end with the same bits.
 CHANGES: dict[str, tuple[Callable[[nn.Sequential, Optimizer, int], None], str | None]] = {
-    "unfrozen": (_unfreeze, "the optimizer trains 2 parameters that were frozen"),
+    "unfrozen": (_unfreeze, "the optimizer trains 2 parameters that LocalSteps has found frozen"),
     "replaced": (_replace, "no longer in the model: '4.weight', '4.bias'"),
-    "replaced and trained": (_replace_and_train, "trains 2 parameters that were frozen, or not in the optimizer"),
+    "replaced and trained": (_replace_and_train, "trains 2 parameters that LocalSteps has found frozen, or not in"),
     "assigned": (_assign, "no longer in the model: '2.weight', '2.bias', '4.weight' and 1 more"),
     "normalised": (_normalise, "no longer in the model: '2.weight'"),
     "added": (_add, "were added to the model after LocalSteps was made: '5.weight', '5.bias'"),
-    "added and trained": (_add_and_train, "trains 2 parameters that were frozen, or not in the optimizer"),
+    "added and trained": (_add_and_train, "trains 2 parameters that LocalSteps has found frozen, or not in"),
     "pruned": (_prune, "were added to the model after LocalSteps was made, or were empty then: '2.weight_mask'"),
     "limited": (_limit, "parametrizations were added or removed after LocalSteps was made: '2.weight'"),
     "limited as before": (_limit_as_before, "or were empty then: '2.weight_u', '2.weight_v'"),

@@ -228,7 +228,7 @@ REFUSED: dict[str, tuple[Callable[[], LocalSteps], str]] = {
     "every": (_fields(every=0), "every=0 is out of range: 1 to"),
     "every of a round": (_fields(every=lambda number: 2 - 2 * number), "every(1)=0 is out of range"),
     "delay": (_fields(every=4, delay=4), "delay=4 must be less than every=4"),
-    "fragments": (_fields(fragments=7), "fragments=7 is more than the model's 6 parameters"),
+    "fragments": (_fields(fragments=7), "fragments=7 is more than the 6 trained parameters"),
     "outer": (_fields(outer="adam"), "outer='adam' is not one of 'nesterov', 'sgd'"),
     "field": (_fields(fragment=2), "unknown field 'fragment'; did you mean 'fragments'?"),
     "preset": (_fields(preset="diloco"), "unknown preset 'diloco'; did you mean 'gqsgd_diloco'?"),
@@ -427,8 +427,8 @@ def _outers(rank: int) -> list[str]:
 
 def test_outer_optimizers_of_other_tensors_and_of_other_checkpoints(tmp_path: Path) -> None:
     for elsewhere, some, warned, report, kind in run(_outers, 2, tmp_path):
-        assert "tensors that are not the" in elsewhere
-        assert "SGD of 1 tensors" in some
+        assert "anchors that it is called with" in elsewhere
+        assert "SGD of 1 tensor, not of" in some
         assert "goes on with its own numbers" in warned
         assert 'lr: "0.7" != "0.1"' in warned
         assert "outer SGD(lr=0.7, momentum=0.9, nesterov=True)" in report

@@ -27,7 +27,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.linear.codec import check_levels
 from lightning_gqsgd.codecs.variance import omega_exponential, relative_variance, smallest_level
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.kernels.packing import code_bytes
 from lightning_gqsgd.kernels.protocol import Kind
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS, magnitudes
@@ -200,6 +200,7 @@ class ExponentialCodec(Codec):
         if self.magnitudes - headroom < 2 and headroom:
             raise ConfigError(
                 f"reducer='tree' at bits={self.bits} with {self.magnitudes} magnitudes adds at most "
-                f"{2 ** max(0, self.magnitudes - 2)} ranks, not {summed}; take more bits or reducer='two_shot'"
+                f"{counted(2 ** max(0, self.magnitudes - 2), 'rank')}, not {summed}; take more bits or "
+                "reducer='two_shot'"
             )
         return headroom

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.variance import omega_linear, omega_subtractive
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.kernels.packing import code_bytes, summable_code_bytes
 from lightning_gqsgd.kernels.protocol import Kind
 
@@ -226,7 +226,7 @@ class LinearCodec(Codec):
             limit = (2**self.bits - 1) // (2 if odd else 1)
             raise ConfigError(
                 f"reducer='sum' at bits={self.bits} with {'stochastic' if odd else 'subtractive'} dither sums at most "
-                f"{limit} ranks, not {summed}; take more bits or reducer='two_shot'"
+                f"{counted(limit, 'rank')}, not {summed}; take more bits or reducer='two_shot'"
             )
         return levels
 

@@ -470,7 +470,7 @@ class MergedAverages:
         text += f"; changes are merged every {self.options.every_in_words()}, weighted by samples"
         if self.options.elastic:
             text += ", by the members that are there"
-        after = f" after {self.options.outer_after} steps" if self.options.outer_after else ""
+        after = f" after {counted(self.options.outer_after, 'step')}" if self.options.outer_after else ""
         return f"{text}; outer {describe_outer(self.outer)}{after}{self._note}"
 
     def check_open(self) -> None:
@@ -680,7 +680,7 @@ class MergedAverages:
         self.skipped += 1
         reason = settled.shares.left_out.get(settled.own, "made the mean not finite")
         cleared = self._inner.clear_what_is_not_finite()
-        own = f", and cleared its optimizer's state of {cleared} parameters" if cleared else ""
+        own = f", and cleared its optimizer's state of {counted(cleared, 'parameter')}" if cleared else ""
         logger.warning(
             "gqsgd: the change of member %s %s: all members left it out of merge %d (%d changes so far), and this "
             "member went back to the anchor%s",
