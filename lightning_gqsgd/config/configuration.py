@@ -55,6 +55,17 @@ class GQSGDConfig(Fields):
     """Configuration of the compression.
 
     Attributes:
+        bits: bits per coordinate of a message, for any number of ranks: 1 to 8 for linear, 2 to 8 for companded and
+            exponential, 1 to 4 for eden and trellis. 16: bf16 numbers, rounded at random. 32: the uncompressed gradient
+            in its own dtype (the reducer ``"native"``). None: the codec's default, which is 8 for linear, companded and
+            exponential, 2 for eden and trellis, 1 for sign, and 32 for top_k and dct_top_k; the field then holds the
+            number. With 32, top_k and dct_top_k send the coordinates that they keep uncompressed; with 2 to 4, top_k
+            rounds them to this number of bits. With 1, stochastic rounding is not possible. ``"auto"``: the smallest
+            number of bits in ``allow`` whose error is small compared with the noise of the gradients, see
+            ``max_slowdown``; the field then holds the largest number of bits in ``allow`` that is at most 8. A
+            dictionary, e.g. ``{"*": 4, "head.*": 8}``: bits by shell-style patterns of parameter names. The last
+            pattern that matches a name decides. This works with DDP and FSDP2 only, and without a memory. All other
+            fields apply to every number of bits. The field then holds a `spec.bits_by_name.BitsByName`.
         codec: ``"linear"``, uniform levels with dither (QSGD, arXiv 1610.02132; Global-QSGD, arXiv 2305.18627);
             ``"companded"``, levels that are denser near zero, with subtractive dither: it is unbiased and has a smaller
             error at the same number of bits, but its codes cannot be summed; ``"eden"``, a random rotation followed by
@@ -71,17 +82,6 @@ class GQSGDConfig(Fields):
             subtractive dither in every block, blocks of another size, or sparse rows, which are shorter than eden's
             blocks); and it chooses float for 16 and 32 bits. The field then holds the name of the chosen codec. If
             fields are replaced later, "auto" chooses again.
-        bits: bits per coordinate of a message, for any number of ranks: 1 to 8 for linear, 2 to 8 for companded and
-            exponential, 1 to 4 for eden and trellis. 16: bf16 numbers, rounded at random. 32: the uncompressed gradient
-            in its own dtype (the reducer ``"native"``). None: the codec's default, which is 8 for linear, companded and
-            exponential, 2 for eden and trellis, 1 for sign, and 32 for top_k and dct_top_k; the field then holds the
-            number. With 32, top_k and dct_top_k send the coordinates that they keep uncompressed; with 2 to 4, top_k
-            rounds them to this number of bits. With 1, stochastic rounding is not possible. ``"auto"``: the smallest
-            number of bits in ``allow`` whose error is small compared with the noise of the gradients, see
-            ``max_slowdown``; the field then holds the largest number of bits in ``allow`` that is at most 8. A
-            dictionary, e.g. ``{"*": 4, "head.*": 8}``: bits by shell-style patterns of parameter names. The last
-            pattern that matches a name decides. This works with DDP and FSDP2 only, and without a memory. All other
-            fields apply to every number of bits. The field then holds a `spec.bits_by_name.BitsByName`.
         levels: number of non-zero magnitudes (s in the papers) of a stochastic linear or an exponential code. None: as
             many as fit.
         mantissa: number of mantissa bits between two powers of two of an exponential code, 0 to 3. With

@@ -36,8 +36,8 @@ class Fields:
     inherits from it.
     """
 
-    codec: str = "auto"
     bits: int | Literal["auto"] | Mapping[str, int] | None = None
+    codec: str = "auto"
     levels: int | None = None
     mantissa: int = 0
     density: float = 0.01
@@ -110,8 +110,8 @@ class FieldArguments(TypedDict, total=False):
     at run time.
     """
 
-    codec: str
     bits: int | Literal["auto"] | dict[str, int]
+    codec: str
     levels: int
     mantissa: int
     density: float
