@@ -60,7 +60,7 @@ def submit_all(cells: tuple[Cell, ...], console: Console, fresh: bool, cluster: 
         SlurmError: jobs cannot be submitted from here.
     """
     if cluster == "slurm":
-        prepare_submission(["-m", f"hardware={SLURM}"], os.environ)
+        prepare_submission(os.environ)
     jobs: list[tuple[Cell, Any]] = []
     for cell in cells:
         if not fresh and cell.is_finished():

@@ -71,7 +71,8 @@ def run() -> None:
     with refusals_in_one_line():
         sys.argv[1:] = arguments = with_search_path(sys.argv[1:])
         check_strategies(arguments)
-        prepare_submission(arguments, os.environ)
+        if f"hardware={SLURM}" in arguments and {*MULTIRUN} & set(arguments):
+            prepare_submission(os.environ)
         register_presets()
         sys.argv += hydra_arguments(arguments, os.environ)
         finished = None if _is_for_hydra(arguments) else examine(sys.argv[1:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from importlib.util import find_spec
 
 from recipes.errors import RecipeError
@@ -17,18 +17,15 @@ class SlurmError(RecipeError):
     """A job that cannot be submitted from here; the message names the remedy."""
 
 
-def prepare_submission(arguments: Sequence[str], environment: MutableMapping[str, str]) -> None:
+def prepare_submission(environment: MutableMapping[str, str]) -> None:
     """Check what ``-m hardware=slurm`` needs, and make `recipes` importable in the job; before Hydra starts.
 
     Args:
-        arguments: the command line, without the name of the script; without ``-m hardware=slurm`` nothing is done.
         environment: where PYTHONPATH is set, which the job inherits.
 
     Raises:
         SlurmError: the extra ``slurm`` or SLURM's commands are missing.
     """
-    if "hardware=slurm" not in arguments or not {"-m", "--multirun"} & set(arguments):
-        return
     if not is_installed(PLUGIN):
         raise SlurmError(
             "hardware=slurm needs hydra-submitit-launcher; install it: "

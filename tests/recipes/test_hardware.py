@@ -282,19 +282,16 @@ def test_netlab_starts_itself_on_its_hosts(tmp_path: Path) -> None:
 
 def test_without_the_extra_or_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     environment: dict[str, str] = {}
-    arguments = ["-m", "hardware=slurm"]
     monkeypatch.setattr(slurm, "PLUGIN", "hydra_plugins.not_installed")
     with pytest.raises(SlurmError, match=r"uv sync --extra slurm, or pip install hydra-submitit-launcher"):
-        prepare_submission(arguments, environment)
+        prepare_submission(environment)
     monkeypatch.setattr(slurm, "PLUGIN", "no_such_parent.not_installed")
     with pytest.raises(SlurmError, match="uv sync --extra slurm"):
-        prepare_submission(arguments, environment)
-    prepare_submission(arguments[1:], environment)
-    prepare_submission(["-m", "hardware=cpu"], environment)
+        prepare_submission(environment)
     monkeypatch.undo()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(SlurmError, match="sbatch and srun not found on PATH"):
-        prepare_submission(arguments, environment)
+        prepare_submission(environment)
     assert environment == {}
 
 
