@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes
 from netlab.lab import NetLabError
 from netlab.ranks import exit_on_signals
 from recipes.errors import RecipeError
-from recipes.opening import announce, print_in_any_locale
+from recipes.opening import INTERRUPTED, announce, print_in_any_locale
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,7 +95,7 @@ def _compare(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return _run(overrides, options.fresh, command)
     except KeyboardInterrupt:
         print(f"\ninterrupted; {_GOES_ON}:\n  {command}")
-        return 130
+        return INTERRUPTED
     except SystemExit as end:
         if end.code in _STOPPED:
             print(f"\nstopped by a signal; {_GOES_ON}:\n  {command}")

@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from lightning_gqsgd.errors import did_you_mean
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, typed
 
 #: Names that settings of the optimizer take.
 OPTIMIZERS = ("sgd", "adam", "adamw")
@@ -142,7 +142,7 @@ def check_limits(config: Mapping[str, Any]) -> None:
         node, _, leaf = key.rpartition(".")
         if leaf not in config[node] or (key == "optimizer.name" and "_target_" in config[node]):
             continue  # a node of the user's own, where the name is a label
-        value = _shown(config[node][leaf])
+        value = typed(config[node][leaf])
         if value not in names:
             raise LimitError(f"{key}={value} is not one of {', '.join(names)}{did_you_mean(value, names)}")
     for key, name in (("title", config["title"]), ("strategy.name", config["strategy"]["name"])):
@@ -159,11 +159,7 @@ def _check(key: str, value: Any, limit: Limit) -> None:
         return
     # True is an integer in Python, and no number that anybody means.
     if isinstance(value, bool) or not limit.holds(value):
-        raise LimitError(f"{key}={_shown(value)} is out of range: {limit.words}, e.g. {key}={limit.example}")
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
+        raise LimitError(f"{key}={typed(value)} is out of range: {limit.words}, e.g. {key}={limit.example}")
 
 
 def _check_end(trainer: Mapping[str, Any]) -> None:

@@ -21,9 +21,7 @@ def announce(script: str, doing: str, arguments: Sequence[str]) -> None:
         doing: what the script does, e.g. ``"one training"``.
         arguments: the command line, without the name of the script.
     """
-    if speaks(os.environ):
-        said = " ".join(arguments) or "default settings"
-        print(f"{script}: {doing} with {said}; reading the configuration ...", flush=True)
+    say(f"{script}: {doing} with {' '.join(arguments) or 'default settings'}; reading the configuration ...")
 
 
 def print_in_any_locale() -> None:

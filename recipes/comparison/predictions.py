@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_gqsgd.presets import PRESETS
 from recipes.comparison.results import Run
 from recipes.errors import RecipeError
+from recipes.launch.hardware import NETLAB
 from recipes.strategies.choices import preset_node
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ CANDIDATES = {
     "gqsgd_2bit": "2 bit",
     "gqsgd_trellis": "2 bit, trellis",
 }
-#: Names of the profile of links that are shaped, and of a link that is not.
-_SHAPED, _UNLIMITED = "netlab", "none"
+#: Rate of a link that is not shaped.
+_UNLIMITED = "none"
 
 
 def computation(runs: Sequence[Run]) -> float:
@@ -111,7 +112,7 @@ def beside_measured(
     config = configs[0]
     hardware = [each["hardware"] for each in configs]
     rate = link or hardware[0].get("rate", _UNLIMITED)
-    same = all(each["name"] == _SHAPED and each["devices"] == 1 for each in hardware)
+    same = all(each["name"] == NETLAB and each["devices"] == 1 for each in hardware)
     alike = len({(each.get("rate"), each.get("nodes")) for each in hardware}) == 1
     models = len({repr(each["model"]) for each in configs}) == 1
     if not (same and alike and models) or rate == _UNLIMITED or "ddp" not in variants:

@@ -16,6 +16,7 @@ from recipes.files import RESULT_FILE
 from recipes.launch.processes import end_session, folder_argument, run_command
 from recipes.launch.slurm import is_installed
 from recipes.measuring.metrics import METRICS
+from recipes.opening import INTERRUPTED
 
 #: Hydra's plugin of a search, and the words that choose it.
 PLUGIN = "hydra_plugins.hydra_optuna_sweeper"
@@ -95,4 +96,4 @@ def run_on_hosts(hosts: int, rate: str, ranks_per_host: int, arguments: Sequence
         with NetLab(hosts, rate, ranks_per_host) as lab:
             return run_everywhere(lab, run_command([*arguments, *shared]), plain_rank=0)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED

@@ -41,7 +41,7 @@ def test_text_in_the_place_of_a_number_is_refused() -> None:
         check_limits(cfg)
     cfg = composed([])
     cfg.seed = True
-    with pytest.raises(LimitError, match="seed=True is out of range"):
+    with pytest.raises(LimitError, match="seed=true is out of range"):
         check_limits(cfg)
 
 
