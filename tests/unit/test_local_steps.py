@@ -218,7 +218,7 @@ def test_outer_optimizers_by_name_by_class_and_by_function() -> None:
         make_outer(list, anchors)
     with pytest.raises(ConfigError, match="makes a LBFGS, whose steps evaluate the loss again"):
         make_outer(torch.optim.LBFGS, anchors)
-    with pytest.raises(ConfigError, match=r"makes no optimizer of a list of 1 tensors \(TypeError"):
+    with pytest.raises(ConfigError, match=r"makes no optimizer of a list of 1 tensor \(TypeError"):
         make_outer(partial(torch.optim.SGD, speed=1), anchors)
     with pytest.raises(ConfigError, match="makes a SGD with lr=nan; give a finite one"):
         make_outer(partial(torch.optim.SGD, lr=float("nan")), anchors)
