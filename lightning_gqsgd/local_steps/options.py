@@ -221,7 +221,7 @@ class LocalOptions:
         """Returns the time or number of steps between two averages, e.g. ``20 s`` or ``32 steps``."""
         if self.every_s is not None:
             return f"{self.every_s:g} s"
-        return "a varying number of steps" if callable(self.every) else counted(self.every, "step")
+        return "a varying number of steps" if callable(self.every) else counted(self.steps_of_round(0), "step")
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
