@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.checks import wrapped_otherwise
 from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.session.parameters import digest, number_parameters
+from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters
 from lightning_gqsgd.wire.agreement import Weights
 
 logger = logging.getLogger(__name__)
@@ -31,24 +31,14 @@ MOST_LENGTHS = 1 << 12
 
 
 @dataclass(frozen=True)
-class ShardedParameter:
+class ShardedParameter(Parameter):
     """A parameter that is divided among ranks.
 
     Attributes:
-        number: its place in the model.
-        name: its name in the model.
-        numel: coordinates of the whole parameter.
         share: coordinates of one shard, padding included; the same on every rank.
-        raw: True if its gradient travels uncompressed.
-        bits: the bits that ``bits`` by name gives it; None: it has those of the configuration.
     """
 
-    number: int
-    name: str
-    numel: int
-    share: int
-    raw: bool
-    bits: int | None = None
+    share: int = field(kw_only=True)
 
 
 class Partial(NamedTuple):
@@ -251,7 +241,7 @@ def sharded_groups(model: nn.Module, config: GQSGDConfig, ranks: dist.ProcessGro
     whole = {name: param.sharded_param for name, param in parameters.items()}
     sharded = {
         id(parameters[entry.name]): ShardedParameter(
-            *entry[:3], parameters[entry.name].padded_sharded_param_size.numel(), raw=entry.raw, bits=entry.bits
+            **vars(entry), share=parameters[entry.name].padded_sharded_param_size.numel()
         )
         for entry in number_parameters(whole, config)
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,7 +16,8 @@ from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.spec.bits_by_name import check_matched
 
 
-class Parameter(NamedTuple):
+@dataclass(frozen=True)
+class Parameter:
     """A parameter of a model.
 
     Attributes:
@@ -49,7 +50,7 @@ def number_parameters(parameters: Mapping[str, Tensor], config: GQSGDConfig) -> 
     if by_name is None:
         return numbered
     by_name.check(list(parameters), [entry.name for entry in numbered if entry.raw])
-    return [entry._replace(bits=by_name.bits_of(entry.name)) for entry in numbered]
+    return [replace(entry, bits=by_name.bits_of(entry.name)) for entry in numbered]
 
 
 def check_for_tensors(config: GQSGDConfig, who: str) -> None:

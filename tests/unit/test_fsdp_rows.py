@@ -12,7 +12,7 @@ from lightning_gqsgd.frameworks.fsdp_modules import MOST_LENGTHS, ShardedParamet
 
 
 def parameters_of(shares: list[int]) -> list[ShardedParameter]:
-    return [ShardedParameter(number, str(number), 2 * share, share, raw=False) for number, share in enumerate(shares)]
+    return [ShardedParameter(number, str(number), 2 * share, False, share=share) for number, share in enumerate(shares)]
 
 
 @given(st.lists(st.integers(0, 9), max_size=8), st.integers(0, 40))
