@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+from torch.distributed import get_process_group_ranks as ranks_of
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, check_integer
@@ -57,12 +58,12 @@ def check_replicas(shards: dist.ProcessGroup, replicate: dist.ProcessGroup | Non
     """Raise ConfigError for a group of replicas that is the one over which parameters are divided."""
     if replicate is None:
         return
-    both = set(_ranks(replicate)) & set(_ranks(shards))
+    both = set(ranks_of(replicate)) & set(ranks_of(shards))
     alone = replicate.size() == shards.size() == 1 < dist.get_world_size()
     if len(both) > 1 or alone:
         raise ConfigError(
-            f"replicate has the ranks {_ranks(replicate)}, and parameters are divided among the ranks "
-            f"{_ranks(shards)}: replicas hold the same shards, so give the other dimension of the mesh: "
+            f"replicate has the ranks {ranks_of(replicate)}, and parameters are divided among the ranks "
+            f"{ranks_of(shards)}: replicas hold the same shards, so give the other dimension of the mesh: "
             "replicate=mesh['replicate']"
         )
 
@@ -70,10 +71,10 @@ def check_replicas(shards: dist.ProcessGroup, replicate: dist.ProcessGroup | Non
 def check_groups(groups: list[ShardedGroup], replicate: dist.ProcessGroup | None, *, gathers: bool) -> None:
     """Raise ConfigError for modules that cannot have the hooks; ``gathers``: whether there is an all-gather."""
     for group in groups:
-        if replicate is not None and group.replicas is not None and _ranks(replicate) != _ranks(group.replicas):
+        if replicate is not None and group.replicas is not None and ranks_of(replicate) != ranks_of(group.replicas):
             raise ConfigError(
                 f"module {group.name!r} is sharded over a mesh of two dimensions, whose replicas have the ranks "
-                f"{_ranks(group.replicas)}, and replicate has the ranks {_ranks(replicate)}: give the dimension of "
+                f"{ranks_of(group.replicas)}, and replicate has the ranks {ranks_of(replicate)}: give the dimension of "
                 "replicas of that mesh: replicate=mesh['replicate']"
             )
         if group.has_hook:
@@ -87,8 +88,3 @@ def check_groups(groups: list[ShardedGroup], replicate: dist.ProcessGroup | None
                 f"module {group.name!r} already has an all-gather of its own (set_custom_all_gather, or another memory "
                 "for communication), and FSDP takes one: remove it, or leave all_gather_bits out"
             )
-
-
-def _ranks(group: dist.ProcessGroup) -> list[int]:
-    """Returns the global ranks of a process group."""
-    return dist.get_process_group_ranks(group)

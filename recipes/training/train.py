@@ -199,7 +199,7 @@ def _callbacks(cfg: DictConfig, folder: Path, metric: Metric | None) -> list[Cal
     """The callbacks that show progress and keep checkpoints; without a metric, only the latter."""
     callbacks: list[Callback] = []
     if metric is not None:
-        callbacks.append(LiveProgress(metric) if _interactive() else PlainProgress(metric))
+        callbacks.append(LiveProgress(metric) if sys.stdout.isatty() else PlainProgress(metric))
     if cfg.checkpoint:
         # One file, which is written over after each validation.
         callbacks.append(
@@ -262,10 +262,6 @@ def _step_of(cfg: DictConfig, checkpoint: str) -> int:
             f"{checkpoint} is not a checkpoint of a run, or is damaged ({type(error).__name__}); name another one, or "
             f"leave {asked_by(cfg)} out for a new run"
         ) from error
-
-
-def _interactive() -> bool:
-    return sys.stdout.isatty()
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:
