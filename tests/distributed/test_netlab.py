@@ -98,7 +98,7 @@ def test_each_host_has_its_own_rate() -> None:
     assert NetLab(2, ["1gbit", "none"]).rates == [10**9, None]
     with pytest.raises(NetLabError, match="rate has 3 values, 1gbit,1gbit,1gbit, and there are 2 hosts; give one for"):
         NetLab(2, ["1gbit"] * 3)
-    with pytest.raises(NetLabError, match="cpus has 1 values, 1, and there are 2 hosts"):
+    with pytest.raises(NetLabError, match="cpus has 1 value, 1, and there are 2 hosts"):
         NetLab(2, cpus=["1"])
 
 
@@ -369,7 +369,7 @@ def test_a_cut_link_loses_everything_until_it_is_mended() -> None:
         (["--jitter", "1ms", "--", "true"], "netlab: jitter '1ms' is longer than latency 'none'"),
         (["--rates", "1gbit,1gbit,1gbit", "--", "true"], "netlab: rate has 3 values"),
         (["--rate", "1gbit", "--rates", "1gbit,1gbit", "--", "true"], "netlab: --rate 1gbit and --rates 1gbit,1gbit"),
-        (["--cpus", "1", "--", "true"], "netlab: cpus has 1 values, 1, and there are 2 hosts; give one for each host"),
+        (["--cpus", "1", "--", "true"], "netlab: cpus has 1 value, 1, and there are 2 hosts; give one for each host"),
         (["--cpus", "1,quick", "--", "true"], "netlab: cpus 'quick' is not a number of processors"),
     ],
 )
