@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.predict.costs import Costs, Link, at_ranks, on_faster_link, on_links
 from lightning_gqsgd.predict.device_times import TRELLIS, codec_of_bits, codec_of_config
 from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, Interval, interval
@@ -109,8 +109,8 @@ def check_size(nodes: int, per_node: int) -> None:
         raise ConfigError("one rank sends nothing; give --nodes or --gpus-per-node above 1")
     if nodes * per_node > MOST_RANKS:
         raise ConfigError(
-            f"--nodes {nodes} with {per_node} ranks each are more than {MOST_RANKS:,} ranks, which is the most that is "
-            "predicted; give fewer nodes or --gpus-per-node"
+            f"--nodes {nodes} with {counted(per_node, 'rank')} each are more than {MOST_RANKS:,} ranks, "
+            "which is the most that is predicted; give fewer nodes or --gpus-per-node"
         )
 
 

@@ -259,7 +259,7 @@ def test_operations_count_a_convolution_once_for_each_position() -> None:
         (["--nodes", "1"], "one rank sends nothing"),
         (["--batch", "0"], "--batch 0 has to be at least 1"),
         (["--batch", "99999999999999999999"], "--batch 99999999999999999999 has to be at most 1,000,000"),
-        (["--nodes", "8193"], "--nodes 8193 with 1 ranks each are more than 8,192 ranks"),
+        (["--nodes", "8193"], "--nodes 8193 with 1 rank each are more than 8,192 ranks"),
         (["--nodes", "9" * 30, "--gpus-per-node", "8"], "are more than 8,192 ranks, which is the most"),
         (
             ["--local-steps", "/nowhere/x.json"],
