@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import PIECE_NUMEL, PieceSize, Segment
-from lightning_gqsgd.predict.costs import Costs
+from lightning_gqsgd.predict.costs import BF16_HOOK, Costs
 from lightning_gqsgd.predict.device_times import MODEL_NUMEL
 from lightning_gqsgd.predict.profile import bucket_profiles
 from lightning_gqsgd.predict.timing import slowest
@@ -63,22 +63,8 @@ class _Marks:
         return steps
 
 
-@dataclass(frozen=True)
-class PipelineTimes:
-    """Times of the sequencing thread.
-
-    Attributes:
-        stage_s: seconds of a stage of a piece in which the thread encodes or decodes one block.
-        slowdown: factor by which the codec's kernels take longer than alone, 1 or more, because other threads and ranks
-            use the processors and the caches, and messages come from other processors.
-    """
-
-    stage_s: float
-    slowdown: float
-
-
-def pipeline_times(communicator: Communicator, costs: Costs, bits: int) -> PipelineTimes:
-    """Time pieces of a two-shot reduction in the pipeline. A collective, over Gloo.
+def in_pipeline(communicator: Communicator, costs: Costs, bits: int) -> Costs:
+    """Returns the costs in the pipeline, from the times of pieces of a two-shot reduction. A collective, over Gloo.
 
     Args:
         communicator: the communicator that runs the collectives.
@@ -96,13 +82,13 @@ def pipeline_times(communicator: Communicator, costs: Costs, bits: int) -> Pipel
         small.reduce(x)  # warms up
         marks = small.reduce(x)
         large = _Case(communicator, runner, setting)
-        return PipelineTimes(
-            stage_s=(marks.begun[-1] - marks.begun[0]) / (len(marks.begun) - 1),
-            slowdown=large.slowdown(costs, overhead_s=mean(marks.spent)),
-        )
+        slowdown = large.slowdown(costs, overhead_s=mean(marks.spent))
     finally:
         runner.close(communicator)
         release(runner)
+    stage_s = (marks.begun[-1] - marks.begun[0]) / (len(marks.begun) - 1)
+    gammas = {name: gamma if name == BF16_HOOK else gamma.times(slowdown) for name, gamma in costs.gammas.items()}
+    return replace(costs, gammas=gammas, stage_s=max(0.0, stage_s - costs.launch_s))
 
 
 class _Case:
@@ -129,8 +115,11 @@ class _Case:
         return marks
 
     def slowdown(self, costs: Costs, overhead_s: float) -> float:
-        """Returns the slowdown of `PipelineTimes`; ``overhead_s`` is the time of a stage without its kernel, in
-        seconds."""
+        """Returns the factor by which the codec's kernels take longer than alone, 1 or more, because other threads and
+        ranks use the processors and the caches, and messages come from other processors.
+
+        ``overhead_s``: the seconds of a stage without its kernel.
+        """
         numel = _LARGE * PIECE_NUMEL
         buckets = torch.randn(numel, generator=torch.Generator().manual_seed(0)).repeat(_BUCKETS, 1)
         profiles = bucket_profiles(self._setting, self._segments(numel))

@@ -28,7 +28,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.predict import files
 from lightning_gqsgd.predict.costs import BF16_HOOK, KINDS, Collective, Costs, Gamma
 from lightning_gqsgd.predict.device_times import TRELLIS, bf16_hook, codec_of_config, copying, gamma_of
-from lightning_gqsgd.predict.pipeline_times import PipelineTimes, pipeline_times
+from lightning_gqsgd.predict.pipeline_times import in_pipeline
 from lightning_gqsgd.predict.profile import message_of
 from lightning_gqsgd.predict.timeline import Timeline
 from lightning_gqsgd.predict.timing import name_of, slowest
@@ -212,16 +212,10 @@ def measure(device: torch.device, key: str, bits: Sequence[int], per_node: int =
         costs = Costs(collectives, gammas, touch_s, launch_s, cores, thread, on_streams, source="measured")
         # Stages on a GPU are issued while the GPU computes. Stages of a GPU over Gloo were not measured.
         if device.type == "cpu":
-            costs = _in_pipeline(costs, pipeline_times(communicator, costs, min(bits)))
+            costs = in_pipeline(communicator, costs, min(bits))
     finally:
         communicator.close()
     return Probe(costs, ranks, per_node, communicator.backend, name_of(device), time.perf_counter() - begun)
-
-
-def _in_pipeline(costs: Costs, times: PipelineTimes) -> Costs:
-    """Returns the costs, with the slowdown of the codec's kernels in the pipeline."""
-    gammas = {name: gamma if name == BF16_HOOK else gamma.times(times.slowdown) for name, gamma in costs.gammas.items()}
-    return replace(costs, gammas=gammas, stage_s=max(0.0, times.stage_s - costs.launch_s))
 
 
 class _Stopwatch:
