@@ -1,7 +1,7 @@
 """Predicts the duration of steps at other numbers of bits from measured steps of the training.
 
 The performance model (`predict.model`) needs a rank's computing time and the costs of the link and the codec.
-`StepPredictor` derives all of them from measured steps:
+`predicted_steps` derives all of them from measured steps:
 
 * Steps at 32 bits give the duration of a step, the time from its first to its last bucket, and the time in which it
   waits for gradients. The rest of the step is computation. The cost β of a byte on the link is chosen so that the
@@ -51,46 +51,38 @@ class Measured(NamedTuple):
     backward_s: float
 
 
-class StepPredictor:
-    """Predicts the duration of steps.
+def predicted_steps(
+    candidates: Mapping[int, GQSGDConfig], ranks: int, measured: Mapping[int, Measured]
+) -> dict[int, float | None]:
+    """Returns the predicted seconds of a step at every number of bits; None if there is no prediction.
 
     Args:
         candidates: the configurations by their bits, with the chosen reducers.
         ranks: number of ranks.
+        measured: the medians of the numbers of bits that were measured so far.
     """
-
-    def __init__(self, candidates: Mapping[int, GQSGDConfig], ranks: int) -> None:
-        self._candidates = {bits: replace(config, sample_every=0) for bits, config in candidates.items()}
-        self._ranks = ranks
-
-    def __call__(self, measured: Mapping[int, Measured]) -> dict[int, float | None]:
-        """Returns the seconds of a step at every number of bits; None if there is no prediction.
-
-        Args:
-            measured: the medians of the numbers of bits that were measured so far.
-        """
-        nothing: dict[int, float | None] = dict.fromkeys(self._candidates)
-        base = measured.get(32)
-        if base is None or not base.exposed_s >= 0 or any(c.node_size for c in self._candidates.values()):
-            return nothing
-        wait_s = min(base.exposed_s, base.step_s)
-        backward_s = min(base.backward_s, base.step_s - wait_s)
-        model = _Model(self._candidates, self._ranks, base.step_s - wait_s, backward_s)
-        beta_s = _solved(lambda beta: model.step_s(32, beta, 0.0) - base.step_s, model.largest_beta_s(base.step_s))
-        gamma_s = 0.0
-        coded = [bits for bits in measured if bits not in REDUCER_OF_BITS]
-        if coded:
-            bits = min(coded)  # the fewest bytes, so that the codec has the largest part of the step
-            step_s = measured[bits].step_s
-            gamma_s = _solved(lambda gamma: model.step_s(bits, beta_s, gamma) - step_s, step_s / model.numel)
-        return {bits: model.step_s(bits, beta_s, gamma_s) for bits in self._candidates}
+    nothing: dict[int, float | None] = dict.fromkeys(candidates)
+    base = measured.get(32)
+    if base is None or not base.exposed_s >= 0 or any(c.node_size for c in candidates.values()):
+        return nothing
+    wait_s = min(base.exposed_s, base.step_s)
+    backward_s = min(base.backward_s, base.step_s - wait_s)
+    model = _Model(candidates, ranks, base.step_s - wait_s, backward_s)
+    beta_s = _solved(lambda beta: model.step_s(32, beta, 0.0) - base.step_s, model.largest_beta_s(base.step_s))
+    gamma_s = 0.0
+    coded = [bits for bits in measured if bits not in REDUCER_OF_BITS]
+    if coded:
+        bits = min(coded)  # the fewest bytes, so that the codec has the largest part of the step
+        step_s = measured[bits].step_s
+        gamma_s = _solved(lambda gamma: model.step_s(bits, beta_s, gamma) - step_s, step_s / model.numel)
+    return {bits: model.step_s(bits, beta_s, gamma_s) for bits in candidates}
 
 
 class _Model:
     """Steps of the performance model.
 
     Args:
-        candidates: see `StepPredictor`.
+        candidates: see `predicted_steps`.
         ranks: number of ranks.
         compute_s: seconds of a step without waiting.
         backward_s: the part of these seconds from the first bucket to the last one.
@@ -101,7 +93,7 @@ class _Model:
         from lightning_gqsgd.predict.device_times import codec_of_config
         from lightning_gqsgd.predict.timeline import Bucket, Timeline
 
-        self._candidates = candidates
+        self._candidates = {bits: replace(config, sample_every=0) for bits, config in candidates.items()}
         self._ranks = ranks
         self.numel = BUCKETS * BUCKET_NUMEL
         segments = (Segment(0, BUCKET_NUMEL, False),)

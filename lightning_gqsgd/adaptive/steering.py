@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from lightning_gqsgd.adaptive.clock import StepClock
 from lightning_gqsgd.adaptive.noise import NoiseGauge, NoiseSums, Way
-from lightning_gqsgd.adaptive.prediction import StepPredictor
+from lightning_gqsgd.adaptive.prediction import predicted_steps
 from lightning_gqsgd.adaptive.sampling import GradientSampler, Taken
 from lightning_gqsgd.adaptive.trials import UNKNOWN, Trials
 from lightning_gqsgd.adaptive.words import describe
@@ -61,7 +62,7 @@ class Steering:
     def __init__(self, config: GQSGDConfig, ranks: int, *, says: bool = False) -> None:
         self.candidates = {bits: resolve(candidate, ranks) for bits, candidate in config.candidates().items()}
         self._ranks = ranks
-        self._predictor = StepPredictor(self.candidates, ranks)
+        self._predictor = partial(predicted_steps, self.candidates, ranks)
         self.trials = Trials(tuple(self.candidates), predictor=self._predictor) if config.auto else None
         self.gauge: NoiseGauge | None = None
         if config.max_slowdown is not None:

@@ -19,7 +19,7 @@ import lightning_gqsgd.research.optim
 import lightning_gqsgd.research.simulation  # noqa: F401
 import tests.distributed.changed_models
 import tests.distributed.local_models  # noqa: F401
-from lightning_gqsgd.adaptive.prediction import Measured, StepPredictor
+from lightning_gqsgd.adaptive.prediction import Measured, predicted_steps
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.wire.compiling import compile_kernels
@@ -32,7 +32,7 @@ for _reducer in ("sum", "two_shot", "gather"):
 
 # The first operation on torch's device "meta" imports much of torch.
 _candidates = {bits: resolve(config, 2) for bits, config in GQSGDConfig(auto=True).candidates().items()}
-StepPredictor(_candidates, 2)({32: Measured(step_s=1.0, exposed_s=0.5, backward_s=0.1)})
+predicted_steps(_candidates, 2, {32: Measured(step_s=1.0, exposed_s=0.5, backward_s=0.1)})
 
 # A collection of garbage looks at all objects, and writes to their pages, which each fork then has to copy. For the
 # 600,000 objects of these modules, none of which is ever garbage, that takes a rank 0.3 seconds each time.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gqsgd.adaptive.prediction import Measured, StepPredictor
-from lightning_gqsgd.adaptive.trials import UNKNOWN, PlainDDP, Trials
+from lightning_gqsgd.adaptive.prediction import Measured, predicted_steps
+from lightning_gqsgd.adaptive.trials import UNKNOWN, PlainDDP, Predictor, Trials
 from lightning_gqsgd.adaptive.words import describe
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
@@ -228,10 +229,10 @@ def test_a_damaged_state_is_refused_in_one_line(state: dict) -> None:
     check_refused_in_one_line(ConfigError, "'auto' cannot be read", Trials.resumed, ALLOW, state, is_same_world=True)
 
 
-def predictor(ranks: int = 2) -> StepPredictor:
+def predictor(ranks: int = 2) -> Predictor:
     """The predictor of the candidates that a configuration has by default."""
     candidates = GQSGDConfig(auto=True).candidates()
-    return StepPredictor({bits: resolve(config, ranks) for bits, config in candidates.items()}, ranks)
+    return partial(predicted_steps, {bits: resolve(config, ranks) for bits, config in candidates.items()}, ranks)
 
 
 def test_where_steps_wait_for_nothing_only_the_gradient_as_it_is_has_a_turn() -> None:
@@ -305,8 +306,8 @@ def test_without_a_known_wait_there_is_no_prediction_and_every_candidate_is_trie
     assert "predicted" not in describe(trials.decisions[0])
     assert predictor()({8: Measured(1.0, 0.5, 0.1)}) == dict.fromkeys(ALLOW)  # 32 bits are what all else starts from
     config = resolve(GQSGDConfig(bits=4, reducer="hierarchical", node_size=2), 4)
-    levels = StepPredictor({32: resolve(GQSGDConfig(bits=32), 4), 4: config}, 4)
-    assert levels({32: Measured(1.0, 0.5, 0.1)}) == {32: None, 4: None}
+    levels = {32: resolve(GQSGDConfig(bits=32), 4), 4: config}
+    assert predicted_steps(levels, 4, {32: Measured(1.0, 0.5, 0.1)}) == {32: None, 4: None}
 
 
 def test_predictions_are_kept_in_states_and_rows_of_earlier_versions_have_none() -> None:
