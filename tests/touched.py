@@ -86,6 +86,11 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/statistics/": ("lightning_gqsgd/codecs/", "lightning_gqsgd/reducers/"),
     "tests/unit/test_benchmark_elastic_losses.py": ("benchmarks/elastic_losses", "benchmarks/virtual_members"),
     "tests/unit/test_gpu_day.py": ("benchmarks/gpu_day",),
+    "tests/unit/test_cli_systems.py": (
+        "lightning_gqsgd/research/",
+        "lightning_gqsgd/reducers/",
+        "lightning_gqsgd/local_steps/",
+    ),
     "tests/unit/test_cuda_kernels": ("lightning_gqsgd/kernels/",),
     "tests/unit/test_levels.py": ("lightning_gqsgd/predict/",),
     "tests/unit/test_scatter.py": ("lightning_gqsgd/reducers/", "lightning_gqsgd/wire/plan"),

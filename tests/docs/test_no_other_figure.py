@@ -47,7 +47,7 @@ UNCOMPARED: dict[tuple[str, str, tuple[str, ...]], str] = {
     ("docs/paper.md", "Time per step", ("method", "ResNet, P2P 2024")): "the paper's, from its public logs",
     ("docs/paper.md", "Quality", ("task", "default")): "the paper's, from its public logs",
     ("docs/local_systems.md", "Systems", ("preset", "what it adds")): "the papers' settings, which presets have",
-    ("docs/local_systems.md", "Systems", ("system", "experiment")): "printed by the command above it",
+    ("docs/local_systems.md", "Systems", ("system", "experiment")): "of larger experiments than the command above it",
     ("docs/prediction.md", "What limits the kernels on a GPU", ("instructions per coordinate",)): "counted in kernels",
     ("docs/presets.md", "At 8 ranks", ("preset",)): "test_the_table_of_all_presets_is_what_the_command_prints",
     ("docs/presets.md", "Local steps", ("preset",)): "tests/unit/test_cli.py compares it with the command",

@@ -92,12 +92,14 @@ def _amsgrad(parameters: list[Tensor]) -> torch.optim.Optimizer:
 
 
 @cache
-def _slopes(preset: str, memory: str = "") -> tuple[float, float]:
-    """Returns |∇f| after 1000 and after 2000 steps of AMSGrad, in which each of 5 workers has its own true weights."""
+def _slopes(preset: str, memory: str = "", **fields: Any) -> tuple[float, float]:
+    """Returns |∇f| after 1000 and after 2000 steps of AMSGrad, in which each of 5 workers has its own true weights.
+    ``fields`` are further fields of `GQSGDConfig`."""
     problem = LogisticRegression(
         dimension=100, rows=500, parts=5, spread=1.0, scale=0.3, regularisation=0.1, dtype=torch.float64
     )
-    fields: dict[str, Any] = {"memory": memory} if memory else {}
+    if memory:
+        fields["memory"] = memory
     given: dict[str, Any] = {"block_size": 104, "record_every": 20, "progress": False, **fields}
     run = simulate(preset, problem, workers=5, steps=2000, optimizer=_amsgrad, **given)
     norms = run.metrics["gradient_norm"]
