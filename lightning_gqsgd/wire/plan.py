@@ -43,7 +43,7 @@ def check_gradient(tensor: Tensor, what: str) -> None:
     """Raise ConfigError for a tensor that cannot be reduced."""
     if tensor.layout != torch.strided:
         raise ConfigError(
-            f"{what} is sparse ({tensor.layout}); quantised allreduce needs dense gradients: "
+            f"{what} is sparse ({tensor.layout}); quantised all-reduce needs dense gradients: "
             "build the embedding with sparse=False, or keep this model on plain DDP"
         )
     check_dtype(tensor.dtype, what)
