@@ -152,9 +152,9 @@ def test_by_steps_the_merge_begins_when_the_steps_are_made() -> None:
     rounds = BySteps(lambda number: 4 * (number + 1))
     assert not rounds.is_due(3)
     assert rounds.is_due(4)
-    rounds.begin(0.0, [row(1)])  # all have made three merges before this one
-    assert not rounds.is_due(19)
-    assert rounds.is_due(20)
+    rounds.begin(0.0, [row(1)])  # the fourth merge, and the end of the third round
+    assert not rounds.is_due(15)
+    assert rounds.is_due(16)
     assert rounds.late_after_s() is None
 
 
@@ -167,19 +167,23 @@ def test_nothing_is_due_before_the_first_merge_of_a_member_that_joins_between_tw
     assert rounds.is_due(1)
 
 
-def test_the_first_round_after_loading_is_as_long_as_that_number_of_merges_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rounds_are_as_long_as_their_numbers_say_from_0_on_and_after_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(1, 1)
     optimizer = alone(model, monkeypatch, every=lambda number: 2**number)
-    state = optimizer.state_dict()
-    state["local_steps"]["merged"]["merges"] = 3
-    optimizer.load_state_dict(state)
     merges = []
+    for _ in range(4):
+        optimizer.step()
+        merges.append(optimizer.averages.averages)
+    assert merges == [2, 2, 3, 3]  # members meet in the first merge, which comes before the first step
+    optimizer.finish()
+    state = optimizer.state_dict()
+    state["local_steps"]["merged"]["merges"] = 4
+    optimizer.load_state_dict(state)
+    merges.clear()
     for _ in range(8):
         optimizer.step()
         merges.append(optimizer.averages.averages)
-    assert merges == [3] * 7 + [4]
+    assert merges == [4] * 7 + [5]
     optimizer.close()
 
 

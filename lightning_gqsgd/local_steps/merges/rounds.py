@@ -147,7 +147,8 @@ class BySteps(MergeRounds):
 
     def start_after(self, merges: int) -> None:
         """Continue after ``merges`` merges with the length that the next round has."""
-        self._number = merges
+        # No round was before the first merge, in which members meet.
+        self._number = max(merges - 1, 0)
 
     def _is_over(self, steps: int) -> bool:
         """Returns whether the round's steps have been made."""
@@ -159,7 +160,7 @@ class BySteps(MergeRounds):
 
     def _plan(self, began: float, rows: Sequence[Row]) -> None:
         """Plan the next round, whose number is equal on all members."""
-        self._number = rows[0].merges + 1
+        self.start_after(rows[0].merges + 1)
 
 
 def rounds_of(options: LocalOptions) -> MergeRounds:
