@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import check_has_one_width
-from lightning_gqsgd.errors import ConfigError, check_integer
+from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
 from lightning_gqsgd.frameworks.distributed import as_timeout, parameter_names, split_arguments
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
@@ -134,7 +134,8 @@ class LocalTraining:
                 "is; leave it out"
             )
         if given["every"] is not None and not callable(given["every"]) and not isinstance(given["every"], _TIMES):
-            check_integer("local_steps", given["every"], 1, MOST_STEPS)  # the name that the user has given
+            # Here, because this is the name that the user has given.
+            check_integer("local_steps", plain_integer(given["every"]), 1, MOST_STEPS)
         options, compression = options_of(preset, given)
         if options.every_s is not None and not options.elastic:
             raise ConfigError(

@@ -119,7 +119,7 @@ class LocalOptions:
     outlier: float = _OUTLIER
 
     def __post_init__(self) -> None:
-        for name in ("every", "outer_after", "fragments", "delay"):
+        for name in ("every", "outer_after", "fragments", "delay", "min_replicas"):
             object.__setattr__(self, name, plain_integer(getattr(self, name)))
         if isinstance(self.every, str | timedelta):
             otherwise = "; a number of steps is an integer, e.g. every=32"

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -225,7 +226,7 @@ def test_arguments_that_cannot_work(arguments: dict[str, Any], text: str) -> Non
 
 
 def test_arguments_replace_those_of_a_name() -> None:
-    strategy = GQSGDStrategy(preset="gqsgd_fedpaq", local_steps=5, bits=3)
+    strategy = GQSGDStrategy(preset="gqsgd_fedpaq", local_steps=np.int64(5), bits=3)
     assert strategy._local.options.every == 5
     assert strategy._local.options.outer == "sgd"
     assert strategy.gqsgd_config.bits == 3

@@ -15,6 +15,7 @@ from lightning_gqsgd.local_steps.choosing import make_local
 from lightning_gqsgd.local_steps.fragments import Bundle, Entry, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer, load_outer, make_outer
+from lightning_gqsgd.local_steps.rules import parse_rule
 from lightning_gqsgd.local_steps.schedule import Rounds
 from lightning_gqsgd.local_steps.starting import check_anchor_device
 from lightning_gqsgd.presets import LOCAL_PRESETS
@@ -58,6 +59,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
     numbers = (options.every, options.outer_after, options.fragments, options.delay)
     assert [type(number) for number in numbers] == [int] * 4
     assert LocalOptions(every=lambda number: np.int64(4 + number)).steps_of_round(2) == 6
+    assert type(LocalOptions(elastic=True, min_replicas=np.int64(2)).min_replicas) is int
+    assert type(parse_rule({"name": "multi_step", "messages": np.int64(8)}).most_requests) is int
 
 
 def test_a_round_that_was_longer_in_the_run_that_is_resumed_ends_with_the_next_step() -> None:

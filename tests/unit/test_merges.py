@@ -10,6 +10,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -165,6 +166,15 @@ def test_nothing_is_due_before_the_first_merge_of_a_member_that_joins_between_tw
     assert not rounds.is_due(1)
     rounds.begin(0.0, [row(1)])
     assert rounds.is_due(1)
+
+
+def test_samples_may_be_counted_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = alone(model, monkeypatch, every=1)
+    optimizer.add_samples(np.ones(3, dtype=np.int64).sum())
+    optimizer.step()
+    assert optimizer.samples == 3
+    optimizer.close()
 
 
 def test_rounds_are_as_long_as_their_numbers_say_from_0_on_and_after_loading(monkeypatch: pytest.MonkeyPatch) -> None:

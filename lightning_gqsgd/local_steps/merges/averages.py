@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.errors import ConfigError, check_integer, counted
+from lightning_gqsgd.errors import ConfigError, check_integer, counted, plain_integer
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.averages import open_meeting
 from lightning_gqsgd.local_steps.fragments import kept, refuse_kept
@@ -295,6 +295,7 @@ class MergedAverages:
         Raises:
             ConfigError: if the count is not an integer of at least 0.
         """
+        count = plain_integer(count)
         check_integer("count", count, 0, 2**62)
         self._counts_samples = True
         self._samples_since += count

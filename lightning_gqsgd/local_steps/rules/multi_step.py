@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.errors import ConfigError, check_integer
+from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
 from lightning_gqsgd.local_steps.rules.base import Averager, MeanOf, Rule, RuleRequests
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class MultiStep(Rule):
     messages: int = 4
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "messages", plain_integer(self.messages))
         check_integer("messages", self.messages, 1, 1000)
 
     @property
