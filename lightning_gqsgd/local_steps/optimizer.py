@@ -55,7 +55,7 @@ class LocalSteps(Optimizer):
     buffers are taken from the first rank.
 
     Args:
-        model: the module that is trained.
+        model: the module that is trained. Give several modules as `torch.nn.ModuleList`.
         optimizer: the inner optimizer of all or some of the model's parameters. Only its parameters are averaged.
         every: number of optimizer steps between two averages, 1 or more; or a function of the number of rounds so far;
             or a time, e.g. ``"20s"``, in which each rank makes as many steps as it can (see `merges.averages`). None
@@ -107,6 +107,8 @@ class LocalSteps(Optimizer):
         # Optimizer.__init__ is not called, because the inner optimizer has everything that it would create.
         given = {"every": every, "outer": outer, "fragments": fragments, "delay": delay, "elastic": elastic}
         self.averages: LocalAverages | MergedAverages
+        # Averages end with the model, and nobody else may keep it: LocalSteps(nn.ModuleList([encoder, decoder]), ...).
+        self._model = model
         if elastic:
             if group is not None:
                 raise ConfigError("elastic=True has no process group: ranks meet at a lighthouse; leave group out")

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.errors import CollectiveError, ConfigError
+from tests.bits import bits_of
 from tests.distributed.local_models import bits_of_anchors, bits_of_model, local_steps
 from tests.distributed.models import batch, mlp, train_with
 from tests.distributed.ranks import logged, run, run_alike
@@ -137,6 +138,24 @@ def test_what_breaks_local_training_is_refused_with_its_remedy(tmp_path: Path) -
         assert "buffer 'mask' of shape (5,) is expanded" in buffer
         assert "a ZeroRedundancyOptimizer gives the parameters" in zero
         assert "make a new LocalSteps around the other optimizer" in inner
+
+
+def _two_modules(rank: int) -> list[str]:
+    """Two modules in a list that was made for LocalSteps alone; by steps and by the clock."""
+    results = []
+    for every in (2, "50ms"):
+        encoder, decoder = mlp(), nn.Linear(10, 4)
+        inner = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
+        optimizer = LocalSteps(nn.ModuleList([encoder, decoder]), inner, every=every)
+        train_with(nn.Sequential(encoder, decoder), optimizer, rank, range(4))
+        optimizer.finish()
+        optimizer.close()
+        results.append(bits_of((*encoder.parameters(), *decoder.parameters())))
+    return results
+
+
+def test_several_modules_may_be_given_in_a_list_that_nobody_else_keeps(tmp_path: Path) -> None:
+    run_alike(_two_modules, 2, tmp_path)
 
 
 class _Alarm(Exception):
