@@ -218,10 +218,12 @@ class LocalOptions:
         return self.outer_after is not None and step <= self.outer_after
 
     def every_in_words(self) -> str:
-        """Returns the time or number of steps between two averages, e.g. ``20 s`` or ``32 steps``."""
+        """Returns the time or the number of steps of a round: ``20 s``, ``32 steps`` or ``8, 16, 32, ... steps``."""
         if self.every_s is not None:
             return f"{self.every_s:g} s"
-        return "a varying number of steps" if callable(self.every) else counted(self.steps_of_round(0), "step")
+        if callable(self.every):
+            return "".join(f"{self.steps_of_round(number)}, " for number in range(3)) + "... steps"
+        return counted(self.steps_of_round(0), "step")
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:

@@ -54,6 +54,14 @@ def test_rounds_may_grow_and_are_cut_off_by_a_last_average() -> None:
     assert [rounds.due_after(step) for step in (4, 5)] == [[], [0]]
 
 
+@pytest.mark.parametrize(
+    ("every", "words"),
+    [(32, "32 steps"), ("2min", "120 s"), (lambda number: min(8 * 2**number, 64), "8, 16, 32, ... steps")],
+)
+def test_the_length_of_rounds_in_words(every: Any, words: str) -> None:
+    assert LocalOptions(every=every).every_in_words() == words
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     options = LocalOptions(every=np.int64(6), outer_after=np.int32(3), fragments=np.int8(2), delay=np.uint8(1))
     numbers = (options.every, options.outer_after, options.fragments, options.delay)
