@@ -330,6 +330,7 @@ class LocalAverages(AveragingLoop[Average]):
         self.under_way.clear()
         self._buffers.take_back()
         take_from_first_rank(_own_parts(model), self.group)
+        self.watched.take_loaded(None)
         self.outer.state.clear()
         self._engine.plans.clear()  # they hold the old memory
         self.step = 0

@@ -30,6 +30,12 @@ WITH_ACCELERATE = (
     "LocalSteps(model, optimizer, every=32)), and optimizer.optimizer.finish() at the end"
 )
 
+#: The models that are watched, because several LocalSteps may average one model's parameters between them.
+_WATCHED: weakref.WeakSet[WatchedModel] = weakref.WeakSet()
+
+#: Number of values by which a change of a parameter that is not averaged is noticed.
+_SAMPLED = 16
+
 #: What to do if parameters have changed.
 _REMEDY = (
     "call finish() and close() before the change, and make a new LocalSteps after it (with a strategy of Lightning: "
@@ -70,6 +76,9 @@ class WatchedModel:
         self._parametrized = _parametrized_in(model)
         self._masks = {name: self._buffers[name] for name in _masks_of(model) if name in self._buffers}
         self.expects: int | None = None
+        self._looks_at_others = group is None or len(ranks) > 1
+        self._others: dict[str, Tensor] = {}  # values of the parameters that are not averaged, by name
+        _WATCHED.add(self)
 
     def digest(self) -> int:
         """Returns a digest of the values of the averaged parameters. Waits for a GPU."""
@@ -78,6 +87,11 @@ class WatchedModel:
     def frozen(self) -> tuple[str, ...]:
         """Returns the names of the averaged parameters that do not require a gradient at the moment, in order."""
         return tuple(entry.name for entry, _ in self._averaged if not entry.whole.requires_grad)
+
+    def take_loaded(self, expects: int | None) -> None:
+        """Note that a state was loaded, beside weights with a digest of ``expects``; None: no digest is known."""
+        self.expects = expects
+        self._others.clear()
 
     def say_if_others_were_loaded(self, *, is_at_anchor: bool) -> None:
         """Warn once after a state was loaded if the parameters are not those that were saved with it.
@@ -114,6 +128,7 @@ class WatchedModel:
             reshard(model)  # FSDP2 shows whole parameters in place of shards otherwise
             self._check_model(model)
             self._check_buffers(model)
+            self._say_if_others_moved(model)
         for entry, before in self._averaged:
             if place_of(entry.tensor) != before:
                 raise ConfigError(
@@ -177,6 +192,27 @@ class WatchedModel:
                 f"{_REMEDY}"
             )
 
+    @torch.no_grad()
+    def _say_if_others_moved(self, model: nn.Module) -> None:
+        """Warn once if parameters have changed that are not averaged, since the first check, or since a state was
+        loaded."""
+        if not self._looks_at_others:
+            return
+        averaged = {id(entry.whole) for watched in _WATCHED for entry, _ in watched._averaged}
+        present = {name: p for name, p in model.named_parameters() if id(p) not in averaged and _has_values(p)}
+        now = {name: _sampled(parameter) for name, parameter in present.items()}
+        moved = [name for name, values in now.items() if not _is_same(values, self._others.get(name, values))]
+        self._others = self._others or now
+        if moved:
+            self._looks_at_others = False
+            logger.warning(
+                "gqsgd: parameters have changed that are not averaged: %s. Each rank has its own, also after finish(). "
+                "Averages are of the parameters of the optimizer that LocalSteps was made with: if another optimizer "
+                "trains these, give LocalSteps one optimizer of all; if a function of yours moves them, as it does a "
+                "teacher, let it average them over the ranks before training ends",
+                listed(moved),
+            )
+
     def _check_buffers(self, model: nn.Module) -> None:
         present = _saved_buffers(model)
         known = {id(buffer) for buffer in self._buffers.values()}
@@ -194,6 +230,16 @@ class WatchedModel:
                 f"masks of pruning have changed after LocalSteps was made: {listed(changed)}. Ranks may have pruned "
                 f"other weights, and an average would make fractions of their masks; {_REMEDY}"
             )
+
+
+def _has_values(parameter: Tensor) -> bool:
+    """Returns whether a parameter has plain numbers in memory: quantised weights have a class of their own."""
+    return type(parameter.data) is Tensor and parameter.is_floating_point() and not parameter.is_meta
+
+
+def _sampled(parameter: Tensor) -> Tensor:
+    """Returns a copy of some values of a parameter, in equal distances."""
+    return parameter.detach().reshape(-1)[:: max(1, parameter.numel() // _SAMPLED)].clone()
 
 
 def _parametrized_in(model: nn.Module) -> dict[str, int]:

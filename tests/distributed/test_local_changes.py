@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,7 +23,7 @@ from lightning_gqsgd.errors import CollectiveError, ConfigError
 from tests.bits import bits_of
 from tests.distributed.local_models import bits_of_anchors, bits_of_model
 from tests.distributed.models import batch, loss_of
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import logged, run, run_alike
 
 Optimizer = torch.optim.Optimizer
 
@@ -278,6 +279,45 @@ def _frozen_while_under_way(rank: int) -> list[str]:
 
 def test_an_average_leaves_out_what_was_frozen_when_it_was_started(tmp_path: Path) -> None:
     assert len(set(run_alike(_frozen_while_under_way, 2, tmp_path))) == 1
+
+
+def _beside(rank: int, every: int | str) -> list[list[str]]:
+    """What is said where the first layer stays, is moved by hand, is loaded with a state, and has its own averages."""
+    said = logged(level=logging.WARNING)
+    results = []
+    for way in ("stays", "moves", "is loaded", "is averaged"):
+        model = _model()
+        optimizer = LocalSteps(model, torch.optim.SGD(model[2:].parameters(), lr=0.1), every=every)
+        optimizers = [optimizer]
+        if way == "is averaged":
+            model[0].requires_grad_(True)
+            optimizers.append(LocalSteps(model, torch.optim.SGD(model[0].parameters(), lr=0.1), every=every))
+        for step in range(6):
+            loss_of(model, rank, step).backward()
+            for each in optimizers:
+                each.step()
+            model.zero_grad()
+            if way == "moves":
+                with torch.no_grad():
+                    model[0].weight += 0.01 * (rank + 1)
+            if way == "is loaded" and step == 3:
+                optimizer.finish()
+                nn.init.ones_(model[0].weight)
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for each in optimizers:
+            each.finish()
+            each.close()
+        results.append([text for text in said if "parameters have changed that are not averaged" in text])
+        said.clear()
+    return results
+
+
+@pytest.mark.parametrize("every", [2, "50ms"])
+def test_parameters_that_move_and_are_not_averaged_are_named_once(every: int | str, tmp_path: Path) -> None:
+    for stays, moves, is_loaded, is_averaged in run(_beside, 2, tmp_path, every):
+        assert stays == is_loaded == is_averaged == []
+        assert len(moves) == 1
+        assert "averaged: '0.weight'. Each rank has its own" in moves[0]
 
 
 def _ended(model: nn.Module, optimizer: LocalSteps, train: Callable[[Any, LocalSteps], None]) -> str:
