@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -199,8 +199,7 @@ class WatchedModel:
         if not self._looks_at_others:
             return
         averaged = {id(entry.whole) for watched in _WATCHED for entry, _ in watched._averaged}
-        present = {name: p for name, p in model.named_parameters() if id(p) not in averaged and _has_values(p)}
-        now = {name: _sampled(parameter) for name, parameter in present.items()}
+        now = samples_of_others(model, averaged)
         moved = [name for name, values in now.items() if not _is_same(values, self._others.get(name, values))]
         self._others = self._others or now
         if moved:
@@ -232,14 +231,23 @@ class WatchedModel:
             )
 
 
+def samples_of_others(model: nn.Module, averaged: Collection[int]) -> dict[str, Tensor]:
+    """Returns some values of each parameter that is not averaged, in equal distances, by name.
+
+    Args:
+        model: the model.
+        averaged: the ids of the parameters that are averaged.
+    """
+    return {
+        name: parameter.detach().reshape(-1)[:: max(1, parameter.numel() // _SAMPLED)].clone()
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in averaged and _has_values(parameter)
+    }
+
+
 def _has_values(parameter: Tensor) -> bool:
     """Returns whether a parameter has plain numbers in memory: quantised weights have a class of their own."""
     return type(parameter.data) is Tensor and parameter.is_floating_point() and not parameter.is_meta
-
-
-def _sampled(parameter: Tensor) -> Tensor:
-    """Returns a copy of some values of a parameter, in equal distances."""
-    return parameter.detach().reshape(-1)[:: max(1, parameter.numel() // _SAMPLED)].clone()
 
 
 def _parametrized_in(model: nn.Module) -> dict[str, int]:

@@ -26,11 +26,12 @@ from tests.errors import error_text
 SECOND = timedelta(seconds=1)
 
 
-def member(rank: int, lighthouse: str, **fields: Any) -> tuple[nn.Module, LocalSteps]:
-    """A model and its optimizer, once it has joined."""
+def member(rank: int, lighthouse: str, *, is_frozen: bool = False, **fields: Any) -> tuple[nn.Module, LocalSteps]:
+    """A model and its optimizer, once it has joined; ``is_frozen``: with a first layer that is not trained."""
     os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse
     torch.set_num_threads(1)
     model = network(rank)
+    model[0].requires_grad_(not is_frozen)
     given = {"every": "400ms", "bits": 4, "elastic": True, **fields}
     return model, LocalSteps(model, torch.optim.AdamW(model.parameters(), 1e-2), **given)
 
@@ -147,14 +148,14 @@ def changed_without_steps(rank: int, lighthouse: str, folder: Path) -> bool:
 
 
 def strangers(
-    rank: int, lighthouse: str, folder: Path, fields: dict[str, Any], at_once: bool = False
+    rank: int, lighthouse: str, folder: Path, fields: dict[str, Any], at_once: bool = False, is_frozen: bool = False
 ) -> dict[str, Any]:
-    """Member 1 has other options, and is not let in; member 0 goes on as if nothing had been.
+    """Member 1 has other options, or other frozen weights, and is not let in; member 0 goes on as if nothing had been.
 
     If they come at once, member 1 does not see member 0 at the door.
     """
     if rank == 0:
-        model, optimizer = member(0, lighthouse)
+        model, optimizer = member(0, lighthouse, is_frozen=is_frozen)
         generator = torch.Generator().manual_seed(0)
         (folder / "inside").touch()
         while not (folder / "refused").exists():
@@ -163,7 +164,7 @@ def strangers(
     wait_for(lambda: (folder / "inside").exists())
     if at_once:
         pytest.MonkeyPatch().setattr("lightning_gqsgd.membership.manager.check_others", lambda *_: [])
-    text = error_text(ConfigError, member, 1, lighthouse, **fields)
+    text = error_text(ConfigError, member, 1, lighthouse, is_frozen=is_frozen, **fields)
     (folder / "refused").touch()
     return {"error": text}
 

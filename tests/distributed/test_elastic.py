@@ -111,27 +111,30 @@ def test_who_leaves_merges_weights_that_were_changed_without_a_step(tmp_path: Pa
     assert run_members(members.changed_without_steps, 1, tmp_path, lighthouse, tmp_path) == [True]
 
 
-@pytest.mark.parametrize("fields", [{"bits": 3}, {"min_replicas": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "is_frozen"), [({"bits": 3}, False), ({"min_replicas": 2}, False), ({}, True)], ids=str
+)
 def test_who_does_not_fit_is_refused_at_the_door_and_nobody_else_notices(
-    fields: dict[str, Any], tmp_path: Path, lighthouse: str
+    fields: dict[str, Any], is_frozen: bool, tmp_path: Path, lighthouse: str
 ) -> None:
-    inside, stranger = run_members(members.strangers, 2, tmp_path, lighthouse, tmp_path, fields)
+    inside, stranger = run_members(members.strangers, 2, tmp_path, lighthouse, tmp_path, fields, False, is_frozen)
     assert "another model, other options or another compression" in stranger["error"]
     assert inside["failed"] == 0
     assert inside["samples"] == inside["steps"]
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "is_frozen", "words"),
     [
-        ({"outer": "sgd"}, "do not agree: outer: "),
-        ({"every": "300ms"}, "do not agree: every: "),
+        ({"outer": "sgd"}, False, "do not agree: outer: "),
+        ({"every": "300ms"}, False, "do not agree: every: "),
+        ({}, True, "do not agree: values of untrained parameters: "),
     ],
 )
 def test_who_does_not_fit_is_refused_where_all_came_at_once(
-    fields: dict[str, Any], words: str, tmp_path: Path, lighthouse: str
+    fields: dict[str, Any], is_frozen: bool, words: str, tmp_path: Path, lighthouse: str
 ) -> None:
-    inside, stranger = run_members(members.strangers, 2, tmp_path, lighthouse, tmp_path, fields, True)
+    inside, stranger = run_members(members.strangers, 2, tmp_path, lighthouse, tmp_path, fields, True, is_frozen)
     assert words in stranger["error"]
     assert "\n" not in stranger["error"]
     assert inside["samples"] == inside["steps"]

@@ -59,7 +59,7 @@ from lightning_gqsgd.local_steps.starting import (
     own_facts,
     trained_by,
 )
-from lightning_gqsgd.local_steps.watching import WatchedModel
+from lightning_gqsgd.local_steps.watching import WatchedModel, digest_of_tensors, samples_of_others
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
 from lightning_gqsgd.membership.requirement import torchft_for
 from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state
@@ -137,7 +137,7 @@ class MergedAverages:
         parent = None if options.elastic else parent_group(group)
         if parent is None:
             trained = self._train(model)
-            members = self._meet_elastic(trained, timeout)
+            members = self._meet_elastic(model, trained, timeout)
             self._timeout_s = members.timeout.total_seconds()
         else:
             members, trained = self._meet_fixed(model, parent, timeout, meeting)
@@ -210,7 +210,7 @@ class MergedAverages:
                 self._shared.integers = self._integers.read()
         return FixedMembers(engine, config), trained
 
-    def _meet_elastic(self, trained: Trained, timeout: timedelta | None) -> TorchftMembers:
+    def _meet_elastic(self, model: nn.Module, trained: Trained, timeout: timedelta | None) -> TorchftMembers:
         """Returns the members that the lighthouse knows."""
         with torchft_for("elastic=True"):
             from lightning_gqsgd.membership.manager import TorchftMembers
@@ -221,7 +221,10 @@ class MergedAverages:
                 "leave or join; start each process by itself, with the lighthouse's address"
             )
         refuse_memory(resolve(self.requested, 2))
-        facts = facts_of(self.requested, own_facts(self.options, trained))
+        # Members have in common what they average. The rest of the model never travels, so it has to be equal.
+        others = samples_of_others(model, {id(entry.tensor) for entry in trained.parameters})
+        own = {**own_facts(self.options, trained), "values of untrained parameters": digest_of_tensors(others)}
+        facts = facts_of(self.requested, own)
         return TorchftMembers(
             self.requested,
             facts,
