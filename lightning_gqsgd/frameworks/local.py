@@ -209,10 +209,9 @@ class LocalTraining:
         self.is_lent = False
 
     def settle(self) -> None:
-        """Use the averages under way now. A collective, except among members that come and go, who have none."""
+        """Use the averages under way now. A collective; among members that come and go, it waits for their merge."""
         for trained in self.trained:
-            if isinstance(trained.averages, LocalAverages):
-                trained.averages.settle()
+            trained.averages.settle()
 
     def finish(self) -> None:
         """Make the last averages."""

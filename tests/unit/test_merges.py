@@ -168,6 +168,28 @@ def test_nothing_is_due_before_the_first_merge_of_a_member_that_joins_between_tw
     assert rounds.is_due(1)
 
 
+def test_weights_that_are_set_while_a_merge_is_under_way_stay_once_it_is_settled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = alone(model, monkeypatch, every=2, delay=1, bits=32, outer="nesterov", outer_after=0)
+    meets = optimizer.averages._members.meets
+    meets.clear()
+    for _ in range(2):
+        model(torch.ones(1)).backward()
+        optimizer.step()
+    threading.Timer(0.1, meets.set).start()
+    optimizer.averages.settle()
+    assert optimizer.averages.averages == 2
+    nn.init.constant_(model.weight, 3.0)
+    optimizer.finish()
+    assert model.weight.item() == pytest.approx(3.0)
+    optimizer.averages.settle()  # nothing is under way
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        optimizer.averages.settle()
+
+
 def test_samples_may_be_counted_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(1, 1)
     optimizer = alone(model, monkeypatch, every=1)

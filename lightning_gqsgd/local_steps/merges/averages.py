@@ -335,6 +335,22 @@ class MergedAverages:
 
     @untraced
     @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for the merge of the change that was handed over, and use it.
+
+        Call this before weights are replaced by others, for example by their mean over steps. Otherwise, what the merge
+        adds to this member's weights would be added to the new ones.
+
+        Raises:
+            ConfigError, CollectiveError, RuntimeError: see `advance`.
+        """
+        refuse_kept([self._fragment])
+        self.check_open()
+        if self._pending is not None:
+            self._settle()
+
+    @untraced
+    @torch.no_grad()
     def finish(self) -> None:
         """Merge the changes since the last merge, and wait until all members have finished. All then have the same
         bits.
