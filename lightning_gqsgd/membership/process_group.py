@@ -557,9 +557,13 @@ def check_config(config: GQSGDConfig) -> None:
 
     The Manager reduces tensors without names, and ranks join and leave, so no memory can be kept for tensors or ranks.
     """
-    resolved = resolve(config, 2)
+    refuse_nodes(config)
     refuse_for(config, "torchft, which reduces dense tensors")
-    check_for_tensors(resolved, "torchft's process group")
+    check_for_tensors(resolve(config, 2), "torchft's process group")
+
+
+def refuse_nodes(config: GQSGDConfig) -> None:
+    """Raise ConfigError for a configuration that needs nodes. Call it first: other checks would ask for their size."""
     if config.reducer == "hierarchical":
         raise ConfigError(
             "reducer='hierarchical' needs the same number of ranks on every node, and torchft's ranks come and go; "

@@ -335,6 +335,13 @@ def test_a_time_that_no_lighthouse_can_keep_is_refused(join: str, heartbeat: str
         serve("127.0.0.1:0", 1, join, heartbeat, print)
 
 
+def test_a_reducer_that_needs_nodes_is_refused_and_not_asked_for_their_size() -> None:
+    model = network(0)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with pytest.raises(ConfigError, match="ranks come and go; leave it out"):
+        LocalSteps(model, optimizer, every="1s", elastic=True, reducer="hierarchical")
+
+
 @pytest.mark.parametrize("timeout", [timedelta.max, timedelta(0), timedelta(seconds=-1), 5])
 def test_a_timeout_that_cannot_be_is_refused_before_a_lighthouse_is_asked(timeout: object) -> None:
     model = network(0)

@@ -214,12 +214,14 @@ class MergedAverages:
         """Returns the members that the lighthouse knows."""
         with torchft_for("elastic=True"):
             from lightning_gqsgd.membership.manager import TorchftMembers
+            from lightning_gqsgd.membership.process_group import refuse_nodes
 
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
                 f"elastic=True: this process is one of {dist.get_world_size()} of torch.distributed, which cannot "
                 "leave or join; start each process by itself, with the lighthouse's address"
             )
+        refuse_nodes(self.requested)
         refuse_memory(resolve(self.requested, 2))
         # Members have in common what they average. The rest of the model never travels, so it has to be equal.
         others = samples_of_others(model, {id(entry.tensor) for entry in trained.parameters})
