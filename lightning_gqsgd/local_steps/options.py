@@ -42,6 +42,9 @@ _LONGEST = timedelta(days=7)
 #: 2.05 and 2.06.
 _OUTER_AFTER = 256
 
+#: DiLoCo with a delay gives half of the weight to the rank's own model (arXiv 2501.18512).
+_MIXING = 0.5
+
 #: A change is left out of a merge if its norm is more than this times the median over all members, also per step.
 _OUTLIER = 10.0
 
@@ -109,7 +112,7 @@ class LocalOptions:
     outer_after: int | None = None
     fragments: int = 1
     delay: int = 0
-    mixing: float = 0.5
+    mixing: float = _MIXING
     inner_state: str = "keep"
     rule: Rule | str | Mapping[str, Any] = "mean"
     anchor_device: torch.device | str | None = None
@@ -186,6 +189,11 @@ class LocalOptions:
             raise ConfigError(
                 f"inner_state='average': with {asked}, ranks make different numbers of steps, and their optimizers' "
                 "states have different ages; take 'keep' or 'reset'"
+            )
+        if self.mixing != _MIXING:
+            raise ConfigError(
+                f"mixing={self.mixing}: with {asked}, a rank adds what the others have learnt to its own model, and "
+                "mixes nothing; leave mixing out"
             )
         if self.averaging != parse_rule("mean"):
             raise ConfigError(f"rule={self.rule}: with {asked}, the rule is the mean weighted by samples; leave it out")

@@ -62,6 +62,12 @@ def test_the_length_of_rounds_in_words(every: Any, words: str) -> None:
     assert LocalOptions(every=every).every_in_words() == words
 
 
+@pytest.mark.parametrize("fields", [{"every": "1s"}, {"elastic": True}])
+def test_merges_mix_nothing(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="mixing=0.2: with .* leave mixing out"):
+        LocalOptions(mixing=0.2, **fields)
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     options = LocalOptions(every=np.int64(6), outer_after=np.int32(3), fragments=np.int8(2), delay=np.uint8(1))
     numbers = (options.every, options.outer_after, options.fragments, options.delay)
