@@ -62,8 +62,8 @@ def check_for_tensors(config: GQSGDConfig, who: str) -> None:
     """
     if config.remembers:
         raise ConfigError(
-            f"{who} does not know which tensor it reduces, so it cannot remember anything; give memory='none', or "
-            "register the hook on a DDP model (register_gqsgd)"
+            f"{who} does not know which tensor it reduces, so it cannot remember anything; give "
+            f"{config.without_memory}, or register the hook on a DDP model (register_gqsgd)"
         )
     if config.exclude:
         raise ConfigError(

@@ -97,6 +97,12 @@ class Fields:
         """True if there is a memory in at least one direction."""
         return self.up is not None or self.down is not None
 
+    @property
+    def without_memory(self) -> str:
+        """The arguments that switch off the memories that there are, for messages: ``memory='none'``."""
+        memories = {"memory": self.up, "memory_down": self.down}
+        return " and ".join(f"{name}='none'" for name, memory in memories.items() if memory is not None)
+
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
         """Returns the names of all fields, in order."""

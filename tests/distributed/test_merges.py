@@ -450,7 +450,9 @@ def test_ranks_with_other_rounds_refuse_each_other(tmp_path: Path) -> None:
         ({"every": "1s", "min_replicas": 2}, "is for elastic=True"),
         ({"every": 4, "elastic": "yes"}, "elastic"),
         ({"every": 4, "outlier": 5.0}, "is for rounds by the clock"),
-        ({"every": "1s", "preset": "gqsgd_sparseloco"}, "memory"),
+        ({"every": "1s", "preset": "gqsgd_sparseloco"}, "give memory='none', or a number of steps for every"),
+        ({"every": "1s", "preset": "gqsgd_muloco"}, "give memory='none' and memory_down='none', or"),
+        ({"every": "1s", "preset": "gqsgd_muloco", "memory": "none"}, "give memory_down='none', or"),
     ],
 )
 def test_values_that_cannot_work_are_named(fields: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_all_ranks_hear_of_one_whose_compression_cannot_work_for_so_many(tmp_pat
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"preset": "signsgd_ef"}, "memory='none'"),
+        ({"preset": "signsgd_ef"}, "memory='none' and memory_down='none'"),
         ({"warmup_steps": 5}, "warmup_steps=5"),
         ({"reducer": "hierarchical", "node_size": 2}, "come and go"),
         ({"reducer": "hierarchical"}, "come and go"),

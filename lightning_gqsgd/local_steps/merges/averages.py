@@ -720,7 +720,7 @@ def refuse_memory(config: GQSGDConfig) -> None:
     if config.remembers:
         raise ConfigError(
             "a merge by the clock, or with members that come and go, remembers nothing of the errors of earlier ones; "
-            "give memory='none', or a number of steps for every"
+            f"give {config.without_memory}, or a number of steps for every, without elastic"
         )
     if config.warmup_steps:
         raise ConfigError(f"warmup_steps={config.warmup_steps}: merges by the clock count no steps; leave it out")
