@@ -133,6 +133,7 @@ class TorchftMembers(Members):
         self._group = QuantisedProcessGroup(ProcessGroupGloo(timeout=self.timeout), config, device, facts)
         self._merges = 0  # made by the others before this member meets them
         self._has_met = False
+        self._met_at = time.time()  # not time.monotonic(), which stands still while a machine is suspended
         self._connecting = threading.Lock()
         self._is_closed = False
         self._manager: Manager | None = None
@@ -266,10 +267,12 @@ class TorchftMembers(Members):
         if merges <= self._merges_before:
             logger.warning(
                 "gqsgd: the lighthouse %s knows a training with this model and these options, which has made %s, and "
-                "none of its members is left: a new training begins, unless this process loads a checkpoint of it",
+                "none of its members is left: %s, unless this process loads a checkpoint of it",
                 self._lighthouse,
                 counted(self._merges_before + 1, "merge"),
+                "a new training begins" if merges == 1 else f"this process goes on by itself after merge {merges - 1}",
             )
+        self._merges_before = 0
 
     def start_after(self, merges: int) -> None:
         """Continue after ``merges`` merges, the count of another member or of a checkpoint."""
@@ -289,6 +292,10 @@ class TorchftMembers(Members):
     def _meet(self) -> Quorum:
         self._received = None
         manager = self._connected()
+        if time.time() - self._met_at > _LOOK_AFTER.total_seconds():
+            # This process may have been suspended, and the others may have finished since.
+            with suppress(ConfigError):
+                self._merges_before = latest_merges_of(self._lighthouse, self._name, _GLANCE.total_seconds())
         look = threading.Timer(_LOOK_AFTER.total_seconds(), _say_why_it_waits, [self._lighthouse])
         look.daemon = True
         look.start()
@@ -309,6 +316,7 @@ class TorchftMembers(Members):
         if own is None:
             raise MergeFailed("this member does not take part")
         self._has_met = True
+        self._met_at = time.time()
         return Quorum(own, self._received)
 
     def _receive(self, state: Mapping[str, Any]) -> None:

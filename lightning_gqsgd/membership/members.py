@@ -143,7 +143,7 @@ class Members(ABC):
         way."""
 
     def say_if_begun_anew(self, merges: int) -> None:  # noqa: B027  # fixed ranks begin together
-        """Warn, after the first merge, if this member was to join a training, and has begun a new one.
+        """Warn, after a merge, if this member was to take part in a longer training, of which no other member is left.
 
         Args:
             merges: number of merges so far.

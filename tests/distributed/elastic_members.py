@@ -282,6 +282,43 @@ def after_the_end(rank: int, lighthouse: str, folder: Path) -> list[Any]:
     return [merges, [text for text in said if "a new training begins" in text]]
 
 
+def suspended(rank: int, lighthouse: str, folder: Path) -> list[str]:
+    """Member 1 is stopped, and goes on when member 0 has made more merges and left. Returns what it says of that."""
+    said = logged()
+    pytest.MonkeyPatch().setattr("lightning_gqsgd.membership.manager._LOOK_AFTER", SECOND)
+    model, optimizer = member(rank, lighthouse, timeout=3 * SECOND)
+    generator = torch.Generator().manual_seed(rank)
+    while optimizer.averages.world_size < 2:
+        train_step(model, optimizer, generator, 0.02)
+    if rank:
+        _stop_until((folder / "gone").exists)
+    else:
+        while optimizer.averages.world_size == 2:
+            train_step(model, optimizer, generator, 0.02)
+        enough = optimizer.averages.averages + 5
+        while optimizer.averages.averages < enough:
+            train_step(model, optimizer, generator, 0.02)
+        optimizer.close()
+        (folder / "gone").touch()
+        return []
+    merges = optimizer.averages.averages
+    while optimizer.averages.averages < merges + 2:
+        train_step(model, optimizer, generator, 0.02)
+    optimizer.close()
+    return [text for text in said if "none of its members is left" in text]
+
+
+def _stop_until(condition: Callable[[], bool]) -> None:
+    """Stop this process until something is so."""
+    own = os.getpid()
+    if os.fork() == 0:
+        os.kill(own, signal.SIGSTOP)
+        wait_for(condition)
+        os.kill(own, signal.SIGCONT)
+        os._exit(0)
+    os.wait()
+
+
 def too_few(rank: int, lighthouse: str) -> dict[str, Any]:
     """What a member says and hears that is alone, and may not be."""
     said = logged()

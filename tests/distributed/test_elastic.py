@@ -187,6 +187,15 @@ def test_who_comes_when_all_others_have_gone_hears_that_a_new_training_begins(tm
     assert "merges, and none of its members is left: a new training begins, unless this process loads a" in said[0]
 
 
+@pytest.mark.slow
+def test_who_was_suspended_until_all_others_had_gone_hears_that_it_goes_on_by_itself(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    _, said = run_members(members.suspended, 2, tmp_path, lighthouse, tmp_path)
+    assert len(said) == 1
+    assert "none of its members is left: this process goes on by itself after merge" in said[0]
+
+
 def test_members_may_start_before_their_lighthouse(tmp_path: Path) -> None:
     from torchft.coordination import LighthouseServer
 

@@ -104,7 +104,6 @@ class MergeThread:
             found = self._merge(None, has_finished=False)
             if found is not None:
                 self._take(found, None)
-                self._members.say_if_begun_anew(self._shared.merges)
                 self._thread.start()
                 return
 
@@ -248,6 +247,7 @@ class MergeThread:
         if found is not None:
             self._failing_since = None
             self._has_said_why = False
+            self._members.say_if_begun_anew(self._shared.merges)
             return found
         self.failed += 1
         now = time.monotonic()
