@@ -224,7 +224,7 @@ class MergedAverages:
         refuse_nodes(self.requested)
         refuse_memory(resolve(self.requested, 2))
         # Members have in common what they average. The rest of the model never travels, so it has to be equal.
-        others = samples_of_others(model, {id(entry.tensor) for entry in trained.parameters})
+        others = samples_of_others(model, {id(entry.whole) for entry in trained.parameters})
         own = {**own_facts(self.options, trained), "values of untrained parameters": digest_of_tensors(others)}
         facts = facts_of(self.requested, own)
         return TorchftMembers(
