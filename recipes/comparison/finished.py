@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ class Found:
         folder: folder of the run.
         run: its results.
         config: its configuration.
-        ended: when its result was written, in seconds.
+        ended: when it ended, in seconds; for a run of an earlier version, when its result was written or copied.
     """
 
     folder: Path
@@ -210,12 +211,17 @@ def _read(folder: Path) -> Found:
             config = read_configuration(configuration)
         except ValueError as error:
             raise ValueError(f"{CONFIGURATION_FILE} {error}") from error
-        found = Found(folder, Run.load(folder), config, result.stat().st_mtime)
+        found = Found(folder, Run.load(folder), config, _ended(facts, result))
         _ = found.hardware, found.experiment, found.config["strategy"]["name"]
     except (KeyError, TypeError, ValueError, OSError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise PlanError(f"--from {folder}: its files cannot be read ({reason}); {remedy}") from error
     return found
+
+
+def _ended(facts: Mapping[str, Any], result: Path) -> float:
+    """When a run ended, see `Found`."""
+    return datetime.fromisoformat(facts["ended"]).timestamp() if "ended" in facts else result.stat().st_mtime
 
 
 def _unusable(found: Found) -> str | None:
@@ -255,7 +261,9 @@ def _newest(every: Sequence[Found]) -> tuple[list[Found], list[str]]:
     for found in sorted(every, key=lambda one: one.ended):
         key = (found.hardware, json.dumps(_settings(found), sort_keys=True, default=str), found.config["seed"])
         if key in latest:
-            older.append(f"{latest[key].folder}: the same training ended later in {found.folder}")
+            known = all("ended" in one.run.facts for one in (latest[key], found))
+            by = "" if known else ", judged by the times of their files, which a copy may change"
+            older.append(f"{latest[key].folder}: the same training ended later in {found.folder}{by}")
         latest[key] = found
     chosen = sorted(latest.values(), key=lambda one: (one.run.facts["seed"], str(one.folder)))
     # Plain DDP comes first, as in a comparison that makes its runs itself.

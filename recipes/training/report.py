@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,8 @@ def run_facts(
         "bits_per_coordinate": counter.bits_per_coordinate(trainer.world_size),
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "diverged": _divergence(module, trainer),
+        # The time of the file would be that of its copy, once the folder is copied to another machine.
+        "ended": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "versions": {"torch": torch.__version__, "lightning": lightning.__version__},
     }
 

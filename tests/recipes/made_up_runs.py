@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def made_up_folder(
         **{"title": config["title"], "data": config["data"]["name"], "model": config["model"]["name"]},
         **{"strategy": strategy, "hardware": {**found, **kept, "env": {}}, "diverged": None},
         **{"processes": nodes * devices, "nodes": nodes, "device": device, "parameters": 1000},
+        "ended": datetime.fromtimestamp(ended, timezone.utc).isoformat(),
     }
     file.write_text(json.dumps(facts))
-    os.utime(file, (ended, ended))
     return folder

@@ -134,9 +134,23 @@ def test_settings_that_differ_make_variants_and_places_do_not(runs: Path) -> Non
 def test_of_equal_trainings_the_last_one_is_taken_and_this_is_said(runs: Path) -> None:
     later = _made_up(runs, "gqsgd", "nvlink", 0, 0.05, time="later", ended=100)
     earlier = runs / "gqsgd-seed0" / "nvlink-time"
+    os.utime(later / "result.json", (0, 0))  # copied before the other one
     finished = find([runs])
     assert {later, earlier} & {found.folder for found in finished.chosen} == {later}
     assert finished.left_out == [f"{earlier}: the same training ended later in {later}"]
+
+
+def test_of_equal_trainings_that_do_not_say_when_they_ended_the_times_of_the_files_decide(tmp_path: Path) -> None:
+    earlier, later = (_made_up(tmp_path, "gqsgd", "nvlink", 0, 0.1, time=time) for time in ("one", "two"))
+    for seconds, run in enumerate((earlier, later)):
+        facts = json.loads((run / "result.json").read_text())
+        del facts["ended"]
+        (run / "result.json").write_text(json.dumps(facts))
+        os.utime(run / "result.json", (seconds, seconds))
+    finished = find([tmp_path])
+    assert [found.folder for found in finished.chosen] == [later]
+    (line,) = finished.left_out
+    assert line.startswith(f"{earlier}: the same training ended later in {later}, judged by the times of their files")
 
 
 @pytest.mark.parametrize(
