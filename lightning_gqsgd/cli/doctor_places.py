@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from lightning_gqsgd.errors import ConfigError
 
-#: Where launchers say rank and size: torchrun and accelerate, SLURM's srun, Open MPI, and MPICH with its kin.
+#: Where launchers say rank and size: torchrun and accelerate, SLURM's srun, Open MPI, and MPICH with its kin. The
+#: script of a SLURM job has SLURM_PROCID and SLURM_NTASKS, too; the number of a step's tasks is srun's alone.
 LAUNCHERS = {
     "torchrun or its like": ("RANK", "WORLD_SIZE"),
-    "srun": ("SLURM_PROCID", "SLURM_NTASKS"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     "mpirun (Open MPI)": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     "mpirun (MPICH)": ("PMI_RANK", "PMI_SIZE"),
 }

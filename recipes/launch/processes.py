@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import socket
@@ -20,6 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Seconds that a run has to end after it was asked to; netlab gives its hosts 5 s, and takes the lab down then.
 END_S = 20
+#: Number of processes that srun has started. The script of a job has the variables of a task, too, and SLURM_NTASKS of
+#: the whole allocation, although no other process is started with it.
+SRUN_TASKS = "SLURM_STEP_NUM_TASKS"
+#: Where launchers say how many processes they have started on this node, or on each, as ``8(x2),4``.
+_PER_NODE = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE")
 
 
 class LaunchError(RecipeError):
@@ -33,7 +39,7 @@ def external_rank(environment: Mapping[str, str]) -> int | None:
     """
     if "WORLD_SIZE" in environment and "RANK" in environment:
         return int(environment["RANK"])
-    if int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment:
+    if int(environment.get(SRUN_TASKS, "1")) > 1:
         return int(environment["SLURM_PROCID"])
     return None
 
@@ -67,21 +73,22 @@ def check_launch(nodes: int, devices: int, environment: Mapping[str, str]) -> No
         environment: the environment variables of this process.
 
     Raises:
-        LaunchError: the launcher has started another number, on all nodes together or on this node.
+        LaunchError: the launcher has started another number, on all nodes together or on a node.
     """
     if external_rank(environment) is None:
         return
-    size = "WORLD_SIZE" if "RANK" in environment and "WORLD_SIZE" in environment else "SLURM_NTASKS"
+    by_srun = not {"RANK", "WORLD_SIZE"} <= {*environment}
+    size = SRUN_TASKS if by_srun else "WORLD_SIZE"
     if int(environment[size]) != nodes * devices:
         raise LaunchError(
             f"the launcher has started {size}={environment[size]} processes, hardware.nodes={nodes} times "
             f"hardware.devices={devices} is {nodes * devices}; change either until they agree, or unset {size} if no "
             "launcher has started this process"
         )
-    local = environment.get("LOCAL_WORLD_SIZE", str(devices))
-    if int(local) != devices:
+    local = environment.get(_PER_NODE[by_srun], str(devices))
+    if {*re.findall(r"(?<![x\d])\d+", local)} != {str(devices)}:
         raise LaunchError(
-            f"the launcher has started LOCAL_WORLD_SIZE={local} processes on this node, hardware.devices={devices}; "
+            f"the launcher has started {_PER_NODE[by_srun]}={local} processes per node, hardware.devices={devices}; "
             "change either until they agree"
         )
 
@@ -104,7 +111,8 @@ def torchrun_needed(name: str, nodes: int, devices: int, accelerator: str, comma
         f"RANK). Type the same line on each of the {nodes} nodes:\n"
         f"  {interface}=INTERFACE {torchrun} {endpoint} {shlex.join(command)}\n"
         f"INTERFACE is the network interface that reaches the other nodes (ip -br address); {socket.gethostname()}, "
-        "this machine, is one of them. Other launchers: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
+        "this machine, is one of them. In an allocation of SLURM, put srun before the command instead. Other "
+        "launchers: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
     )
 
 

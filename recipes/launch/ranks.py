@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
 from recipes.launch.processes import external_rank, global_rank
@@ -30,15 +30,24 @@ def is_rank_zero() -> bool:
     return bool(rank_zero_only.rank == 0)  # type: ignore[attr-defined]
 
 
-def cluster_environment(environment: MutableMapping[str, str]) -> list[Any]:
-    """Plugins for the Trainer of a process that was started with RANK, WORLD_SIZE and MASTER_ADDR, but not by torchrun.
+def cluster_environment(environment: MutableMapping[str, str], devices: int) -> list[Any]:
+    """Plugins for the Trainer of a process whose launcher Lightning may not recognise.
 
-    Lightning recognises torchrun and SLURM by itself. Under any other launcher it would start processes of its own.
+    Lightning recognises torchrun by itself. Under any other launcher, which sets RANK, WORLD_SIZE and MASTER_ADDR, it
+    would start processes of its own, and so it would under srun in a job named ``interactive``. In an allocation of
+    SLURM without srun it would start none: it takes every process that has SLURM_NTASKS for one of srun's.
 
     Args:
-        environment: the environment variables of this process; LOCAL_RANK is set to 0 if the launcher has not set it.
+        environment: the environment variables of this process. LOCAL_RANK is set to 0 if the launcher has not set it,
+            and SLURM_NTASKS_PER_NODE, without which Lightning refuses srun's processes, to `devices`.
+        devices: number of processes on each node, which `processes.check_launch` has compared with the launcher's.
     """
-    if external_rank(environment) is None or "RANK" not in environment or TorchElasticEnvironment.detect():
+    if external_rank(environment) is None:
+        return [LightningEnvironment()] if "SLURM_NTASKS" in environment else []
+    if "RANK" not in environment:
+        environment.setdefault("SLURM_NTASKS_PER_NODE", str(devices))
+        return [SLURMEnvironment()]
+    if TorchElasticEnvironment.detect():
         return []
     environment.setdefault("LOCAL_RANK", "0")
     return [TorchElasticEnvironment()]

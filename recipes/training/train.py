@@ -124,7 +124,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
         strategy=build(
             cfg.strategy, leave_out=("name",), **{**fields_for(cfg.strategy, network), **timeout_for(cfg.strategy)}
         ),
-        plugins=[*cluster_environment(os.environ), WholeCheckpoints()],
+        plugins=[*cluster_environment(os.environ, on_this_machine), WholeCheckpoints()],
         logger=_loggers(cfg, config, (folder, checkpoint), name, module.metric, own),
         callbacks=callbacks,
         default_root_dir=folder,

@@ -21,7 +21,8 @@ COMMAND = [sys.executable, "-m", "lightning_gqsgd.cli", "doctor", "--nodes"]
 
 
 def _start(rank: int, size: int, port: int, **more: str) -> subprocess.Popen[str]:
-    place = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(size)}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.Popen(
         COMMAND,

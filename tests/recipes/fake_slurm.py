@@ -57,6 +57,7 @@ def srun(*arguments: str) -> None:
     processes = []
     for rank in range(int(os.environ["SLURM_NTASKS"])):
         place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"}
+        place |= {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": os.environ["SLURM_NTASKS"]}
         with open(pattern.replace("%j", JOB_ID).replace("%t", str(rank)), "w") as log:
             processes.append(
                 subprocess.Popen(command, env={**os.environ, **place}, stdout=log, stderr=subprocess.STDOUT)

@@ -21,7 +21,7 @@ from recipes.configuration import compose_configuration
 from recipes.launch import command_line, slurm
 from recipes.launch.environment import profile_environment
 from recipes.launch.hardware import HardwareError, described, hardware_facts
-from recipes.launch.processes import LaunchError
+from recipes.launch.processes import SRUN_TASKS, LaunchError
 from recipes.launch.slurm import SlurmError, prepare_submission
 from tests.errors import error_text
 from tests.marks import needs_root
@@ -39,7 +39,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """The checks that `run.py` makes of a command line before anything else, on a machine without GPUs."""
     state = Singleton.get_state()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "SLURM_JOB_ID", "SLURM_NTASKS"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "SLURM_JOB_ID", SRUN_TASKS):
         monkeypatch.delenv(name, raising=False)
 
     def make(*overrides: str, mode: str = "RUN") -> None:
@@ -171,7 +171,7 @@ def test_gpus_that_are_not_there(check: Callable[..., None], profile: str, monke
         check(f"hardware={profile}", one)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv(SRUN_TASKS, "4")
     monkeypatch.setenv("SLURM_PROCID", "0")
     with pytest.raises(HardwareError, match=f"hardware={profile} asks for 4 GPUs .* finds 2; take hardware.devices=2"):
         check(f"hardware={profile}", "hardware.devices=4")
@@ -227,7 +227,7 @@ def test_the_launchers_processes_have_to_be_those_of_the_profile(
     check(*profile, "hardware.devices=2")
     with pytest.raises(LaunchError, match=r"WORLD_SIZE=4 .*\.devices=1 is 2; .* unset WORLD_SIZE if"):
         check(*profile, "hardware.devices=1")
-    with pytest.raises(LaunchError, match=r"LOCAL_WORLD_SIZE=2 processes on this node, hardware\.devices=1"):
+    with pytest.raises(LaunchError, match=r"LOCAL_WORLD_SIZE=2 processes per node, hardware\.devices=1"):
         check(*profile, "hardware.devices=1", "hardware.nodes=4")
 
 
@@ -238,13 +238,26 @@ def test_of_sweeps_below_a_launcher_only_slurms_are_let_through(
     check(mode="MULTIRUN")
     check("trainer.devices=1", mode="MULTIRUN")
     # Inside the job.
-    for name, value in {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "3"}.items():
+    for name, value in {"SLURM_JOB_ID": "1", SRUN_TASKS: "4", "SLURM_PROCID": "3"}.items():
         monkeypatch.setenv(name, value)
     check("hardware=slurm", "hardware.accelerator=cpu", mode="MULTIRUN")
     with pytest.raises(LaunchError, match="recipes/compare.py"):
         check("hardware=slurm", "hardware.accelerator=cpu", "hydra/launcher=basic", mode="MULTIRUN")
     with pytest.raises(LaunchError, match="recipes/compare.py"):
         check("hardware=cpu", "hardware.devices=4", mode="MULTIRUN")
+
+
+# --- the script of a job ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_in_the_script_of_a_job_starts_its_processes_itself(tmp_path: Path) -> None:
+    # What sbatch -n 8 gives to the one process of its script: the variables of a task, of which there are no others.
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "job", "SLURM_NNODES": "1", "SLURM_NODELIST": "localhost"}
+    job |= {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    finished = run_script("run.py", *SMALL, "test=false", "hydra.run.dir=run", cwd=tmp_path, environment=job)
+    assert finished.returncode == 0, finished.stderr
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["processes"] == 2
 
 
 # --- netlab -----------------------------------------------------------------------------------------------------------

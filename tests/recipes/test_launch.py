@@ -4,13 +4,21 @@ import os
 
 import pytest
 import torch
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from recipes.launch.environment import set_threads
-from recipes.launch.processes import external_rank, hydra_arguments, local_processes
+from recipes.launch.processes import (
+    SRUN_TASKS,
+    LaunchError,
+    check_launch,
+    external_rank,
+    hydra_arguments,
+    local_processes,
+)
 from recipes.launch.ranks import cluster_environment
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+SCRIPT_OF_A_JOB = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 LIGHTNINGS_CHILD = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -20,8 +28,9 @@ LIGHTNINGS_CHILD = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "MAS
         ({}, None),
         (LIGHTNINGS_CHILD, None),
         (TORCHRUN, 1),
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "3"}, 3),
-        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "3", SRUN_TASKS: "4"}, 3),
+        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0", SRUN_TASKS: "1"}, None),
+        (SCRIPT_OF_A_JOB, None),
     ],
 )
 def test_external_rank(environment: dict[str, str], rank: int | None) -> None:
@@ -38,15 +47,40 @@ def test_only_rank_zero_of_an_external_launch_gets_a_directory() -> None:
 
 def test_lightning_is_told_of_launchers_that_it_does_not_know() -> None:
     environment = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"}
-    (plugin,) = cluster_environment(environment)
+    (plugin,) = cluster_environment(environment, 2)
     assert isinstance(plugin, TorchElasticEnvironment)
     assert environment["LOCAL_RANK"] == "0"
-    assert cluster_environment({}) == cluster_environment(dict(LIGHTNINGS_CHILD)) == []
+    assert cluster_environment({}, 2) == cluster_environment(dict(LIGHTNINGS_CHILD), 2) == []
+
+
+def test_lightning_starts_the_processes_of_a_run_in_the_script_of_a_job() -> None:
+    (plugin,) = cluster_environment(dict(SCRIPT_OF_A_JOB), 2)
+    assert isinstance(plugin, LightningEnvironment)
+
+
+@pytest.mark.usefixtures("clean_process")
+@pytest.mark.parametrize("job", ["train.sh", "interactive"])
+def test_tasks_of_srun_are_lightnings_processes_whatever_the_name_of_their_job(job: str) -> None:
+    task = {**SCRIPT_OF_A_JOB, SRUN_TASKS: "2", "SLURM_JOB_NAME": job}
+    os.environ.update(task)
+    (plugin,) = cluster_environment(os.environ, 2)  # Lightning's class reads the environment itself
+    assert isinstance(plugin, SLURMEnvironment)
+    assert plugin.world_size() == 2
+
+
+@pytest.mark.parametrize("per_node", ["4", "4(x2)", "4,4"])
+def test_srun_has_started_as_many_tasks_on_each_node_as_the_run_asks_for(per_node: str) -> None:
+    task = {"SLURM_PROCID": "0", SRUN_TASKS: "8", "SLURM_STEP_TASKS_PER_NODE": per_node}
+    check_launch(2, 4, task)
+    with pytest.raises(LaunchError, match=r"SLURM_STEP_NUM_TASKS=8 processes, .* hardware\.devices=3 is 6"):
+        check_launch(2, 3, task)
+    with pytest.raises(LaunchError, match=r"SLURM_STEP_TASKS_PER_NODE=5,3 processes per node, hardware\.devices=4"):
+        check_launch(2, 4, {**task, "SLURM_STEP_TASKS_PER_NODE": "5,3"})
 
 
 def test_torchrun_is_left_to_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert cluster_environment(dict(TORCHRUN)) == []
+    assert cluster_environment(dict(TORCHRUN), 2) == []
 
 
 @pytest.mark.usefixtures("clean_process")

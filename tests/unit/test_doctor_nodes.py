@@ -27,7 +27,7 @@ DOCKER = Interface("docker0", "172.17.0.1", 10_000, 0, True)
             Place("torchrun or its like", 1, 4, "a", 1234),
         ),
         (
-            {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_JOB_NODELIST": "gpu[03-05]"},
+            {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_JOB_NODELIST": "gpu[03-05]"},
             Place("srun", 2, 3, "gpu03", 29500),
         ),
         (
@@ -45,6 +45,7 @@ def test_the_place_of_a_rank_is_known_under_every_launcher(environment: dict[str
     ("environment", "said"),
     [
         ({}, "none has started this process; type on each node e.g. torchrun"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "none has started this process; .* srun gqsgd doctor --nodes"),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a"}, "WORLD_SIZE=1: one rank has no other to send to"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, r"mpirun \(MPICH\) does not say where rank 0 is; set MASTER_ADDR"),
         ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK='x' is not a number"),
