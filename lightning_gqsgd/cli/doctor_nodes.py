@@ -30,7 +30,7 @@ from lightning_gqsgd.errors import ConfigError, counted, first_line
 from lightning_gqsgd.wire.agreement import ranks_in_words
 from lightning_gqsgd.wire.communicator import GLOO_PATIENCE
 from lightning_gqsgd.wire.node import network
-from lightning_gqsgd.wire.store import EndingStore
+from lightning_gqsgd.wire.store import EndingStore, wait_for_store
 
 #: Seconds that a rank waits for the others; the environment variable has another number.
 WAIT_S = 60
@@ -187,6 +187,8 @@ def _meet(place: Place, wait: timedelta) -> Any:
     # torchrun's agent has the store already.
     is_server = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
+        if place.rank:
+            wait_for_store(place.address, place.port, wait.total_seconds())
         store = dist.TCPStore(place.address, place.port, None, is_server, timeout=wait, wait_for_workers=False)
     except (RuntimeError, OSError) as error:
         raise ConfigError(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning_gqsgd.cli.doctor_places import number_in
 from lightning_gqsgd.errors import ConfigError, counted, first_line
 from lightning_gqsgd.wire.node import local_ranks
+from lightning_gqsgd.wire.store import wait_for_store
 
 #: Seconds that ranks wait for each other.
 _TIMEOUT_S = 120
@@ -115,7 +116,11 @@ def joined_ranks() -> Iterator[torch.device]:
     if on_gpu:
         torch.cuda.set_device(device)
     try:
+        if os.environ["RANK"] != "0" and {"MASTER_ADDR", "MASTER_PORT"} <= {*os.environ}:
+            wait_for_store(os.environ["MASTER_ADDR"], number_in(os.environ, "MASTER_PORT"), _TIMEOUT_S)
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=_TIMEOUT_S))
+    except ConfigError:
+        raise
     except (RuntimeError, ValueError) as error:
         chosen = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
         raise ConfigError(

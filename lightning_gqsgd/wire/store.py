@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from copy import copy
@@ -16,6 +18,34 @@ T = TypeVar("T")
 
 #: Seconds beyond the timeout of a request in which its answer may still arrive.
 _MARGIN_S = 2.0
+#: Seconds of one attempt to reach a store, and between two attempts.
+_ATTEMPT_S, _PAUSE_S = 5.0, 0.2
+
+
+def wait_for_store(address: str, port: int, within_s: float) -> None:
+    """Wait until the store of rank 0 listens, before torch connects to it.
+
+    At each of its own attempts, torch prints a stack of C++, and its error does not say why the last one has failed.
+
+    Args:
+        address: name or address of the host of rank 0.
+        port: port of the store.
+        within_s: seconds in which the store has to be there.
+
+    Raises:
+        DistNetworkError: if it is not; the text says why the last attempt has failed.
+    """
+    if not 0 < port < 65536:
+        raise dist.DistNetworkError(f"{port} is not a port, 1 to 65535")
+    end = time.monotonic() + within_s
+    while True:
+        try:
+            socket.create_connection((address, port), _ATTEMPT_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise dist.DistNetworkError(error.strerror or str(error)) from error
+        time.sleep(_PAUSE_S)
 
 
 def _make_all(asked: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
-from recipes.launch.processes import external_rank, global_rank
+from lightning_gqsgd.errors import first_line
+from lightning_gqsgd.wire.store import wait_for_store
+from recipes.launch.processes import LaunchError, external_rank, global_rank
+
+
+class NotMetError(LaunchError):
+    """Ranks of a launch that do not find each other; the message names the place and the remedy."""
+
+    of_one_process = True  # the others may have met
 
 
 def tell_lightning_the_rank(environment: Mapping[str, str], devices: int) -> None:
@@ -51,3 +62,34 @@ def cluster_environment(environment: MutableMapping[str, str], devices: int) -> 
         return []
     environment.setdefault("LOCAL_RANK", "0")
     return [TorchElasticEnvironment()]
+
+
+@contextmanager
+def meeting_of_ranks(
+    environment: Mapping[str, str], devices: int, within: timedelta, *, applies: Callable[[], bool]
+) -> Iterator[None]:
+    """A context in which ranks of an outside launcher that do not meet end a run with one line.
+
+    Args:
+        environment: the environment variables of this process.
+        devices: number of processes on each node.
+        within: the time in which they have to meet.
+        applies: called after an error of torch's; the error stays as it is if this returns False.
+
+    Raises:
+        NotMetError: see above.
+    """
+    address, port = (environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    rank = global_rank(environment, devices)
+    try:
+        if external_rank(environment) and address and port.isdecimal():
+            wait_for_store(address, int(port), within.total_seconds())
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if not applies():
+            raise
+        raise NotMetError(
+            f"rank {rank} has not met the others at MASTER_ADDR={address}, MASTER_PORT={port} ({first_line(error)}); "
+            "start all ranks, with an address and a port of rank 0's machine that all machines reach; `gqsgd doctor "
+            "--nodes` under the same launcher looks for the reason"
+        ) from error

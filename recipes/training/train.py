@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.constants import default_pg_timeout
 
 import lightning_gqsgd  # noqa: F401  (registers its strategies)
 from lightning_gqsgd.errors import counted
@@ -25,7 +26,7 @@ from recipes.files import METRICS_FILE, RESULT_FILE
 from recipes.launch.environment import set_threads
 from recipes.launch.hardware import described
 from recipes.launch.processes import local_processes
-from recipes.launch.ranks import cluster_environment, is_rank_zero, tell_lightning_the_rank
+from recipes.launch.ranks import cluster_environment, is_rank_zero, meeting_of_ranks, tell_lightning_the_rank
 from recipes.loggers.chosen import chosen_loggers
 from recipes.loggers.csv_rows import ContinuedCSVLogger
 from recipes.loggers.labels import Labels
@@ -136,9 +137,15 @@ def train(cfg: DictConfig, folder: Path) -> float:
     )
     if is_rank_zero():
         clear_earlier_run(checkpoint, folder)
+
+    def before_the_first_step() -> bool:
+        return not trainer.global_step
+
     # Strategy, optimizer and data are set up before the first step; an error in a later step is no refusal.
-    setup = refused_values("before the first step", applies=lambda: not trainer.global_step)
-    with start.watched(trainer), _interrupts(trainer), setup:
+    setup = refused_values("before the first step", applies=before_the_first_step)
+    timeout = timeout_for(cfg.strategy).get("timeout", default_pg_timeout)
+    meeting = meeting_of_ranks(os.environ, on_this_machine, timeout, applies=before_the_first_step)
+    with start.watched(trainer), _interrupts(trainer), setup, meeting:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
         if cfg.test:
             trainer.test(module, datamodule=data, verbose=False)

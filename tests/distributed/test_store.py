@@ -24,7 +24,7 @@ from lightning_gqsgd.errors import CollectiveError
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import Peers
-from lightning_gqsgd.wire.store import EndingStore, Store
+from lightning_gqsgd.wire.store import EndingStore, Store, wait_for_store
 from tests.distributed.models import mlp, train
 from tests.distributed.ranks import run
 from tests.distributed.server import fork_context
@@ -71,6 +71,19 @@ def test_values_numbers_and_parts(server: tuple[Any, Store]) -> None:
     part.count("number")
     part.count("number")
     assert (part.get("key"), part.get("number"), store.get("key")) == ("value", "2", "")
+
+
+def test_a_rank_waits_for_a_store_that_comes_late_and_says_why_it_has_not_reached_one() -> None:
+    port = free_port()
+    for place, said in ((("127.0.0.1", port), "Connection refused"), (("127.0.0.1", 70000), "70000 is not a port")):
+        with pytest.raises(dist.DistNetworkError, match=said):
+            wait_for_store(*place, within_s=0.0)
+    waiting = threading.Thread(target=wait_for_store, args=("127.0.0.1", port, 60.0))
+    waiting.start()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    waiting.join(60)
+    assert not waiting.is_alive()
+    store.set("still", "there")  # a connection that has sent nothing is no matter
 
 
 def test_a_server_that_stands_still_is_an_error_and_one_that_goes_on_is_none(

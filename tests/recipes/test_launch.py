@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import os
+import re
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from recipes.launch.environment import set_threads
@@ -15,7 +19,9 @@ from recipes.launch.processes import (
     hydra_arguments,
     local_processes,
 )
-from recipes.launch.ranks import cluster_environment
+from recipes.launch.ranks import NotMetError, cluster_environment, meeting_of_ranks
+from tests.ports import free_port
+from tests.recipes.conftest import TINY, run_script
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 SCRIPT_OF_A_JOB = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -99,3 +105,21 @@ def test_local_processes() -> None:
     assert local_processes("cpu", 2) == local_processes("cpu", "2") == 2
     assert local_processes("cpu", "auto") == 1
     assert local_processes("gpu", [1, 3]) == 2
+
+
+@pytest.mark.parametrize("kind", [dist.DistNetworkError, dist.DistStoreError])
+def test_ranks_that_do_not_meet_before_the_first_step_are_told_where_to_look(kind: type[Exception]) -> None:
+    place = {**TORCHRUN, "RANK": "0", "MASTER_ADDR": "here"}
+    within, said = timedelta(0), r"^rank 0 has not met .* MASTER_ADDR=here, MASTER_PORT=1 \(1/2 clients\); start all"
+    with pytest.raises(NotMetError, match=said), meeting_of_ranks(place, 2, within, applies=lambda: True):
+        raise kind("1/2 clients\nand a stack")
+    with pytest.raises(kind), meeting_of_ranks(place, 2, within, applies=lambda: False):
+        raise kind("in a later step")
+
+
+@pytest.mark.slow
+def test_a_rank_that_reaches_nobody_ends_with_one_line(tmp_path: Path) -> None:
+    task = {**TORCHRUN, "LOCAL_RANK": "0", "MASTER_PORT": str(free_port())}
+    finished = run_script("run.py", *TINY, "+strategy.timeout=1s", cwd=tmp_path, environment=task)
+    assert finished.returncode == 2
+    assert re.fullmatch(r"NotMetError: rank 1 has not met .* \(Connection refused\); start all .*\n", finished.stderr)
