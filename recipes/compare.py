@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes
 from netlab.lab import NetLabError
 from netlab.ranks import exit_on_signals
 from recipes.errors import RecipeError
+from recipes.launch.processes import script
 from recipes.opening import INTERRUPTED, announce, print_in_any_locale
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compare(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run what the command line asks for, and say how to go on where that ends early."""
     overrides = _overrides(options)
-    command = shlex.join(["python", "recipes/compare.py", *overrides])
+    command = shlex.join(["python", script("compare.py"), *overrides])
     try:
         announce("compare.py", "a comparison", arguments)
         return _run(overrides, options.fresh, command)
@@ -155,7 +156,7 @@ def _compare_finished(options: argparse.Namespace) -> int:
     own = [word for word in options.runs if word.startswith(("target=", "output="))]
     folders = [Path(word) for word in options.runs if word not in own]
     overrides = [*_overrides(options), *own]
-    command = shlex.join(["python", "recipes/compare.py", *overrides, "--from", *map(str, folders)])
+    command = shlex.join(["python", script("compare.py"), *overrides, "--from", *map(str, folders)])
     if options.fresh:
         raise PlanError("--fresh runs cells again, and --from runs none; leave one of them out")
     settings = settings_of(overrides)

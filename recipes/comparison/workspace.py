@@ -12,6 +12,7 @@ from typing import Any
 from lightning_gqsgd.errors import first_line
 from pictures.style import COLOURS
 from recipes.files import read_json
+from recipes.launch.processes import script
 from recipes.loggers.wandb_client import wandb_mode
 from recipes.measuring import names
 from recipes.measuring.metrics import METRICS
@@ -71,7 +72,7 @@ class Definition:
     @property
     def command(self) -> str:
         """The command line that makes this workspace."""
-        words = ["python", "recipes/workspace.py", "--group", self.group, "--metric", self.metric]
+        words = ["python", script("workspace.py"), "--group", self.group, "--metric", self.metric]
         words += ["--project", self.project, *(["--entity", self.entity] if self.entity else [])]
         for flag, values in (
             ("--by", self.by),

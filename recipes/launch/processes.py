@@ -138,6 +138,11 @@ def hydra_arguments(arguments: Sequence[str], environment: Mapping[str, str]) ->
     ]
 
 
+def script(name: str) -> str:
+    """Returns a script of recipes/ as a command names it that is typed in the current folder."""
+    return f"recipes/{name}" if Path.cwd() == ROOT else str(ROOT / "recipes" / name)
+
+
 def run_command(arguments: Sequence[str]) -> list[str]:
     """The command that starts `run.py` with these arguments."""
     return [sys.executable, str(ROOT / "recipes" / "run.py"), *arguments]

@@ -29,7 +29,7 @@ from recipes.configuration import compose_configuration
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY, PERPLEXITY
 from recipes.training.train import train
-from tests.recipes.conftest import TINY, clean_environment, restored_process, run_script
+from tests.recipes.conftest import ROOT, TINY, clean_environment, restored_process, run_script
 from tests.recipes.wandb_files import WandbFile, read_run
 
 GROUP = "compare-quickstart"
@@ -178,8 +178,8 @@ def test_the_workspace_is_written_and_can_be_made_by_the_printed_command(
     written = json.loads(file.read_text())
     assert written["url"] is None
     (line,) = [line for line in compared.output.splitlines() if "recipes/workspace.py" in line]
-    command = shlex.split(line[line.index("python recipes") :])
-    assert command[:6] == ["python", "recipes/workspace.py", "--group", GROUP, "--metric", "acc"]
+    command = shlex.split(line[line.index("python ") :])
+    assert command[:6] == ["python", str(ROOT / "recipes" / "workspace.py"), "--group", GROUP, "--metric", "acc"]
 
     from recipes.workspace import main as make_workspace
 

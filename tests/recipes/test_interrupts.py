@@ -170,7 +170,7 @@ def test_an_interrupted_comparison_goes_on_with_the_same_command_and_leaves_no_p
     assert code == 130
     assert "Traceback" not in output
     assert "interrupted; finished runs are kept" in output
-    assert output.splitlines()[-1].startswith("  python recipes/compare.py +exp=quickstart")
+    assert output.splitlines()[-1].startswith(f"  python {ROOT}/recipes/compare.py +exp=quickstart")
     assert len(started) == 4  # the process that forks, the leader, and two ranks
     assert not psutil.wait_procs(started, timeout=20)[1]
 

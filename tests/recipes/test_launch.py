@@ -18,10 +18,11 @@ from recipes.launch.processes import (
     external_rank,
     hydra_arguments,
     local_processes,
+    script,
 )
 from recipes.launch.ranks import NotMetError, cluster_environment, meeting_of_ranks
 from tests.ports import free_port
-from tests.recipes.conftest import TINY, run_script
+from tests.recipes.conftest import ROOT, TINY, run_script
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 SCRIPT_OF_A_JOB = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -99,6 +100,16 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set_threads(None, 2, {"LOCAL_WORLD_SIZE": "8"}) == 1
     assert set_threads(None, 2, {"OMP_NUM_THREADS": "3"}) == 3
     assert set_threads(5, 2, {"OMP_NUM_THREADS": "3"}) == 5
+
+
+def test_a_printed_command_works_in_the_folder_where_it_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (ROOT, tmp_path):
+        monkeypatch.chdir(folder)
+        assert Path(script("compare.py")).is_file()
+    monkeypatch.chdir(ROOT)
+    assert script("compare.py") == "recipes/compare.py"
 
 
 def test_local_processes() -> None:
