@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.report import command_line
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.unaveraged import BackwardWatch, TrainedParameters
 from lightning_gqsgd.session.parameters import number_parameters
@@ -59,4 +60,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    command_line(__doc__).parse_args()
     main()

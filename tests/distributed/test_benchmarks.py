@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -55,6 +56,14 @@ def test_reports_are_tables_with_their_command(tmp_path: Path, monkeypatch: pyte
     assert "    python -m benchmarks.kernels --rounds 2\n" in text
     assert "| a | 1.2 |\n| b | – |\n\nA note.\n" in text
     assert json.loads((tmp_path / "speed.json").read_text())["rows"] == [["a", 1.25], ["b", None]]
+
+
+def test_every_benchmark_that_users_start_reads_its_command_line() -> None:
+    reads = re.compile(r"command_line\(|ArgumentParser\(|run\(__doc__|sys\.argv\[")
+    for file in Path(report.__file__).parent.glob("*.py"):
+        text = file.read_text()
+        if f"\n    python -m benchmarks.{file.stem}" in text.split('"""')[1]:  # without, it is a rank of another one
+            assert reads.search(text), f"{file.name} ignores --help"
 
 
 def test_kernels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
