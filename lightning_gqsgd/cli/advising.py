@@ -247,12 +247,17 @@ def _notes_on_shards(sharded: ShardedModel, by: str, nodes: int, per_node: int) 
     calls = " and ".join([*([counted(len(sharded.blocks), "block")] if sharded.blocks else []), *root])
     notes = [f"fully_shard: on {calls}, which take their share of the computation by {by}"]
     if min(nodes, per_node) > 1:
-        each, alone = (f"{ADAM_BYTES * numel / ranks / 1e9:.2g} GB" for ranks in (per_node, nodes * per_node))
+        each, alone = (_gigabytes(ADAM_BYTES * numel / ranks) for ranks in (per_node, nodes * per_node))
         notes.append(
             f"replicas: each node has the whole model, so a rank needs {each} for weights, gradients and Adam in fp32, "
             f"instead of {alone}"
         )
     return notes
+
+
+def _gigabytes(nbytes: float) -> str:
+    """Returns a number of bytes as text, with two digits, or with those before the point if these are more."""
+    return f"{nbytes / 1e9:,.0f} GB" if nbytes >= 10e9 else f"{nbytes / 1e9:.2g} GB"
 
 
 def _device(codec: str, probe: Probe | None) -> str:

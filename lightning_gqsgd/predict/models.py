@@ -88,7 +88,8 @@ def _built(name: str, kind: str, rest: str, batch: int) -> Built:
     if kind == "torchvision":
         return Built(name, _torchvision(rest), (torch.zeros(batch, 3, IMAGE_SIZE, IMAGE_SIZE),))
     if kind == "transformers":
-        return Built(name, _transformers(rest), (torch.zeros(batch, TOKENS, dtype=torch.int64),))
+        model = _transformers(rest)
+        return Built(name, model, _inputs_of(model, batch))
     made = _factory(kind, rest)()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
@@ -145,7 +146,10 @@ def operations(built: Built) -> list[float] | None:
         first = output[0] if isinstance(output, (tuple, list)) and output else output
         for p in module.parameters(recurse=False):
             if isinstance(first, Tensor) and p.ndim > 1 and not isinstance(module, nn.Embedding):
-                channels = first.shape[-1] if p.ndim == 2 else p.shape[0]
+                is_filter = p.ndim > 3 or isinstance(
+                    module, nn.Conv1d
+                )  # else e.g. the positions of a vision transformer
+                channels = p.shape[0] if is_filter else first.shape[-1]
                 counts[id(p)] = counts.get(id(p), 0.0) + p.numel() * first.numel() / max(1, channels)
 
     hooks = [module.register_forward_hook(count) for module in built.model.modules()]
@@ -202,6 +206,17 @@ def _transformers(name: str) -> nn.Module:
             f"transformers:{name} cannot be built: {_in_a_line(error)}; give another configuration"
         ) from error
     return model
+
+
+def _inputs_of(model: Any, batch: int) -> tuple[Any, ...]:
+    """Returns inputs of a model of transformers: images, or tokens, of which a decoder that follows an encoder gets its
+    own."""
+    if model.main_input_name == "pixel_values":
+        side = getattr(model.config, "image_size", IMAGE_SIZE)
+        sides = (side, side) if isinstance(side, int) else tuple(side)
+        return (torch.zeros(batch, getattr(model.config, "num_channels", 3), *sides),)
+    tokens = torch.zeros(batch, TOKENS, dtype=torch.int64)
+    return (tokens, None, tokens) if getattr(model.config, "is_encoder_decoder", False) else (tokens,)
 
 
 def _factory(module: str, name: str) -> Callable[[], Any]:

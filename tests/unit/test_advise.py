@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_gqsgd.cli import advising
 from lightning_gqsgd.cli.advising import Question
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict import Bucket, Collective, Costs, Gamma, Timeline, advice, models
@@ -223,6 +224,11 @@ def test_one_node_has_no_break_even_because_the_link_between_nodes_has_no_effect
     assert "break-even" not in (tmp_path / "sweep.svg").read_text()
 
 
+def test_memory_has_no_exponent() -> None:
+    shown = [advising._gigabytes(nbytes) for nbytes in (0.81e9, 1.3e9, 130e9, 16e12)]
+    assert shown == ["0.81 GB", "1.3 GB", "130 GB", "16,000 GB"]
+
+
 def test_faster_links_never_lead_to_fewer_bits() -> None:
     cluster = _cluster(link="100mbit", latency="10us", nodes=2, codec="h100")
     places = []
@@ -237,6 +243,28 @@ def test_operations_count_a_convolution_once_for_each_position() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1, bias=False), nn.Flatten(), nn.Linear(2 * 16, 5, bias=False))
     built = models.Built("x", model, (torch.zeros(1, 1, 4, 4),))
     assert models.operations(built) == [2 * 9 * 16, 2 * 16 * 5]
+
+
+def test_positions_that_are_added_take_no_more_of_the_computation_than_a_weight_of_their_size() -> None:
+    class WithPositions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = nn.Parameter(torch.zeros(1, 7, 16))
+            self.mix = nn.Conv1d(7, 7, 3, padding=1, bias=False)
+            self.dense = nn.Linear(16, 16, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.dense(self.mix(x + self.positions))
+
+    built = models.Built("x", WithPositions(), (torch.zeros(1, 7, 16),))
+    assert models.operations(built) == [7 * 16 * 7, 7 * 7 * 3 * 16, 16 * 16 * 7]
+
+
+@pytest.mark.parametrize("kind", ["t5", "vit"])
+def test_models_that_take_images_and_that_decode_what_they_have_encoded_are_called(kind: str) -> None:
+    pytest.importorskip("transformers")
+    built = models.build(f"transformers:{kind}", 1, torch.device("meta"))
+    assert models.operations(built)
 
 
 @pytest.mark.parametrize(
