@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes
 from netlab.lab import NetLabError
 from netlab.ranks import exit_on_signals
 from recipes.errors import RecipeError
+from recipes.files import FULL_DISK
 from recipes.launch.processes import script
 from recipes.opening import INTERRUPTED, announce, print_in_any_locale
 
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line; None: that of this process.
 
     Returns:
-        The exit code: 0, 1 if a run failed, or 130 after an interrupt.
+        The exit code: 0, 1 if a run failed or the disk is full, or 130 after an interrupt.
     """
     print_in_any_locale()
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -85,6 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _compare_finished(options) if options.runs else _compare(options, arguments)
     except (RecipeError, NetLabError) as error:
         parser.error(str(error))
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        print(f"compare.py: no more room for its files ({error.strerror}); make room: {_GOES_ON}", file=sys.stderr)
+        return 1
 
 
 def _compare(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,8 @@ METRICS_FILE = "metrics.csv"
 RESULT_FILE = "result.json"
 #: The id of the run in W&B, under which a resumed run continues.
 WANDB_ID_FILE = "wandb_id.txt"
+#: What a write to a place that takes no more bytes ends with.
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def metrics_bytes(folder: Path) -> int:

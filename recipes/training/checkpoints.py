@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -12,14 +11,12 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from recipes.errors import RecipeError
-from recipes.files import RESULT_FILE, WANDB_ID_FILE, denied, read_json
+from recipes.files import FULL_DISK, RESULT_FILE, WANDB_ID_FILE, denied, read_json
 
 CHECKPOINTS = "checkpoints"
 #: Folder in that of a run, in which W&B keeps what it has not uploaded.
 WANDB = "wandb"
 LAST = "last.ckpt"
-#: What a write to a place that takes no more bytes ends with.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FullDiskError(RecipeError):
@@ -141,7 +138,7 @@ def full_disk_in_one_line(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in FULL_DISK:
             raise
         checkpoint = folder / CHECKPOINTS / LAST
         remedy = f"go on with ckpt_path={checkpoint}" if checkpoint.is_file() else "start again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 from omegaconf import DictConfig
 
 from recipes.compare import main
+from recipes.comparison import reporting
 from recipes.comparison.finished import find
 from recipes.comparison.overview import side_by_side
 from recipes.comparison.plan import PlanError
@@ -211,6 +213,19 @@ def test_other_settings_are_refused(
         main([*arguments, "--from", str(run)])
     assert stopped.value.code == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_full_disk_ends_a_comparison_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reporting, "write_page", full)
+    assert main(["--from", str(_made_up(tmp_path / "runs", "ddp", "nvlink", 0, 0.1))]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("compare.py: no more room for its files (No space left on device); make room: finished runs")
 
 
 def test_profiles_that_compare_does_not_start_point_here(
