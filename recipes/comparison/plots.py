@@ -318,7 +318,7 @@ def save_step_times(
         marks = {place: 1e3 * predicted[name].step_s for place, name in enumerate(variants) if name in predicted}
         axes.plot(list(marks.values()), [place - 0.36 for place in marks], **PREDICTED)  # above the words
         widest = max(widest, *marks.values(), 0.0)
-        _step_legend(figure, bool(np.isfinite(codec).any()), bool(marks), columns=3 if width >= SIZE[0] else 1)
+        _step_legend(figure, bool(np.isfinite(codec).any()), bool(marks), columns=2 if width >= SIZE[0] else 1)
         axes.set_yticks(places, list(variants), color="#222222")
         axes.set_ylim(len(variants) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)

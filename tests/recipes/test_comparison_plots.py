@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
+from lightning_gqsgd.predict.model import Prediction
 from pictures.style import COLOURS
+from recipes.comparison import plots
 from recipes.comparison.labels import place_labels
+from recipes.comparison.page import STEP_WIDTHS
 from recipes.comparison.plots import MANY, save_curves, save_family, save_step_times
 from recipes.comparison.results import Run, compare
 from recipes.strategies.choices import ALL, strategies
@@ -41,6 +45,26 @@ def test_step_times_are_drawn(variants: dict[str, list[Run]], tmp_path: Path) ->
     save_step_times(variants, "title", tmp_path / "steps.png")
     with Image.open(tmp_path / "steps.png") as picture:
         assert picture.width == 900
+
+
+@pytest.mark.parametrize("width", [plots.SIZE[0], *STEP_WIDTHS])
+def test_the_legend_of_steps_is_inside_of_the_picture(
+    variants: dict[str, list[Run]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: float
+) -> None:
+    def check(figure: Any, file: Path) -> None:
+        figure.set_dpi(plots.DPI)  # letters have other widths at each number
+        FigureCanvasAgg(figure).draw()  # here, where fonts are those of the style
+        (legend,) = figure.legends
+        kinds.append(len(legend.get_texts()))
+        place = legend.get_window_extent()
+        assert figure.bbox.x0 <= place.x0 < place.x1 <= figure.bbox.x1
+
+    kinds: list[int] = []
+    monkeypatch.setattr(plots, "save", check)
+    step = Prediction(0.2, 0.1, 0.0, 0.0, 0.1, 0, (), 0)
+    for predicted in ({}, dict.fromkeys(variants, step)):
+        save_step_times(variants, "title", tmp_path / "steps.png", width, predicted)
+    assert kinds == [3, 4]
 
 
 @pytest.mark.parametrize(
