@@ -298,8 +298,9 @@ def _silence_expected_messages() -> None:
     warnings.filterwarnings("ignore", message="It is recommended to use .self.log.*sync_dist=True.*")
     # Rows are counted in steps of the run, across epochs, and `RowOfShortRun` sees to runs of few steps.
     warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
-    # A resumed run has a folder of its own.
+    # A resumed run has a folder of its own, or that of the run before it, with its checkpoint.
     warnings.filterwarnings("ignore", message="The dirpath has changed from.*")
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
     # Lightning itself uses what torch deprecates.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.. is deprecated.*")
     for name in ("lightning.pytorch", "lightning.fabric"):

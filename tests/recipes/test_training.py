@@ -103,7 +103,7 @@ def test_training_time_leaves_callbacks_out_that_a_strategy_inserts(
 def test_resumed_run_goes_on_where_the_first_stopped(
     tiny: Tiny, tmp_path: Path, clock: SimpleNamespace, same_folder: bool
 ) -> None:
-    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+    warnings.filterwarnings("error", message="Checkpoint directory .* exists and is not empty")  # it has to be
     first = tmp_path / "runs" / "first"
     second = first if same_folder else tmp_path / "runs" / "second"
     train(tiny(), first)
