@@ -11,6 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes
 
 from recipes.opening import INTERRUPTED, announce, print_in_any_locale, say, speaks
 
+#: Options to which Hydra prints an answer, which e.g. of --cfg is YAML for a file, and after which nothing is trained.
+_QUESTIONS = {"-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion"}
+
 
 def start() -> None:
     """Train as the command line of this process says.
@@ -24,7 +27,8 @@ def start() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     print_in_any_locale()
     try:
-        announce("run.py", "one training", sys.argv[1:])
+        if not _QUESTIONS & {word.partition("=")[0] for word in sys.argv[1:]}:
+            announce("run.py", "one training", sys.argv[1:])
         # Here, not above: the first word comes before everything that takes time.
         from recipes.launch.command_line import run
 

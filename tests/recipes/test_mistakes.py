@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from lightning_gqsgd.errors import ConfigError
@@ -28,7 +29,7 @@ from recipes.opening import announce, speaks
 from recipes.overrides import composed
 from recipes.strategies.choices import check_settings
 from recipes.training.checkpoints import CheckpointError, find_checkpoint, finished_message, goes_on_with
-from tests.recipes.conftest import ROOT, clean_environment
+from tests.recipes.conftest import ROOT, clean_environment, run_script
 from workloads.digits import load_digits
 
 MISTAKES = [
@@ -244,6 +245,12 @@ def test_mistakes_and_first_words_need_no_torch(tmp_path: Path) -> None:
     first, last = finished.stdout.splitlines()
     assert first == "run.py: one training with trainer.devices=0; reading the configuration ..."
     assert last == "2 []"
+
+
+def test_answers_of_hydra_are_printed_alone(tmp_path: Path) -> None:
+    answered = run_script("run.py", "--cfg", "job", "+exp=quickstart", "seed=3", cwd=tmp_path)
+    assert yaml.safe_load(answered.stdout)["seed"] == 3
+    assert run_script("run.py", "--help", cwd=tmp_path).stdout.startswith("recipes/run.py is powered by Hydra.\n")
 
 
 def test_right_command_lines_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
