@@ -32,6 +32,7 @@ from lightning_gqsgd.frameworks.distributed import HookStates, destroy_at_exit, 
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.watching import WITH_ACCELERATE
 from lightning_gqsgd.presets import LOCAL_PRESETS, make_config
+from lightning_gqsgd.session.ddp_models import is_in_ddp_model
 from lightning_gqsgd.spec.fields import FieldArguments
 from lightning_gqsgd.wire.announcing import print_to_stderr
 
@@ -274,9 +275,12 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
 
 
 def enable_accelerator(
-    accelerator: Accelerator, preset: str | GQSGDConfig | None = None, **fields: Unpack[HandlerArguments]
+    accelerator: Accelerator,
+    preset: str | GQSGDConfig | None = None,
+    trained: nn.Module | None = None,
+    **fields: Unpack[HandlerArguments],
 ) -> GQSGDKwargs:
-    """Enable compression on an ``Accelerator``; see `enable.enable`."""
+    """Enable compression on an ``Accelerator``; see `enable.enable`. ``trained`` is the model of a Trainer."""
     existing = accelerator.ddp_handler
     kind = DistributedType(accelerator.distributed_type).value
     if accelerator.is_fsdp2:
@@ -296,9 +300,10 @@ def enable_accelerator(
             f"{' and '.join(of_fsdp)}: for models that FSDP2 shards, and this one is trained with "
             "DistributedDataParallel; leave it out, or set fsdp_version=2"
         )
-    if accelerator._models:
+    prepared = prepared_to_train(accelerator, trained)
+    if prepared:
         raise ConfigError(
-            f"this Accelerator has prepared {counted(len(accelerator._models), 'model')} already, without gqsgd; "
+            f"this Accelerator has prepared {counted(len(prepared), 'model')} already, without gqsgd; "
             "enable it before `prepare`, and for a transformers Trainer between its construction and `evaluate` or "
             "`train`"
         )
@@ -316,6 +321,27 @@ def enable_accelerator(
     accelerator.ddp_handler = handler
     accelerator.register_for_checkpointing(handler)
     return handler
+
+
+def prepared_to_train(accelerator: Accelerator, trained: nn.Module | None) -> list[nn.Module]:
+    """Returns the models that an Accelerator has prepared, without those that a Trainer only evaluates.
+
+    The Trainers of TRL prepare reference models and reward models when they are constructed.
+
+    Args:
+        accelerator: the Accelerator.
+        trained: the model of its Trainer, which may have been prepared for an evaluation; None: it has no Trainer, and
+            whoever prepares models can enable compression earlier.
+    """
+    if trained is None:
+        return list(accelerator._models)
+    own = {id(parameter) for parameter in trained.parameters()}
+    prepared = []
+    for model in accelerator._models:
+        parameters = set(map(id, model.parameters()))
+        if not own.isdisjoint(parameters) or is_in_ddp_model(parameters):
+            prepared.append(model)
+    return prepared
 
 
 def _refuse_local_steps(preset: str | GQSGDConfig | None, fields: Mapping[str, Any]) -> None:

@@ -117,7 +117,7 @@ def enable_trainer(
         sharded = enable_fsdp(trainer, compression, **fields)
         _add(trainer, sharded)
         return sharded
-    handler = enable_accelerator(trainer.accelerator, preset, **fields)
+    handler = enable_accelerator(trainer.accelerator, preset, trainer.model, **fields)
     _add(trainer, GQSGDCallback(trainer, handler))
     return handler
 

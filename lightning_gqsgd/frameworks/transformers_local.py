@@ -21,6 +21,7 @@ from lightning_gqsgd.frameworks.accelerate import (
     WITHOUT_DDP,
     as_on_first_rank,
     ddp_in,
+    prepared_to_train,
     read_by_all,
     say_that_there_is_one_process,
     write_whole,
@@ -201,7 +202,7 @@ def enable_local_steps(trainer: Trainer, local: LocalTraining, config: GQSGDConf
     kind = DistributedType(accelerator.distributed_type).value
     if kind in WITHOUT_DDP:
         raise ConfigError(f"this Trainer trains with {kind}, and local steps need whole models; leave {kind} out")
-    if accelerator._models:
+    if prepared_to_train(accelerator, trainer.model):
         raise ConfigError(
             "the Trainer has prepared its model already; enable local steps before `evaluate` and `train`"
         )

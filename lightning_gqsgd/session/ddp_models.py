@@ -66,6 +66,11 @@ class DDPModels:
             self._was_called = True
 
 
+def is_in_ddp_model(parameters: Set[int]) -> bool:
+    """Returns whether a DDP model of this process has one of the parameters with these ids; it looks at all objects."""
+    return any(not parameters.isdisjoint(map(id, model.parameters())) for model in _all_models())
+
+
 def _all_models() -> list[DistributedDataParallel]:
     """Returns all DDP models of this process. ``type`` is called on each object, because some objects fake their
     ``__class__``."""

@@ -299,6 +299,50 @@ class _CallsItsOwnModel(Trainer):
         return called(**inputs)["loss"]
 
 
+class _WithReference(Trainer):
+    """Prepares a model that it only evaluates when it is made, as TRL's DPOTrainer does."""
+
+    def __init__(self, like: Trainer, evaluates: bool = True) -> None:
+        super().__init__(like.model, like.args, train_dataset=like.train_dataset)
+        self.reference = self.accelerator.prepare_model(Classifier(), evaluation_mode=evaluates)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            reference = self.reference(**inputs)["logits"]
+        outputs = model(**inputs)
+        loss = outputs["loss"] + (outputs["logits"] - reference).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def _beside_a_reference(rank: int, folder: Path) -> list[Any]:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    results = []
+    for fields in (None, {"reducer": "native"}, {"bits": 4}, {"local_steps": 2}):
+        trainer = _WithReference(trainer_of(folder))
+        enabled = None if fields is None else enable(trainer, **fields)
+        trainer.train()
+        steps = [state.step for state in enabled.states] if isinstance(enabled, GQSGDKwargs) else []
+        results.append([fingerprint(trainer.model), fingerprint(trainer.reference), steps])
+    for fields in ({"bits": 4}, {"local_steps": 2}):
+        evaluated = trainer_of(folder)
+        evaluated.evaluate()
+        second = _WithReference(trainer_of(folder), evaluates=False)
+        for trainer in (evaluated, second):
+            with pytest.raises(ConfigError, match="has prepared (1|its) model already"):
+                enable(trainer, **fields)
+    return results
+
+
+@pytest.mark.slow
+def test_a_trainer_may_have_prepared_models_that_it_only_evaluates(tmp_path: Path) -> None:
+    result = run_alike(_beside_a_reference, 2, tmp_path, tmp_path / "run", initialise=False)
+    plain, native, quantised, local = result
+    assert native[0] == plain[0]
+    assert len({plain[0], quantised[0], local[0]}) == 3
+    assert {reference for _, reference, _ in result} == {plain[1]}
+    assert [steps for *_, steps in result] == [[], [8], [8], []]
+
+
 class _Freezes(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         kwargs["model"].net[0].requires_grad_(state.global_step < 2)
