@@ -178,7 +178,7 @@ def _combine(mine, theirs, blocks, key, bits, magnitudes, codes, others):
         mine: the message, uint8 [bytes]; it is changed in place.
         theirs: the message with the other codes, uint8 [bytes].
         blocks: block table.
-        key: keys of the random numbers, see `dither.keys_of`.
+        key: keys of the random numbers, see `dither.block_keys`.
         bits: bits of a code.
         magnitudes: number of non-zero magnitudes.
         codes, others: scratch space for the codes of one block, uint8.

@@ -31,7 +31,7 @@ class Received(NamedTuple):
     Attributes:
         memory: the messages, one after the other, uint8 [bytes].
         stride: bytes of a message.
-        keys: dither keys of each source, see `dither.keys_of`. If there are no sources, nothing is decoded.
+        keys: dither keys of each source, see `dither.block_keys`. If there are no sources, nothing is decoded.
         own: number of the source whose coordinates are given, so that its message is not decoded; -1: no source.
     """
 
@@ -46,7 +46,7 @@ class Sent(NamedTuple):
 
     Attributes:
         memory: the message, uint8 [bytes]. If it is empty, nothing is written.
-        key: dither keys, see `dither.keys_of`.
+        key: dither keys, see `dither.block_keys`.
         scales: bits of the scales to use, as integers as wide as the compute dtype, [number of blocks]. If it is empty,
             the scale of every block is its largest magnitude.
     """
@@ -259,7 +259,7 @@ def sum_kernel(name: str, read_sum: Callable[..., Any]) -> Any:
             scales: bits of the scales, [number of blocks].
             blocks: block table.
             x: coordinates in the compute dtype.
-            keys: dither keys of each rank, see `dither.keys_of`.
+            keys: dither keys of each rank, see `dither.block_keys`.
             c: constants of the family.
             s: `Scratch`.
         """

@@ -6,24 +6,13 @@ hash gives the dither of two coordinates, 16 bits each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numba import float32, int32, types, uint32
 
 from lightning_gqsgd.kernels.cpu.casts import part
 from lightning_gqsgd.kernels.cpu.jit import inlined, instruction, loop
 from lightning_gqsgd.kernels.layout import INDEX, PARAMETER
-from lightning_gqsgd.kernels.wire import (
-    DITHER_FIRST,
-    DITHER_UNIT,
-    GOLDEN,
-    MULTIPLY_1,
-    MULTIPLY_2,
-    NO_ORIGIN,
-    Key,
-    Origin,
-)
+from lightning_gqsgd.kernels.wire import DITHER_FIRST, DITHER_UNIT, GOLDEN, MULTIPLY_1, MULTIPLY_2
 
 #: The dither of the 16-bit integer 0.
 FIRST = np.float32(DITHER_FIRST)
@@ -57,22 +46,12 @@ def _folded(code, h, shift):
     return code.xor(h, code.lshr(h, h.type(shift)))
 
 
-def keys_of(streams: Sequence[Key], origin: Origin = NO_ORIGIN) -> np.ndarray:
-    """Returns the keys of streams, typed for the kernels, uint32 [streams, 4]: for each stream, its two keys, and then
-    the origin of the block table."""
-    keys = np.empty((len(streams), 4), dtype=np.uint32)
-    keys[:, :2] = np.reshape(streams, (-1, 2))
-    keys[:, 2] = origin.parameter
-    keys[:, 3] = origin.block
-    return keys
-
-
 @inlined
 def block_keys(key, block):
     """Returns the numbers a and b of a block's hash, uint32.
 
     Args:
-        key: see `keys_of`.
+        key: the two keys of the stream, and then the origin of the block table, uint32 [4].
         block: the block's row of the table.
     """
     parameter = block[PARAMETER] + key[2]
@@ -87,7 +66,7 @@ def hashes(key, block, out):
     """Write the hashes of a block into ``out``: one for each place p, from 0 on, uint32.
 
     Args:
-        key: see `keys_of`.
+        key: see `block_keys`.
         block: the block's row of the table.
         out: receives the hashes. Its length is half of the number of coordinates of the block.
     """
@@ -101,7 +80,7 @@ def dither(key, block, n, first, u):
     """Write the dither of the ``n`` coordinates of a block, plus a number, into ``u``.
 
     Args:
-        key: see `keys_of`.
+        key: see `block_keys`.
         block: the block's row of the table.
         n: number of coordinates.
         first: the dither of the 16-bit integer 0, `FIRST` or `FIRST` plus a number.

@@ -61,7 +61,7 @@ def round_blocks(values, blocks, key, factor, limit, out):
     Args:
         values: coordinates, fp32 [numel].
         blocks: block table.
-        key: dither keys, see `dither.keys_of`.
+        key: dither keys, see `dither.block_keys`.
         factor: factor of the coordinates, fp32.
         limit: bits of the largest magnitude, uint32.
         out: receives the bits of bf16 numbers, uint16 [numel].

@@ -15,28 +15,23 @@ import torch
 from numba import uint32
 
 from lightning_gqsgd.kernels.cpu.casts import numbers, part
-from lightning_gqsgd.kernels.cpu.dither import hashes, keys_of
+from lightning_gqsgd.kernels.cpu.dither import hashes
 from lightning_gqsgd.kernels.cpu.jit import called, inlined, kernel, loop
 from lightning_gqsgd.kernels.cpu.vectors import butterflies, filled, lanes, load, store
 from lightning_gqsgd.kernels.layout import LENGTH, RAW, START
-from lightning_gqsgd.kernels.wire import Key, Origin, float_type
+from lightning_gqsgd.kernels.wire import float_type
 
 
 class Rotation(NamedTuple):
     """A rotation, typed for the kernels.
 
     Attributes:
-        key: the key of the random signs, see `dither.keys_of`.
+        key: the key of the random signs, see `dither.block_keys`.
         roots: see `roots_of`.
     """
 
     key: np.ndarray
     roots: np.ndarray
-
-    @classmethod
-    def of(cls, key: Key, origin: Origin, block_size: int, dtype: torch.dtype) -> Rotation:
-        """Returns the rotation with a key, for blocks of at most ``block_size`` coordinates and a gradient dtype."""
-        return cls(keys_of([key], origin)[0], roots_of(block_size, dtype))
 
 
 def roots_of(block_size: int, dtype: torch.dtype) -> np.ndarray:

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from lightning_gqsgd.kernels import reference
 from lightning_gqsgd.kernels.cpu.blocks import LONGEST_TOGETHER, TOGETHER, Received, Scratch, Sent
-from lightning_gqsgd.kernels.cpu.dither import keys_of
 from lightning_gqsgd.kernels.cpu.narrow import round_blocks
-from lightning_gqsgd.kernels.cpu.rotation import Rotation, rotate_blocks
+from lightning_gqsgd.kernels.cpu.rotation import Rotation, roots_of, rotate_blocks
 from lightning_gqsgd.kernels.cpu.scales import form_of
 from lightning_gqsgd.kernels.cpu.statistics import maxima, moments
 from lightning_gqsgd.kernels.cpu.vectors import VECTOR_BYTES
@@ -58,7 +57,7 @@ def rotate(
 ) -> None:
     """Rotate blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
     u = _scratch.of(block_size, x.dtype).u
-    rotate_blocks(x.numpy(), blocks.numpy(), Rotation.of(key, origin, block_size, x.dtype), inverse, u)
+    rotate_blocks(x.numpy(), blocks.numpy(), _rotation_of(key, origin, block_size, x.dtype), inverse, u)
 
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
@@ -67,14 +66,14 @@ def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key
     if family is None:
         reference.combine(mine, theirs, blocks, q, key)
         return
-    family.combine(mine.numpy(), theirs.numpy(), blocks.numpy(), q, keys_of([key])[0])
+    family.combine(mine.numpy(), theirs.numpy(), blocks.numpy(), q, _keys_of([key])[0])
 
 
 def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, factor: float, limit: int) -> None:
     """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`."""
     values = x.detach().numpy()
     bits = out.view(torch.int16).numpy().view(np.uint16)
-    round_blocks(values, blocks.numpy(), keys_of([key])[0], np.float32(factor), np.uint32(limit), bits)
+    round_blocks(values, blocks.numpy(), _keys_of([key])[0], np.float32(factor), np.uint32(limit), bits)
 
 
 def encode(
@@ -93,7 +92,7 @@ def encode(
         reference.encode(x, blocks, wire, q, key, scales, rotation, origin)
         return
     given = coder.nothing_sent.scales if scales is None else scales.numpy()
-    sent = Sent(wire.numpy(), keys_of([key], origin)[0], given)
+    sent = Sent(wire.numpy(), _keys_of([key], origin)[0], given)
     coder.run(_widened(x, blocks), coder.nothing_received, sent, coder.rotation(rotation, origin))
 
 
@@ -111,8 +110,8 @@ def reduce(
     if coder is None:
         reference.reduce(wires, blocks, out, q, keys, out_key, own)
         return
-    sent = Sent(out.numpy(), keys_of([out_key])[0], coder.nothing_sent.scales)
-    received = _received(wires, keys_of(keys), own.source)
+    sent = Sent(out.numpy(), _keys_of([out_key])[0], coder.nothing_sent.scales)
+    received = _received(wires, _keys_of(keys), own.source)
     coder.run(_widened(own.x, blocks), received, sent, coder.rotation(own.rotation, NO_ORIGIN))
 
 
@@ -131,7 +130,7 @@ def decode(
     if coder is None:
         return reference.decode(wires, blocks, x, q, keys, rotation, own, origin)
     wide = _widened(x, blocks)
-    received = _received(wires, keys_of(keys, origin), own)
+    received = _received(wires, _keys_of(keys, origin), own)
     not_finite = coder.run(wide, received, coder.nothing_sent, coder.rotation(rotation, origin))
     _write_back(wide)
     return not_finite
@@ -145,7 +144,7 @@ def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quant
     kernel, constants = decoder
     scratch = _scratch.of(q.block_size, x.dtype)
     wide = _widened(x, blocks)
-    not_finite: int = kernel(wire.numpy(), scales.numpy(), wide.table, wide.values, keys_of(keys), constants, scratch)
+    not_finite: int = kernel(wire.numpy(), scales.numpy(), wide.table, wide.values, _keys_of(keys), constants, scratch)
     _write_back(wide)
     return not_finite
 
@@ -171,7 +170,7 @@ class _Coder(NamedTuple):
 
     def rotation(self, key: Key | None, origin: Origin) -> Rotation | None:
         """Returns the rotation with a key; None: no rotation."""
-        return None if key is None else Rotation.of(key, origin, self.block_size, self.dtype)
+        return None if key is None else _rotation_of(key, origin, self.block_size, self.dtype)
 
     def run(self, wide: _Widened, received: Received | None, sent: Sent, rotation: Rotation | None) -> int:
         """Call the kernel. Returns the number of blocks that are not finite after decoding."""
@@ -188,8 +187,8 @@ def _coder(q: Quantiser, dtype: torch.dtype, sources: int) -> _Coder | None:
         return None
     # With an empty list of messages, encoding uses the same machine code as decoding. Families whose messages are added
     # decode with another kernel, and None leaves the decoder out of this kernel.
-    no_messages = Received(np.empty(0, np.uint8), 0, keys_of([]), -1)
-    no_message = Sent(np.empty(0, np.uint8), keys_of([(0, 0)])[0], np.empty(0, integer_type(dtype)))
+    no_messages = Received(np.empty(0, np.uint8), 0, _keys_of([]), -1)
+    no_message = Sent(np.empty(0, np.uint8), _keys_of([(0, 0)])[0], np.empty(0, integer_type(dtype)))
     constants = family.constants(q, dtype, sources)
     is_for_sums = hasattr(family, "is_for_sums") and family.is_for_sums(q)
     nothing_received = None if is_for_sums else no_messages
@@ -250,6 +249,20 @@ def _write_back(wide: _Widened) -> None:
 def _received(wires: Tensor, keys: np.ndarray, own: int | None) -> Received:
     """Returns the messages to decode. ``wires`` is uint8 [sources, bytes]."""
     return Received(wires.flatten().numpy(), wires.shape[1], keys, -1 if own is None else own)
+
+
+def _keys_of(streams: Sequence[Key], origin: Origin = NO_ORIGIN) -> np.ndarray:
+    """Returns the keys of streams as `dither.block_keys` takes them, uint32 [streams, 4]."""
+    keys = np.empty((len(streams), 4), dtype=np.uint32)
+    keys[:, :2] = np.reshape(streams, (-1, 2))
+    keys[:, 2] = origin.parameter
+    keys[:, 3] = origin.block
+    return keys
+
+
+def _rotation_of(key: Key, origin: Origin, block_size: int, dtype: torch.dtype) -> Rotation:
+    """Returns the rotation with a key, for blocks of at most ``block_size`` coordinates and a gradient dtype."""
+    return Rotation(_keys_of([key], origin)[0], roots_of(block_size, dtype))
 
 
 class _ScratchByThread(threading.local):
