@@ -253,11 +253,8 @@ def _received(wires: Tensor, keys: np.ndarray, own: int | None) -> Received:
 
 def _keys_of(streams: Sequence[Key], origin: Origin = NO_ORIGIN) -> np.ndarray:
     """Returns the keys of streams as `dither.block_keys` takes them, uint32 [streams, 4]."""
-    keys = np.empty((len(streams), 4), dtype=np.uint32)
-    keys[:, :2] = np.reshape(streams, (-1, 2))
-    keys[:, 2] = origin.parameter
-    keys[:, 3] = origin.block
-    return keys
+    rows = [(low, high, origin.parameter, origin.block) for low, high in streams]
+    return np.array(rows, dtype=np.uint32).reshape(-1, 4)
 
 
 def _rotation_of(key: Key, origin: Origin, block_size: int, dtype: torch.dtype) -> Rotation:
