@@ -303,6 +303,7 @@ class LocalAverages(AveragingLoop[Average]):
 
     @torch.no_grad()
     def _check_weights(self) -> None:
+        self._reshard()
         self.watched.check()
         self._buffers.take_back()
         numbers = list(range(len(self.fragments)))
@@ -468,6 +469,7 @@ class LocalAverages(AveragingLoop[Average]):
 
         If the other ranks made the same change, they raise the same error; otherwise, their error names this rank.
         """
+        self._reshard()  # FSDP2 shows whole parameters in place of shards otherwise
         self.watched.check()
         self._weights_in_state.check()
 

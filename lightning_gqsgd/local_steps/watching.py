@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.local_steps.fragments import Entry
-from lightning_gqsgd.local_steps.sharding import reshard
 from lightning_gqsgd.local_steps.starting import in_words, place_of
 from lightning_gqsgd.session.ddp_models import DDPModels
 from lightning_gqsgd.session.parameters import parameters_of
@@ -125,7 +124,6 @@ class WatchedModel:
         self._check_optimizers()
         model = self._model()
         if model is not None:
-            reshard(model)  # FSDP2 shows whole parameters in place of shards otherwise
             self._check_model(model)
             self._check_buffers(model)
             self._say_if_others_moved(model)

@@ -96,7 +96,9 @@ class _Shared:
     _all: ClassVar[weakref.WeakValueDictionary[Hashable, _Shared]] = weakref.WeakValueDictionary()
 
     def __init__(self, collective: _Make, setting: Setting, rows: np.ndarray, distance: int) -> None:
-        self._arguments = (collective, setting, rows)
+        self._collective = collective
+        self._setting = setting
+        self._rows = rows
         self.reducer = self._made(distance)
 
     @classmethod
@@ -111,12 +113,10 @@ class _Shared:
     @cached_property
     def alone(self) -> HasSteps:
         """The reducer that works on a tensor of the piece's coordinates alone."""
-        rows = self._arguments[2]
-        return self._made(int(rows[0, :, _NUMEL].sum()))
+        return self._made(int(self._rows[0, :, _NUMEL].sum()))
 
     def _made(self, distance: int) -> HasSteps:
-        collective, setting, rows = self._arguments
-        return collective(_in_parts(rows, distance, setting.block_size), setting)
+        return self._collective(_in_parts(self._rows, distance, self._setting.block_size), self._setting)
 
 
 @dataclass
