@@ -23,6 +23,9 @@ from tests.touched import (  # noqa: F401
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# Under `uv run`, Ray copies the working directory and installs its environment anew for the workers: minutes.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
 # No test of wall-clock time: on a busy machine any example may take long.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")

@@ -70,8 +70,6 @@ def test_two_workers_compress_and_end_with_the_same_bits(tmp_path: Path) -> None
         str(tmp_path),
         timeout=280,
         cwd=Path(__file__).parents[2],
-        # Under `uv run`, Ray copies the working directory and installs its environment anew for the workers: minutes.
-        RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
     )
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
