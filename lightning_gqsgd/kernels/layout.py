@@ -102,13 +102,33 @@ class Segment(NamedTuple):
 
 
 class Run(NamedTuple):
-    """``numel`` consecutive compressed coordinates of one parameter. They begin at ``start`` in the flat tensor, and at
-    ``offset`` in the parameter."""
+    """Compressed coordinates of one parameter: stretches of equal length, at equal distances.
+
+    Owners have stripes, see `place_by_owner`. One run has all stripes of an owner, so that one operation copies them.
+
+    Attributes:
+        start: number of the first coordinate in the flat tensor.
+        parameter: number of the parameter.
+        offset: number of the first coordinate in the parameter.
+        numel: number of consecutive coordinates of a stretch.
+        stretches: number of stretches.
+        stride: number of coordinates from the start of a stretch to the start of the next; 0 if there is only one.
+    """
 
     start: int
     parameter: int
     offset: int
     numel: int
+    stretches: int = 1
+    stride: int = 0
+
+    def with_next(self, stretch: Run) -> Run | None:
+        """Returns the run that also has a stretch behind its last one; None if the stretch has another length, distance
+        or parameter."""
+        stride = self.stride or stretch.start - self.start
+        distance = self.stretches * stride
+        next_of_run = Run(self.start + distance, self.parameter, self.offset + distance, self.numel)
+        return self._replace(stretches=self.stretches + 1, stride=stride) if stretch == next_of_run else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,8 +162,8 @@ class Part:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """The longest runs of blocks that are not raw. Only a memory needs them."""
-        return runs(self.table, self.block_size)
+        """The runs of blocks that are not raw. Only a memory needs them."""
+        return runs(self.blocks.numpy(), self.block_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,7 +349,8 @@ def block_runs_of(table: np.ndarray) -> list[BlockRun]:
 
 
 def runs(table: np.ndarray, block_size: int) -> list[Run]:
-    """Returns the longest runs of blocks that are not raw. The blocks can be in any order."""
+    """Returns the runs of blocks that are not raw. Stretches are as long as possible. The blocks can be in any
+    order."""
     table = table[table[:, RAW] == 0]
     table = table[np.argsort(table[:, START], kind="stable")]
     start = table[:, START]
@@ -343,7 +364,15 @@ def runs(table: np.ndarray, block_size: int) -> list[Run]:
     first = np.flatnonzero(np.append(True, ~goes_on)[: len(table)])
     total = np.add.reduceat(numel, first) if len(first) else numel
     rows = np.stack([start[first], parameter[first], offset[first], total], axis=1)
-    return [Run(*row) for row in rows.tolist()]
+    made: list[Run] = []
+    for row in rows.tolist():
+        stretch = Run(*row)
+        longer = made[-1].with_next(stretch) if made else None
+        if longer is None:
+            made.append(stretch)
+        else:
+            made[-1] = longer
+    return made
 
 
 def pieces(

@@ -126,13 +126,13 @@ class MemoryStore:
         """Returns a tensor like ``like`` with the kept values at the places of runs, and zeros at other places."""
         values = torch.zeros_like(like)
         for run in runs:
-            values[run.start : run.start + run.numel] = self._part(kind, run)
+            _stretches(values, run.start, run.stride, run).copy_(self._part(kind, run))
         return values
 
     def store(self, kind: Keeps, runs: Sequence[Run], values: Tensor) -> None:
         """Keep the values of a tensor at the places of runs."""
         for run in runs:
-            self._part(kind, run).copy_(values[run.start : run.start + run.numel])
+            self._part(kind, run).copy_(_stretches(values, run.start, run.stride, run))
 
     def row(self, kind: Keeps, parameter: int) -> Tensor:
         """Returns the tensor that this rank keeps for a parameter. It is zero at first. Its length is the same on all
@@ -251,8 +251,21 @@ class MemoryStore:
         return self._owners if kind in KEPT_BY_OWNERS else 1
 
     def _part(self, kind: Keeps, run: Run) -> Tensor:
-        """Returns a view of the kept values of a run. An owner's stripes are contiguous. A run is within one stripe."""
-        length = self._stripes[run.parameter]
-        number, rest = divmod(run.offset, length)
-        start = number // self._owners_of(kind) * length + rest
-        return self.row(kind, run.parameter)[start : start + run.numel]
+        """Returns a view of the kept values of a run, [stretches, numel]. An owner keeps its stripes without gaps. A
+        stretch is within one stripe."""
+        first = self._place(kind, run.parameter, run.offset)
+        second = self._place(kind, run.parameter, run.offset + run.stride)
+        return _stretches(self.row(kind, run.parameter), first, second - first, run)
+
+    def _place(self, kind: Keeps, parameter: int, offset: int) -> int:
+        """Returns the number of a coordinate in the tensor that its owner keeps. ``offset`` is its number in the
+        parameter."""
+        length = self._stripes[parameter]
+        number, rest = divmod(offset, length)
+        return number // self._owners_of(kind) * length + rest
+
+
+def _stretches(values: Tensor, start: int, stride: int, run: Run) -> Tensor:
+    """Returns a view of the stretches of a run, [stretches, numel], in a flat tensor in which the first begins at
+    ``start``, and each next one ``stride`` coordinates behind it."""
+    return values.as_strided((run.stretches, run.numel), (stride, 1), values.storage_offset() + start)

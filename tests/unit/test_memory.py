@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs.variance import omega_subtractive
 from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
 from lightning_gqsgd.config.resolving import resolve, setting_of
-from lightning_gqsgd.kernels.layout import USUAL_SIZE, PieceSize, Segment, cut, owners, runs
+from lightning_gqsgd.kernels.layout import USUAL_SIZE, PieceSize, Run, Segment, cut, owners, runs
 from lightning_gqsgd.presets import FIXED, PRESETS
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.memory import Keeps, MemoryStore, StabilityWarning, kinds
@@ -398,7 +398,7 @@ def test_a_memory_that_does_not_fit_leaves_an_empty_one(
 BOTH = [Keeps.UP_ERROR, Keeps.UP_MEAN]
 
 
-def stores_of(ranks: int, sizes: dict[int, int]) -> list[MemoryStore]:
+def stores_of(ranks: int, sizes: dict[int, int], blocks_of_a_piece: int = 1) -> list[MemoryStore]:
     """The memories of ranks that own shards. The value of each coordinate is its number, counted from 1."""
     block_size = 16
     stores = [MemoryStore(BOTH, block_size, ranks, sizes, torch.float32, torch.device("cpu")) for _ in range(ranks)]
@@ -407,10 +407,21 @@ def stores_of(ranks: int, sizes: dict[int, int]) -> list[MemoryStore]:
         owner = owners(blocks, ranks, striped=True)
         values = torch.arange(1.0, size + 1)
         for rank, store in enumerate(stores):
-            for block in blocks[owner == rank]:  # one at a time, as pieces may be cut anywhere
-                store.store(Keeps.UP_MEAN, runs(block[None], block_size), values)
+            for first in range(0, len(blocks), blocks_of_a_piece):
+                piece = slice(first, first + blocks_of_a_piece)
+                mine = runs(blocks[piece][owner[piece] == rank], block_size)
+                store.store(Keeps.UP_MEAN, mine, values)
+                assert torch.equal(store.load(Keeps.UP_MEAN, mine, values), _covered(mine, values) * values)
             store.store(Keeps.UP_ERROR, runs(blocks, block_size), values + 1000 * rank)
     return stores
+
+
+def _covered(mine: list[Run], values: Tensor) -> Tensor:
+    covered = torch.zeros_like(values)
+    for run in mine:
+        for number in range(run.stretches):
+            covered[run.start + number * run.stride :][: run.numel] = 1
+    return covered
 
 
 def whole_mean(stores: list[MemoryStore], number: int) -> list[float]:
@@ -420,8 +431,9 @@ def whole_mean(stores: list[MemoryStore], number: int) -> list[float]:
 
 @pytest.mark.parametrize("size", [1, 16, 100, 380, 635, 2000, 3333])
 @pytest.mark.parametrize("ranks", [1, 3, 5])
-def test_the_parts_of_all_owners_are_the_parameter(ranks: int, size: int) -> None:
-    stores = stores_of(ranks, {7: size})
+@pytest.mark.parametrize("blocks_of_a_piece", [1, 45, 1000])  # pieces may be cut anywhere
+def test_the_parts_of_all_owners_are_the_parameter(blocks_of_a_piece: int, ranks: int, size: int) -> None:
+    stores = stores_of(ranks, {7: size}, blocks_of_a_piece)
     assert whole_mean(stores, 7) == list(range(1, size + 1))
     assert len({len(store.row(Keeps.UP_MEAN, 7)) for store in stores}) == 1
 
