@@ -153,9 +153,9 @@ class Bucket:
         empty = partial(torch.zeros, dtype=torch.uint8, device=self._x.device)
         made = _Piece(
             part,
-            layout.blocks.to(self._x.device, copy=True),
+            layout.blocks,
             empty(layout.message_bytes),
-            layout.shard(0).blocks.to(self._x.device, copy=True),
+            layout.shard(0).blocks,
             empty(ranks, layout.shard_bytes),
             empty(layout.shard_bytes),
         )
@@ -186,7 +186,7 @@ def stage_bytes(layouts: Sequence[Layout], itemsize: int, ranks: int) -> dict[st
     message = sum(layout.message_bytes for layout in layouts)
     row = ROW_BYTES
     whole = gradient + message + row * sum(len(layout.blocks) for layout in layouts)
-    shards = [(layout.shard_bytes, layout.shard(0).table) for layout in layouts]
+    shards = [(layout.shard_bytes, layout.shard(0).blocks) for layout in layouts]
     reduced = sum(ranks * nbytes + itemsize * int(t[:, LENGTH].sum()) + row * len(t) for nbytes, t in shards)
     return {"encode": whole, "reduce": reduced, "decode": whole}
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.kernels.layout import LENGTH, PARAMETER, RAW
+from lightning_gqsgd.kernels.layout import LENGTH, PARAMETER, RAW, table_on
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, SCALE_FORMATS, scale_format
 
 #: The coordinates that share a scale: those of a block, of all blocks of a parameter, or of all compressed blocks that
@@ -129,11 +129,16 @@ class _Norms:
         # The scale of a bucket must ignore uncompressed blocks. In the other groups, all blocks are uncompressed or
         # none, and the scale of an uncompressed block is not used.
         self._counts_raw = per != "bucket"
-        self._groups = torch.arange(len(blocks), device=blocks.device)
+        self._groups = torch.arange(len(blocks), device=x.device)
         if per == "parameter":
-            self._groups = _numbers(blocks[:, PARAMETER])
+            self._groups = _numbers(self._table[:, PARAMETER])
         elif per == "bucket":
             self._groups = torch.zeros_like(self._groups)
+
+    @cached_property
+    def _table(self) -> Tensor:
+        """The block table on the device of the coordinates."""
+        return table_on(self._x.device, self._blocks)
 
     @cached_property
     def maximum(self) -> Tensor:
@@ -168,13 +173,13 @@ class _Norms:
 
     @property
     def _counts(self) -> Tensor:
-        return self._total(self._counted(self._blocks[:, LENGTH].double()))
+        return self._total(self._counted(self._table[:, LENGTH].double()))
 
     def _counted(self, values: Tensor) -> Tensor:
         """Returns the values of blocks, [B, ...], with zeros for blocks on which no scale depends."""
         if self._counts_raw:
             return values
-        counts = (self._blocks[:, RAW] == 0).view(-1, *[1] * (values.ndim - 1))
+        counts = (self._table[:, RAW] == 0).view(-1, *[1] * (values.ndim - 1))
         return torch.where(counts, values, 0)  # a product would keep NaN
 
     def _total(self, values: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ bytes.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -136,15 +137,15 @@ class Part:
     """A subset of the blocks of a layout, and the runs that they form.
 
     Attributes:
-        blocks: block table, int64 [number of blocks, COLUMNS], on the layout's device.
-        table: the same table on the host.
+        blocks: block table, int64 [number of blocks, COLUMNS], on the host.
         block_size: the largest number of coordinates in a block.
+        device: the device of the tensors to which kernels apply the table.
         origin: what kernels add to the numbers in the table.
     """
 
     blocks: Tensor
-    table: np.ndarray
     block_size: int
+    device: torch.device = torch.device("cpu")
     origin: Origin = NO_ORIGIN
 
     def at(self, origin: Origin) -> Part:
@@ -153,8 +154,8 @@ class Part:
 
     @cached_property
     def kernels(self) -> ModuleType:
-        """The kernels for tensors on the device of ``blocks``; see `kernels_for`."""
-        return kernels_for(self.blocks.device)
+        """The kernels for tensors on ``device``; see `kernels_for`."""
+        return kernels_for(self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         # Modules cannot be copied or pickled. A copy looks up its kernels again.
@@ -178,7 +179,7 @@ class Layout:
         first: for each shard, the place in ``order`` where its blocks begin; then the length of ``order``.
         shard_bytes: length of one shard's message in bytes.
         block_size: the largest number of coordinates in a block.
-        device: the device of ``blocks``.
+        device: the device of the tensors that parts are for.
     """
 
     table: np.ndarray
@@ -189,32 +190,18 @@ class Layout:
     device: torch.device = torch.device("cpu")
     _copies: dict[torch.device, Layout] = field(default_factory=dict, init=False, repr=False)
     _parts: dict[tuple[int, ...], Part] = field(default_factory=dict, init=False, repr=False)
-    # The number of tables that were recorded for each stream.
-    _recorded: dict[torch.cuda.Stream, int] = field(default_factory=dict, init=False, repr=False)
 
     def on(self, device: torch.device) -> Layout:
-        """Returns the layout for tensors on a device, for use on the current stream. Reducers call this in every step.
-        Tables are copied to the device once."""
+        """Returns the layout for tensors on a device. Reducers call this in every step."""
         if device == self.device:
             return self
         if device not in self._copies:
             self._copies[device] = replace(self, device=device)
-        layout = self._copies[device]
-        if device.type == "cuda":
-            layout._keep_for_stream(torch.cuda.current_stream(device))
-        return layout
-
-    def _keep_for_stream(self, stream: torch.cuda.Stream) -> None:
-        """Tell PyTorch once that a stream uses the tables. Otherwise, PyTorch could reuse their memory on the stream
-        that allocated it while another stream still reads the tables."""
-        recorded = self._recorded.get(stream, 0)
-        for part in list(self._parts.values())[recorded:]:
-            part.blocks.record_stream(stream)
-        self._recorded[stream] = len(self._parts)
+        return self._copies[device]
 
     @property
     def blocks(self) -> Tensor:
-        """The block table of `whole` on the device."""
+        """The block table of `whole`."""
         return self.whole.blocks
 
     @property
@@ -266,14 +253,32 @@ class Layout:
         return self._part((low, high), table)
 
     def _part(self, key: tuple[int, ...], make: Callable[[], np.ndarray]) -> Part:
-        """Returns the part with a key. Its table is built and copied to the device once.
-
-        The host waits for the copy, so that every stream can use the table.
-        """
+        """Returns the part with a key. Its table is built once."""
         if key not in self._parts:
-            table = make()
-            self._parts[key] = Part(torch.from_numpy(table).to(self.device), table, self.block_size)
+            self._parts[key] = Part(torch.from_numpy(make()), self.block_size, self.device)
         return self._parts[key]
+
+
+#: Copies of block tables on devices, by the identity of the table on the host. They are deleted with that table.
+_copies: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def table_on(device: torch.device, blocks: Tensor) -> Tensor:
+    """Returns a block table on a device, for PyTorch's operations on the current stream. It is copied there once.
+
+    Fast kernels have smaller tables of their own, so most configurations need no copy.
+    """
+    if blocks.device == device:
+        return blocks
+    key = id(blocks), device
+    if key not in _copies:
+        _copies[key] = blocks.to(device)  # the host waits, so that every stream can use the copy
+        weakref.finalize(blocks, _copies.pop, key).atexit = False
+    copy = _copies[key]
+    if copy.is_cuda:
+        # Otherwise, PyTorch could reuse the memory of a deleted copy while this stream still reads it.
+        copy.record_stream(torch.cuda.current_stream(device))
+    return copy
 
 
 class BlockRun(NamedTuple):

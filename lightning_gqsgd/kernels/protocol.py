@@ -6,8 +6,8 @@ three give the same codes, and decode codes to the same bits. `reference` define
 Common arguments:
 
 * ``x``: flat gradient of dtype fp32, fp16, bf16 or fp64, [numel].
-* ``blocks``: block table, int64 [number of blocks, `layout.COLUMNS`]. Its first column counts coordinates of ``x``, and
-  its byte positions count from the start of the message that is passed with it.
+* ``blocks``: block table on the host, int64 [number of blocks, `layout.COLUMNS`]. Its first column counts coordinates
+  of ``x``, and its byte positions count from the start of the message that is passed with it.
 * ``wire``: one message, uint8 [bytes]. ``wires``: one message of each source, uint8 [sources, bytes].
 * ``q``: the quantiser. ``key``: the two 32-bit dither keys of one stream. ``keys``: the dither keys of each source, in
   rank order.

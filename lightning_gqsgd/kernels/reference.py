@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels.dither import uniform, words
-from lightning_gqsgd.kernels.layout import INDEX, LENGTH, PARAMETER, RAW, START
+from lightning_gqsgd.kernels.layout import INDEX, LENGTH, PARAMETER, RAW, START, table_on
 from lightning_gqsgd.kernels.narrowing import rounded
 from lightning_gqsgd.kernels.packing import pack, pack_raw, positions, read_scales, unpack, unpack_raw, write_scales
 from lightning_gqsgd.kernels.protocol import (
@@ -43,12 +43,14 @@ LANES = 16
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
     """Find the largest magnitude of each block; see `protocol.Kernels.block_maxima`."""
+    blocks = table_on(x.device, blocks)
     values = _gather(x, blocks, int(blocks[:, LENGTH].max()) if len(blocks) else 1)
     return magnitudes(values).amax(dim=1) if len(blocks) else magnitudes(values)[:, 0]
 
 
 def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
     """Sum |x| and x² of each block; see `protocol.Kernels.block_moments`."""
+    blocks = table_on(x.device, blocks)
     width = int(blocks[:, LENGTH].max()) if len(blocks) else 1
     values = _gather(x, blocks, -(-width // LANES) * LANES).double()
     terms = torch.stack([values.abs(), values.square()], dim=1).unflatten(2, (-1, LANES))
@@ -66,7 +68,7 @@ def rotate(
     x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False, origin: Origin = NO_ORIGIN
 ) -> None:
     """Rotate blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
-    blocks = _counted_from(origin, blocks)
+    blocks = _counted_from(origin, table_on(x.device, blocks))
     coded = blocks[blocks[:, RAW] == 0]
     _scatter(rotated(_gather(x, coded, block_size), coded, key, inverse=inverse), coded, x)
 
@@ -82,7 +84,7 @@ def encode(
     origin: Origin = NO_ORIGIN,
 ) -> None:
     """Encode blocks into a message; see `protocol.Kernels.encode`."""
-    blocks = _counted_from(origin, blocks)
+    blocks = _counted_from(origin, table_on(x.device, blocks))
     values = _gather(x, blocks, q.block_size)
     if rotation is not None:
         coded = blocks[:, RAW] == 0
@@ -100,6 +102,7 @@ def reduce(
     own: Own,
 ) -> None:
     """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`."""
+    blocks = table_on(wires.device, blocks)
     coded = blocks[:, RAW] == 0
     total = _sum(wires, blocks, q, keys, COMPUTE_DTYPES[own.x.dtype], own.source)
     mine = _gather(own.x, blocks[coded], q.block_size)
@@ -120,7 +123,7 @@ def decode(
     origin: Origin = NO_ORIGIN,
 ) -> int:
     """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`."""
-    blocks = _counted_from(origin, blocks)
+    blocks = _counted_from(origin, table_on(x.device, blocks))
     coded = blocks[:, RAW] == 0
     mean = _sum(wires, blocks, q, keys, COMPUTE_DTYPES[x.dtype], own)
     # If this rank's own coordinates are added, the sum is divided after that, below.
@@ -138,6 +141,7 @@ def decode(
 
 def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> int:
     """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`."""
+    blocks = table_on(x.device, blocks)
     values, finite = SCALE_FORMATS[COMPUTE_DTYPES[x.dtype]].scales(scales)
     codes = unpack(wire, blocks, q.bits, q.block_size, summable=q.summable)
     uniforms = [uniform(blocks, key, q.block_size) for key in keys]
@@ -148,6 +152,7 @@ def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quant
 
 def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, factor: float, limit: int) -> None:
     """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`."""
+    blocks = table_on(x.device, blocks)
     values = _gather(x, blocks, block_size) * torch.tensor(factor, dtype=torch.float32, device=x.device)
     random = (uniform(blocks, key, block_size) * 2**16).long()
     _scatter(rounded(values, random, limit), blocks, out)
@@ -155,6 +160,7 @@ def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, fa
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
     """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
+    blocks = table_on(mine.device, blocks)
     codes, others = (unpack(wire, blocks, q.bits, q.block_size, summable=False) for wire in (mine, theirs))
     random = words(blocks, key, torch.arange(q.block_size, device=blocks.device))
     pack(cast(PairwiseQuantiser, q).combine(codes, others, random), blocks, mine, q.bits, summable=False)

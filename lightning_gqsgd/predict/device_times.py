@@ -82,7 +82,7 @@ class CodecCase:
         sizes = {"scale_bytes": form.nbytes, "raw_bytes": form.raw_bytes}
         self._layout = place_by_owner(table, self._q, shards=_SOURCES, **sizes, striped=False).on(device)
         self._shard = self._layout.shard(0)
-        self.owned = int(self._shard.table[:, LENGTH].sum())
+        self.owned = int(self._shard.blocks[:, LENGTH].sum())
         self._kernels = kernels_for(device)
         self._wires = torch.zeros(_SOURCES, self._layout.message_bytes, dtype=torch.uint8, device=device)
         self._keys = tuple((number, 2) for number in range(_SOURCES))

@@ -128,7 +128,7 @@ def place_rows(table: Table, rows: Tensor, q: Quantiser, scale_bytes: int, raw_b
     if scale_bytes:
         made[:, SCALE] = np.arange(len(made)) * scale_bytes
     made[:, CODES] = len(made) * scale_bytes + np.cumsum(records) - records
-    return Part(torch.from_numpy(made), made, q.block_size)
+    return Part(torch.from_numpy(made), q.block_size)
 
 
 def _lengths(width: int, block_size: int) -> np.ndarray:

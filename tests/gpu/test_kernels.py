@@ -84,21 +84,21 @@ def _all_stages(
     layout, whole = layout_of(segments, q, dtype, shards=ranks), layout_of(segments, q, dtype)
     for name, one in (("two shots", layout), ("gather", whole)):
         for rank, (x, key) in enumerate(zip(xs, keys, strict=True)):
-            wire, blocks = torch.zeros(one.message_bytes, dtype=torch.uint8, device=device), one.blocks.to(device)
+            wire, blocks = torch.zeros(one.message_bytes, dtype=torch.uint8, device=device), one.blocks
             maxima = (norms(kernels, x, blocks),) if given else ()
             kernels.encode(x, blocks, wire, q, key, *maxima)
             found[f"{name}: message of rank {rank}"] = wire
     for rank in range(ranks):
         wires = [found[f"two shots: message of rank {source}"].view(ranks, -1)[rank] for source in range(ranks)]
         shard = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device)
-        owned = layout.shard(rank).blocks.to(device)
+        owned = layout.shard(rank).blocks
         kernels.reduce(torch.stack(wires), owned, shard, q, keys, KEYS[3], Own(rank, xs[rank]))
         found[f"two shots: shard {rank}"] = shard
     shards = torch.cat([found[f"two shots: shard {rank}"] for rank in range(ranks)])[None]
     messages = torch.stack([found[f"gather: message of rank {rank}"] for rank in range(ranks)])
     for name, wires, one, sources in (("two shots", shards, layout, KEYS[3:]), ("gather", messages, whole, keys)):
         mean = torch.zeros_like(xs[0])
-        bad = kernels.decode(wires, one.blocks.to(device), mean, q, sources)
+        bad = kernels.decode(wires, one.blocks, mean, q, sources)
         found |= {f"{name}: mean": mean, f"{name}: non-finite blocks": _number(bad)}
     return found
 
@@ -160,7 +160,7 @@ def test_constant_and_tiny_blocks(value: float, dtype: torch.dtype) -> None:
 def _sums(kernels: ModuleType, device: torch.device, segments: list[Segment], xs: list[Tensor], q: Quantiser) -> Any:
     dtype, ranks, found = xs[0].dtype, len(xs), {}
     keys, xs, layout = KEYS[:ranks], [x.to(device) for x in xs], layout_of(segments, q, dtype)
-    blocks = layout.blocks.to(device)
+    blocks = layout.blocks
     maxima = torch.stack([kernels.block_maxima(x, blocks) for x in xs]).amax(0)
     lane, wires = torch.uint8 if 8 % q.bits == 0 else torch.int64, []
     for rank, (x, key) in enumerate(zip(xs, keys, strict=True)):
@@ -192,7 +192,7 @@ def _tree(kernels: ModuleType, device: torch.device, xs: list[Tensor], q: Quanti
     """Two ranks' codes, their sum, and what that means."""
     xs = [x.to(device) for x in xs]
     layout = place(cut([Segment(3, xs[0].numel(), False)], q.block_size), q, shards=1, scale_bytes=0, raw_bytes=4)
-    blocks = layout.blocks.to(device)
+    blocks = layout.blocks
     maxima = torch.stack([kernels.block_maxima(x, blocks) for x in xs]).amax(0)
     mine, theirs = (torch.zeros(layout.message_bytes, dtype=torch.uint8, device=device) for _ in xs)
     for x, key, wire in zip(xs, KEYS, (mine, theirs), strict=False):
@@ -247,7 +247,7 @@ def test_a_rotation_on_the_way_is_one_before_and_one_after(rows: list, block: in
     reference.rotate(mean, layout.blocks, rotation, block, inverse=True)
     expected["mean"] = mean.to(dtype)
 
-    kernels, blocks = kernels_for(DEVICE), layout.blocks.to(DEVICE)
+    kernels, blocks = kernels_for(DEVICE), layout.blocks
     wire = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=DEVICE)
     kernels.encode(x.to(DEVICE), blocks, wire, q, key, rotation=rotation)
     found = torch.zeros(x.shape, dtype=dtype, device=DEVICE)
@@ -287,9 +287,9 @@ def test_a_tensor_that_begins_anywhere(q: Quantiser, offset: int, dtype: torch.d
     view = torch.zeros(numel + 20, dtype=dtype, device=DEVICE)[offset : offset + numel]
     view.copy_(x)
     wire = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=DEVICE)
-    kernels.encode(view, layout.blocks.to(DEVICE), wire, q, KEYS[0])
+    kernels.encode(view, layout.blocks, wire, q, KEYS[0])
     around = torch.full((numel + 20,), 7.0, dtype=dtype, device=DEVICE)
-    kernels.decode(wire[None], layout.blocks.to(DEVICE), around[offset : offset + numel], q, [KEYS[0]])
+    kernels.decode(wire[None], layout.blocks, around[offset : offset + numel], q, [KEYS[0]])
 
     expected, mean = torch.zeros(layout.message_bytes, dtype=torch.uint8), torch.full((numel + 20,), 7.0, dtype=dtype)
     reference.encode(x, layout.blocks, expected, q, KEYS[0])
@@ -306,7 +306,7 @@ def test_positions_beyond_31_bits() -> None:
     dtype, block, numel, tail = torch.bfloat16, 1024, (1 << 31) + (1 << 20) + 5, 1 << 20
     q, kernels, key = quantiser(8, "adaptive", block), kernels_for(DEVICE), KEYS[1]
     layout = layout_of([Segment(3, numel, False)], q, dtype)
-    blocks = layout.blocks.to(DEVICE)
+    blocks = layout.blocks
     x = torch.randn(numel, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE, dtype=dtype)
     wire = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=DEVICE)
     kernels.encode(x, blocks, wire, q, key)
@@ -337,7 +337,7 @@ class _Buffers:
         ranks, numel = 4, 1 << 25
         self.q, self.dtype = q, dtype
         self.layout = layout_of([Segment(0, numel, False)], q, dtype, shards=ranks)
-        self.blocks, self.owned = self.layout.blocks.to(DEVICE), self.layout.shard(0).blocks.to(DEVICE)
+        self.blocks, self.owned = self.layout.blocks, self.layout.shard(0).blocks
         self.x = torch.randn(numel, device=DEVICE).to(dtype)
         self.y = torch.zeros_like(self.x)
         self.wire = torch.zeros(self.layout.message_bytes, dtype=torch.uint8, device=DEVICE)

@@ -31,7 +31,7 @@ def _errors(codec: Codec, x: Tensor) -> Tensor:
     """Of all repeats, fp64 [REPEATS, coordinates that are not the scale]."""
     q, kernels = codec.quantiser(BLOCK), kernels_for(DEVICE)
     layout = place(cut([Segment(0, NUMEL, False)], BLOCK), q, shards=1, scale_bytes=2, raw_bytes=4)
-    blocks, y = layout.blocks.to(DEVICE), torch.empty_like(x)
+    blocks, y = layout.blocks, torch.empty_like(x)
     wire = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=DEVICE)
     errors = torch.empty(REPEATS, NUMEL, dtype=torch.float64, device=DEVICE)
     for repeat in range(REPEATS):

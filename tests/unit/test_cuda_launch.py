@@ -142,11 +142,11 @@ def test_streams_that_use_tables_are_named_once(
 ) -> None:
     monkeypatch.setattr(Tensor, "to", lambda tensor, device: on_gpu(tensor))
     monkeypatch.setattr(launch, "raw_stream", lambda device: id(cuda.current_stream()))
-    table = on_gpu(blocks)
+    x = on_gpu(X)
     here, there = cuda.new_stream(), cuda.new_stream()
     for stream in (here, there, here, there):
         with cuda.stream(stream):
-            _run(kernel, table)
+            _run(kernel, blocks, x=x)
     for _, columns, *_ in kernel.compiled:
         assert columns.streams == ["own 0", "own 1"]
     again = [id(stream) for stream in (there, here, there) for _ in kernel.compiled]

@@ -129,12 +129,11 @@ def test_a_rank_encodes_what_others_decode_and_what_travels_uncompressed(rows: l
     layout = place_by_owner(cut(rows, 64), quantiser(4), shards=shards, scale_bytes=2, raw_bytes=4, striped=False)
     raw = layout.table[layout.table[:, RAW] == 1, START].tolist()
     for shard in range(shards):
-        others = layout.others(shard)
-        assert np.array_equal(others.blocks.numpy(), others.table)
-        assert np.all(np.diff(others.table[:, START]) > 0)  # in the order of memory, whoever owns them
-        of_others = [layout.shard(other).table[:, START].tolist() for other in range(shards) if other != shard]
-        assert set(others.table[:, START]) == set(raw).union(*of_others)
-        assert set(others.table[:, CODES]) <= set(layout.table[:, CODES])
+        others = layout.others(shard).blocks.numpy()
+        assert np.all(np.diff(others[:, START]) > 0)  # in the order of memory, whoever owns them
+        of_others = [layout.shard(other).blocks[:, START].tolist() for other in range(shards) if other != shard]
+        assert set(others[:, START]) == set(raw).union(*of_others)
+        assert set(others[:, CODES]) <= set(layout.table[:, CODES])
 
 
 @given(segments, st.integers(1, 70), st.booleans())
@@ -147,7 +146,7 @@ def test_owners_depend_on_the_parameter_only(rows: list[Segment], shards: int, s
     layout = place_by_owner(table, quantiser(4), shards=shards, scale_bytes=2, raw_bytes=4, striped=striped)
     assert layout.blocks[:, START].tolist() == table[:, START].tolist()
     for shard in range(shards):
-        assert sorted(layout.shard(shard).table[:, START].tolist()) == table[owner == shard, START].tolist()
+        assert sorted(layout.shard(shard).blocks[:, START].tolist()) == table[owner == shard, START].tolist()
 
 
 @given(segments, st.integers(1, 9), st.booleans())
@@ -157,7 +156,10 @@ def test_runs_are_the_longest_whatever_the_order(rows: list[Segment], shards: in
     for shard in range(shards):
         mine = table[owner == shard]
         covered = [
-            (run.start + k, run.parameter, run.offset + k) for run in runs(mine[::-1], 64) for k in range(run.numel)
+            (run.start + k, run.parameter, run.offset + k)
+            for run in runs(mine[::-1], 64)
+            for first in range(0, run.stretches * run.stride or 1, run.stride or 1)
+            for k in range(first, first + run.numel)
         ]
         expected = [
             (row[START] + k, row[PARAMETER], row[INDEX] * 64 + k)
@@ -170,13 +172,20 @@ def test_runs_are_the_longest_whatever_the_order(rows: list[Segment], shards: in
     assert runs(table, 64) == [one for one, row in zip(whole, rows, strict=True) if row.numel and not row.raw]
 
 
-def test_a_table_is_copied_to_a_device_once() -> None:
+def test_the_stripes_of_an_owner_are_few_runs() -> None:
+    table = cut([Segment(0, 1000, False), Segment(1, 300_000, False), Segment(2, 70_000, False)], 256)[2:-9]
+    layout = place_by_owner(table, quantiser(4), shards=4, scale_bytes=2, raw_bytes=4, striped=True)
+    for part in (layout.shard(1), layout.others(1), layout.whole):
+        assert len(part.runs) <= 3 * 3  # the stripes of a parameter, and those at its ends that are shorter
+
+
+def test_tables_of_other_devices_stay_on_the_host() -> None:
     layout = place(cut([Segment(0, 3000, False)], 64), quantiser(4), shards=3, scale_bytes=2, raw_bytes=4)
     assert layout.on(torch.device("cpu")) is layout
     assert np.shares_memory(layout.blocks.numpy(), layout.table)
     there = layout.on(torch.device("meta"))
     assert not there._parts  # not before the first use
-    assert there.blocks.device.type == there.shard(1).blocks.device.type == "meta"
+    assert (there.whole.device.type, there.blocks.device.type) == ("meta", "cpu")
     assert layout.on(torch.device("meta")) is there
     assert there.on(torch.device("meta")) is there
     assert (there.first, there.shard_bytes) == (layout.first, layout.shard_bytes)

@@ -13,9 +13,9 @@ from datetime import timedelta
 import pytest
 import torch
 
-from lightning_gqsgd.codecs import LinearCodec
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels.layout import Segment, cut, place
+from lightning_gqsgd.kernels import layout
+from lightning_gqsgd.kernels.layout import Segment, cut, table_on
 from lightning_gqsgd.reducers.base import Exchange, Steps
 from lightning_gqsgd.wire import staging
 from lightning_gqsgd.wire.pipeline import Job, Sequencer, StreamRunner, release, runner_for
@@ -293,14 +293,18 @@ def test_staging_waits_for_the_gpu_on_its_own_thread_only(cuda: FakeCuda, monkey
     thread.close()
 
 
-def test_streams_that_use_a_layout_are_named_once(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: on_gpu(tensor))
-    q = LinearCodec(8, "adaptive").quantiser(64)
-    layout = place(cut([Segment(0, 100, raw=False)], 64), q, shards=1, scale_bytes=2, raw_bytes=4)
-    first = layout.on(DEVICE).whole
-    here, there = cuda.new_stream(), cuda.new_stream()
-    for stream in (here, there, here, there):
-        with cuda.stream(stream):
-            later = layout.on(DEVICE).shard(0)
-    assert first.blocks.streams == ["own 0", "own 1"]  # type: ignore[attr-defined]
-    assert later.blocks.streams == ["own 1", "own 0"]  # type: ignore[attr-defined]  # made on the first of them
+def test_a_table_is_copied_to_a_device_once_and_names_the_streams_that_use_it(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: on_gpu(tensor.clone()))
+    monkeypatch.setattr(layout, "_copies", {})
+    blocks = torch.from_numpy(cut([Segment(0, 100, raw=False)], 64))
+    with cuda.stream(cuda.new_stream()):
+        copy = table_on(DEVICE, blocks)
+    with cuda.stream(cuda.new_stream()):
+        assert table_on(DEVICE, blocks) is copy
+    assert copy.streams == ["own 0", "own 1"]  # type: ignore[attr-defined]
+    assert table_on(blocks.device, blocks) is blocks
+    del blocks
+    gc.collect()
+    assert not layout._copies

@@ -1,7 +1,7 @@
 """Fast kernels on CUDA devices, in Triton: one pass over memory per stage, and no wait for the device.
 
-`protocol.Kernels` describes the functions and their arguments. Codes are the same as those of `reference`. Block tables
-are on the device. `decode` and `decode_sum` return the number of blocks that are not finite as a tensor on the device.
+`protocol.Kernels` describes the functions and their arguments. Codes are the same as those of `reference`. `decode` and
+`decode_sum` return the number of blocks that are not finite as a tensor on the device.
 
 A program handles a tile (see `tiles`) of 4096 coordinates, or of one block. The numbers of a codec are constants of a
 compiled kernel (see `constants`), so each codec has its own kernels. Products and sums are not contracted, and

@@ -70,12 +70,12 @@ class _Kept:
     """The tables and launches that are kept for a block table.
 
     Attributes:
-        tables: for each way to divide the blocks (see `_divide`), the tables by kind of tile.
+        tables: for each device and way to divide the blocks (see `_divide`), the tables by kind of tile.
         launches: for each kernel and the properties for which it is compiled, a launch on each table.
         streams: pairs of a table's identity and the number of a stream that was recorded for it.
     """
 
-    tables: dict[tuple[int, ...], tuple[_Table, ...]] = field(default_factory=dict)
+    tables: dict[tuple[Any, ...], tuple[_Table, ...]] = field(default_factory=dict)
     launches: dict[tuple[Any, ...], list[_Launch]] = field(default_factory=dict)
     streams: set[tuple[int, int]] = field(default_factory=set)
 
@@ -97,9 +97,10 @@ def run(
             arguments.
         c: the kernel's constants. They must come from a function that returns the same object each time, and another
             object for other ``constants``.
-        blocks: the block table, int64 [blocks, `layout.COLUMNS`].
+        blocks: the block table, int64 [blocks, `layout.COLUMNS`], on any device. Kernels do not read it.
         x: the tensor of coordinates. Kernels get it from the last multiple of 16 bytes before its start, so that one
-            compiled kernel works for all alignments. None: the kernel takes no coordinates.
+            compiled kernel works for all alignments. None: the kernel takes no coordinates, and its first argument is a
+            tensor.
         *arguments: tensors, integers or None. Their dtypes follow from ``c`` and the dtype of ``x``.
         origin: the origin of the block table.
         splits: whether the kernel takes the kind of its tiles, ``KIND``. If not, all tiles are ragged.
@@ -107,6 +108,7 @@ def run(
     """
     before = 0
     dtype: torch.dtype | None = None
+    device = (arguments[0] if x is None else x).device
     if x is not None:
         dtype = x.dtype
         if x.data_ptr() % _WIDE:
@@ -122,14 +124,14 @@ def run(
             form |= 1
         elif type(argument) is not int and argument.data_ptr() % _WIDE:
             form |= 2
-    key = (id(kernel), id(c), dtype, before, form)
+    key = (id(kernel), id(c), dtype, before, form, device.index)
     kept = _kept_for(blocks)
-    stream = raw_stream(blocks.device)
+    stream = raw_stream(device)
     launches = kept.launches.get(key)
     if launches is None:
         per_access = 1 if x is None else _WIDE // x.element_size()
         full_length = c.shape.block if splits and c.shape.may_be_full else 0
-        how = (full_length, c.number.sent.primitive_bitwidth, before, per_access)
+        how = (device, full_length, c.number.sent.primitive_bitwidth, before, per_access)
         if how not in kept.tables:
             kept.tables[how] = _divide(blocks, *how)
         started = [
@@ -141,7 +143,7 @@ def run(
     else:
         for call, table, values in launches:
             call(table.columns, table.number, first, *arguments, *values, stream=stream)
-    if blocks.is_cuda:
+    if device.type == "cuda":
         _keep_for_this_stream(launches, kept, stream)
 
 
@@ -157,7 +159,9 @@ def _kept_for(blocks: Tensor) -> _Kept:
     return kept
 
 
-def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_access: int) -> tuple[_Table, ...]:
+def _divide(
+    blocks: Tensor, device: torch.device, full_length: int, scale_bits: int, shift: int, per_access: int
+) -> tuple[_Table, ...]:
     table = blocks.cpu().numpy()
     start = table[:, layout.START] + shift
     is_full = (table[:, layout.LENGTH] == full_length) & (table[:, layout.RAW] == 0)
@@ -184,7 +188,7 @@ def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_a
             if kind is tiles.ALIGNED:
                 words[:, tiles.START_LOW.value] = units[rows]
             words = words.astype(np.uint32).view(np.int32)
-            made.append(_Table(kind.value, torch.from_numpy(words).to(blocks.device), len(words)))
+            made.append(_Table(kind.value, torch.from_numpy(words).to(device), len(words)))
     return tuple(made)
 
 
