@@ -1,0 +1,560 @@
+"""A GPU that is simulated on the CPU, to find races of streams, and what a real GPU would refuse.
+
+Every operation runs at once on the CPU. The simulation keeps a vector clock for each stream, so it knows which
+operations a GPU could run at the same time or in another order. It raises `RaceError` in three cases:
+
+* Two streams use the same memory, one of them writes, and neither waits for the other.
+* Memory is freed while a stream may still use it that PyTorch's caching allocator does not know of. PyTorch gives the
+  memory to the next tensor on the stream that allocated it.
+* An operation has tensors on the GPU and on the host.
+
+Triton's kernels are not run. Their arguments count as read, or as written if they are in `WRITTEN`. NCCL's collectives
+run on a stream of their group, and their results are this rank's own messages.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_gqsgd import kernels
+from lightning_gqsgd.kernels import layout
+from lightning_gqsgd.kernels.cuda import launch
+
+DEVICE = torch.device("cuda", 0)
+HOST = torch.device("cpu")
+
+#: Arguments that each kernel writes.
+WRITTEN = {
+    "combine_kernel": {"mine"},
+    "decode_kernel": {"x", "counter"},
+    "decode_sum_kernel": {"x", "counter"},
+    "encode_kernel": {"wire"},
+    "maxima_kernel": {"out"},
+    "moments_kernel": {"out"},
+    "narrow_kernel": {"out"},
+    "reduce_kernel": {"out"},
+    "rotate_kernel": {"x"},
+}
+
+#: Operations of PyTorch that read a tensor of the GPU on the host, which waits for the current stream.
+_HOST_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
+#: Operations that only read the size of a tensor.
+_SIZES = {
+    f"aten::{name}"
+    for name in ("empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like")
+}
+#: Operations whose tensors may be on different devices: copies, and those that take indices from the host.
+_MIXED = {"aten::copy_", "aten::_to_copy", "aten::index", "aten::index_put_", "aten::_index_put_impl_"}
+
+Clock = dict[str, int]
+
+
+class RaceError(AssertionError):
+    """What could go wrong on a real GPU."""
+
+
+class Stream:
+    """A stream: its clock has, for each stream, the number of its latest operation that comes before this stream's
+    next."""
+
+    def __init__(self, cuda: SimulatedCuda, name: str, priority: int = 0) -> None:
+        self.device = DEVICE
+        self.name = name
+        self.priority = priority
+        self.clock: Clock = {name: 0}
+        self._cuda = cuda
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def tick(self) -> int:
+        """Issue an operation, which comes after all that the host has waited for. Returns its number."""
+        self.join(self._cuda.host)
+        self.clock[self.name] += 1
+        return self.clock[self.name]
+
+    def join(self, clock: Clock) -> None:
+        """Come after all operations of a clock."""
+        join(self.clock, clock)
+
+    def wait_event(self, event: Event) -> None:
+        self.join(event.clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.join(other.clock)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self._cuda)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        join(self._cuda.host, self.clock)
+
+
+class Event:
+    """An event. It never has passed before the host waits for it."""
+
+    def __init__(self, cuda: SimulatedCuda) -> None:
+        self.clock: Clock = {}
+        self._cuda = cuda
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = dict((stream or self._cuda.current_stream()).clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._cuda.current_stream()).join(self.clock)
+
+    def query(self) -> bool:
+        return comes_before(self.clock, self._cuda.host)
+
+    def synchronize(self) -> None:
+        join(self._cuda.host, self.clock)
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1.0
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """Let a clock come after another."""
+    for name, number in other.items():
+        clock[name] = max(number, clock.get(name, 0))
+
+
+def comes_before(clock: Clock, other: Clock) -> bool:
+    """Returns whether all operations of a clock come before the next of another."""
+    return all(number <= other.get(name, 0) for name, number in clock.items())
+
+
+@dataclass(frozen=True)
+class Access:
+    """A use of bytes ``low`` to ``high - 1`` of a storage by operation ``number`` of a stream."""
+
+    stream: str
+    number: int
+    low: int
+    high: int
+    writes: bool
+    what: str
+
+    def conflicts(self, other: Access) -> bool:
+        return (self.writes or other.writes) and self.low < other.high and other.low < self.high
+
+    def is_before(self, clock: Clock) -> bool:
+        return self.number <= clock.get(self.stream, 0)
+
+
+@dataclass
+class Memory:
+    """A storage on the GPU: the stream that allocated it, those that were recorded for it, and who used it."""
+
+    storage: StorageWeakRef
+    stream: Stream
+    recorded: set[str] = field(default_factory=set)
+    accesses: list[Access] = field(default_factory=list)
+
+
+class GpuTensor(Tensor):
+    """A tensor in the host's memory that says it is on the GPU."""
+
+    gpu: SimulatedCuda
+    is_cuda = True
+    is_cpu = False
+    device = DEVICE
+
+    def record_stream(self, stream: Any) -> None:
+        self.gpu.memory_of(self).recorded.add(stream.name)
+
+    def get_device(self) -> int:
+        return 0
+
+    def pin_memory(self, device: Any = None) -> Tensor:
+        raise RuntimeError("cannot pin a tensor of the GPU")
+
+
+class SimulatedCuda:
+    """What replaces `torch.cuda`; see the module.
+
+    Attributes:
+        host: the clock of what the host has waited for.
+        launches: number of launches of kernels, by their names.
+        host_waits: what has made the host wait.
+    """
+
+    def __init__(self) -> None:
+        self.host: Clock = {}
+        self.launches: dict[str, int] = {}
+        self.host_waits: list[str] = []
+        self.default = Stream(self, "default")
+        self._made = 0
+        self._local = threading.local()
+        self._memory: dict[int, Memory] = {}
+        GpuTensor.gpu = self
+
+    def current_stream(self, _: object = None) -> Stream:
+        return getattr(self._local, "stream", self.default)
+
+    @contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        before = self.current_stream()
+        self._local.stream = stream or before
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def new_stream(self, device: object = None, priority: int = 0) -> Stream:
+        self._made += 1
+        return Stream(self, f"stream {self._made}", priority)
+
+    def new_event(self, **_: object) -> Event:
+        return Event(self)
+
+    def on_gpu(self, tensor: Tensor) -> GpuTensor:
+        """Returns a copy of a host's tensor in new memory of the GPU, written on the current stream."""
+        with torch._C.DisableTorchFunctionSubclass(), _paused(self):
+            copy = tensor.detach().clone()
+        self.allocate(copy)
+        self.access(copy, writes=True, what="copy from the host")
+        return copy.as_subclass(GpuTensor)
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def is_on_gpu(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._memory
+
+    def memory_of(self, tensor: Tensor) -> Memory:
+        return self._memory[tensor.untyped_storage()._cdata]
+
+    def allocate(self, tensor: Tensor) -> None:
+        """Note new memory of the current stream."""
+        self.find_freed()
+        storage = tensor.untyped_storage()
+        self._memory.setdefault(storage._cdata, Memory(StorageWeakRef(storage), self.current_stream()))
+
+    def find_freed(self) -> None:
+        """Check memory that has been freed since the last call."""
+        for key, memory in list(self._memory.items()):
+            if not memory.storage.expired():
+                continue
+            del self._memory[key]
+            owner = memory.stream
+            known = {**owner.clock}
+            join(known, self.host)
+            for access in memory.accesses:
+                if access.stream not in (owner.name, *memory.recorded) and not access.is_before(known):
+                    raise RaceError(
+                        f"memory of {owner} is freed, and {access.stream} may still use it ({access.what}); "
+                        "call record_stream, or keep the tensor"
+                    )
+
+    def access(self, tensor: Tensor, *, writes: bool, what: str) -> None:
+        """Note that the current operation of the current stream reads or writes a tensor."""
+        if not tensor.numel():
+            return
+        stream = self.current_stream()
+        first = tensor.storage_offset()
+        steps = zip(tensor.size(), tensor.stride(), strict=True)
+        end = first + sum((size - 1) * stride for size, stride in steps) + 1
+        width = tensor.element_size()
+        own = Access(stream.name, stream.clock[stream.name], int(first * width), int(end * width), writes, what)
+        memory = self.memory_of(tensor)
+        for other in memory.accesses:
+            if other.conflicts(own) and not other.is_before(stream.clock):
+                raise RaceError(
+                    f"{stream} {'writes' if writes else 'reads'} ({what}) what {other.stream} "
+                    f"{'writes' if other.writes else 'reads'} ({other.what}), and does not wait for it"
+                )
+        # An access that comes before this one and that this one covers can be forgotten.
+        memory.accesses = [
+            other
+            for other in memory.accesses
+            if other.stream != own.stream or other.writes > writes or other.low < own.low or other.high > own.high
+        ]
+        memory.accesses.append(own)
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def ran(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> None:
+        """Note an operation of PyTorch."""
+        schema = operation._schema
+        name = schema.name
+        given = list(zip(schema.arguments, args, strict=False))
+        given += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
+        used = [(argument, tensor) for argument, value in given for tensor in tensors_in(value)]
+        on_gpu = [(argument, tensor) for argument, tensor in used if self.is_on_gpu(tensor)]
+        if not on_gpu:
+            return
+        if operation.is_view or name in ("aten::detach", "aten::alias"):
+            return
+        on_host = [tensor for _, tensor in used if not self.is_on_gpu(tensor) and tensor.dim()]
+        if on_host and name not in _MIXED:
+            raise RaceError(f"{name} has tensors on the GPU and on the host")
+        self.current_stream().tick()
+        for argument, tensor in on_gpu:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            if writes or name not in _SIZES:
+                self.access(tensor, writes=writes, what=name)
+        if name in _HOST_READS or (name == "aten::copy_" and on_host and not (len(args) > 2 and args[2])):
+            self.wait_on_host(name)
+        inputs = {tensor.untyped_storage()._cdata for _, tensor in used}
+        for result in tensors_in(results):
+            if result.untyped_storage()._cdata not in inputs:
+                self.allocate(result)
+                self.access(result, writes=True, what=name)
+
+    def wait_on_host(self, what: str) -> None:
+        """Let the host wait for the current stream."""
+        self.host_waits.append(what)
+        self.current_stream().synchronize()
+
+    def start(self, kernel: Any, c: Any, programs: int, *arguments: Any, **constants: Any) -> Any:
+        """Launch a kernel, and return what launches it again; see `launch.start`."""
+        self._launch(kernel, arguments)
+        names = len(arguments)
+
+        class Compiled:
+            def __getitem__(_, grid: tuple[int, ...]) -> Callable[..., None]:
+                return lambda *given, stream: self._launch(kernel, given[:names])
+
+        return Compiled()
+
+    def _launch(self, kernel: Any, arguments: Sequence[Any]) -> None:
+        name = kernel.__name__
+        self.launches[name] = self.launches.get(name, 0) + 1
+        self.current_stream().tick()
+        for argument, value in zip(kernel.arg_names, arguments, strict=False):
+            if isinstance(value, Tensor):
+                if not self.is_on_gpu(value):
+                    raise RaceError(f"{name} gets {argument!r} on the host")
+                self.access(value, writes=argument in WRITTEN[name], what=f"{name}: {argument}")
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns the tensors of an argument, or of a result."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [one for each in value for one in tensors_in(each)] if isinstance(value, (list, tuple)) else []
+
+
+class _Dispatch(TorchDispatchMode):
+    """Tells the simulation of all operations."""
+
+    def __init__(self, cuda: SimulatedCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if not _is_paused(self._cuda):
+            self._cuda.ran(func, args, kwargs or {}, results)
+        return results
+
+
+class _Devices(TorchFunctionMode):
+    """Lets PyTorch's functions know the simulated device."""
+
+    def __init__(self, cuda: SimulatedCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        own = args[0] if args and isinstance(args[0], Tensor) else None
+        if name == "pin_memory":
+            return own
+        kwargs.pop("pin_memory", None)
+        if name == "numpy" and isinstance(own, GpuTensor):
+            raise TypeError("a tensor of the GPU has no array")
+        if name in ("tolist", "item") and isinstance(own, GpuTensor):
+            self._cuda.wait_on_host(name)
+            with _paused(self._cuda):
+                return getattr(own.as_subclass(Tensor), name)()
+        wanted = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.device)]
+        if name == "cpu":
+            wanted = [HOST]
+        if name in ("to", "cpu") and wanted and own is not None:
+            return self._moved(own, wanted[0], func, args, kwargs)
+        if not wanted or wanted[0].type != "cuda":
+            return func(*args, **kwargs)
+        args = [HOST if isinstance(value, torch.device) else value for value in args]
+        kwargs = {key: HOST if isinstance(value, torch.device) else value for key, value in kwargs.items()}
+        made = func(*args, **kwargs)
+        if not isinstance(made, Tensor):
+            return made
+        if not self._cuda.is_on_gpu(made):
+            self._cuda.allocate(made)
+            self._cuda.current_stream().tick()
+            self._cuda.access(made, writes=name != "empty", what=name)
+        return made.as_subclass(GpuTensor)
+
+    def _moved(self, own: Tensor, device: torch.device, func: Any, args: Any, kwargs: Any) -> Tensor:
+        others = [value for value in args[1:] if not isinstance(value, (torch.device, bool))]
+        dtype = kwargs.get("dtype", next((value for value in others if isinstance(value, torch.dtype)), own.dtype))
+        if isinstance(own, GpuTensor) == (device.type == "cuda"):
+            return own.to(dtype)
+        waits = not kwargs.get("non_blocking", False)
+        if device.type == "cuda":
+            self._cuda.current_stream().tick()
+            moved: Tensor = self._cuda.on_gpu(own.to(dtype))
+        else:
+            self._cuda.current_stream().tick()
+            self._cuda.access(own, writes=False, what="copy to the host")
+            with _paused(self._cuda):
+                moved = own.as_subclass(Tensor).detach().clone().to(dtype)
+        if waits:
+            self._cuda.wait_on_host(f"copy to {device}")
+        return moved
+
+
+@contextmanager
+def _paused(cuda: SimulatedCuda) -> Iterator[None]:
+    """Context manager in which operations are not noted."""
+    cuda._local.paused = getattr(cuda._local, "paused", 0) + 1
+    try:
+        yield
+    finally:
+        cuda._local.paused -= 1
+
+
+def _is_paused(cuda: SimulatedCuda) -> bool:
+    return bool(getattr(cuda._local, "paused", 0))
+
+
+class Work:
+    """A collective under way. It keeps its tensors until somebody waits for it, as PyTorch does."""
+
+    def __init__(self, cuda: SimulatedCuda, ended: Event, tensors: list[Tensor]) -> None:
+        self._cuda, self._ended, self._tensors = cuda, ended, tensors
+
+    def wait(self, timeout: object = None) -> bool:
+        self._ended.wait()
+        self._tensors = []
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class NcclGroup:
+    """A group of NCCL: collectives run on its own stream, after the current stream, in their order."""
+
+    cuda: SimulatedCuda
+
+    def __init__(self, store: object, rank: int, size: int, timeout: object) -> None:
+        self._size = size
+        self._stream = self.cuda.new_stream()
+
+    def allreduce(self, tensors: list[Tensor], operation: object) -> Work:
+        return self._run("allreduce", tensors[0], tensors[0])
+
+    def alltoall_base(self, output: Tensor, source: Tensor, *splits: list[int]) -> Work:
+        return self._run("alltoall", output, source)
+
+    def _allgather_base(self, output: Tensor, source: Tensor) -> Work:
+        return self._run("allgather", output, source)
+
+    def abort(self) -> None:
+        """End nothing."""
+
+    def _run(self, what: str, output: Tensor, source: Tensor) -> Work:
+        for tensor in (output, source):
+            if tensor.numel() and not self.cuda.is_on_gpu(tensor):
+                raise RaceError(f"NCCL gets a tensor of the host ({what})")
+        self._stream.wait_stream(self.cuda.current_stream())
+        with self.cuda.stream(self._stream):
+            self._stream.tick()
+            self.cuda.access(source, writes=False, what=what)
+            self.cuda.access(output, writes=True, what=what)
+        with _paused(self.cuda):
+            if output is not source and source.numel():
+                copies = -(-output.numel() // source.numel())
+                output.view(-1).copy_(source.reshape(-1).repeat(copies)[: output.numel()])
+        return Work(self.cuda, self._stream.record_event(), [output, source])
+
+
+def _future_of(cuda: SimulatedCuda) -> type:
+    class Future:
+        """A future of tensors on the GPU: the stream that waits for it waits for the stream that completed it."""
+
+        def __init__(self, *, devices: Sequence[torch.device] | None = None) -> None:
+            self._devices = list(devices or [])
+            self._event = Event(cuda)
+            self._result: Any = None
+            self._error: BaseException | None = None
+            self._is_done = False
+
+        def __class_getitem__(cls, _: object) -> type:
+            return cls
+
+        def done(self) -> bool:
+            return self._is_done
+
+        def set_result(self, result: Any) -> None:
+            if isinstance(result, GpuTensor) and not self._devices:
+                raise RaceError("a future without devices gets a tensor of the GPU")
+            self._result = result
+            self._event.record()
+            self._is_done = True
+
+        def then(self, callback: Callable[[Any], Any]) -> Future:
+            assert self._is_done
+            following = Future(devices=self._devices)
+            try:
+                following._result = callback(self)
+            except Exception as error:
+                following._error = error
+            following._event, following._is_done = self._event, True
+            return following
+
+        def wait(self) -> Any:
+            assert self._is_done
+            if self._error is not None:
+                raise self._error
+            if self._devices:
+                self._event.wait()
+                for tensor in tensors_in(self._result):
+                    cuda.memory_of(tensor).recorded.add(cuda.current_stream().name)
+            return self._result
+
+    return Future
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
+    """A simulated GPU, which this thread uses."""
+    pytest.importorskip("triton", minversion=".".join(map(str, kernels.MIN_TRITON)))
+    cuda = SimulatedCuda()
+    for name, value in {
+        "current_stream": cuda.current_stream,
+        "stream": cuda.stream,
+        "Stream": cuda.new_stream,
+        "Event": cuda.new_event,
+        "is_current_stream_capturing": lambda: False,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.futures, "Future", _future_of(cuda))
+    monkeypatch.setattr(NcclGroup, "cuda", cuda, raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclGroup, raising=False)
+    monkeypatch.setattr(launch, "start", cuda.start)
+    monkeypatch.setattr(launch, "raw_stream", lambda device: id(cuda.current_stream()))
+    monkeypatch.setattr(launch, "_kept", {})
+    monkeypatch.setattr(launch, "_counters", {})
+    monkeypatch.setattr(layout, "_copies", {})
+    launch._sent_keys.cache_clear()
+    with _Devices(cuda), _Dispatch(cuda):
+        yield cuda
+    launch._sent_keys.cache_clear()

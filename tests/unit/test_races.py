@@ -1,0 +1,281 @@
+"""What would go wrong on a GPU only: races of streams, memory that is freed too early, tensors of the host among those
+of the GPU, and a host that waits. `simulated_cuda` finds all of them without a GPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gqsgd.adaptive.sampling import GradientSampler
+from lightning_gqsgd.codecs import LinearCodec
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve, setting_of
+from lightning_gqsgd.errors import CollectiveError
+from lightning_gqsgd.kernels import cuda
+from lightning_gqsgd.kernels.layout import Segment, cut
+from lightning_gqsgd.presets import FIXED
+from lightning_gqsgd.reducers import new_store
+from lightning_gqsgd.wire.agreement import Stamp
+from lightning_gqsgd.wire.engine import Engine, Request
+from lightning_gqsgd.wire.peers import Peers
+from lightning_gqsgd.wire.pipeline import Job
+from lightning_gqsgd.wire.plan import GatherPlan, Plan, ScatterPlan
+from tests.unit.simulated_cuda import DEVICE, RaceError, SimulatedCuda, simulated
+
+__all__ = ["simulated"]
+
+RANKS = 4
+BUCKETS = 3
+#: Presets whose codes have no fixed length are refused for GPUs.
+PRESETS = {name: preset.config for name, preset in FIXED.items() if preset.config.coder == "fixed"}
+_names = count()
+
+
+def segments_of(buckets: int, parts: int = 1) -> list[tuple[Segment, ...]]:
+    """The parameters of each bucket; ``parts`` times as many if the bucket consists of equal parts."""
+    numbers = count()
+    sizes = (3000, 10, 700) * parts
+    return [tuple(Segment(next(numbers), numel, raw=numel < 100) for numel in sizes) for _ in range(buckets)]
+
+
+class Rank:
+    """One of `RANKS` ranks, the others of which are not there, with the buckets of a model on the GPU."""
+
+    def __init__(
+        self, config: GQSGDConfig, dtype: torch.dtype = torch.float32, plan: type[Plan] = Plan, **resolving: Any
+    ) -> None:
+        self.config = resolve(config, RANKS, **resolving)
+        peers = Peers(0, tuple(range(RANKS)), dist.HashStore(), {"cuda": "nccl"}, timedelta(seconds=10))
+        self.engine = Engine(DEVICE, peers, f"races {next(_names)}")
+        self.engine.connect(self.config)
+        self.plan = plan
+        self.segments = segments_of(BUCKETS, 1 if plan is Plan else RANKS)
+        self.numel = sum(one.numel for one in self.segments[0])
+        self.dtype = dtype
+        sizes = {one.parameter: one.numel for bucket in self.segments for one in bucket if not one.raw}
+        self.store = new_store(setting_of(self.config, RANKS, dtype), sizes, DEVICE)
+
+    def new_bucket(self) -> Tensor:
+        return torch.randn(self.numel, device=DEVICE, dtype=self.dtype)
+
+    def reduce(self, step: int, number: int, x: Tensor, **fields: Any) -> Job:
+        request = Request(
+            name=f"bucket {number} of step {step}",
+            configs=(self.config,),
+            segments=self.segments[number],
+            step=step,
+            store=self.store,
+            agreement=Stamp(0, step, 0) if number == 0 else None,
+            bucket=number,
+            ends_step=number == BUCKETS - 1,
+            plan=self.plan,
+            **fields,
+        )
+        return self.engine.reduce(x, request)
+
+    def train(self, steps: Sequence[int], buckets: Sequence[Tensor], **fields: Any) -> None:
+        """Reduce buckets as DDP does, which writes and reads them on the default stream, and keeps them."""
+        for step in steps:
+            jobs = []
+            for number, bucket in enumerate(buckets):
+                bucket.copy_(torch.randn_like(bucket))  # the backward pass
+                jobs.append(self.reduce(step, number, bucket, **fields))
+            for job, bucket in zip(jobs, buckets, strict=True):
+                job.future.wait()
+                bucket.mul_(0.1)  # the optimizer
+
+    def close(self, simulated: SimulatedCuda) -> None:
+        self.engine.close()
+        gc.collect()
+        simulated.find_freed()
+
+
+def no_races(simulated: SimulatedCuda, rank: Rank, **fields: Any) -> None:
+    """Check steps of a training. The host waits for the GPU in the first steps only, in which tables are made."""
+    buckets = [rank.new_bucket() for _ in range(BUCKETS)]
+    rank.train(range(2), buckets, **fields)
+    simulated.host_waits.clear()
+    rank.train(range(2, 5), buckets, **fields)
+    assert not simulated.host_waits
+    rank.close(simulated)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_trainings_with_every_preset(simulated: SimulatedCuda, name: str) -> None:
+    no_races(simulated, Rank(PRESETS[name]))
+    assert simulated.launches["encode_kernel"]
+    assert simulated.launches["decode_kernel"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["gqsgd_4bit", "dore", "eden", "terngrad"])
+def test_trainings_with_every_dtype(simulated: SimulatedCuda, name: str, dtype: torch.dtype) -> None:
+    no_races(simulated, Rank(PRESETS[name], dtype))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GQSGDConfig(reducer="hierarchical", node_size=2),
+        GQSGDConfig(reducer="hierarchical", node_size=2, bits=4, rotation=True),
+        GQSGDConfig(reducer="native"),
+        GQSGDConfig(reducer="gather", sample_every=1),
+        GQSGDConfig(bits=16),
+    ],
+    ids=str,
+)
+def test_trainings_with_other_reducers(simulated: SimulatedCuda, config: GQSGDConfig) -> None:
+    no_races(simulated, Rank(config))
+
+
+def test_trainings_without_compression(simulated: SimulatedCuda) -> None:
+    no_races(simulated, Rank(PRESETS["gqsgd"]), compressed=False)
+
+
+@pytest.mark.parametrize("plan", [ScatterPlan, GatherPlan])
+@pytest.mark.parametrize("is_held", [True, False])
+def test_shards_that_are_freed_behind_their_use(simulated: SimulatedCuda, plan: type[Plan], is_held: bool) -> None:
+    rank = Rank(GQSGDConfig(bits=8, reducer="two_shot"), plan=plan)
+    fsdp = simulated.new_stream()
+    for step in range(3):
+        for number in range(BUCKETS):
+            with simulated.stream(fsdp):
+                bucket = rank.new_bucket()
+                rank.reduce(step, number, bucket, is_held=is_held).wait()
+                bucket.mul_(0.1)
+            del bucket
+    rank.close(simulated)
+
+
+def test_tensors_that_nobody_keeps(simulated: SimulatedCuda) -> None:
+    rank = Rank(PRESETS["gqsgd"])
+    for step in range(3):
+        futures = [rank.reduce(step, number, rank.new_bucket()).future for number in range(BUCKETS)]
+        for future in futures:
+            future.wait()
+        del future, futures
+        gc.collect()
+    rank.close(simulated)
+
+
+def test_gradients_are_sampled_beside_their_reduction(simulated: SimulatedCuda) -> None:
+    candidates = {bits: resolve(one, RANKS) for bits, one in GQSGDConfig(bits="auto").candidates().items()}
+    rank, sampler = Rank(candidates[4]), GradientSampler(candidates)
+    buckets = [rank.new_bucket() for _ in range(BUCKETS)]
+    for step in range(4):
+        jobs = []
+        for number, bucket in enumerate(buckets):
+            taken = sampler.take(bucket, rank.segments[number], step, 0)
+            assert taken is not None
+            jobs.append(rank.reduce(step, number, bucket, watch=sampler.watch(taken)))
+            sampler.measure(taken)
+            del taken
+        for job, bucket in zip(jobs, buckets, strict=True):
+            job.future.wait()
+            bucket.mul_(0.1)
+        assert sampler.collect() is not None
+    rank.close(simulated)
+
+
+def test_an_error_leaves_no_race(simulated: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(PRESETS["gqsgd"])
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("the cable is out")
+
+    monkeypatch.setattr("tests.unit.simulated_cuda.NcclGroup.alltoall_base", fails)
+    for is_held in (True, False):
+        bucket = rank.new_bucket()
+        job = rank.reduce(0, 0, bucket, is_held=is_held)
+        with pytest.raises(CollectiveError, match=r"the cable is out|an earlier failure"):
+            job.wait()
+        assert bucket.isnan().all()
+        del job, bucket
+    rank.close(simulated)
+
+
+# --- the simulation finds what is wrong ------------------------------------------------------------------------------
+
+
+def _without_waiting(job: Job, stream: Any) -> None:
+    job._stream = stream
+
+
+def _without_recording(job: Job, stream: Any) -> None:
+    job._stream = stream
+    stream.wait_event(job._arrived)
+
+
+def test_a_stream_that_does_not_wait_for_the_gradient_is_found(
+    simulated: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Job, "take", _without_waiting)
+    rank = Rank(PRESETS["gqsgd"])
+    with pytest.raises(CollectiveError, match=r"RaceError: stream \d reads \(.*\) what default writes"):
+        rank.reduce(0, 0, rank.new_bucket()).wait()
+
+
+def test_memory_that_is_freed_under_a_stream_is_found(
+    simulated: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Job, "take", _without_recording)
+    rank = Rank(PRESETS["gqsgd"])
+    job = rank.reduce(0, 0, rank.new_bucket())
+    del job
+    gc.collect()
+    with pytest.raises(RaceError, match=r"memory of default is freed, and stream \d may still use it"):
+        simulated.find_freed()
+
+
+def test_an_optimizer_that_does_not_wait_is_found(simulated: SimulatedCuda) -> None:
+    rank = Rank(PRESETS["gqsgd"])
+    bucket = rank.new_bucket()
+    job = rank.reduce(0, 0, bucket)
+    with pytest.raises(RaceError, match=r"default (reads|writes) \(aten::mul_\) what stream \d writes"):
+        bucket.mul_(0.1)
+    job.wait()
+    bucket.mul_(0.1)
+
+
+def test_a_collective_that_nobody_waits_for_is_found(simulated: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.unit.simulated_cuda.Work.wait", lambda work: True)
+    rank = Rank(PRESETS["gqsgd"])
+    with pytest.raises(CollectiveError, match=r"RaceError: stream \d reads \(.*\) what stream \d writes"):
+        rank.reduce(0, 0, rank.new_bucket()).wait()
+
+
+def _on_the_host(x: Tensor, blocks: Tensor) -> Any:
+    q = LinearCodec(8, "adaptive").quantiser(128)
+    return cuda.encode(x, blocks, torch.zeros(4096, dtype=torch.uint8), q, (1, 2))
+
+
+def _mixed(x: Tensor, blocks: Tensor) -> Any:
+    return x[: len(blocks)] + blocks[:, 0]
+
+
+def _as_array(x: Tensor, blocks: Tensor) -> Any:
+    return x.numpy()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (_on_the_host, "encode_kernel gets 'wire' on the host"),
+        (_mixed, "aten::add has tensors on the GPU and on the host"),
+        (_as_array, "has no array"),
+    ],
+)
+def test_tensors_of_the_host_are_found(
+    simulated: SimulatedCuda, wrong: Callable[[Tensor, Tensor], Any], said: str
+) -> None:
+    blocks = torch.from_numpy(cut([Segment(0, 1000, raw=False)], 128))
+    with pytest.raises((RaceError, TypeError), match=said):
+        wrong(torch.randn(1000, device=DEVICE), blocks)
