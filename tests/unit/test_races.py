@@ -21,13 +21,16 @@ from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.errors import CollectiveError
 from lightning_gqsgd.kernels import cuda
 from lightning_gqsgd.kernels.layout import Segment, cut
+from lightning_gqsgd.local_steps.merges.fixed import FixedMembers
+from lightning_gqsgd.membership.members import Gather, Sum
 from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import new_store
-from lightning_gqsgd.wire.agreement import Stamp
+from lightning_gqsgd.wire.agreement import WEIGHTS_COMPARED, Stamp, Weights
 from lightning_gqsgd.wire.engine import Engine, Request
 from lightning_gqsgd.wire.peers import Peers
 from lightning_gqsgd.wire.pipeline import Job
 from lightning_gqsgd.wire.plan import GatherPlan, Plan, ScatterPlan
+from lightning_gqsgd.wire.telemetry import MOST_TERMS
 from tests.unit.simulated_cuda import DEVICE, RaceError, SimulatedCuda, simulated
 
 __all__ = ["simulated"]
@@ -62,6 +65,7 @@ class Rank:
         self.dtype = dtype
         sizes = {one.parameter: one.numel for bucket in self.segments for one in bucket if not one.raw}
         self.store = new_store(setting_of(self.config, RANKS, dtype), sizes, DEVICE)
+        self.weights = torch.zeros(WEIGHTS_COMPARED, dtype=torch.float64, device=DEVICE)
 
     def new_bucket(self) -> Tensor:
         return torch.randn(self.numel, device=DEVICE, dtype=self.dtype)
@@ -73,7 +77,7 @@ class Rank:
             segments=self.segments[number],
             step=step,
             store=self.store,
-            agreement=Stamp(0, step, 0) if number == 0 else None,
+            agreement=Stamp(0, step, 0, weights=Weights("weights", self.weights * 1)) if number == 0 else None,
             bucket=number,
             ends_step=number == BUCKETS - 1,
             plan=self.plan,
@@ -91,19 +95,21 @@ class Rank:
             for job, bucket in zip(jobs, buckets, strict=True):
                 job.future.wait()
                 bucket.mul_(0.1)  # the optimizer
+            self.weights += 1
 
     def close(self, simulated: SimulatedCuda) -> None:
+        assert self.engine.telemetry.totals()["nonfinite_blocks"] == 0
         self.engine.close()
         gc.collect()
         simulated.find_freed()
 
 
-def no_races(simulated: SimulatedCuda, rank: Rank, **fields: Any) -> None:
+def no_races(simulated: SimulatedCuda, rank: Rank, steps: int = 5, **fields: Any) -> None:
     """Check steps of a training. The host waits for the GPU in the first steps only, in which tables are made."""
     buckets = [rank.new_bucket() for _ in range(BUCKETS)]
     rank.train(range(2), buckets, **fields)
     simulated.host_waits.clear()
-    rank.train(range(2, 5), buckets, **fields)
+    rank.train(range(2, steps), buckets, **fields)
     assert not simulated.host_waits
     rank.close(simulated)
 
@@ -136,6 +142,22 @@ def test_trainings_with_other_reducers(simulated: SimulatedCuda, config: GQSGDCo
     no_races(simulated, Rank(config))
 
 
+def test_errors_that_are_sampled_in_many_steps(simulated: SimulatedCuda) -> None:
+    no_races(simulated, Rank(GQSGDConfig(reducer="two_shot", sample_every=1)), steps=MOST_TERMS + 6)
+
+
+def test_the_sums_of_a_merge(simulated: SimulatedCuda) -> None:
+    rank = Rank(PRESETS["gqsgd_4bit"])
+    members = FixedMembers(rank.engine, rank.config)
+    for number in range(3):
+        change = rank.new_bucket()
+        mean = members.answer(Sum(change, rank.segments[0], number))
+        mean += 1
+        assert members.answer(Gather(torch.tensor([7]))).tolist() == [[7]] * RANKS
+        del change, mean
+    rank.close(simulated)
+
+
 def test_trainings_without_compression(simulated: SimulatedCuda) -> None:
     no_races(simulated, Rank(PRESETS["gqsgd"]), compressed=False)
 
@@ -146,6 +168,7 @@ def test_shards_that_are_freed_behind_their_use(simulated: SimulatedCuda, plan: 
     rank = Rank(GQSGDConfig(bits=8, reducer="two_shot"), plan=plan)
     fsdp = simulated.new_stream()
     for step in range(3):
+        fsdp.wait_stream(simulated.default)
         for number in range(BUCKETS):
             with simulated.stream(fsdp):
                 bucket = rank.new_bucket()
