@@ -1,15 +1,16 @@
 """A GPU that is simulated on the CPU, to find races of streams, and what a real GPU would refuse.
 
 Every operation runs at once on the CPU. The simulation keeps a vector clock for each stream, so it knows which
-operations a GPU could run at the same time or in another order. It raises `RaceError` in three cases:
+operations a GPU could run at the same time or in another order. It raises `RaceError` in four cases:
 
 * Two streams use the same memory, one of them writes, and neither waits for the other.
 * Memory is freed while a stream may still use it that PyTorch's caching allocator does not know of. PyTorch gives the
   memory to the next tensor on the stream that allocated it.
 * An operation has tensors on the GPU and on the host.
+* The host uses memory that a copy of the GPU may not have read or written yet.
 
 Triton's kernels are not run. Their arguments count as read, or as written if they are in `WRITTEN`. NCCL's collectives
-run on a stream of their group, and their results are this rank's own messages.
+run on a stream of their group, and their results are this rank's own messages. Gloo's collectives end at once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,7 +107,7 @@ class Stream:
 
 
 class Event:
-    """An event. It never has passed before the host waits for it."""
+    """An event. Unless the test says so, it has not passed before the host waits for it."""
 
     def __init__(self, cuda: SimulatedCuda) -> None:
         self.clock: Clock = {}
@@ -118,6 +120,8 @@ class Event:
         (stream or self._cuda.current_stream()).join(self.clock)
 
     def query(self) -> bool:
+        if self._cuda.events_pass:
+            self.synchronize()
         return comes_before(self.clock, self._cuda.host)
 
     def synchronize(self) -> None:
@@ -189,18 +193,23 @@ class SimulatedCuda:
 
     Attributes:
         host: the clock of what the host has waited for.
+        events_pass: whether an event has passed as soon as a thread looks.
         launches: number of launches of kernels, by their names.
         host_waits: what has made the host wait.
     """
 
     def __init__(self) -> None:
         self.host: Clock = {}
+        self.events_pass = False
         self.launches: dict[str, int] = {}
         self.host_waits: list[str] = []
         self.default = Stream(self, "default")
         self._made = 0
         self._local = threading.local()
         self._memory: dict[int, Memory] = {}
+        # Copies of the GPU from and to memory of the host, which the host has not waited for when they began.
+        self._copies: dict[int, tuple[StorageWeakRef, list[Access]]] = {}
+        self._lock = threading.RLock()
         GpuTensor.gpu = self
 
     def current_stream(self, _: object = None) -> Stream:
@@ -285,6 +294,25 @@ class SimulatedCuda:
         ]
         memory.accesses.append(own)
 
+    def copies_beside(self, tensor: Tensor, *, writes: bool) -> None:
+        """Note that the current operation copies from or to a tensor of the host, which does not wait."""
+        storage = tensor.untyped_storage()
+        kept = self._copies.setdefault(storage._cdata, (StorageWeakRef(storage), []))
+        stream = self.current_stream()
+        kept[1].append(Access(stream.name, stream.clock[stream.name], 0, storage.nbytes(), writes, "copy"))
+
+    def uses_on_host(self, tensor: Tensor, *, writes: bool) -> None:
+        """Check that the host may read or write a tensor of its memory now."""
+        reference, copies = self._copies.get(tensor.untyped_storage()._cdata, (None, []))
+        if reference is None or reference.expired():
+            return
+        for copy in copies:
+            if (copy.writes or writes) and not copy.is_before(self.host):
+                raise RaceError(
+                    f"the host {'writes' if writes else 'reads'} what {copy.stream} "
+                    f"{'writes' if copy.writes else 'reads'}, and does not wait for it"
+                )
+
     # --- operations -------------------------------------------------------------------------------------------------
 
     def ran(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> None:
@@ -295,18 +323,22 @@ class SimulatedCuda:
         given += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
         used = [(argument, tensor) for argument, value in given for tensor in tensors_in(value)]
         on_gpu = [(argument, tensor) for argument, tensor in used if self.is_on_gpu(tensor)]
-        if not on_gpu:
-            return
         if operation.is_view or name in ("aten::detach", "aten::alias"):
+            return
+        if not on_gpu:
+            for argument, tensor in used:
+                self.uses_on_host(tensor, writes=_is_written(argument))
             return
         on_host = [tensor for _, tensor in used if not self.is_on_gpu(tensor) and tensor.dim()]
         if on_host and name not in _MIXED:
             raise RaceError(f"{name} has tensors on the GPU and on the host")
         self.current_stream().tick()
         for argument, tensor in on_gpu:
-            writes = argument.alias_info is not None and argument.alias_info.is_write
+            writes = _is_written(argument)
             if writes or name not in _SIZES:
                 self.access(tensor, writes=writes, what=name)
+        if name == "aten::copy_" and on_host:
+            self.copies_beside(on_host[0], writes=not self.is_on_gpu(args[0]))
         if name in _HOST_READS or (name == "aten::copy_" and on_host and not (len(args) > 2 and args[2])):
             self.wait_on_host(name)
         inputs = {tensor.untyped_storage()._cdata for _, tensor in used}
@@ -342,6 +374,10 @@ class SimulatedCuda:
                 self.access(value, writes=argument in WRITTEN[name], what=f"{name}: {argument}")
 
 
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """Returns the tensors of an argument, or of a result."""
     if isinstance(value, Tensor):
@@ -359,7 +395,8 @@ class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         if not _is_paused(self._cuda):
-            self._cuda.ran(func, args, kwargs or {}, results)
+            with self._cuda._lock:
+                self._cuda.ran(func, args, kwargs or {}, results)
         return results
 
 
@@ -379,6 +416,8 @@ class _Devices(TorchFunctionMode):
         kwargs.pop("pin_memory", None)
         if name == "numpy" and isinstance(own, GpuTensor):
             raise TypeError("a tensor of the GPU has no array")
+        if name in ("tolist", "item", "numpy") and own is not None and not isinstance(own, GpuTensor):
+            self._cuda.uses_on_host(own, writes=False)
         if name in ("tolist", "item") and isinstance(own, GpuTensor):
             self._cuda.wait_on_host(name)
             with _paused(self._cuda):
@@ -410,6 +449,7 @@ class _Devices(TorchFunctionMode):
         if device.type == "cuda":
             self._cuda.current_stream().tick()
             moved: Tensor = self._cuda.on_gpu(own.to(dtype))
+            self._cuda.copies_beside(own, writes=False)
         else:
             self._cuda.current_stream().tick()
             self._cuda.access(own, writes=False, what="copy to the host")
@@ -481,9 +521,67 @@ class NcclGroup:
             self.cuda.access(output, writes=True, what=what)
         with _paused(self.cuda):
             if output is not source and source.numel():
-                copies = -(-output.numel() // source.numel())
-                output.view(-1).copy_(source.reshape(-1).repeat(copies)[: output.numel()])
+                _copied_over(output, source)
         return Work(self.cuda, self._stream.record_event(), [output, source])
+
+
+class GlooWork:
+    """A collective over Gloo that has ended."""
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+    def get_future(self) -> GlooWork:
+        return self
+
+    def done(self) -> bool:
+        return True
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        callback(self)
+
+
+class GlooGroup:
+    """A group of Gloo, for tensors of the host."""
+
+    cuda: SimulatedCuda
+    _Options = SimpleNamespace
+
+    def __init__(self, store: object, rank: int, size: int, options: object) -> None:
+        self._size = size
+
+    @staticmethod
+    def create_default_device() -> None:
+        """Create no device."""
+
+    def _set_default_timeout(self, timeout: object) -> None:
+        """No collective takes time."""
+
+    def allreduce(self, tensors: list[Tensor], operation: object) -> GlooWork:
+        return self._run(tensors[0], tensors[0])
+
+    def alltoall_base(self, output: Tensor, source: Tensor, *splits: list[int]) -> GlooWork:
+        return self._run(output, source)
+
+    def _allgather_base(self, output: Tensor, source: Tensor) -> GlooWork:
+        return self._run(output, source)
+
+    def _run(self, output: Tensor, source: Tensor) -> GlooWork:
+        for tensor in (output, source):
+            if self.cuda.is_on_gpu(tensor):
+                raise RaceError("Gloo gets a tensor of the GPU")
+        self.cuda.uses_on_host(source, writes=False)
+        self.cuda.uses_on_host(output, writes=True)
+        with _paused(self.cuda):
+            if output is not source and source.numel():
+                _copied_over(output, source)
+        return GlooWork()
+
+
+def _copied_over(output: Tensor, source: Tensor) -> None:
+    """Fill the output of a collective with this rank's message."""
+    copies = -(-output.numel() // source.numel())
+    output.view(-1).copy_(source.reshape(-1).repeat(copies)[: output.numel()])
 
 
 def _future_of(cuda: SimulatedCuda) -> type:
@@ -496,6 +594,9 @@ def _future_of(cuda: SimulatedCuda) -> type:
             self._result: Any = None
             self._error: BaseException | None = None
             self._is_done = False
+            self._ended = threading.Event()
+            self._callbacks: list[Callable[[Any], Any]] = []
+            self._lock = threading.Lock()
 
         def __class_getitem__(cls, _: object) -> type:
             return cls
@@ -508,20 +609,36 @@ def _future_of(cuda: SimulatedCuda) -> type:
                 raise RaceError("a future without devices gets a tensor of the GPU")
             self._result = result
             self._event.record()
-            self._is_done = True
+            with self._lock:
+                self._is_done = True
+            self._ended.set()
+            for callback in self._callbacks:
+                callback(self)
+
+        def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+            with self._lock:
+                if not self._is_done:
+                    self._callbacks.append(callback)
+                    return
+            callback(self)
 
         def then(self, callback: Callable[[Any], Any]) -> Future:
-            assert self._is_done
             following = Future(devices=self._devices)
-            try:
-                following._result = callback(self)
-            except Exception as error:
-                following._error = error
-            following._event, following._is_done = self._event, True
+
+            def pass_on(_: object) -> None:
+                try:
+                    following._result = callback(self)
+                except Exception as error:
+                    following._error = error
+                following._event = self._event
+                following._is_done = True
+                following._ended.set()
+
+            self.add_done_callback(pass_on)
             return following
 
         def wait(self) -> Any:
-            assert self._is_done
+            assert self._ended.wait(60)
             if self._error is not None:
                 raise self._error
             if self._devices:
@@ -544,11 +661,21 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
         "Stream": cuda.new_stream,
         "Event": cuda.new_event,
         "is_current_stream_capturing": lambda: False,
+        "set_device": lambda device: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.futures, "Future", _future_of(cuda))
     monkeypatch.setattr(NcclGroup, "cuda", cuda, raising=False)
+    monkeypatch.setattr(GlooGroup, "cuda", cuda, raising=False)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclGroup, raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupGloo", GlooGroup)
+    run = threading.Thread.run
+
+    def run_simulated(thread: threading.Thread) -> None:
+        with _Devices(cuda), _Dispatch(cuda):  # each thread has its own
+            run(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", run_simulated)
     monkeypatch.setattr(launch, "start", cuda.start)
     monkeypatch.setattr(launch, "raw_stream", lambda device: id(cuda.current_stream()))
     monkeypatch.setattr(launch, "_kept", {})

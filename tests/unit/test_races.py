@@ -30,6 +30,7 @@ from lightning_gqsgd.wire.engine import Engine, Request
 from lightning_gqsgd.wire.peers import Peers
 from lightning_gqsgd.wire.pipeline import Job
 from lightning_gqsgd.wire.plan import GatherPlan, Plan, ScatterPlan
+from lightning_gqsgd.wire.staging import StagedWork
 from lightning_gqsgd.wire.telemetry import MOST_TERMS
 from tests.unit.simulated_cuda import DEVICE, RaceError, SimulatedCuda, simulated
 
@@ -53,10 +54,14 @@ class Rank:
     """One of `RANKS` ranks, the others of which are not there, with the buckets of a model on the GPU."""
 
     def __init__(
-        self, config: GQSGDConfig, dtype: torch.dtype = torch.float32, plan: type[Plan] = Plan, **resolving: Any
+        self,
+        config: GQSGDConfig,
+        dtype: torch.dtype = torch.float32,
+        plan: type[Plan] = Plan,
+        backend: str = "nccl",
     ) -> None:
-        self.config = resolve(config, RANKS, **resolving)
-        peers = Peers(0, tuple(range(RANKS)), dist.HashStore(), {"cuda": "nccl"}, timedelta(seconds=10))
+        self.config = resolve(config, RANKS)
+        peers = Peers(0, tuple(range(RANKS)), dist.HashStore(), {"cuda": backend}, timedelta(seconds=10))
         self.engine = Engine(DEVICE, peers, f"races {next(_names)}")
         self.engine.connect(self.config)
         self.plan = plan
@@ -140,6 +145,14 @@ def test_trainings_with_every_dtype(simulated: SimulatedCuda, name: str, dtype: 
 )
 def test_trainings_with_other_reducers(simulated: SimulatedCuda, config: GQSGDConfig) -> None:
     no_races(simulated, Rank(config))
+
+
+@pytest.mark.parametrize("name", ["gqsgd", "dore", "gqsgd_sum", "eden"])
+def test_trainings_over_gloo(simulated: SimulatedCuda, name: str) -> None:
+    simulated.events_pass = True  # the thread that stages messages waits for the GPU
+    rank = Rank(PRESETS[name], backend="gloo")
+    rank.train(range(4), [rank.new_bucket() for _ in range(BUCKETS)])
+    rank.close(simulated)
 
 
 def test_errors_that_are_sampled_in_many_steps(simulated: SimulatedCuda) -> None:
@@ -273,6 +286,16 @@ def test_a_collective_that_nobody_waits_for_is_found(simulated: SimulatedCuda, m
     rank = Rank(PRESETS["gqsgd"])
     with pytest.raises(CollectiveError, match=r"RaceError: stream \d reads \(.*\) what stream \d writes"):
         rank.reduce(0, 0, rank.new_bucket()).wait()
+
+
+def test_a_message_that_is_sent_before_it_is_copied_is_found(
+    simulated: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StagedWork, "_wait_for_input", lambda work: None)
+    rank = Rank(PRESETS["gqsgd"], backend="gloo")
+    with pytest.raises(CollectiveError, match=r"RaceError: the host reads what stream \d writes"):
+        rank.reduce(0, 0, rank.new_bucket()).wait()
+    rank.engine.close()
 
 
 def _on_the_host(x: Tensor, blocks: Tensor) -> Any:
