@@ -16,6 +16,7 @@ run on a stream of their group, and their results are this rank's own messages. 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -162,9 +163,10 @@ class Access:
 
 @dataclass
 class Memory:
-    """A storage on the GPU: the stream that allocated it, those that were recorded for it, and who used it."""
+    """A storage on the GPU, the stream that allocated it, those that were recorded for it, and who used it."""
 
     storage: StorageWeakRef
+    nbytes: int
     stream: Stream
     recorded: set[str] = field(default_factory=set)
     accesses: list[Access] = field(default_factory=list)
@@ -196,6 +198,8 @@ class SimulatedCuda:
         events_pass: whether an event has passed as soon as a thread looks.
         launches: number of launches of kernels, by their names.
         host_waits: what has made the host wait.
+        allocated: bytes of the GPU's memory that are in use, by the stream that allocated them.
+        peak: the most bytes that have been in use. PyTorch keeps memory for the stream that allocated it.
     """
 
     def __init__(self) -> None:
@@ -203,6 +207,8 @@ class SimulatedCuda:
         self.events_pass = False
         self.launches: dict[str, int] = {}
         self.host_waits: list[str] = []
+        self.allocated: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
         self.default = Stream(self, "default")
         self._made = 0
         self._local = threading.local()
@@ -251,7 +257,11 @@ class SimulatedCuda:
         """Note new memory of the current stream."""
         self.find_freed()
         storage = tensor.untyped_storage()
-        self._memory.setdefault(storage._cdata, Memory(StorageWeakRef(storage), self.current_stream()))
+        if storage._cdata not in self._memory:
+            stream = self.current_stream()
+            self._memory[storage._cdata] = Memory(StorageWeakRef(storage), storage.nbytes(), stream)
+            self.allocated[stream.name] += storage.nbytes()
+            self.peak |= self.allocated
 
     def find_freed(self) -> None:
         """Check memory that has been freed since the last call."""
@@ -259,6 +269,7 @@ class SimulatedCuda:
             if not memory.storage.expired():
                 continue
             del self._memory[key]
+            self.allocated[memory.stream.name] -= memory.nbytes
             owner = memory.stream
             known = {**owner.clock}
             join(known, self.host)

@@ -28,7 +28,7 @@ from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.wire.agreement import WEIGHTS_COMPARED, Stamp, Weights
 from lightning_gqsgd.wire.engine import Engine, Request
 from lightning_gqsgd.wire.peers import Peers
-from lightning_gqsgd.wire.pipeline import Job
+from lightning_gqsgd.wire.pipeline import STREAMS, Job
 from lightning_gqsgd.wire.plan import GatherPlan, Plan, ScatterPlan
 from lightning_gqsgd.wire.staging import StagedWork
 from lightning_gqsgd.wire.telemetry import MOST_TERMS
@@ -218,6 +218,29 @@ def test_gradients_are_sampled_beside_their_reduction(simulated: SimulatedCuda) 
             job.future.wait()
             bucket.mul_(0.1)
         assert sampler.collect() is not None
+    rank.close(simulated)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_memory_for_tables_and_messages(simulated: SimulatedCuda, bits: int) -> None:
+    rank = Rank(GQSGDConfig(bits=bits, reducer="two_shot"))
+    numel = 1 << 23
+    rank.segments = [(Segment(number, numel, raw=False),) for number in range(BUCKETS)]
+    buckets = [torch.zeros(numel, device=DEVICE) for _ in range(BUCKETS)]
+    before = simulated.allocated.total()
+    for step in range(2):
+        simulated.peak.clear()
+        jobs = [rank.reduce(step, number, bucket) for number, bucket in enumerate(buckets)]
+        for job in jobs:
+            job.future.wait()
+        del job, jobs
+        simulated.find_freed()
+    tables = simulated.allocated.total() - before
+    messages = simulated.peak.total() - simulated.allocated.total()
+    # 32 bytes for each block of 128 values that is encoded, reduced or decoded: those of others, own ones, and all.
+    assert tables == pytest.approx(BUCKETS * numel * 32 / 128 * (3 / 4 + 1 / 4 + 1), rel=0.01)
+    # A message to others, one from them, the own shard and the result, for the bucket of each of two streams.
+    assert messages == pytest.approx(STREAMS * numel * (bits + 16 / 128) / 8 * (2 + 1 / RANKS), rel=0.2)
     rank.close(simulated)
 
 
