@@ -1,7 +1,7 @@
 """Kernels for tensors without data, on torch's device "meta": they compute nothing, and record their calls.
 
-The performance model (`predict.profile`) runs reducers on such tensors to learn the work of each stage. All blocks count
-as full, up to the number of coordinates of the tensor.
+The performance model (`predict.profile`) runs reducers on such tensors to learn the work of each stage. All blocks
+count as full, up to the number of coordinates of the tensor.
 """
 
 from __future__ import annotations
