@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_gqsgd import kernels
 from lightning_gqsgd.kernels import layout
 from lightning_gqsgd.kernels.cuda import launch
+from lightning_gqsgd.wire import compiling
 
 DEVICE = torch.device("cuda", 0)
 HOST = torch.device("cpu")
@@ -237,13 +238,31 @@ class SimulatedCuda:
     def new_event(self, **_: object) -> Event:
         return Event(self)
 
+    @contextmanager
+    def called_by_torch(self) -> Iterator[None]:
+        """Context manager for code that PyTorch calls while operations are not noted, which notes them again."""
+        before = self._local.paused
+        self._local.paused = 0
+        try:
+            with _Devices(self):
+                yield
+        finally:
+            self._local.paused = before
+
     def on_gpu(self, tensor: Tensor) -> GpuTensor:
         """Returns a copy of a host's tensor in new memory of the GPU, written on the current stream."""
-        with torch._C.DisableTorchFunctionSubclass(), _paused(self):
+        with torch._C.DisableTorchFunctionSubclass(), paused(self):
             copy = tensor.detach().clone()
         self.allocate(copy)
         self.access(copy, writes=True, what="copy from the host")
         return copy.as_subclass(GpuTensor)
+
+    def adopted(self, tensor: Tensor) -> GpuTensor:
+        """Returns a tensor of the host as one of the GPU in the same memory, which the current stream has written."""
+        self.allocate(tensor)
+        self.current_stream().tick()
+        self.access(tensor, writes=True, what="gradients")
+        return tensor.as_subclass(GpuTensor)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -431,7 +450,7 @@ class _Devices(TorchFunctionMode):
             self._cuda.uses_on_host(own, writes=False)
         if name in ("tolist", "item") and isinstance(own, GpuTensor):
             self._cuda.wait_on_host(name)
-            with _paused(self._cuda):
+            with paused(self._cuda):
                 return getattr(own.as_subclass(Tensor), name)()
         wanted = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.device)]
         if name == "cpu":
@@ -464,7 +483,7 @@ class _Devices(TorchFunctionMode):
         else:
             self._cuda.current_stream().tick()
             self._cuda.access(own, writes=False, what="copy to the host")
-            with _paused(self._cuda):
+            with paused(self._cuda):
                 moved = own.as_subclass(Tensor).detach().clone().to(dtype)
         if waits:
             self._cuda.wait_on_host(f"copy to {device}")
@@ -472,7 +491,7 @@ class _Devices(TorchFunctionMode):
 
 
 @contextmanager
-def _paused(cuda: SimulatedCuda) -> Iterator[None]:
+def paused(cuda: SimulatedCuda) -> Iterator[None]:
     """Context manager in which operations are not noted."""
     cuda._local.paused = getattr(cuda._local, "paused", 0) + 1
     try:
@@ -530,7 +549,7 @@ class NcclGroup:
             self._stream.tick()
             self.cuda.access(source, writes=False, what=what)
             self.cuda.access(output, writes=True, what=what)
-        with _paused(self.cuda):
+        with paused(self.cuda):
             if output is not source and source.numel():
                 _copied_over(output, source)
         return Work(self.cuda, self._stream.record_event(), [output, source])
@@ -583,7 +602,7 @@ class GlooGroup:
                 raise RaceError("Gloo gets a tensor of the GPU")
         self.cuda.uses_on_host(source, writes=False)
         self.cuda.uses_on_host(output, writes=True)
-        with _paused(self.cuda):
+        with paused(self.cuda):
             if output is not source and source.numel():
                 _copied_over(output, source)
         return GlooWork()
@@ -661,10 +680,9 @@ def _future_of(cuda: SimulatedCuda) -> type:
     return Future
 
 
-@pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
-    """A simulated GPU, which this thread uses."""
-    pytest.importorskip("triton", minversion=".".join(map(str, kernels.MIN_TRITON)))
+@contextmanager
+def simulation(patch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
+    """Context manager in which this process has a simulated GPU."""
     cuda = SimulatedCuda()
     for name, value in {
         "current_stream": cuda.current_stream,
@@ -673,26 +691,37 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
         "Event": cuda.new_event,
         "is_current_stream_capturing": lambda: False,
         "set_device": lambda device: None,
+        "device": lambda device: nullcontext(),
+        "get_device_name": lambda device: "a simulated GPU",
     }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.futures, "Future", _future_of(cuda))
-    monkeypatch.setattr(NcclGroup, "cuda", cuda, raising=False)
-    monkeypatch.setattr(GlooGroup, "cuda", cuda, raising=False)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclGroup, raising=False)
-    monkeypatch.setattr(dist, "ProcessGroupGloo", GlooGroup)
+        patch.setattr(torch.cuda, name, value)
+    patch.setattr(torch.futures, "Future", _future_of(cuda))
+    patch.setattr(NcclGroup, "cuda", cuda, raising=False)
+    patch.setattr(GlooGroup, "cuda", cuda, raising=False)
+    patch.setattr(dist, "ProcessGroupNCCL", NcclGroup, raising=False)
+    patch.setattr(dist, "ProcessGroupGloo", GlooGroup)
+    patch.setattr(launch, "start", cuda.start)
+    patch.setattr(launch, "raw_stream", lambda device: id(cuda.current_stream()))
+    patch.setattr(launch, "_kept", {})
+    patch.setattr(launch, "_counters", {})
+    patch.setattr(layout, "_copies", {})
+    patch.setattr(compiling, "check", lambda *_: None)  # kernels compute nothing
+    launch._sent_keys.cache_clear()
     run = threading.Thread.run
 
     def run_simulated(thread: threading.Thread) -> None:
         with _Devices(cuda), _Dispatch(cuda):  # each thread has its own
             run(thread)
 
-    monkeypatch.setattr(threading.Thread, "run", run_simulated)
-    monkeypatch.setattr(launch, "start", cuda.start)
-    monkeypatch.setattr(launch, "raw_stream", lambda device: id(cuda.current_stream()))
-    monkeypatch.setattr(launch, "_kept", {})
-    monkeypatch.setattr(launch, "_counters", {})
-    monkeypatch.setattr(layout, "_copies", {})
-    launch._sent_keys.cache_clear()
+    patch.setattr(threading.Thread, "run", run_simulated)
     with _Devices(cuda), _Dispatch(cuda):
         yield cuda
     launch._sent_keys.cache_clear()
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
+    """A simulated GPU, which this process has."""
+    pytest.importorskip("triton", minversion=".".join(map(str, kernels.MIN_TRITON)))
+    with simulation(monkeypatch) as cuda:
+        yield cuda

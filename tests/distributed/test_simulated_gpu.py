@@ -1,0 +1,129 @@
+"""The hook on a simulated GPU, see `tests.unit.simulated_cuda`: DDP's processes and buckets are real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd import register_gqsgd
+from lightning_gqsgd.ddp import hook
+from lightning_gqsgd.ddp.hook import GQSGDState
+from lightning_gqsgd.ddp.model import UnusedParameters
+from lightning_gqsgd.wire import communicator
+from tests.distributed.ranks import run
+from tests.unit.simulated_cuda import DEVICE, SimulatedCuda, paused, simulation
+
+
+class Net(nn.Module):
+    """A network with a layer that every second step leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(100, 100) for _ in range(4))
+        self.left_out = nn.Linear(100, 100)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.left_out(x) if step % 2 == 0 else x
+
+
+class _Bucket:
+    """A bucket of DDP whose buffer is on the simulated GPU."""
+
+    def __init__(self, bucket: dist.GradBucket, cuda: SimulatedCuda) -> None:
+        self._bucket = bucket
+        self._x = cuda.adopted(bucket.buffer())
+
+    def buffer(self) -> Tensor:
+        return self._x
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bucket, name)
+
+
+class _Results:
+    """The results that DDP waits for at the end of a backward pass."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, cuda: SimulatedCuda) -> None:
+        self._cuda = cuda
+        self._waiting: list[tuple[Any, Tensor]] = []
+        future_of_torch = torch._C.Future
+        reduce = GQSGDState.reduce
+        settle = UnusedParameters.settle
+
+        def reduced(state: GQSGDState, bucket: dist.GradBucket) -> Any:
+            with cuda.called_by_torch():
+                own = _Bucket(bucket, cuda)
+                self._waiting.append((reduce(state, own), own.buffer()))  # type: ignore[arg-type]
+            done = future_of_torch([])
+            done.set_result(torch.zeros_like(bucket.buffer()))  # DDP reads it without waiting for a simulated stream
+            return done
+
+        def settled(unused: UnusedParameters) -> None:
+            with cuda.called_by_torch():
+                self.wait()
+                settle(unused)
+
+        patch.setattr(GQSGDState, "reduce", reduced)
+        patch.setattr(UnusedParameters, "settle", settled)
+
+    def wait(self) -> None:
+        for future, bucket in self._waiting:
+            future.wait()
+            bucket.mul_(1.0)  # DDP reads it, and the next backward pass writes it
+        self._waiting.clear()
+
+
+def _trained(rank: int, fields: dict[str, Any], options: dict[str, Any], steps: int) -> list[str]:
+    """Train on a simulated GPU; returns what has made the host wait in the later steps."""
+    patch = pytest.MonkeyPatch()
+    with patch.context() as patch, simulation(patch) as cuda:
+        patch.setattr(hook, "device_of", lambda model: DEVICE)
+        patch.setattr(communicator, "backend_for", lambda *_: "nccl")
+        results = _Results(patch, cuda)
+        leaves_out = options.get("find_unused_parameters", False)
+        model = DistributedDataParallel(Net(), bucket_cap_mb=0.08, **options)
+        state = register_gqsgd(model, **fields)
+        for step in range(steps):
+            if step == 4:
+                cuda.host_waits.clear()
+            with paused(cuda):  # the model is on the CPU
+                model(torch.randn(8, 100), step if leaves_out else 0).square().mean().backward()
+            results.wait()
+            if step == 2:
+                saved = [state.state_dict()]
+                dist.broadcast_object_list(saved)
+                state.load_state_dict(saved[0])
+        waits = list(cuda.host_waits)
+        assert state.telemetry.totals()["steps"] == steps
+        assert cuda.launches["encode_kernel"]
+        state.close()
+        cuda.find_freed()
+    return waits
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"bits": 4}, {}),
+        ({"bits": 4, "warmup_steps": 2}, {"gradient_as_bucket_view": True}),
+        ({"bits": {"*": 8, "layers.*.weight": 2}}, {"static_graph": True}),
+        ({"preset": "dore"}, {"find_unused_parameters": True}),
+        ({"preset": "cd_adam"}, {}),
+    ],
+    ids=str,
+)
+def test_hooks_have_no_races(tmp_path: Path, fields: dict[str, Any], options: dict[str, Any]) -> None:
+    assert run(_trained, 2, tmp_path, fields, options, 8) == [[], []]
+
+
+@pytest.mark.parametrize("fields", [{"bits": "auto"}, {"auto": True}], ids=str)
+def test_hooks_that_choose_have_no_races(tmp_path: Path, fields: dict[str, Any]) -> None:
+    run(_trained, 2, tmp_path, fields, {}, 30)
