@@ -693,6 +693,7 @@ def simulation(patch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
         "set_device": lambda device: None,
         "device": lambda device: nullcontext(),
         "get_device_name": lambda device: "a simulated GPU",
+        "get_device_capability": lambda device: (8, 0),
     }.items():
         patch.setattr(torch.cuda, name, value)
     patch.setattr(torch.futures, "Future", _future_of(cuda))
