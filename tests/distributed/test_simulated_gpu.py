@@ -114,11 +114,11 @@ def _trained(rank: int, fields: dict[str, Any], options: dict[str, Any], steps: 
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
-        ({"bits": 4}, {}),
-        ({"bits": 4, "warmup_steps": 2}, {"gradient_as_bucket_view": True}),
-        ({"bits": {"*": 8, "layers.*.weight": 2}}, {"static_graph": True}),
         ({"preset": "dore"}, {"find_unused_parameters": True}),
-        ({"preset": "cd_adam"}, {}),
+        pytest.param({"bits": 4}, {}, marks=pytest.mark.slow),
+        pytest.param({"bits": 4, "warmup_steps": 2}, {"gradient_as_bucket_view": True}, marks=pytest.mark.slow),
+        pytest.param({"bits": {"*": 8, "layers.*.weight": 2}}, {"static_graph": True}, marks=pytest.mark.slow),
+        pytest.param({"preset": "cd_adam"}, {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -126,6 +126,7 @@ def test_hooks_have_no_races(tmp_path: Path, fields: dict[str, Any], options: di
     assert run(_trained, 2, tmp_path, fields, options, 8) == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"bits": "auto"}, {"auto": True}], ids=str)
 def test_hooks_that_choose_have_no_races(tmp_path: Path, fields: dict[str, Any]) -> None:
     run(_trained, 2, tmp_path, fields, {}, 30)
@@ -165,7 +166,7 @@ def _trained_locally(rank: int, number: int, steps: int) -> list[int]:
     return waited
 
 
-@pytest.mark.parametrize("number", range(len(WAYS)))
+@pytest.mark.parametrize("number", [1, *(pytest.param(way, marks=pytest.mark.slow) for way in (0, 2, 3, 4, 5, 6))])
 def test_local_steps_have_no_races(tmp_path: Path, number: int) -> None:
     waited = run(_trained_locally, 2, tmp_path, number, 12)
     if WAYS[number]["every"] == 4 and "fragments" not in WAYS[number]:

@@ -126,6 +126,7 @@ def test_trainings_with_every_preset(simulated: SimulatedCuda, name: str) -> Non
     assert simulated.launches["decode_kernel"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["gqsgd_4bit", "dore", "eden", "terngrad"])
 def test_trainings_with_every_dtype(simulated: SimulatedCuda, name: str, dtype: torch.dtype) -> None:
