@@ -1,4 +1,4 @@
-"""The hook on a simulated GPU, see `tests.unit.simulated_cuda`: DDP's processes and buckets are real."""
+"""The hook on a simulated GPU, see `tests.simulated_cuda`: DDP's processes and buckets are real."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_gqsgd.ddp.model import UnusedParameters
 from lightning_gqsgd.wire import communicator
 from tests.distributed.local_models import WAYS
 from tests.distributed.ranks import run
-from tests.unit.simulated_cuda import DEVICE, GpuTensor, SimulatedCuda, paused, simulation
+from tests.simulated_cuda import DEVICE, GpuTensor, SimulatedCuda, paused, simulation
 
 
 class Net(nn.Module):

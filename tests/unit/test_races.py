@@ -32,7 +32,7 @@ from lightning_gqsgd.wire.pipeline import STREAMS, Job
 from lightning_gqsgd.wire.plan import GatherPlan, Plan, ScatterPlan
 from lightning_gqsgd.wire.staging import StagedWork
 from lightning_gqsgd.wire.telemetry import MOST_TERMS
-from tests.unit.simulated_cuda import DEVICE, RaceError, SimulatedCuda, simulated
+from tests.simulated_cuda import DEVICE, RaceError, SimulatedCuda, simulated
 
 __all__ = ["simulated"]
 
@@ -251,7 +251,7 @@ def test_an_error_leaves_no_race(simulated: SimulatedCuda, monkeypatch: pytest.M
     def fails(*_: object) -> None:
         raise RuntimeError("the cable is out")
 
-    monkeypatch.setattr("tests.unit.simulated_cuda.NcclGroup.alltoall_base", fails)
+    monkeypatch.setattr("tests.simulated_cuda.NcclGroup.alltoall_base", fails)
     for is_held in (True, False):
         bucket = rank.new_bucket()
         job = rank.reduce(0, 0, bucket, is_held=is_held)
@@ -306,7 +306,7 @@ def test_an_optimizer_that_does_not_wait_is_found(simulated: SimulatedCuda) -> N
 
 
 def test_a_collective_that_nobody_waits_for_is_found(simulated: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.unit.simulated_cuda.Work.wait", lambda work: True)
+    monkeypatch.setattr("tests.simulated_cuda.Work.wait", lambda work: True)
     rank = Rank(PRESETS["gqsgd"])
     with pytest.raises(CollectiveError, match=r"RaceError: stream \d reads \(.*\) what stream \d writes"):
         rank.reduce(0, 0, rank.new_bucket()).wait()
