@@ -1,13 +1,14 @@
 """A GPU that is simulated on the CPU, to find races of streams, and what a real GPU would refuse.
 
 Every operation runs at once on the CPU. The simulation keeps a vector clock for each stream, so it knows which
-operations a GPU could run at the same time or in another order. It raises `RaceError` in four cases:
+operations a GPU could run at the same time or in another order. It raises `RaceError` in five cases:
 
 * Two streams use the same memory, one of them writes, and neither waits for the other.
 * Memory is freed while a stream may still use it that PyTorch's caching allocator does not know of. PyTorch gives the
   memory to the next tensor on the stream that allocated it.
 * An operation has tensors on the GPU and on the host.
 * The host uses memory that a copy of the GPU may not have read or written yet.
+* Two groups of NCCL may run at once. Ranks that run them in different orders wait for each other without an end.
 
 Triton's kernels are not run. Their arguments count as read, or as written if they are in `WRITTEN`. NCCL's collectives
 run on a stream of their group, and their results are this rank's own messages. Gloo's collectives end at once.
@@ -211,6 +212,7 @@ class SimulatedCuda:
         self.allocated: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.default = Stream(self, "default")
+        self.latest_collective: tuple[object, Clock] = (None, {})  # its group, and its end
         self._made = 0
         self._local = threading.local()
         self._memory: dict[int, Memory] = {}
@@ -545,8 +547,13 @@ class NcclGroup:
             if tensor.numel() and not self.cuda.is_on_gpu(tensor):
                 raise RaceError(f"NCCL gets a tensor of the host ({what})")
         self._stream.wait_stream(self.cuda.current_stream())
+        latest, clock = self.cuda.latest_collective
+        if latest is not self and not comes_before(clock, self._stream.clock):
+            raise RaceError(f"two groups of NCCL may run at once ({what}), and deadlock")
         with self.cuda.stream(self._stream):
             self._stream.tick()
+        self.cuda.latest_collective = self, dict(self._stream.clock)
+        with self.cuda.stream(self._stream):
             self.cuda.access(source, writes=False, what=what)
             self.cuda.access(output, writes=True, what=what)
         with paused(self.cuda):

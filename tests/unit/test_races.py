@@ -26,6 +26,7 @@ from lightning_gqsgd.membership.members import Gather, Sum
 from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.wire.agreement import WEIGHTS_COMPARED, Stamp, Weights
+from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.engine import Engine, Request
 from lightning_gqsgd.wire.peers import Peers
 from lightning_gqsgd.wire.pipeline import STREAMS, Job
@@ -93,12 +94,12 @@ class Rank:
     def train(self, steps: Sequence[int], buckets: Sequence[Tensor], **fields: Any) -> None:
         """Reduce buckets as DDP does, which writes and reads them on the default stream, and keeps them."""
         for step in steps:
-            jobs = []
+            futures = []  # DDP keeps no job
             for number, bucket in enumerate(buckets):
                 bucket.copy_(torch.randn_like(bucket))  # the backward pass
-                jobs.append(self.reduce(step, number, bucket, **fields))
-            for job, bucket in zip(jobs, buckets, strict=True):
-                job.future.wait()
+                futures.append(self.reduce(step, number, bucket, **fields).future)
+            for future, bucket in zip(futures, buckets, strict=True):
+                future.wait()
                 bucket.mul_(0.1)  # the optimizer
             self.weights += 1
 
@@ -203,20 +204,35 @@ def test_tensors_that_nobody_keeps(simulated: SimulatedCuda) -> None:
     rank.close(simulated)
 
 
+def test_plans_that_are_dropped_while_streams_use_their_tables(simulated: SimulatedCuda) -> None:
+    rank = Rank(PRESETS["terngrad"])
+    buckets = [rank.new_bucket() for _ in range(BUCKETS)]
+    rank.train(range(1), buckets)
+    # The number of buckets is odd, so that each bucket has the other stream now.
+    futures = [rank.reduce(1, number, bucket).future for number, bucket in enumerate(buckets)]
+    rank.engine.plans.drop_unused(100)
+    gc.collect()
+    simulated.find_freed()
+    for future in futures:
+        future.wait()
+    rank.close(simulated)
+
+
 def test_gradients_are_sampled_beside_their_reduction(simulated: SimulatedCuda) -> None:
     candidates = {bits: resolve(one, RANKS) for bits, one in GQSGDConfig(bits="auto").candidates().items()}
     rank, sampler = Rank(candidates[4]), GradientSampler(candidates)
     buckets = [rank.new_bucket() for _ in range(BUCKETS)]
     for step in range(4):
-        jobs = []
+        futures = []
         for number, bucket in enumerate(buckets):
             taken = sampler.take(bucket, rank.segments[number], step, 0)
             assert taken is not None
-            jobs.append(rank.reduce(step, number, bucket, watch=sampler.watch(taken)))
+            futures.append(rank.reduce(step, number, bucket, watch=sampler.watch(taken)).future)
             sampler.measure(taken)
             del taken
-        for job, bucket in zip(jobs, buckets, strict=True):
-            job.future.wait()
+            gc.collect()
+        for future, bucket in zip(futures, buckets, strict=True):
+            future.wait()
             bucket.mul_(0.1)
         assert sampler.collect() is not None
     rank.close(simulated)
@@ -310,6 +326,13 @@ def test_a_collective_that_nobody_waits_for_is_found(simulated: SimulatedCuda, m
     rank = Rank(PRESETS["gqsgd"])
     with pytest.raises(CollectiveError, match=r"RaceError: stream \d reads \(.*\) what stream \d writes"):
         rank.reduce(0, 0, rank.new_bucket()).wait()
+
+
+def test_groups_of_nccl_that_run_at_once_are_found(simulated: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Communicator, "_wait_for_other_groups", lambda communicator, group: None)
+    rank = Rank(GQSGDConfig(reducer="hierarchical", node_size=2))
+    with pytest.raises(CollectiveError, match="RaceError: two groups of NCCL may run at once"):
+        rank.train(range(2), [rank.new_bucket() for _ in range(BUCKETS)])
 
 
 def test_a_message_that_is_sent_before_it_is_copied_is_found(
