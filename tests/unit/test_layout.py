@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -177,6 +178,17 @@ def test_the_stripes_of_an_owner_are_few_runs() -> None:
     layout = place_by_owner(table, quantiser(4), shards=4, scale_bytes=2, raw_bytes=4, striped=True)
     for part in (layout.shard(1), layout.others(1), layout.whole):
         assert len(part.runs) <= 3 * 3  # the stripes of a parameter, and those at its ends that are shorter
+
+
+@pytest.mark.parametrize("shards", [2, 8])
+def test_tables_take_about_a_byte_for_each_value(shards: int) -> None:
+    numel = 1 << 20
+    q = LinearQuantiser(4, 2, 1, 1.0, 128, False)
+    table = cut([Segment(0, numel, False)], 128)
+    layout = place_by_owner(table, q, shards=shards, scale_bytes=2, raw_bytes=4, striped=False)
+    parts = (layout.others(0), layout.shard(0))
+    nbytes = layout.table.nbytes + layout.order.nbytes + sum(part.blocks.numpy().nbytes for part in parts)
+    assert nbytes / numel == pytest.approx(1.06, abs=0.01)
 
 
 def test_tables_of_other_devices_stay_on_the_host() -> None:
