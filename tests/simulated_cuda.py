@@ -11,7 +11,8 @@ operations a GPU could run at the same time or in another order. It raises `Race
 * Two groups of NCCL may run at once. Ranks that run them in different orders wait for each other without an end.
 
 Triton's kernels are not run. Their arguments count as read, or as written if they are in `WRITTEN`. NCCL's collectives
-run on a stream of their group, and their results are this rank's own messages. Gloo's collectives end at once.
+run on a stream of their group. Their results are this rank's own messages, or those of all ranks if `connected` is set.
+Gloo's collectives end at once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightning_gqsgd import kernels
 from lightning_gqsgd.kernels import layout
@@ -198,6 +200,7 @@ class SimulatedCuda:
     Attributes:
         host: the clock of what the host has waited for.
         events_pass: whether an event has passed as soon as a thread looks.
+        connected: whether groups of NCCL connect to the other ranks, by Gloo.
         launches: number of launches of kernels, by their names.
         host_waits: what has made the host wait.
         allocated: bytes of the GPU's memory that are in use, by the stream that allocated them.
@@ -207,6 +210,7 @@ class SimulatedCuda:
     def __init__(self) -> None:
         self.host: Clock = {}
         self.events_pass = False
+        self.connected = False
         self.launches: dict[str, int] = {}
         self.host_waits: list[str] = []
         self.allocated: Counter[str] = Counter()
@@ -521,28 +525,31 @@ class Work:
         return True
 
 
+_GLOO: Any = dist.ProcessGroupGloo
+
+
 class NcclGroup:
     """A group of NCCL: collectives run on its own stream, after the current stream, in their order."""
 
     cuda: SimulatedCuda
 
-    def __init__(self, store: object, rank: int, size: int, timeout: object) -> None:
-        self._size = size
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._stream = self.cuda.new_stream()
+        self._ranks: Any = _GLOO(store, rank, size, timeout) if self.cuda.connected else None
 
     def allreduce(self, tensors: list[Tensor], operation: object) -> Work:
-        return self._run("allreduce", tensors[0], tensors[0])
+        return self._run("allreduce", tensors[0], tensors[0], lambda x, _: self._ranks.allreduce([x], operation))
 
     def alltoall_base(self, output: Tensor, source: Tensor, *splits: list[int]) -> Work:
-        return self._run("alltoall", output, source)
+        return self._run("alltoall", output, source, lambda x, y: self._ranks.alltoall_base(x, y, *splits))
 
     def _allgather_base(self, output: Tensor, source: Tensor) -> Work:
-        return self._run("allgather", output, source)
+        return self._run("allgather", output, source, lambda x, y: self._ranks._allgather_base(x, y))
 
     def abort(self) -> None:
         """End nothing."""
 
-    def _run(self, what: str, output: Tensor, source: Tensor) -> Work:
+    def _run(self, what: str, output: Tensor, source: Tensor, start: Callable[[Tensor, Tensor], Any]) -> Work:
         for tensor in (output, source):
             if tensor.numel() and not self.cuda.is_on_gpu(tensor):
                 raise RaceError(f"NCCL gets a tensor of the host ({what})")
@@ -557,7 +564,11 @@ class NcclGroup:
             self.cuda.access(source, writes=False, what=what)
             self.cuda.access(output, writes=True, what=what)
         with paused(self.cuda):
-            if output is not source and source.numel():
+            if self._ranks is not None:
+                # The threads of Gloo would inherit the modes.
+                with _disable_current_modes():
+                    start(output.as_subclass(Tensor), source.as_subclass(Tensor)).wait()
+            elif output is not source and source.numel():
                 _copied_over(output, source)
         return Work(self.cuda, self._stream.record_event(), [output, source])
 
