@@ -46,6 +46,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "lightning_gqsgd/ddp/",
         "lightning_gqsgd/reducers/",
         "lightning_gqsgd/local_steps/",
+        "lightning_gqsgd/frameworks/fsdp",
         "lightning_gqsgd/kernels/cuda/",
     ),
     "tests/distributed/test_sparse.py": ("lightning_gqsgd/sparse/", "lightning_gqsgd/session/copies"),

@@ -17,9 +17,12 @@ from lightning_gqsgd import LocalSteps, register_gqsgd
 from lightning_gqsgd.ddp import hook
 from lightning_gqsgd.ddp.hook import GQSGDState
 from lightning_gqsgd.ddp.model import UnusedParameters
+from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
+from lightning_gqsgd.frameworks.fsdp_modules import ShardedGroup
 from lightning_gqsgd.wire import communicator
 from tests.distributed.local_models import WAYS
 from tests.distributed.ranks import run
+from tests.integrations.fsdp_models import mesh, needs_fsdp_hooks, sharded
 from tests.simulated_cuda import DEVICE, GpuTensor, SimulatedCuda, paused, simulation
 
 
@@ -188,3 +191,80 @@ def test_local_steps_have_no_races(tmp_path: Path, number: int) -> None:
 @pytest.mark.parametrize("number", range(len(BY_THE_CLOCK)))
 def test_merges_by_the_clock_have_no_races(tmp_path: Path, number: int) -> None:
     run(_trained_locally, 2, tmp_path, len(WAYS) + number, 30)
+
+
+class _Sharding:
+    """FSDP2's streams: all-gathers, reduce-scatters and all-reduces have one each, which wait as FSDP's do.
+    FSDP keeps the tensors of each until the next one."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, cuda: SimulatedCuda) -> None:
+        self._cuda = cuda
+        self._streams = {name: cuda.new_stream() for name in ("gather", "scatter", "average")}
+        self._kept: dict[str, tuple[Tensor, ...]] = {}
+        for name in self._streams:
+            patch.setattr(GQSGDFSDPState, name, self._on_stream(name, getattr(GQSGDFSDPState, name)))
+
+    def _on_stream(self, name: str, collective: Any) -> Any:
+        stream = self._streams[name]
+
+        def called(state: GQSGDFSDPState, group: Any, *arguments: Any) -> None:
+            cuda = self._cuda
+            with cuda.called_by_torch():
+                cuda.default.wait_stream(stream)  # before the tensors of the last one are freed
+                self._kept.pop(name, None)
+                # An all-reduce follows its reduce-scatter, and the others follow the computation.
+                after = self._streams["scatter"] if name == "average" else cuda.default
+                with cuda.stream(after):
+                    tensors = tuple(cuda.adopted(one) if isinstance(one, Tensor) else one for one in arguments)
+                stream.wait_stream(after)
+                with cuda.stream(stream):
+                    collective(state, group, *tensors)
+            self._kept[name] = tensors
+
+        return called
+
+    def end_step(self) -> None:
+        """The computation waits for all of them at the end of a backward pass."""
+        for name, stream in self._streams.items():
+            self._cuda.default.wait_stream(stream)
+            self._kept.pop(name, None)
+
+
+def _trained_sharded(rank: int, replicas: int, hooks: dict[str, Any], steps: int) -> list[str]:
+    patch = pytest.MonkeyPatch()
+    with patch.context() as patch, simulation(patch) as cuda:
+        patch.setattr(communicator, "backend_for", lambda *_: "nccl")
+        patch.setattr(ShardedGroup, "device", property(lambda group: DEVICE, lambda group, device: None), raising=False)
+        fsdp = _Sharding(patch, cuda)
+        on = mesh(replicas)
+        with paused(cuda):
+            model = sharded(on["shard"] if replicas > 1 else on)
+        state = register_gqsgd_fsdp(model, replicate=on["replicate"] if replicas > 1 else None, **hooks)
+        for step in range(steps):
+            if step == 3:
+                cuda.host_waits.clear()
+            with paused(cuda):
+                model(torch.randn(8, 32)).square().mean().backward()
+            fsdp.end_step()
+        waits = list(cuda.host_waits)
+        assert cuda.launches["encode_kernel"]
+        assert state.telemetry.totals()["steps"] == steps
+        state.close()
+        cuda.find_freed()
+    return waits
+
+
+@needs_fsdp_hooks
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replicas", "hooks"),
+    [
+        (1, {"reduce_scatter": True, "bits": 4}),
+        (1, {"reduce_scatter": True, "all_gather_bits": 8}),
+        (2, {"reduce_scatter": True, "warmup_steps": 2}),
+        (2, {"bits": 4}),
+    ],
+    ids=str,
+)
+def test_fsdp_has_no_races(tmp_path: Path, replicas: int, hooks: dict[str, Any]) -> None:
+    assert run(_trained_sharded, 2 * replicas, tmp_path, replicas, hooks, 6) == [[]] * (2 * replicas)
