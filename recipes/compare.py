@@ -17,7 +17,7 @@ from netlab.ranks import exit_on_signals
 from recipes.errors import RecipeError
 from recipes.files import FULL_DISK
 from recipes.launch.processes import script
-from recipes.opening import INTERRUPTED, announce, print_in_any_locale
+from recipes.opening import INTERRUPTED, announce, missing_packages_in_one_line, print_in_any_locale
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="a folder of your own with further choices")
     options = parser.parse_intermixed_args(arguments)
     try:
-        return _compare_finished(options) if options.runs else _compare(options, arguments)
+        with missing_packages_in_one_line("compare.py"):
+            return _compare_finished(options) if options.runs else _compare(options, arguments)
     except (RecipeError, NetLabError) as error:
         parser.error(str(error))
     except OSError as error:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from recipes.launch.processes import global_rank
 
 #: Exit code after an interrupt, as shells have it.
 INTERRUPTED = 130
+
+#: The packages of the clone. If one of their modules is missing, no installation helps.
+_OWN = ("lightning_gqsgd", "netlab", "pictures", "recipes", "workloads")
 
 
 def announce(script: str, doing: str, arguments: Sequence[str]) -> None:
@@ -31,6 +35,28 @@ def print_in_any_locale() -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+
+
+@contextmanager
+def missing_packages_in_one_line(script: str) -> Iterator[None]:
+    """End the process with one line on standard error, and exit code 2, where a package that recipes import is missing.
+
+    Args:
+        script: name of the script.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", *_OWN):
+            raise
+        if leads(os.environ):
+            print(
+                f"{script}: {sys.executable} has no package {package!r}, which recipes need; call `uv sync` in the "
+                "clone and put `uv run` before the command, or call pip install '.[recipes]' there",
+                file=sys.stderr,
+            )
+        sys.exit(2)
 
 
 def say(text: str) -> None:

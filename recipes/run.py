@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes` is importable from every folder
 
-from recipes.opening import INTERRUPTED, announce, print_in_any_locale, say, speaks
+from recipes.opening import INTERRUPTED, announce, missing_packages_in_one_line, print_in_any_locale, say, speaks
 
 #: Options to which Hydra prints an answer, which e.g. of --cfg is YAML for a file, and after which nothing is trained.
 _QUESTIONS = {"-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion"}
@@ -20,7 +20,7 @@ def start() -> None:
 
     Raises:
         SystemExit: with code 2, after one line on standard error, if the command line asks for something that cannot
-            be; with code 130 after an interrupt.
+            be, or if a package is missing; with code 130 after an interrupt.
     """
     if not speaks(os.environ):
         # An interrupt on the terminal reaches all processes. The first process ends the others.
@@ -29,10 +29,11 @@ def start() -> None:
     try:
         if not _QUESTIONS & {word.partition("=")[0] for word in sys.argv[1:]}:
             announce("run.py", "one training", sys.argv[1:])
-        # Here, not above: the first word comes before everything that takes time.
-        from recipes.launch.command_line import run
+        with missing_packages_in_one_line("run.py"):
+            # Here, not above: the first word comes before everything that takes time.
+            from recipes.launch.command_line import run
 
-        run()
+            run()
     except KeyboardInterrupt:
         # A training that is interrupted says itself how to go on: nothing but checks and imports ends here.
         say("interrupted before the training; nothing has been written")

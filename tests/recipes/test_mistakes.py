@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from recipes.errors import DataError, OtherDataError
 from recipes.folders import FolderError, claimed
 from recipes.launch import hardware
 from recipes.launch.command_line import examine, refusals_in_one_line
-from recipes.opening import announce, speaks
+from recipes.opening import announce, missing_packages_in_one_line, speaks
 from recipes.overrides import composed
 from recipes.strategies.choices import check_settings
 from recipes.training.checkpoints import CheckpointError, find_checkpoint, finished_message, goes_on_with
@@ -298,6 +299,20 @@ def test_only_the_first_process_speaks(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setenv("LOCAL_RANK", "1")
     announce("run.py", "one training", [])
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("words", [["run.py"], ["compare.py"], ["compare.py", "--from", "outputs"]])
+def test_an_environment_without_the_packages_of_recipes_is_one_line(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "hydra.py").write_text("raise ModuleNotFoundError('No module named hydra', name='hydra')")
+    done = run_script(*words, cwd=tmp_path, environment={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2
+    expected = rf"{words[0]}: \S+ has no package 'hydra', which recipes need; call `uv sync` .* '\.\[recipes\]' there\n"
+    assert re.fullmatch(expected, done.stderr)
+
+
+def test_a_module_that_is_missing_in_the_clone_is_no_matter_of_installation() -> None:
+    with pytest.raises(ModuleNotFoundError), missing_packages_in_one_line("run.py"):
+        importlib.import_module("recipes.no_such_module")
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
