@@ -28,7 +28,10 @@ def torchft_for(what: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torchft":
             raise
-        raise ConfigError(f"{what} needs torchft, which is not installed: pip install 'torchft>=0.2'") from error
+        raise ConfigError(
+            f"{what} needs torchft, which is not installed: pip install 'torchft>=0.2'; version 0.2 has wheels for "
+            "Linux on x86-64 and Python 3.10 to 3.13"
+        ) from error
 
 
 def torch_is_new_enough() -> bool:

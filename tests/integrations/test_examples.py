@@ -43,6 +43,8 @@ def test_example(example: Path) -> None:
     shards = "fully_shard" in example.read_text() or "ModelParallelStrategy" in example.read_text()
     if shards and not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
         pytest.skip("FSDP2 before torch 2.9 averages by what Gloo does not have")
+    if "from ray" in example.read_text():
+        pytest.importorskip("ray", reason="needs the extra ray")
     before = set(ROOT.iterdir())
     done = subprocess.run(command_of(example), capture_output=True, text=True, timeout=250, check=False, cwd=ROOT)
     output = done.stdout + done.stderr
