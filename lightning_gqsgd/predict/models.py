@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,8 +67,11 @@ def build(name: str, batch: int, device: torch.device) -> Built:
     if not kind or not rest or kind.startswith("."):
         raise ConfigError(f"model {name!r} is none of {FORMS}; write e.g. torchvision:resnet50")
     try:
+        # Modules are imported before: the device is not for what they compute then, and torch 2.7 cannot load its
+        # compiler, which transformers imports, on the device "meta".
+        make = _maker(kind, rest)
         with torch.device(device):
-            built = _built(name, kind, rest, batch)
+            built = _built(name, kind, make(), batch)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # code of a user or of another package may raise any error
@@ -79,18 +83,36 @@ def build(name: str, batch: int, device: torch.device) -> Built:
     return built
 
 
-def _built(name: str, kind: str, rest: str, batch: int) -> Built:
-    """Build the model on PyTorch's default device; see `build`, which turns all other errors into ConfigErrors.
+def _maker(kind: str, rest: str) -> Callable[[], Any]:
+    """Returns the function that builds a model, with everything imported that it needs; see `build`.
 
     Raises:
-        ConfigError: if there is no such model, or if a factory returns something else.
+        ConfigError: if there is no such model.
     """
     if kind == "torchvision":
-        return Built(name, _torchvision(rest), (torch.zeros(batch, 3, IMAGE_SIZE, IMAGE_SIZE),))
+        return _torchvision(rest)
     if kind == "transformers":
-        model = _transformers(rest)
-        return Built(name, model, _inputs_of(model, batch))
-    made = _factory(kind, rest)()
+        return _transformers(rest)
+    return _factory(kind, rest)
+
+
+def _built(name: str, kind: str, made: Any, batch: int) -> Built:
+    """Returns a model, on PyTorch's default device, with its inputs; see `build`, which turns all other errors into
+    ConfigErrors.
+
+    Args:
+        name: the requested name.
+        kind: the part of it in front of the colon.
+        made: the model, or what a user's function has returned.
+        batch: number of samples of the inputs.
+
+    Raises:
+        ConfigError: if a user's function has returned something else.
+    """
+    if kind == "torchvision":
+        return Built(name, made, (torch.zeros(batch, 3, IMAGE_SIZE, IMAGE_SIZE),))
+    if kind == "transformers":
+        return Built(name, made, _inputs_of(made, batch))
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -171,7 +193,7 @@ def _shape(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _torchvision(name: str) -> nn.Module:
+def _torchvision(name: str) -> Callable[[], Any]:
     models = _imported("torchvision.models", "torchvision")
     if name not in models.list_models():
         raise ConfigError(
@@ -181,11 +203,10 @@ def _torchvision(name: str) -> nn.Module:
     # By default, detectors and segmenters use pretrained weights of their backbone, which would be downloaded.
     takes = inspect.signature(models.get_model_builder(name)).parameters
     without = {"weights_backbone": None} if "weights_backbone" in takes else {}
-    model: nn.Module = models.get_model(name, weights=None, **without)
-    return model
+    return partial(models.get_model, name, weights=None, **without)
 
 
-def _transformers(name: str) -> nn.Module:
+def _transformers(name: str) -> Callable[[], Any]:
     package = _imported("transformers", "transformers")
     types = list(package.CONFIG_MAPPING)
     try:
@@ -198,14 +219,17 @@ def _transformers(name: str) -> nn.Module:
                 f"transformers:{name} is neither a type of model{did_you_mean(name, types)} nor a folder or file with "
                 "a configuration; nothing is downloaded: give e.g. transformers:gpt2 or transformers:./config.json"
             )
-        model: nn.Module = package.AutoModel.from_config(config)
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
             f"transformers:{name} cannot be built: {_in_a_line(error)}; give another configuration"
         ) from error
-    return model
+    if package.MODEL_MAPPING.get(type(config), None) is None:  # it imports the model's module
+        raise ConfigError(
+            f"transformers:{name} is a {type(config).__name__}, which no AutoModel has; name another type"
+        )
+    return partial(package.AutoModel.from_config, config)
 
 
 def _inputs_of(model: Any, batch: int) -> tuple[Any, ...]:

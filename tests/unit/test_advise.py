@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_gqsgd.cli import advising
 from lightning_gqsgd.cli.advising import Question
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict import Bucket, Collective, Costs, Gamma, Timeline, advice, models
 from lightning_gqsgd.predict.costs import ESTIMATES, KINDS
@@ -265,6 +266,23 @@ def test_models_that_take_images_and_that_decode_what_they_have_encoded_are_call
     pytest.importorskip("transformers")
     built = models.build(f"transformers:{kind}", 1, torch.device("meta"))
     assert models.operations(built)
+
+
+def test_a_module_computes_on_the_usual_device_while_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import torch\nWIDTH = int(torch.tensor(8))\n\n\ndef make():\n    return torch.nn.Linear(WIDTH, WIDTH)\n"
+    (tmp_path / "module_of_user.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    built = models.build("module_of_user:make", 1, torch.device("meta"))
+    assert built.model.weight.is_meta
+
+
+def test_a_configuration_without_a_model_names_its_type() -> None:
+    auto = pytest.importorskip("transformers.models.auto")
+    kind = next(kind for kind in auto.CONFIG_MAPPING if kind not in auto.modeling_auto.MODEL_MAPPING_NAMES)
+    with pytest.raises(ConfigError, match=f"^transformers:{kind} is a .*, which no AutoModel has; name another type$"):
+        models.build(f"transformers:{kind}", 1, torch.device("meta"))
 
 
 @pytest.mark.parametrize(
