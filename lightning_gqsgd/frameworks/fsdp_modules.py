@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -309,13 +310,25 @@ def present(parameters: Sequence[ShardedParameter], numel: int) -> list[ShardedP
         parameters: those that may be in the row, in order.
         numel: coordinates of the row.
     """
-    found: dict[int, list[list[ShardedParameter]]] = {0: [[]]}  # two selections of each length at most
-    for parameter in filter(lambda one: one.share, parameters):
-        for length in sorted(found, reverse=True):  # no selection takes the parameter twice
-            longer = length + parameter.share
-            if longer <= numel:
-                known = found.setdefault(longer, [])
-                known += [[*selection, parameter] for selection in found[length]][: 2 - len(known)]
+    places = _places(tuple(parameter.share for parameter in parameters), numel)
+    return None if places is None else [parameters[place] for place in places]
+
+
+@lru_cache(maxsize=1 << 12)  # each step asks again for each module
+def _places(shares: tuple[int, ...], numel: int) -> tuple[int, ...] | None:
+    """Returns the places of the shares, without empty ones, whose sum is ``numel``; None if several selections have
+    this sum, if none has, or if there are too many sums to look at."""
+    every = tuple(place for place, share in enumerate(shares) if share)
+    if numel == sum(shares):  # no other selection is as long
+        return every
+    found: dict[int, list[tuple[int, ...]]] = {0: [()]}  # two selections of each length at most
+    for place in every:
+        for length in sorted(found, reverse=True):  # no selection takes a share twice
+            longer = length + shares[place]
+            known = found.get(longer, [])
+            if longer <= numel and len(known) < 2:
+                more = [(*selection, place) for selection in found[length]]
+                found[longer] = [*known, *more][:2]
         if len(found) > MOST_LENGTHS:
             return None
     selections = found.get(numel, [])
