@@ -63,7 +63,7 @@ from lightning_gqsgd.wire.agreement import Stamp, Weights, digest_of
 from lightning_gqsgd.wire.communicator import patience_of
 from lightning_gqsgd.wire.engine import Engine, Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
-from lightning_gqsgd.wire.plan import GatherPlan, Plan, ScatterPlan
+from lightning_gqsgd.wire.plan import GatherPlan, Plan, ScatterPlan, Segments
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class GQSGDFSDPState:
             sides.append(Side(replicate, {**facts, "reducers over replicas": _reducers_of(averaged)}, averaged))
         self._choices = {bits: number for number, bits in enumerate(config.by_bits())}
         self._digest = digest_of_facts(facts)
-        self._known_rows: dict[tuple[str, tuple[int, ...]], tuple[Segment, ...]] = {}
+        self._known_rows: dict[tuple[str, tuple[int, ...]], Segments] = {}
         self._reductions: defaultdict[str, int] = defaultdict(int)
         self._has_met: set[torch.dtype] = set()
         self._first_of_step: ShardedGroup | None = None
@@ -210,7 +210,8 @@ class GQSGDFSDPState:
                 )
                 # Unlike gradients, weights are always all of a module's, and all have one number of bits.
                 whole = [self._rows(self._gather, group.parameters) for group in self._groups]
-                self._weights_segments = [tuple(one._replace(choice=0) for one in some) for some in whole]
+                self._weights_segments = [Segments(one._replace(choice=0) for one in some) for some in whole]
+                self._weights_numels = [sum(one.numel for one in some) for some in whole]
             for collective in self._collectives:
                 collective.reseed(config.seed)
             self.telemetry: Telemetry = self._sharded.telemetry
@@ -291,7 +292,7 @@ class GQSGDFSDPState:
         assert self._gather is not None
         engine = self._gather.engine
         segments = self._weights_segments[group.index]
-        is_usual = weights.dtype in COMPUTE_DTYPES and sum(one.numel for one in segments) == weights.numel()
+        is_usual = weights.dtype in COMPUTE_DTYPES and weights.numel() == self._weights_numels[group.index]
         if not is_usual:
             self._say_once("gathered", group, "the weights of %s are gathered as they are, because FSDP packs them")
         # FSDP may keep the weights on the few ranks of one node after the forward pass (reshard_after_forward=8). A
@@ -371,14 +372,14 @@ class GQSGDFSDPState:
             self._said.add((about, group.index))
             logger.warning("gqsgd: " + text, group.name)
 
-    def _rows(self, collective: _Collective, parameters: list[ShardedParameter]) -> tuple[Segment, ...]:
+    def _rows(self, collective: _Collective, parameters: list[ShardedParameter]) -> Segments:
         """Returns the segments of a flat tensor of a collective that has these parameters."""
         # With thousands of shards, a module has so many segments that making them takes a tenth of a second.
         key = (collective.name, tuple(parameter.number for parameter in parameters))
         if key not in self._known_rows:
             shards = self._sharded.world_size
             rows = [row(parameters, rank, shards, self._choices) for rank in collective.rows]
-            self._known_rows[key] = tuple(chain.from_iterable(rows))
+            self._known_rows[key] = Segments(chain.from_iterable(rows))
         return self._known_rows[key]
 
     def _stamp(self, collective: _Collective, step: int) -> Stamp | None:

@@ -14,6 +14,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.spec.bits_by_name import check_matched
+from lightning_gqsgd.wire.plan import Segments
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,13 @@ def check_for_tensors(config: GQSGDConfig, who: str) -> None:
         )
 
 
-def segments_of(parameters: Iterable[Parameter], choices: Mapping[int, int]) -> tuple[Segment, ...]:
+def segments_of(parameters: Iterable[Parameter], choices: Mapping[int, int]) -> Segments:
     """Returns the segments of a flat tensor's parameters; ``choices`` maps numbers of bits to numbers of
     configurations.
 
     A parameter without its own number of bits uses choice 0.
     """
-    return tuple(Segment(p.number, p.numel, p.raw, 0 if p.bits is None else choices[p.bits]) for p in parameters)
+    return Segments(Segment(p.number, p.numel, p.raw, 0 if p.bits is None else choices[p.bits]) for p in parameters)
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:

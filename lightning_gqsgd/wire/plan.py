@@ -204,7 +204,7 @@ class Plan:
         def start(piece: _Piece) -> Steps:
             steps = self._steps(x, piece, rank, keys, store)
             if samples and piece.sample is not None:
-                steps = sampled(steps, x, self._samples(piece.sample), self._result(rank), ranks, telemetry)
+                steps = sampled(steps, self._samples(x, piece.sample), self._result(rank), ranks, telemetry)
             return _counted(steps, piece.reducer, counters)
 
         # Functions, not steps: a started piece allocates scratch memory, and the runner decides when it does.
@@ -273,9 +273,9 @@ class Plan:
         part = x if len(self._pieces) == 1 else x[piece.part]
         return reduced(piece.reducer, part, rank, keys, store)
 
-    def _samples(self, sample: slice) -> list[slice]:
-        """Returns where the coordinates to sample of a piece are in the tensor."""
-        return [sample]
+    def _samples(self, x: Tensor, sample: slice) -> Tensor:
+        """Returns a view of the coordinates to sample of a piece, [parts, coordinates of a part]."""
+        return x[None, sample]
 
     def _result(self, rank: int) -> slice:
         """Returns the part of a piece's samples that holds the mean on a rank."""
@@ -324,7 +324,7 @@ class ShardPlan(Plan):
         for blocks in _pieces_up_to(numel, cut, setting):
             columns = slice(start, start + sum(one.numel for one in blocks))
             start = columns.stop
-            sample = _middle(columns, SAMPLE_NUMEL // ranks)
+            sample = _middle(columns, max(1, SAMPLE_NUMEL // ranks))
             rows, origin = _rows_from_origin(blocks, numbers)
             shared = _Shared.of(self.collective, setting, rows, share)
             self.nbytes += 3 * 8 * COLUMNS * int(rows[:, :, _BLOCKS].sum())
@@ -348,10 +348,8 @@ class ShardPlan(Plan):
             parts[known] = together.view(parts.shape)[known]
         return bad
 
-    def _samples(self, sample: slice) -> list[slice]:
-        share = self.numel // self.setting.ranks
-        starts = range(0, self.numel, share)
-        return [slice(start + sample.start, start + sample.stop) for start in starts]
+    def _samples(self, x: Tensor, sample: slice) -> Tensor:
+        return x.view(self.setting.ranks, -1)[:, sample]
 
     @cached_property
     def is_native(self) -> bool:
@@ -380,6 +378,21 @@ class GatherPlan(ShardPlan):
     def collective(table: np.ndarray, setting: Setting) -> HasSteps:
         """Returns the reducer of a piece, see `ShardPlan.collective`."""
         return AllGather(table, setting)
+
+
+class Segments(tuple[Segment, ...]):
+    """The segments of a flat tensor, whose hash is computed once.
+
+    Every reduction looks for its plan by its segments, and the flat tensors of FSDP2 have some for each parameter and
+    rank.
+    """
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class PlanKey(NamedTuple):

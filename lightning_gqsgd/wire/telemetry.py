@@ -316,17 +316,20 @@ class Meter:
         return {f"gqsgd/{name}": float(value) for name, value in values.items()}
 
 
-def sampled(steps: Steps, x: Tensor, sample: Sequence[slice], result: slice, ranks: int, telemetry: Telemetry) -> Steps:
-    """Returns the same steps, which also measure the error of some coordinates of ``x`` against their exact mean.
+def sampled(steps: Steps, sample: Tensor, result: slice, ranks: int, telemetry: Telemetry) -> Steps:
+    """Returns the same steps, which also measure the error of some coordinates against their exact mean.
 
-    ``sample`` lists the places of the coordinates, all of one length; ``result`` says in which of these places the
-    steps leave the mean.
+    Args:
+        steps: the steps of a piece.
+        sample: a view of these coordinates in the tensor that the steps change, [parts, coordinates of a part].
+        result: the parts in which the steps leave the mean.
+        ranks: number of ranks.
+        telemetry: the counters that get the error.
     """
-    exact = torch.stack([x[part] for part in sample]).to(torch.promote_types(x.dtype, torch.float32)) / ranks
+    exact = (sample.to(torch.promote_types(sample.dtype, torch.float32)) / ranks).contiguous()
     first: Sequence[Exchange] = next(steps)
     yield (*first, Exchange.in_place("sum", exact))
     bad = yield from steps
     mean = exact[result]
-    estimate = torch.stack([x[part] for part in sample[result]]).to(mean.dtype)
-    telemetry.add_sample((estimate - mean).square().sum(), mean.square().sum())
+    telemetry.add_sample((sample[result].to(mean.dtype) - mean).square().sum(), mean.square().sum())
     return bad

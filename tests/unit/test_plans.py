@@ -12,6 +12,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import PIECE_NUMEL, PieceSize, Segment
+from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.session.parameters import number_parameters
 from lightning_gqsgd.wire.plan import (
     MAX_PLAN_BYTES,
@@ -19,9 +20,11 @@ from lightning_gqsgd.wire.plan import (
     Plan,
     PlanCache,
     ScatterPlan,
+    Segments,
     _Shared,
     check_parameters,
 )
+from lightning_gqsgd.wire.telemetry import SAMPLE_NUMEL, BucketCounters, Telemetry
 
 
 def use(cache: PlanCache, keys: str, step: int = 0, nbytes: int = 1) -> str:
@@ -43,6 +46,22 @@ def test_the_plans_that_were_not_used_for_longest_make_room() -> None:
     cache.trim()
     assert len(cache) == 2
     assert use(cache, "acb") == "b"
+
+
+def test_segments_are_hashed_once_and_equal_others() -> None:
+    hashed = []
+
+    class Noted(Segment):
+        def __hash__(self) -> int:
+            hashed.append(self)
+            return super().__hash__()
+
+    made = [Noted(number, 10, raw=False) for number in range(4)]
+    segments = Segments(made)
+    assert {segments: 1}[segments] == 1
+    assert len(hashed) == len(made)
+    assert {segments: 2}[tuple(made)] == 2  # type: ignore[index]
+    assert segments == tuple(made)
 
 
 def test_a_plan_that_is_too_large_alone_stays() -> None:
@@ -114,3 +133,13 @@ def test_a_parameter_of_min_numel_values_is_compressed_and_a_smaller_one_is_not(
 def test_parameters_on_several_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"on several devices \(.*\); use one"):
         check_parameters({"a": torch.zeros(2), "b": torch.zeros(2, device="meta")})
+
+
+def test_each_of_many_ranks_has_a_coordinate_in_a_sample() -> None:
+    ranks = SAMPLE_NUMEL + 1
+    setting = setting_of(GQSGDConfig(reducer="two_shot"), ranks, torch.float32)
+    plan = ScatterPlan([Segment(rank, 200, raw=False) for rank in range(ranks)], setting)
+    store = new_store(setting, {}, torch.device("cpu"))
+    start, *_ = plan.starts(torch.zeros(plan.numel), 0, 0, store, BucketCounters(), Telemetry())
+    *_, sample = next(start())
+    assert sample.input.shape == (ranks, 1)
