@@ -16,6 +16,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +30,9 @@ CARD_BYTES = 2048
 
 #: Steps whose stamps are kept until they are taken.
 STEPS_KEPT = 16
+
+#: Numbers of a stamp's row that must be equal on all ranks, the first ones; the duration of the step follows them.
+_EQUAL = 3
 
 #: Weights that ranks compare in a step.
 WEIGHTS_COMPARED = 8
@@ -311,17 +315,20 @@ class StampCheck:
 
         ``name`` is the name of the parameter whose weights are compared.
         """
-        stamps = [Stamp.from_row(row) for row in everyone[:, :-WEIGHTS_COMPARED].tolist()]
-        _check(stamps, self._differ, self._numbers)
-        periods = [stamp.period_us for stamp in stamps]
+        # With thousands of ranks, a Python object for each rank's stamp would take milliseconds in each step.
+        rows = everyone.numpy()[:, :-WEIGHTS_COMPARED]
+        if not (rows[:, :_EQUAL] == rows[0, :_EQUAL]).all():
+            _check([Stamp.from_row(row) for row in rows.tolist()], self._differ, self._numbers)
+        periods = rows[:, _EQUAL]
         # A step lasts as long as on the slowest rank. Every rank computes the same maximum.
-        period_us = max(periods) if all(periods) else 0
-        self._agreed[stamps[0].step] = Agreed(period_us, tuple(stamp.numbers for stamp in stamps))
+        period_us = int(periods.max()) if periods.all() else 0
+        numbers = tuple(map(tuple, rows[:, _EQUAL + 1 :].tolist()))
+        self._agreed[int(rows[0, 1])] = Agreed(period_us, numbers)
         for step in list(self._agreed)[:-STEPS_KEPT]:
             del self._agreed[step]
         if self._says:
             weights = everyone[:, -WEIGHTS_COMPARED:].contiguous().view(torch.float64)
-            difference = difference_of_weights(weights.tolist(), self._numbers)
+            difference = difference_of_weights(weights.numpy(), self._numbers)
             if difference:
                 self._says = False  # once is enough: they differ from now on
                 logger.warning("gqsgd: ranks have different weights: parameter %r %s", name, difference)
@@ -388,28 +395,27 @@ def _sent_to_host(everyone: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     return numbers, event
 
 
-def difference_of_weights(weights: Sequence[Sequence[float]], numbers: Sequence[int]) -> str:
+def difference_of_weights(weights: np.ndarray, numbers: Sequence[int]) -> str:
     """Returns in words how the weights of two ranks differ; empty if no difference exceeds `WEIGHTS_TOLERANCE`.
 
     Args:
-        weights: the weights of each rank, [ranks, weights]; NaN for a rank that compares none.
+        weights: the weights of each rank, fp64 [ranks, weights]; NaN for a rank that compares none.
         numbers: the numbers of the ranks among all processes, see `named`.
     """
-    compared = {rank: row for rank, row in enumerate(weights) if all(map(math.isfinite, row))}
-    if len(compared) < 2:
+    ranks = np.flatnonzero(np.isfinite(weights).all(axis=1))
+    if len(ranks) < 2:
         return ""
-    largest = max(abs(value) for row in compared.values() for value in row)
-    first, *others = compared
-    for rank in others:
-        for one, other in zip(compared[first], compared[rank], strict=True):
-            if abs(one - other) > WEIGHTS_TOLERANCE * largest:
-                return (
-                    f"has {one:.6g} on {named([first], numbers)} where it has {other:.6g} on {named([rank], numbers)}. "
-                    "They were changed, or trained, on some ranks only, for example by a checkpoint that one rank has "
-                    "loaded: give all ranks the same. (Optimizers that try other weights on each rank, such as SAM, "
-                    "may ignore this.)"
-                )
-    return ""
+    compared = weights[ranks]
+    differs = np.abs(compared - compared[0]) > WEIGHTS_TOLERANCE * np.abs(compared).max()
+    if not differs.any():
+        return ""
+    row, place = np.argwhere(differs)[0]
+    return (
+        f"has {compared[0, place]:.6g} on {named([ranks[0]], numbers)} where it has {compared[row, place]:.6g} on "
+        f"{named([ranks[row]], numbers)}. They were changed, or trained, on some ranks only, for example by a "
+        "checkpoint that one rank has loaded: give all ranks the same. (Optimizers that try other weights on each "
+        "rank, such as SAM, may ignore this.)"
+    )
 
 
 def _check(stamps: Sequence[Stamp], differ: str, numbers: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -106,7 +107,7 @@ def test_a_rank_without_inputs_keeps_its_weights_and_nothing_is_logged(tmp_path:
     ],
 )
 def test_differences_are_relative_to_the_largest_weight(weights: list[list[float]], expected: str) -> None:
-    found = difference_of_weights(weights, range(len(weights)))
+    found = difference_of_weights(np.array(weights), range(len(weights)))
     assert found.startswith(expected)
     assert bool(found) == bool(expected)
 
