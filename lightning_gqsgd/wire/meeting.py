@@ -6,9 +6,11 @@ timeout and an error that names it. They never start a collective that meets the
 One round goes as follows. Every rank writes a card: what it is about to do, or why it refuses. Rank 0 of the process
 group compares the cards and writes the minutes: the verdict, a token that was never used before, the nonces of the
 cards, and the news on them. The others acknowledge minutes that list their own nonce; when all have, rank 0 writes that
-the round is done, and all leave with the verdict. Nonces and tokens are random. So cards of an earlier attempt, or of
-processes that have died since, do no harm: no rank acknowledges minutes that list them, and rank 0 writes new minutes
-when a new card arrives.
+the round is done, and all leave with the verdict. Minutes grow with the number of ranks. So the token is also written
+alone, and the others look at that, and read minutes only if they are new.
+
+Nonces and tokens are random. So cards of an earlier attempt, or of processes that have died since, do no harm: no rank
+acknowledges minutes that list them, and rank 0 writes new minutes when a new card arrives.
 
 The ranks create their process groups under the token as a key. No rank counts attempts, so an attempt that failed on
 some ranks does no harm, nor does a store that outlives its processes.
@@ -51,8 +53,10 @@ REFUSAL_PATIENCE_S = 60.0
 #: Seconds of waiting after which a rank logs which ranks it waits for.
 SAY_AFTER_S = 10.0
 
-#: Shortest and longest pause between two reads of the store, in seconds.
+#: Shortest and longest pause between two reads of the store, in seconds. The longest one is longer with so many ranks
+#: that they would keep the store's one thread busy.
 PAUSES_S = (0.001, 0.1)
+_PAUSE_OF_EACH_RANK_S = 1e-4
 
 #: Seconds between two beats, and between two checks of the beats of others, at most.
 PERIOD_S = 1.0
@@ -241,6 +245,7 @@ class _Circle:
         self._timeout_s = timeout_s
         self._store = Store(peers.store, timeout_s).under(f"gqsgd/meeting/{name}")
         self._leader = ""  # the nonce of rank 0, as far as it is known
+        self._seen = ""  # the token of the latest minutes that were read
         self.pulse: Pulse | None = None
         self.told: list[Mapping[str, Any]] = []
 
@@ -284,7 +289,7 @@ class _Circle:
         absent: list[int] | None = None
         token = problem = ""
         while True:
-            nonces = [self._store.get(f"nonce/{rank}") for rank in ranks]
+            nonces = self._store.get_all([f"nonce/{rank}" for rank in ranks])
             missing = [rank for rank in ranks if not nonces[rank]]
             if missing != absent:
                 absent = missing
@@ -293,12 +298,14 @@ class _Circle:
             if not missing and nonces != listed:
                 listed = nonces
                 token = secrets.token_hex(8)
-                cards = [Card.from_json(self._store.get(f"card/{rank}")) for rank in ranks]
+                cards = [Card.from_json(text) for text in self._store.get_all([f"card/{rank}" for rank in ranks])]
                 problem = verdict(cards, self.numbers)
                 self.told = [card.news for card in cards]
                 self._store.set("minutes", json.dumps([token, listed, problem, [dict(news) for news in self.told]]))
+                self._store.set("token", token)
             if not missing:
-                missing = [rank for rank in ranks[1:] if self._store.get(f"acknowledged/{rank}") != token]
+                known = self._store.get_all([f"acknowledged/{rank}" for rank in ranks[1:]])
+                missing = [rank for rank, acknowledged in enumerate(known, start=1) if acknowledged != token]
             if not missing:
                 self._store.set(f"done/{token}", "1")
                 return token, problem
@@ -309,15 +316,17 @@ class _Circle:
         done."""
         token = problem = ""
         while True:
-            minutes = self._store.get("minutes")
+            latest = self._store.get("token")
+            minutes = self._store.get("minutes") if latest != self._seen else ""
             if token and self._store.get(f"done/{token}"):
                 return token, problem
-            latest, listed, said, told = json.loads(minutes) if minutes else ("", [], "", [])
-            if latest != token and len(listed) == self.size and listed[self.rank] == nonce:
-                token = latest
-                problem = said
-                self.told = told
-                self._store.set(f"acknowledged/{self.rank}", token)
+            if minutes:
+                self._seen, listed, said, told = json.loads(minutes)
+                if self._seen != token and len(listed) == self.size and listed[self.rank] == nonce:
+                    token = self._seen
+                    problem = said
+                    self.told = told
+                    self._store.set(f"acknowledged/{self.rank}", token)
             waiting.pause(self._absent)
 
     def _absent(self) -> list[int]:
@@ -341,6 +350,7 @@ class _Waiting:
         self._pulse = pulse
         self._begun = time.monotonic()
         self._pause_s = PAUSES_S[0]
+        self._longest_pause_s = max(PAUSES_S[1], _PAUSE_OF_EACH_RANK_S * len(numbers))
         self._said = False
         self._absent: list[int] | None = None  # at an earlier look
 
@@ -377,7 +387,7 @@ class _Waiting:
         time.sleep(self._pause_s)
         # Short pauses first, because ranks usually arrive together; longer pauses later, to send the store fewer
         # requests.
-        self._pause_s = min(2 * self._pause_s, PAUSES_S[1])
+        self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
 
 
 class Pulse:
@@ -420,8 +430,8 @@ class Pulse:
         words = self._store.get(_LAST_WORDS)
         if words:
             return words
-        for rank in self._watched:
-            beats = self._store.get(f"beats/{rank}")
+        every = self._store.get_all([f"beats/{rank}" for rank in self._watched])
+        for rank, beats in zip(self._watched, every, strict=True):
             if self._heard.get(rank, ("", 0.0))[0] != beats or rank not in self._heard:
                 self._heard[rank] = beats, now
         silent = [rank for rank, (_, since) in self._heard.items() if now - since > self._timeout_s]

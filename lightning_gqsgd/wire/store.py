@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from datetime import timedelta
 from queue import SimpleQueue
@@ -148,7 +148,11 @@ class Store:
         Raises:
             DistStoreError, DistNetworkError: if the store is gone, or does not answer.
         """
-        return self._requests.make(lambda: self._store.get(key).decode() if self._store.check([key]) else "")
+        return self._requests.make(lambda: self._read(key))
+
+    def get_all(self, keys: Sequence[str]) -> list[str]:
+        """Returns values as `get` does. If all keys have one, the store is asked twice, however many keys there are."""
+        return self._requests.make(lambda: self._read_all(list(keys)))
 
     def set(self, key: str, value: str) -> None:
         """Set the value of a key, which may have a value already; raises as `get` does."""
@@ -157,6 +161,14 @@ class Store:
     def count(self, key: str) -> None:
         """Add 1 to a counter, which is 0 at first; raises as `get` does."""
         self._requests.make(lambda: self._store.add(key, 1))
+
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _read_all(self, keys: list[str]) -> list[str]:
+        if self._store.check(keys):
+            return [value.decode() for value in self._store.multi_get(keys)]
+        return [self._read(key) for key in keys]
 
 
 class EndingStore(dist.Store):

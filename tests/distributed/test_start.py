@@ -161,6 +161,7 @@ def _stale_store(rank: int) -> list[Any]:
             circle._store.set(f"card/{stale}", '["register_gqsgd", {"bits": 3}, "a dead rank refuses", true, {}]')
             circle._store.set(f"nonce/{stale}", "0123456789abcdef")
         circle._store.set("minutes", '["feedfeed", ["0123456789abcdef", "0123456789abcdef"], "old", [{}, {}]]')
+        circle._store.set("token", "feedfeed")
         circle._store.set("done/feedfeed", "1")
         circle._store.set("acknowledged/1", "feedfeed")
     dist.barrier()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -99,11 +100,15 @@ def test_ranks_that_wait_learn_from_rank_0_who_has_not_come(monkeypatch: pytest.
     numbers = tuple(range(6))
     asked: set[tuple[str, str]] = set()
     errors: list[str] = []
-    get = Store.get
+    get, get_all = Store.get, Store.get_all
 
     def noted(self: Store, key: str) -> str:
         asked.add((threading.current_thread().name, key))
         return get(self, key)
+
+    def all_noted(self: Store, keys: Sequence[str]) -> list[str]:
+        asked.update((threading.current_thread().name, key) for key in keys)
+        return get_all(self, keys)
 
     def attend(rank: int) -> None:
         one = Meeting("f", [peers(rank, numbers, store)], timedelta(seconds=1))
@@ -114,6 +119,7 @@ def test_ranks_that_wait_learn_from_rank_0_who_has_not_come(monkeypatch: pytest.
             errors.append(str(error))
 
     monkeypatch.setattr(Store, "get", noted)
+    monkeypatch.setattr(Store, "get_all", all_noted)
     threads = [threading.Thread(target=attend, args=(rank,), name=str(rank)) for rank in numbers[:-1]]
     for thread in threads:
         thread.start()
@@ -122,6 +128,26 @@ def test_ranks_that_wait_learn_from_rank_0_who_has_not_come(monkeypatch: pytest.
     assert len(errors) == 5
     assert all("waited 1 s for rank 5. " in error for error in errors), errors
     assert {name for name, key in asked if key == "nonce/5"} == {"0"}
+
+
+def test_ranks_that_wait_do_not_read_the_minutes_of_all_ranks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    get = Store.get
+
+    def noted(self: Store, key: str) -> str:
+        asked.append(key)
+        return get(self, key)
+
+    def come_late(rank: int, one: Meeting) -> None:
+        one.agree([{}])
+        if rank == 3:
+            time.sleep(1)
+        one.agree([{}])
+
+    monkeypatch.setattr(Store, "get", noted)
+    assert held([[(0, 1, 2, 3)]], come_late) == [None] * 4
+    assert asked.count("token") > 30  # those that wait look many times
+    assert asked.count("minutes") <= 15  # minutes may be written twice in a round, when ranks leave the one before
 
 
 @pytest.mark.parametrize("patience_s", [8.0, 60.0])
