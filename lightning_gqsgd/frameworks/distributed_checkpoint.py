@@ -100,7 +100,9 @@ class DCPState:
         for kind in store.kinds:
             for number in numbers:
                 rows = None if saved is None else saved[kind.value][number]
-                own = communicator.scatter(rows, store.row(kind, number))
+                own = torch.empty_like(store.row(kind, number))
+                for part in checkpoint.parts_of_row(own.numel(), ranks):
+                    own[part] = communicator.scatter(None if rows is None else rows[:, part], own[part])
                 state["memory"][kind.value][number] = own.expand(ranks, -1)
         hook.load_state_dict(state)
 

@@ -32,6 +32,9 @@ MEMORY_LAYOUT = "memory_layout"
 REMEDY = "load what state_dict has written"
 
 #: Why the memory of all ranks is gathered, for errors.
+#: Coordinates of all ranks that are exchanged at once for a checkpoint, beside a model that may fill its GPU.
+MOST_AT_ONCE = 1 << 26
+
 _GATHERING = "gathering what ranks remember (every rank calls state_dict)"
 #: Entries of every state.
 _ENTRIES = {"seed": int, "step": int, "config": Mapping}
@@ -123,16 +126,29 @@ def gathered_memory(
     """Returns the memory of all ranks, on the CPU: tensors [ranks, numel] by kind and parameter number. All ranks
     except the first return None.
 
-    A collective. Parameters are gathered one at a time, so that only the first rank holds more than one of them.
+    A collective. Only a part of one parameter is gathered at a time, see `parts_of_row`, because all ranks get it, on
+    the device of the gradients. Only the first rank holds more.
     """
     numbers = sorted(parameters)
     gathered: dict[str, dict[int, Tensor]] = {kind.value: {} for kind in store.kinds} if numbers else {}
     for kind in store.kinds:
         for number in numbers:
-            rows = communicator.gather(store.row(kind, number), _GATHERING)
-            if communicator.rank == 0:
-                gathered[kind.value][number] = rows.cpu()
+            row = store.row(kind, number)
+            length = row.numel() if communicator.rank == 0 else 0
+            whole = torch.empty(communicator.size, length, dtype=row.dtype, device="cpu")
+            for part in parts_of_row(row.numel(), communicator.size):
+                rows = communicator.gather(row[part], _GATHERING)
+                if communicator.rank == 0:
+                    whole[:, part] = rows
+            gathered[kind.value][number] = whole
     return gathered if communicator.rank == 0 else None
+
+
+def parts_of_row(numel: int, ranks: int) -> list[slice]:
+    """Returns the parts of a parameter's memory, of ``numel`` coordinates on each rank, that ranks exchange one after
+    the other: those of all ranks have at most `MOST_AT_ONCE` coordinates together."""
+    length = max(1, MOST_AT_ONCE // ranks)
+    return [slice(start, min(numel, start + length)) for start in range(0, numel, length)]
 
 
 def take_memory(store: MemoryStore, state: Mapping[str, Any], rank: int, world_size: int) -> set[int] | None:

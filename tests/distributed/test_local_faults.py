@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.errors import CollectiveError, ConfigError
+from lightning_gqsgd.local_steps import gathering
 from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
 from tests.bits import bits_of
 from tests.distributed.local_models import bits_of_model, local_steps, trained
@@ -328,6 +329,29 @@ def _bad_states(rank: int) -> list[str]:
     optimizer.finish()
     optimizer.close()
     return texts
+
+
+def _gathered_in_parts(rank: int) -> list[bool]:
+    gathering.MOST_AT_ONCE = 3000
+    longest = []
+    gather = dist.gather
+
+    def noted(tensor: Any, *args: Any, **options: Any) -> Any:
+        longest.append(tensor.numel())
+        return gather(tensor, *args, **options)
+
+    dist.gather = noted
+    values = [{"rank": number, "values": torch.arange(1000.0 * (number + 1))} for number in range(3)]
+    found = gathering.gathered(values[rank], dist.group.WORLD, torch.device("cpu"))
+    is_alike = found is None
+    if found is not None:
+        pairs = zip(found, values, strict=True)
+        is_alike = all(x["rank"] == y["rank"] and torch.equal(x["values"], y["values"]) for x, y in pairs)
+    return [is_alike, (found is None) == (rank > 0), len(longest) > 10, max(longest) <= 1000]
+
+
+def test_states_of_all_ranks_are_gathered_in_parts(tmp_path: Path) -> None:
+    assert run_alike(_gathered_in_parts, 3, tmp_path) == [True] * 4
 
 
 def _two_optimizers_of_one_model(_: int) -> list[bool]:

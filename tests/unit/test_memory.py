@@ -20,9 +20,11 @@ from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.memory import Keeps, MemoryStore, StabilityWarning, kinds
 from lightning_gqsgd.reducers.two_shot import TwoShot
 from lightning_gqsgd.research.simulation import VirtualRanks
+from lightning_gqsgd.session import checkpoint
 from lightning_gqsgd.session.checkpoint import (
     check_memory,
     check_state,
+    gathered_memory,
     memory_digest,
     say_what_is_missing,
     take_memory,
@@ -458,6 +460,37 @@ def test_parameters_with_other_numbers_keep_their_memory_whoever_owns_them_then(
                 assert torch.equal(new.row(kind, number), expected.row(kind, number))
         # Every rank gathers the same parameters in the same order, and only those whose owners are others now.
         assert gathered == [len(old[0].row(Keeps.UP_MEAN, number)) for number in (1, 2)]
+
+
+class Ranks:
+    """A communicator of three ranks with equal tensors, as the first or the last of them sees it."""
+
+    size = 3
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.gathered: list[int] = []
+
+    def gather(self, tensor: Tensor, purpose: str) -> Tensor:
+        self.gathered.append(tensor.numel())
+        return torch.stack([tensor + 1000 * rank for rank in range(self.size)])
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_memories_of_all_ranks_are_gathered_in_parts(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "MOST_AT_ONCE", 100)
+    (store,) = stores_of(1, {0: 70, 4: 33})
+    communicator = Ranks(rank)
+    found = gathered_memory(communicator, store, [4, 0])  # type: ignore[arg-type]
+    assert communicator.gathered == [33, 33, 4, 33] * len(BOTH)
+    if rank:
+        assert found is None
+        return
+    assert found is not None
+    for kind in BOTH:
+        for number in (0, 4):
+            expected = torch.stack([store.row(kind, number) + 1000 * other for other in range(3)])
+            assert torch.equal(found[kind.value][number], expected)
 
 
 def test_a_layout_says_whether_ranks_keep_other_coordinates() -> None:
