@@ -18,7 +18,7 @@ from lightning_gqsgd.kernels.protocol import Quantiser
 
 
 class Work(NamedTuple):
-    """The work of one call of a kernel.
+    """The work of a call of a kernel, or of several calls together.
 
     Attributes:
         kind: name of the kernel, or ``"torch"`` for an operation of PyTorch.
@@ -26,6 +26,7 @@ class Work(NamedTuple):
         numel: number of coordinates.
         sources: number of messages that are decoded.
         nbytes: bytes of memory that an operation of PyTorch reads and writes.
+        calls: number of calls.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class Work(NamedTuple):
     numel: int = 0
     sources: int = 1
     nbytes: int = 0
+    calls: int = 1
 
 
 _notes: ContextVar[list[Work] | None] = ContextVar("notes", default=None)

@@ -170,12 +170,13 @@ class Costs:
         Raises:
             ConfigError: if the codec's cost is unknown.
         """
+        launch_s = self.launch_s * work.calls
         if work.kind == "torch":
-            return self.launch_s + self.touch_s * work.nbytes
+            return launch_s + self.touch_s * work.nbytes
         if work.kind in ("maxima", "rotate"):  # read, or read and write, 4 bytes per coordinate
-            return self.launch_s + self.touch_s * work.numel * (4 if work.kind == "maxima" else 8)
+            return launch_s + self.touch_s * work.numel * (4 if work.kind == "maxima" else 8)
         if work.kind == "narrow":  # reads 4 bytes, writes 2, and hashes, which takes about as long again
-            return self.launch_s + self.touch_s * work.numel * 12
+            return launch_s + self.touch_s * work.numel * 12
         gamma = self.gammas.get(work.codec)
         if gamma is None and work.codec == BF16_HOOK:  # an estimate
             # It reads 4 bytes and writes 2, divides these 2 in place, and after the all-reduce reads 2 and writes 4.
@@ -192,7 +193,7 @@ class Costs:
             "decode_sum": gamma.decode_s,
             "combine": gamma.reduce_s + gamma.encode_s,
         }[work.kind]
-        return self.launch_s + each * work.numel
+        return launch_s + each * work.numel
 
 
 def collectives_between(nodes: int, per_node: int, link: Link, inside: Link) -> dict[str, Collective]:

@@ -22,5 +22,7 @@ Interval = tuple[float, float]
 def interval(costs: Costs, step_at: Callable[[Costs], float]) -> Interval:
     """Returns the interval of a step in seconds; ``step_at`` returns the predicted seconds of the step at given
     costs."""
-    least, most = (costs, costs) if costs.terms is None else (costs.at(costs.terms.least), costs.at(costs.terms.most))
-    return SHORTEST * step_at(least), LONGEST * step_at(most)
+    if costs.terms is None:
+        step_s = step_at(costs)
+        return SHORTEST * step_s, LONGEST * step_s
+    return SHORTEST * step_at(costs.at(costs.terms.least)), LONGEST * step_at(costs.at(costs.terms.most))

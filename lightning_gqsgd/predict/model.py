@@ -18,11 +18,12 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
+from lightning_gqsgd.predict.bunches import pieces_of
 from lightning_gqsgd.predict.clock import Clock, Event, Resource
 from lightning_gqsgd.predict.costs import Costs
 from lightning_gqsgd.predict.profile import Profile, bf16_hook_profile, bucket_profiles, stamp_profile
 from lightning_gqsgd.predict.runners import Network, runner_for
-from lightning_gqsgd.predict.timeline import Timeline
+from lightning_gqsgd.predict.timeline import MOST, Timeline
 from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_SIZE
 from lightning_gqsgd.wire.engine import SHARED_GROWTH
@@ -88,7 +89,7 @@ def predict(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | 
     """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks} must be at least 1")
-    profiles = _profiles(timeline, costs, ranks, method) if ranks > 1 else [() for _ in timeline.buckets]
+    profiles = _profiles(timeline, costs, ranks, method) if ranks > 1 else [() for _ in timeline.bunches]
     clock = Clock(costs.cores)
     backward = Resource(clock, "backward")
     network = Network(clock, costs, has_backward=timeline.backward_s > 0)
@@ -100,11 +101,11 @@ def predict(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | 
     if begun:
         clock.events.append(Event("backward", "forward", -1, -1, 0.0, begun))
     done = 0.0
-    for number, bucket in enumerate(timeline.buckets):
+    for number, bunch in enumerate(timeline.bunches):
         submit = partial(runner.submit, profiles[number], number)
-        backward.add(bucket.ready_s - done, demand, "backward", number, -1, submit)
-        done = bucket.ready_s
-    backward.add(timeline.backward_s - done, demand, "backward", len(timeline.buckets), -1, lambda: None)
+        backward.add(bunch.ready_s - done, demand, "backward", number, -1, submit)
+        done = bunch.ready_s
+    backward.add(timeline.backward_s - done, demand, "backward", len(timeline.bunches), -1, lambda: None)
     clock.run()
     reduced = clock.now_s
     step = reduced + timeline.update_s
@@ -129,14 +130,15 @@ def prediction_of(events: Sequence[Event], step_s: float, compute_s: float, prof
 
 
 def _profiles(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | str) -> list[tuple[Profile, ...]]:
-    """Returns the profiles of the pieces of each bucket."""
+    """Returns the profiles of the pieces of each bucket, or of each bunch of buckets."""
     if method == BF16:
-        return [(bf16_hook_profile(bucket.numel, ranks),) for bucket in timeline.buckets]
+        return pieces_of(timeline, lambda segments: [bf16_hook_profile(sum(one.numel for one in segments), ranks)])
     if isinstance(method, str) and method != NATIVE:
         raise ConfigError(f"method={method!r} is not 'native', 'bf16' or a GQSGDConfig")
     config = resolve(GQSGDConfig(reducer="native") if isinstance(method, str) else method, ranks)
     setting = setting_of(config, ranks, timeline.dtype, piece_size_of(costs, config.num_bits))
-    several = [_bucket(setting, bucket.segments) for bucket in timeline.buckets]
+    is_large = timeline.is_bunched or timeline.numel > MOST * setting.piece_size.most
+    several = pieces_of(timeline, partial(bucket_pieces, setting, by_shape=is_large))
     if setting.reducer.compresses:
         several[0] = (stamp_profile(ranks), *several[0])
     return several
@@ -152,8 +154,9 @@ def piece_size_of(costs: Costs, bits: int) -> PieceSize:
 
 
 @lru_cache(maxsize=1 << 14)
-def _bucket(setting: Setting, segments: tuple[Segment, ...]) -> tuple[Profile, ...]:
-    return bucket_profiles(setting, segments)
+def bucket_pieces(setting: Setting, segments: tuple[Segment, ...], *, by_shape: bool = False) -> tuple[Profile, ...]:
+    """Returns the profiles of a bucket's pieces, see `profile.bucket_profiles`."""
+    return bucket_profiles(setting, segments, by_shape=by_shape)
 
 
 def _busy(events: Sequence[Event], counts: Callable[[str], bool]) -> float:

@@ -22,6 +22,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import BlockRun, Segment, table_of
 from lightning_gqsgd.kernels.meta import Work, note, noting
 from lightning_gqsgd.predict.costs import BF16_HOOK
+from lightning_gqsgd.predict.timeline import NUMBERS
 from lightning_gqsgd.reducers import REDUCERS, Setting, StepKeys, new_store, reduced
 from lightning_gqsgd.reducers.base import Exchange, Scope, Steps, ring_bytes
 from lightning_gqsgd.reducers.memory import MemoryStore
@@ -57,17 +58,19 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """The work and the messages of one piece.
+    """The work and the messages of one piece, or of a bunch of pieces together (see `bunches`).
 
     Attributes:
         stages: from the first stage to the last one.
         last: the work after the last exchange.
         is_agreement: whether the piece compares stamps and no piece waits for it.
+        count: number of pieces.
     """
 
     stages: tuple[Stage, ...]
     last: tuple[Work, ...]
     is_agreement: bool = False
+    count: int = 1
 
     @property
     def sent_bytes(self) -> int:
@@ -98,12 +101,15 @@ def profile_of(start: Callable[[], Steps], ranks: int, *, is_agreement: bool = F
         return Profile(tuple(stages), tuple(works), is_agreement)
 
 
-def bucket_profiles(setting: Setting, segments: Sequence[Segment]) -> tuple[Profile, ...]:
+def bucket_profiles(setting: Setting, segments: Sequence[Segment], *, by_shape: bool = False) -> tuple[Profile, ...]:
     """Returns the profiles of a bucket's pieces.
 
     Args:
         setting: reducer, codec, dtype and number of ranks. All ranks are assumed to be like rank 0.
         segments: the parameters in the bucket.
+        by_shape: whether pieces count as equal whatever their places in their parameters are, see `timeline.NUMBERS`.
+            Rank 0's shard may then have a block more or fewer. A piece takes a millisecond to look at if there are
+            thousands of ranks.
 
     Raises:
         ConfigError: if the length of messages depends on the gradients (Elias codes, and the reducer ``"lossless"``).
@@ -121,7 +127,7 @@ def bucket_profiles(setting: Setting, segments: Sequence[Segment]) -> tuple[Prof
         setting = replace(setting, block_size=max(1, sum(segment.numel for segment in segments)))
     if setting.remembers or setting.scale_rule.per != "block":
         return _profiles_of_plan(segments, setting)
-    alike = setting.reducer.alike
+    alike = _alike_by_shape if by_shape else setting.reducer.alike
     pieces = (_Piece(setting, alike(blocks, setting), tuple(blocks)) for blocks in pieces_of(segments, setting))
     return tuple(map(_of_piece, pieces))
 
@@ -139,6 +145,16 @@ class _Piece:
     setting: Setting
     alike: Hashable
     blocks: tuple[BlockRun, ...] = field(compare=False)
+
+
+def _alike_by_shape(blocks: Sequence[BlockRun], setting: Setting) -> Hashable:
+    """Returns the result of `reducers.base.Reducer.alike` for a piece at the start of parameters with small numbers."""
+    return _alike_at_start(setting, tuple(run._replace(first=0, parameter=run.parameter % NUMBERS) for run in blocks))
+
+
+@lru_cache(maxsize=1 << 14)
+def _alike_at_start(setting: Setting, blocks: tuple[BlockRun, ...]) -> Hashable:
+    return setting.reducer.alike(blocks, setting)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -176,6 +192,7 @@ def stamp_profile(ranks: int) -> Profile:
     return profile_of(steps, ranks, is_agreement=True)
 
 
+@lru_cache(maxsize=1 << 14)
 def bf16_hook_profile(numel: int, ranks: int) -> Profile:
     """Returns the profile of torch's ``bf16_compress_hook`` on a bucket of fp32 gradients."""
 

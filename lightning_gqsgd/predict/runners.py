@@ -63,8 +63,9 @@ class Network:
         self._links = {"node": Resource(clock, "node"), "link": Resource(clock, "link")}
         self._groups: defaultdict[tuple[int, str], _Group] = defaultdict(_Group)
 
-    def start(self, message: Message, stage: int, bucket: int, piece: int, then: Then) -> None:
-        """Run a collective in the process group of a stage, as soon as the group has a thread for it.
+    def start(self, message: Message, stage: int, bucket: int, piece: int, then: Then, count: int = 1) -> None:
+        """Run a collective in the process group of a stage, as soon as the group has a thread for it; or ``count``
+        collectives one after the other, of which ``message`` is the sum.
 
         First comes its start-up time, during which other collectives may be under way. Then the link carries only its
         bytes. If the collective cannot send and receive at the same time, its result is complete later, while link and
@@ -77,10 +78,11 @@ class Network:
         cost = self._costs.collective(message.scope.kind, message.kind)
         link = self._links["node" if message.scope.kind == "node" else "link"]
         latency_s = 0.0 if message.scope.kind == "node" else self._costs.latency_s
-        before_s = latency_s * (ways(message.kind, message.members, message.sent_bytes) - 1) if latency_s else 0.0
+        each_bytes = message.sent_bytes // count
+        before_s = latency_s * (count * ways(message.kind, message.members, each_bytes) - 1) if latency_s else 0.0
 
         def begin() -> None:
-            self._clock.start(cost.alpha_s, self._demand(cost.cpu_s, cost.alpha_s), say_ready)
+            self._clock.start(count * cost.alpha_s, self._demand(cost.cpu_s, cost.alpha_s), say_ready)
 
         def say_ready() -> None:
             if latency_s:
@@ -96,7 +98,7 @@ class Network:
 
         def arrive() -> None:
             self._clock.start(latency_s, 0.0, group.leave)
-            self._clock.start(latency_s + cost.alone_s * message.sent_bytes, 0.0, then)
+            self._clock.start(latency_s + cost.alone_s * each_bytes, 0.0, then)
 
         group.enter(begin)
 
@@ -173,7 +175,8 @@ class ThreadRunner:
             return
         self._is_busy = True
         works, messages = piece.take()
-        seconds = (self._costs.stage_s + sum(map(self._costs.seconds, works))) / self._costs.speed
+        own_s = piece.profile.count * self._costs.stage_s
+        seconds = (own_s + sum(map(self._costs.seconds, works))) / self._costs.speed
         resumed = partial(self._resumed, piece, messages)
         self._codec.add(seconds, self._costs.speed, _label(works), piece.bucket, piece.number, resumed)
 
@@ -185,7 +188,8 @@ class ThreadRunner:
         piece.stage += 1
         piece.waiting_for = len(messages)
         for message in messages:
-            self._network.start(message, stage, piece.bucket, piece.number, partial(self._arrived, piece))
+            arrived = partial(self._arrived, piece)
+            self._network.start(message, stage, piece.bucket, piece.number, arrived, piece.profile.count)
         if piece.is_through:
             piece.then()
         self._advance()
@@ -199,8 +203,7 @@ class ThreadRunner:
 @dataclass(eq=False)
 class _Collective:
     message: Message
-    bucket: int
-    piece: int
+    piece: _Piece
     has_input: bool = False
     is_over: bool = False
 
@@ -242,7 +245,7 @@ class StreamsRunner:
         latest: dict[_Piece, list[_Collective]] = {}
         for piece in by_stages(_pieces(profiles, bucket, then)):
             works, messages = piece.take()
-            made = [_Collective(message, bucket, piece.number) for message in messages]
+            made = [_Collective(message, piece) for message in messages]
             stream.operations.append(_Operation(piece, works, latest.get(piece, []), made, piece.is_through))
             latest[piece] = made
             self._collectives.extend(made)
@@ -260,8 +263,8 @@ class StreamsRunner:
                 stream.resource.add(seconds, 1.0, _label(operation.works), piece.bucket, piece.number, over)
         if self._collectives and not self._sends and self._collectives[0].has_input:
             self._sends = True
-            first = self._collectives[0]
-            self._network.start(first.message, 0, first.bucket, first.piece, self._sent)
+            message, piece = self._collectives[0].message, self._collectives[0].piece
+            self._network.start(message, 0, piece.bucket, piece.number, self._sent, piece.profile.count)
 
     def _computed(self, stream: _Stream, operation: _Operation) -> None:
         stream.is_busy = False

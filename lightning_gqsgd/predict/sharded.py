@@ -11,9 +11,11 @@ a CPU, nothing runs beside the computation: FSDP2 waits for each collective.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -23,12 +25,13 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.kernels.meta import Work
+from lightning_gqsgd.predict.bunches import bunched, with_counts
 from lightning_gqsgd.predict.clock import Clock, Resource, Then
 from lightning_gqsgd.predict.costs import Costs
-from lightning_gqsgd.predict.model import Prediction, piece_size_of, prediction_of
-from lightning_gqsgd.predict.profile import Message, Profile, Stage, bucket_profiles, plan_profiles
+from lightning_gqsgd.predict.model import Prediction, bucket_pieces, piece_size_of, prediction_of
+from lightning_gqsgd.predict.profile import Message, Profile, Stage, plan_profiles
 from lightning_gqsgd.predict.runners import Network, StreamsRunner, ThreadRunner, runner_for
-from lightning_gqsgd.predict.timeline import Timeline, weights_of
+from lightning_gqsgd.predict.timeline import MOST, Timeline, bunch_length, weights_of
 from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.reducers.base import ALL, Scope, ring_bytes
 from lightning_gqsgd.session.parameters import number_parameters
@@ -36,6 +39,10 @@ from lightning_gqsgd.wire.plan import GatherPlan, ScatterPlan, ShardPlan
 
 #: Streams of a communicator of the hooks for FSDP2.
 _STREAMS = 1
+#: Distances from the ends of equal blocks, and from the ends of the pieces of a unit, from which on two are in a bunch
+#: if a step has more than `MOST` pieces, see `timeline.bunch_length`.
+_FINE_BLOCKS = 8
+_FINE_PIECES = 4
 #: The plans of compressed collectives among shards.
 _PLANS: dict[str, type[ShardPlan]] = {"all-gather": GatherPlan, "reduce-scatter": ScatterPlan}
 
@@ -63,11 +70,14 @@ class Unit(NamedTuple):
         weights: coordinates of all parameters, which are gathered.
         gradients: coordinates of the parameters that are trained.
         share: share of the model's forward and backward pass, 0 to 1.
+        times: number of neighbouring units, each of them with these numbers, that the clock runs as one (see
+            `bunches`).
     """
 
     weights: Coordinates
     gradients: Coordinates
     share: float
+    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -144,7 +154,8 @@ def sharded_model(model: nn.Module, timeline: Timeline, weights: Sequence[float]
     trained = [p for p in named.values() if p.requires_grad]
     weights = weights_of([p.numel() for p in trained], weights)
     entries = {id(named[entry.name]): entry for entry in number_parameters(named, GQSGDConfig())}
-    work = {id(p): weight / max(sum(weights), 1e-300) for p, weight in zip(trained, weights, strict=True)}
+    total = max(sum(weights), 1e-300)
+    work = {id(p): weight / total for p, weight in zip(trained, weights, strict=True)}
     taken: set[int] = set()
 
     def unit_of(parameters: Sequence[Tensor]) -> Unit:
@@ -185,7 +196,8 @@ def predict_sharded(model: ShardedModel, costs: Costs, nodes: int, per_node: int
         ConfigError: if costs are missing.
     """
     collectives = _Collectives(costs, method, nodes, per_node)
-    step = _Step(model, costs, collectives)
+    is_bunched = collectives.pieces(model) > MOST
+    step = _Step(_in_bunches(model) if is_bunched else model, costs, collectives, is_bunched=is_bunched)
     (_on_streams if costs.on_streams else _one_after_another)(step)
     step.run()
     reduced_s = step.clock.now_s
@@ -193,6 +205,18 @@ def predict_sharded(model: ShardedModel, costs: Costs, nodes: int, per_node: int
     update_s = model.timeline.update_s / collectives.shards
     compute_s = model.timeline.forward_s + model.timeline.backward_s + update_s
     return prediction_of(step.clock.events, reduced_s + update_s, compute_s, step.profiles)
+
+
+def _in_bunches(model: ShardedModel) -> ShardedModel:
+    """Returns a model in which equal blocks that follow each other are in bunches."""
+    blocks: list[Unit] = []
+    for unit, equal in groupby(model.blocks):
+        total = len(list(equal))
+        before = 0
+        while before < total:
+            blocks.append(unit._replace(times=bunch_length(before, total, _FINE_BLOCKS)))
+            before += blocks[-1].times
+    return replace(model, blocks=tuple(blocks))
 
 
 def scatter_seconds(costs: Costs, nodes: int, per_node: int, method: ShardedMethod, numel: int) -> float:
@@ -228,6 +252,14 @@ class _Collectives:
         self._scope = Scope("node", per_node) if method.has_replicas else ALL
         self._name = str(method.dtype).removeprefix("torch.")
 
+    def pieces(self, model: ShardedModel) -> int:
+        """Returns the number of pieces of a step."""
+        total = 0
+        for unit, count in Counter(model.units).items():
+            gathers = 1 if unit is model.root else 2  # see `_on_streams`
+            total += count * (gathers * len(self.gather(unit)) + len(self.scatter(unit)) + len(self.mean(unit)))
+        return total
+
     def gather(self, unit: Unit) -> Sequence[Profile]:
         """Returns the gathering of a unit's weights."""
         share = unit.weights.among(self.shards)
@@ -260,7 +292,7 @@ class _Collectives:
             return _native(Message(f"sum/{self._name}", nbytes, peers, self._replicas))
         config = GQSGDConfig(bits=self._method.bits, reducer="two_shot", sample_every=0)
         setting = self._setting(config, self._replicas)
-        return _of_scope(bucket_profiles(setting, _segments(share, 1)), peers)
+        return _of_scope(bucket_pieces(setting, tuple(_segments(share, 1))), peers)
 
     def copied_bytes(self, unit: Unit) -> tuple[int, int]:
         """Returns the bytes that FSDP reads and writes to copy a unit's weights out of what was gathered, and its
@@ -343,8 +375,9 @@ class _Step:
     Each method that adds a task returns it, and takes the tasks after which it starts.
     """
 
-    def __init__(self, model: ShardedModel, costs: Costs, collectives: _Collectives) -> None:
+    def __init__(self, model: ShardedModel, costs: Costs, collectives: _Collectives, *, is_bunched: bool) -> None:
         self.model = model
+        self._is_bunched = is_bunched
         self.clock = Clock(costs.cores)
         self.profiles: list[Profile] = []
         self._costs = costs
@@ -386,7 +419,8 @@ class _Step:
 
     def _computing(self, label: str, unit: Unit, pass_s: float, copied: int, after: Sequence[_Task]) -> _Task:
         copy_s = self._costs.seconds(Work("torch", nbytes=copied)) / self._costs.speed
-        arguments = (unit.share * pass_s + copy_s, self._costs.speed, label, self._number[id(unit)], -1)
+        seconds = unit.times * (unit.share * pass_s + copy_s)
+        arguments = (seconds, self._costs.speed, label, self._number[id(unit)], -1)
         return self._add(partial(self._compute.add, *arguments), after)
 
     def _sending(
@@ -396,6 +430,9 @@ class _Step:
         profiles: Sequence[Profile],
         after: Sequence[_Task],
     ) -> _Task:
+        if self._is_bunched:
+            pieces = with_counts(profiles, unit.times)
+            profiles = bunched(pieces, 0, sum(count for _, count in pieces), _FINE_PIECES)
         self.profiles += profiles
         if not any(profile.sent_bytes for profile in profiles):
             return self._add(lambda then: then(), after)

@@ -3,10 +3,13 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,16 @@ from lightning_gqsgd.session.parameters import number_parameters
 #: Sizes of DDP's first bucket and of its other buckets, in bytes (torch.distributed, ``bucket_cap_mb=25``).
 FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES if dist.is_available() else 1 << 20
 BUCKET_BYTES = 25 * 2**20
+#: The largest numbers of buckets, and of pieces, of a step in which each of them is predicted by itself.
+MOST = 2048
+#: Number of buckets, or of pieces, from an end of a larger step at which bunches have two of them; see `bunch_length`.
+FINE = 128
+#: Coordinates of a bucket of an average of local steps, at least, if the step has more than `MOST` buckets. That is
+#: several pieces on any device.
+_AT_ONCE_NUMEL = 1 << 26
+#: In larger steps, buckets and pieces of equal sizes count as equal if the numbers of their parameters are equal modulo
+#: this number. These decide which ranks own the blocks that cannot be divided evenly.
+NUMBERS = 16
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,18 @@ class Bucket:
     def numel(self) -> int:
         """Number of coordinates."""
         return sum(segment.numel for segment in self.segments)
+
+
+class Bunch(NamedTuple):
+    """Neighbouring buckets that are reduced together.
+
+    Attributes:
+        alike: the parameters of the buckets, and for each the number of equal ones.
+        ready_s: see `Bucket`.
+    """
+
+    alike: tuple[tuple[tuple[Segment, ...], int], ...]
+    ready_s: float
 
 
 @dataclass(frozen=True)
@@ -82,10 +107,31 @@ class Timeline:
         """Seconds of the step without any communication."""
         return self.forward_s + self.backward_s + self.update_s
 
+    @cached_property
+    def bunches(self) -> tuple[Bunch, ...]:
+        """The buckets; in bunches if there are more than `MOST`."""
+        total = len(self.buckets)
+        if total <= MOST:
+            return tuple(Bunch(((bucket.segments, 1),), bucket.ready_s) for bucket in self.buckets)
+        made = []
+        before = 0
+        while before < total:
+            several = self.buckets[before : before + bunch_length(before, total)]
+            alike = Counter(_with_small_numbers(bucket.segments) for bucket in several)
+            made.append(Bunch(tuple(alike.items()), several[-1].ready_s))
+            before += len(several)
+        return tuple(made)
+
+    @property
+    def is_bunched(self) -> bool:
+        """Whether there are so many buckets that they are in bunches."""
+        return len(self.buckets) > MOST
+
     def at_once(self) -> Timeline:
         """Returns a step that computes nothing and reduces all buckets together, as an average of local steps does."""
-        everything = Bucket(tuple(segment for bucket in self.buckets for segment in bucket.segments), 0.0)
-        return replace(self, buckets=(everything,), backward_s=0.0, forward_s=0.0, update_s=0.0)
+        least = _AT_ONCE_NUMEL if self.is_bunched else math.inf
+        buckets = tuple(Bucket(segments, 0.0) for segments in _joined(self.buckets, least))
+        return replace(self, buckets=buckets, backward_s=0.0, forward_s=0.0, update_s=0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the timeline as plain values. A batch of None is left out."""
@@ -121,6 +167,38 @@ class Timeline:
         name = files.text(given["name"], "the timeline's name")
         batch = files.integer(given["batch"], "the timeline's batch", 1) if has_batch else None
         return cls(buckets, backward_s, forward_s, update_s, DTYPES_BY_NAME[dtype], name, batch)
+
+
+def bunch_length(before: int, total: int, fine: int = FINE) -> int:
+    """Returns the number of things in the next bunch.
+
+    Args:
+        before: number of things before it.
+        total: number of all things.
+        fine: distance from an end from which on bunches have two of them; at twice the distance, they have three.
+    """
+    return 1 + min(before, total - 1 - before) // fine
+
+
+def _with_small_numbers(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Returns the segments of a bucket that stands for all that are alike, see `NUMBERS`."""
+    least = min(segment.parameter for segment in segments)
+    return tuple(segment._replace(parameter=segment.parameter - least + least % NUMBERS) for segment in segments)
+
+
+def _joined(buckets: Sequence[Bucket], least: float) -> Iterator[tuple[Segment, ...]]:
+    """Yield the segments of consecutive buckets together, at least ``least`` coordinates at a time."""
+    segments: list[Segment] = []
+    numel = 0
+    for bucket in buckets:
+        segments += bucket.segments
+        numel += bucket.numel
+        if numel >= least:
+            yield tuple(segments)
+            segments = []
+            numel = 0
+    if segments:
+        yield tuple(segments)
 
 
 def _bucket(row: object) -> Bucket:
@@ -167,16 +245,19 @@ def estimated(
     entries = number_parameters(named, GQSGDConfig())[::-1]
     weights = weights_of([p.numel() for p in named.values()], weights)[::-1]
     (dtype,) = dtypes
-    done = [backward_s * share / max(sum(weights), 1e-300) for share in accumulate(weights)]
+    total = max(sum(weights), 1e-300)
+    done = [backward_s * share / total for share in accumulate(weights)]
     buckets: list[Bucket] = []
     segments: list[Segment] = []
+    numel = 0
     for number, entry in enumerate(entries):
         segments.append(Segment(entry.number, entry.numel, entry.raw))
+        numel += entry.numel
         limit = BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES
-        full = sum(segment.numel for segment in segments) * dtype.itemsize >= limit
-        if full or number == len(entries) - 1:
+        if numel * dtype.itemsize >= limit or number == len(entries) - 1:
             buckets.append(Bucket(tuple(segments), min(done[number], backward_s)))
             segments = []
+            numel = 0
     forward = backward_s / 2 if forward_s is None else forward_s
     return Timeline(tuple(buckets), backward_s, forward, dtype=dtype, name=type(model).__name__)
 
