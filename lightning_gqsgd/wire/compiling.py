@@ -17,12 +17,15 @@ from lightning_gqsgd.kernels import readable_kernels
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import REDUCERS, Setting, new_store, setting_for
 from lightning_gqsgd.wire.announcing import compilation_is_announced
+from lightning_gqsgd.wire.few_ranks import average_of_few
 from lightning_gqsgd.wire.plan import Plan
 
 #: Parameters of the first run on a CPU: one is compressed, the other is not.
 _SEGMENTS = (Segment(0, 64, raw=False), Segment(1, 8, raw=True))
 
-#: Coordinates of all virtual ranks together up to which kernels are compared. The readable kernels take about a second
+#: The largest number of virtual ranks. Their gradients and messages take memory and time.
+MOST_VIRTUAL = 4
+#: Coordinates of all ranks together up to which kernels are compared. The readable kernels take about a second
 #: for so many.
 MOST_COMPARED = 1 << 22
 #: A coordinate is wrong if its error exceeds this share of the largest magnitude. If a device rounds the last bit of a
@@ -36,7 +39,7 @@ def compile_kernels(
 ) -> None:
     """Run the kernels that ``ranks`` ranks need once, on virtual ranks, so that no step waits for a compiler.
 
-    Kernels of a GPU are compiled for a number of ranks, so there are as many virtual ranks; otherwise there are two.
+    Kernels of a GPU are compiled for a number of ranks, so the first of so many ranks are run; otherwise there are two.
 
     One line says that kernels are compiled, see `announcing.compilation_is_announced`. If all kernels are in the cache,
     nothing is printed.
@@ -90,32 +93,38 @@ def run_once(
     """Average gradients of virtual ranks once.
 
     Args:
-        setting: reducer, codec, number of virtual ranks and dtype.
+        setting: reducer, codec, number of ranks and dtype. Up to `MOST_VIRTUAL` of the ranks are virtual ranks, and
+            all others send zeros.
         device: device of the gradients.
         plan: an all-reduce or a reduce-scatter.
         on: device of the virtual ranks' gradients; None means ``device``.
 
     Returns:
-        The mean, [coordinates], in the setting's dtype.
+        The mean, [coordinates], in the setting's dtype; of a reduce-scatter, the parts of the virtual ranks.
     """
-    count = setting.ranks
-    parts = plan.parts(count)
-    part = _SEGMENTS if device.type == "cpu" else every_tile(setting.block_size, count // parts)
+    setting = replace(setting, sample_every=0)
+    count = min(setting.ranks, MOST_VIRTUAL)
+    parts = plan.parts(setting.ranks)
+    part = _SEGMENTS if device.type == "cpu" else every_tile(setting.block_size, setting.ranks // parts)
     segments = part * parts
     numel = sum(segment.numel for segment in segments)
     sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
     where = on or device
     stores = [new_store(setting, sizes, where) for _ in range(count)]
     gradients = [_gradient(rank, numel).to(where, setting.dtype) for rank in range(count)]
-    plan(segments, setting).average(gradients, 0, stores)
+    made = plan(segments, setting)
+    if count == setting.ranks:
+        made.average(gradients, 0, stores)
+    else:
+        average_of_few(made, gradients, stores)
     # Each part of the mean is taken from a rank that has it.
-    return torch.cat([gradients[rank].view(parts, -1)[rank] for rank in range(parts)])
+    return torch.cat([gradients[rank].view(parts, -1)[rank] for rank in range(min(parts, count))])
 
 
 def check(setting: Setting, device: torch.device, mean: Tensor, plan: type[Plan] = Plan) -> None:
     """Check that the mean of `run_once` equals the mean that the readable kernels compute.
 
-    If there are so many ranks that the readable kernels would take seconds, nothing is checked.
+    If the readable kernels would take seconds, nothing is checked.
 
     Raises:
         ConfigError: if the means differ.
