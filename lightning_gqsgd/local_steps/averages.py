@@ -348,7 +348,6 @@ class LocalAverages(AveragingLoop[Average]):
         """
         self._buffers.take_back()
         with kept(self.fragments):
-            self._reshard()
             self.start_from_anchors()
             try:
                 yield
@@ -445,6 +444,7 @@ class LocalAverages(AveragingLoop[Average]):
     @torch.no_grad()
     def start_from_anchors(self) -> None:
         """Copy the anchors to this rank's parameters and buffers."""
+        self._reshard()
         for fragment in self.fragments:
             fragment.set_tensors()
         self._inner.forget_steps()
@@ -615,6 +615,7 @@ class LocalAverages(AveragingLoop[Average]):
         values."""
         fragment = self.fragments[average.fragment]
         self._buffers.take_back()
+        self._reshard()
         plain = self._is_plain(average)
         fragment.move_anchors(average.changes, self.outer, plain=plain, frozen=average.frozen)
         fragment.set_tensors(weight)

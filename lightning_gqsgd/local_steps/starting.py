@@ -20,7 +20,15 @@ from lightning_gqsgd.local_steps.fragments import Entry, Fragment, fragments_of
 from lightning_gqsgd.local_steps.inner_state import compares_steps
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
-from lightning_gqsgd.local_steps.sharding import WHOLE, Sharding, is_divided, number_of_part, own_part, sharding_of
+from lightning_gqsgd.local_steps.sharding import (
+    WHOLE,
+    Sharding,
+    is_divided,
+    number_of_part,
+    own_part,
+    reshard,
+    sharding_of,
+)
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.session.nodes import layouts
 from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters, parameters_of
@@ -77,6 +85,7 @@ def trained_by(
     """
     check_optimizers(optimizers, options)
     module = check_module(model)
+    reshard(module)  # after a forward pass without a backward pass, FSDP2 shows whole parameters in place of shards
     trained = trained_parameters(module, optimizers)
     refuse_for(config, "local steps, which average whole models")
     check_anchor_device(options.anchor_device)
@@ -177,9 +186,14 @@ def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dic
     own = list(parameters_of(optimizers))
     strangers = [parameter for parameter in own if id(parameter) not in names]
     if strangers:
+        remedy = "give LocalSteps the model whose parameters the optimizer was made with"
+        if any(map(is_divided, model.parameters())):
+            remedy += (
+                "; if the optimizer was made after fully_shard and a forward pass, it has whole parameters, which "
+                "FSDP2 keeps until a backward pass: call model.reshard() before the optimizer is made"
+            )
         raise ConfigError(
-            f"the optimizer has {len(strangers)} of its {len(own)} parameters from another model; give LocalSteps the "
-            "model whose parameters the optimizer was made with"
+            f"the optimizer has {len(strangers)} of its {len(own)} parameters from another model; {remedy}"
         )
     wanted = {id(parameter) for parameter in own if parameter.requires_grad}
     trained = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in wanted}

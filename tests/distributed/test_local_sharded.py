@@ -143,6 +143,33 @@ def test_all_shards_leave_out_what_is_not_finite_in_one(tmp_path: Path) -> None:
     assert others == [first] * 3
 
 
+def _evaluated(rank: int) -> None:
+    """Until a backward pass, FSDP2 keeps whole parameters, and shows them in place of the shards."""
+    on = mesh(2)
+    model = sharded(on["shard"])
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(2):
+        with torch.no_grad():
+            losses.append(float(loss_of(model, 0, 0)))
+        if len(losses) < 2:
+            steps = LocalSteps(model, inner, every=3, delay=2, group=on["replicate"].get_group(), bits=8, outer="sgd")
+            train(model, steps, on, range(4))
+    steps.averages.settle()
+    with torch.no_grad():
+        settled = float(loss_of(model, 0, 0))
+    model.reshard()
+    with torch.no_grad():
+        assert losses[-1] != settled == float(loss_of(model, 0, 0))
+    steps.close()
+    with pytest.raises(ConfigError, match="has 2 of its 6 parameters from another model.* call model.reshard()"):
+        local_steps(model, on)
+
+
+def test_a_model_that_was_evaluated_is_trained_and_averaged(tmp_path: Path) -> None:
+    run(_evaluated, 4, tmp_path)
+
+
 def _refused(rank: int) -> None:
     on = mesh(2)
 
