@@ -152,6 +152,8 @@ class LocalAverages(AveragingLoop[Average]):
         compressed_numbers: numbers of the compressed parameters.
         watched: the parts of the model that must not change.
         sharding: how the parameters are divided among the ranks of a replica.
+        expected_sum: the `sum_of_weights` that were saved with a loaded state of the replica, until the next step; None
+            if there is none.
 
     Raises:
         ConfigError: on every rank, if the model, an optimizer or a value cannot work, or if ranks do not agree.
@@ -202,6 +204,7 @@ class LocalAverages(AveragingLoop[Average]):
         self._buffers = OwnBuffers(model)
         self._integers = IntegerBuffers(model, self.group)
         self._has_started = False
+        self.expected_sum: int | None = None
         self._begin_at_anchors()
         # This also runs at exit, because Gloo groups that are still open then can abort the process.
         weakref.finalize(model, self._engine.close)
@@ -332,6 +335,7 @@ class LocalAverages(AveragingLoop[Average]):
         self._buffers.take_back()
         take_from_first_rank(_own_parts(model), self.group)
         self.watched.take_loaded(None)
+        self.expected_sum = None
         self.outer.state.clear()
         self._engine.plans.clear()  # they hold the old memory
         self.step = 0
@@ -442,6 +446,13 @@ class LocalAverages(AveragingLoop[Average]):
         self._digest = digest_of(f"{self._digest} {number}")
 
     @torch.no_grad()
+    def sum_of_weights(self) -> int:
+        """Returns a sum over the bits of the replica's averaged parameters. A collective on the ranks of the
+        replica."""
+        entries = (entry for fragment in self.fragments for entry, _ in fragment.entries())
+        return self.sharding.sum_of_bits(entry.whole for entry in entries if not entry.is_buffer)
+
+    @torch.no_grad()
     def start_from_anchors(self) -> None:
         """Copy the anchors to this rank's parameters and buffers."""
         self._reshard()
@@ -462,6 +473,16 @@ class LocalAverages(AveragingLoop[Average]):
             with torch.no_grad():
                 is_at_anchor = not any(bundle.has_changed(buffers=False, tolerance=0.0) for bundle in bundles)
             self.watched.say_if_others_were_loaded(is_at_anchor=is_at_anchor)
+        expected = self.expected_sum
+        self.expected_sum = None
+        if expected is not None and expected != self.sum_of_weights():
+            self.start_from_anchors()
+            logger.warning(
+                "gqsgd: a state of local steps was loaded, and the weights of this replica are not those that it was "
+                "saved beside: of tensors that replicas save under one name, torch.distributed.checkpoint keeps some "
+                "of each. This replica starts from the anchor, and what it had learnt since the last average is lost. "
+                "Save the weights and the state of each replica under a name of its own"
+            )
 
     def _check_changes(self) -> None:
         """Raise ConfigError if this rank has changed the model or an optimizer so that an average would not make ranks

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.averages import Average, LocalAverages
 from lightning_gqsgd.local_steps.checking import check_local_state, check_tensors, rows_of
+from lightning_gqsgd.local_steps.divided_state import divided, joined
 from lightning_gqsgd.local_steps.fragments import Fragment
 from lightning_gqsgd.local_steps.gathering import gathered
 from lightning_gqsgd.local_steps.inner_state import all_or_nothing
@@ -39,19 +40,26 @@ _ENTRIES |= {"memory": Mapping, "rule": list}
 _WEIGHTS = "weights"
 #: Which shard of a model that is divided among ranks the state is of; no entry if the model is not divided.
 _SHARD = "shard"
+#: The sum of `LocalAverages.sum_of_weights`, in the state of a replica that is divided among ranks.
+_REPLICA_WEIGHTS = "replica_weights"
 #: Entries of each rank in the result of `gathered_state`.
 _OWN_ENTRIES = ("memory", "rule", "model", "optimizers")
 
 
-def state_of(averages: LocalAverages) -> dict[str, Any]:
+def state_of(averages: LocalAverages, *, in_parts: bool = False) -> dict[str, Any]:
     """Returns the state that this rank needs to continue, in addition to models and optimizers: plain values and
     tensors.
 
     Not a collective; waits for the averages under way, whose means are part of the state. If an average has failed,
     e.g. because a rank has died, the state has the anchor without it, and a warning says so.
+
+    Args:
+        averages: the averages.
+        in_parts: return the state of the replica, of whose tensors this rank has a part (see `divided_state`). This is
+            a collective on the ranks of the replica.
     """
     saved = [_saved(average, averages.fragments[average.fragment]) for average in averages.succeeded()]
-    return {
+    state = {
         "schema": STATE_SCHEMA,
         "seed": averages.config.seed,
         "step": averages.step,
@@ -64,8 +72,7 @@ def state_of(averages: LocalAverages) -> dict[str, Any]:
         "rounds": averages.rounds.state_dict(),
         "settled_after": [fragment.settled_after for fragment in averages.fragments],
         "anchors": {entry.name: anchor.clone() for part in averages.fragments for entry, anchor in part.entries()},
-        _WEIGHTS: averages.watched.digest(),
-        **({_SHARD: averages.sharding.shard} if averages.sharding.size > 1 else {}),
+        **(_of_replica(averages) if in_parts else _of_rank(averages)),
         "outer": averages.outer.state_dict(),
         "under_way": saved,
         MEMORY_LAYOUT: averages.store.layout,
@@ -75,6 +82,18 @@ def state_of(averages: LocalAverages) -> dict[str, Any]:
         },
         "rule": tree_map_only(Tensor, Tensor.clone, [averager.state() for averager in _averagers(averages)]),
     }
+    return divided(averages, state) if in_parts else state
+
+
+def _of_rank(averages: LocalAverages) -> dict[str, Any]:
+    """Returns the entries of a state that say whose weights it was saved beside."""
+    shard = {_SHARD: averages.sharding.shard} if averages.sharding.size > 1 else {}
+    return {_WEIGHTS: averages.watched.digest(), **shard}
+
+
+def _of_replica(averages: LocalAverages) -> dict[str, Any]:
+    """Returns these entries for the weights of the whole replica. A collective on its ranks."""
+    return {_REPLICA_WEIGHTS: averages.sum_of_weights()}
 
 
 @torch.inference_mode(False)  # training changes tensors that are created here
@@ -97,7 +116,10 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
         CollectiveError: if an average under way has failed. Nothing is changed then.
     """
     check_state(state, averages.requested, _ENTRIES)
-    _check_shard(averages, state)
+    if _REPLICA_WEIGHTS in state:
+        state = joined(averages, state)
+    else:
+        _check_shard(averages, state)
     own = (state["rank"], state["world_size"]) == (averages.rank, averages.world_size)
     check_local_state(averages, state, own)
     averages.wait_for_all()  # their jobs would write error memories, and those of the rule, after the state was loaded
@@ -113,6 +135,7 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
     # Ranks that load different states would keep different anchors for ever, so ranks also compare this.
     averages.mix_into_digest(digest_of_tensors(state["anchors"]))
     averages.watched.take_loaded(state.get(_WEIGHTS) if own else None)
+    averages.expected_sum = state.get(_REPLICA_WEIGHTS) if own else None
     if own:
         _take_memory(averages.store, state)
         for averager, saved in zip(_averagers(averages), state["rule"], strict=True):

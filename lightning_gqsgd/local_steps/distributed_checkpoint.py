@@ -4,19 +4,24 @@ If an optimizer has no state, ``get_state_dict`` and ``set_state_dict`` of `torc
 first make it do a step with gradients and learning rates of zero. They keep only two entries of its state, ``"state"``
 and ``"param_groups"``, but they keep all entries of a group. So the state of local steps is stored in the first group,
 as bytes. Bytes are a single value in a checkpoint, so their length may differ from that in the run that loads them.
+Tensors that are divided among ranks are stored beside the inner optimizer's state of their parameter; see
+`divided_state`.
 """
 
 from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 #: Entry of a state that holds the state of local steps, next to the entries of the inner optimizer's state.
 STATE_KEY = "local_steps"
+
+#: Entry of the state of local steps that has tensors by parameter, see `divided_state`.
+PARTS = "parts"
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 
@@ -37,25 +42,63 @@ def is_called_by_it() -> bool:
     return False
 
 
-def packed(inner: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def package_that_calls_it() -> str:
+    """Returns the package whose function calls torch.distributed.checkpoint.state_dict, such as ``"accelerate"``; empty
+    if none does."""
+    frame = sys._getframe(1)
+    is_inside = False
+    while frame.f_back is not None:
+        package, _, _ = frame.f_globals.get("__name__", "").partition(".")
+        if is_inside and package != "torch":
+            return package
+        is_inside |= frame.f_globals.get("__name__") == _MODULE
+        frame = frame.f_back
+    return ""
+
+
+def packed(inner: Mapping[str, Any], own: Mapping[str, Any], names: Sequence[str | None]) -> dict[str, Any]:
     """Returns an inner optimizer's state that has the state of local steps in its first group.
 
     Args:
         inner: the inner optimizer's state.
-        own: the state of local steps.
+        own: the state of local steps. Its parts, if it has some, are stored beside the inner state of their parameters.
+        names: the names of the inner optimizer's parameters, in order; None for one that has no part.
     """
+    parts = own.get(PARTS, {})
+    state = dict(inner["state"])
+    for key, name in zip(_keys(inner), names, strict=False):
+        if name in parts:
+            state[key] = {**state.get(key, {}), STATE_KEY: parts[name]}
     file = io.BytesIO()
-    torch.save(dict(own), file)
+    torch.save({name: value for name, value in own.items() if name != PARTS}, file)
     first, *others = inner["param_groups"]
-    return {**inner, "param_groups": [{**first, STATE_KEY: file.getvalue()}, *others]}
+    return {**inner, "state": state, "param_groups": [{**first, STATE_KEY: file.getvalue()}, *others]}
 
 
-def unpacked(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def unpacked(state: Mapping[str, Any], names: Sequence[str | None]) -> Mapping[str, Any]:
     """Returns a state in the form of `LocalSteps.state_dict`. If `packed` has not made the state, it is returned
-    unchanged."""
+    unchanged.
+
+    Args:
+        state: the state.
+        names: see `packed`.
+    """
     groups = state.get("param_groups") or [{}]
     if STATE_KEY in state or not isinstance(groups[0].get(STATE_KEY), bytes):
         return state
     first = {name: value for name, value in groups[0].items() if name != STATE_KEY}
     own = torch.load(io.BytesIO(groups[0][STATE_KEY]), map_location="cpu", weights_only=True)
-    return {**state, "param_groups": [first, *groups[1:]], STATE_KEY: own}
+    loaded = {**state, "param_groups": [first, *groups[1:]], STATE_KEY: own}
+    entries: Mapping[Any, Mapping[str, Any]] = state.get("state", {})
+    parts = {key: values[STATE_KEY] for key, values in entries.items() if STATE_KEY in values}
+    if parts:
+        name_of = dict(zip(_keys(state), names, strict=False))
+        own[PARTS] = {name_of.get(key, key): values for key, values in parts.items()}
+        rests = {key: {name: values[name] for name in values if name != STATE_KEY} for key, values in entries.items()}
+        loaded["state"] = {key: rest for key, rest in rests.items() if rest}
+    return loaded
+
+
+def _keys(state: Mapping[str, Any]) -> Iterable[Any]:
+    """Returns the keys of an optimizer's parameters in its state, in order: numbers, or names."""
+    return [key for group in state["param_groups"] for key in group["params"]]

@@ -18,6 +18,7 @@ from lightning_gqsgd.local_steps.averages import LocalAverages, open_meeting
 from lightning_gqsgd.local_steps.checkpoint import load_state, state_of
 from lightning_gqsgd.local_steps.choosing import make_local
 from lightning_gqsgd.local_steps.distributed_checkpoint import STATE_KEY, is_called_by_it, packed, unpacked
+from lightning_gqsgd.local_steps.divided_state import names_of
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.options import Every, LocalOptions
 from lightning_gqsgd.local_steps.outer import OuterOptimizer
@@ -251,18 +252,16 @@ class LocalSteps(Optimizer):
         the state of another rank starts from the anchor.
 
         ``get_state_dict`` and ``set_state_dict`` of torch.distributed.checkpoint keep this state, too; see
-        `distributed_checkpoint`.
+        `distributed_checkpoint`. If the model is divided among the ranks of a replica, ``get_state_dict`` is a
+        collective on these ranks.
         """
         inner = self.inner.state_dict()
-        own = self.averages.state_dict() if isinstance(self.averages, MergedAverages) else state_of(self.averages)
-        if not is_called_by_it():
-            return {**inner, STATE_KEY: own}
-        if isinstance(self.averages, LocalAverages) and self.averages.sharding.size > 1:
-            raise ConfigError(
-                "torch.distributed.checkpoint would keep the local steps of one rank for all ranks, and each has "
-                "its own shard: save model.state_dict() and optimizer.state_dict() on every rank, in a file of its own"
-            )
-        return packed(inner, own)
+        packs = is_called_by_it()
+        if isinstance(self.averages, MergedAverages):
+            own = self.averages.state_dict()
+        else:
+            own = state_of(self.averages, in_parts=packs and self.averages.sharding.is_divided)
+        return packed(inner, own, self._names()) if packs else {**inner, STATE_KEY: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a `state_dict`. Every rank calls this after it has loaded the weights of its model. This is no
@@ -273,7 +272,7 @@ class LocalSteps(Optimizer):
         """
         if not isinstance(state_dict, Mapping):
             raise ConfigError(f"the state is {state_dict!r:.50}, not a mapping; load what state_dict() has given")
-        state_dict = unpacked(state_dict)
+        state_dict = unpacked(state_dict, self._names())
         if STATE_KEY not in state_dict:
             raise ConfigError(
                 "the state was written without local steps, and has no anchor; load it into the inner optimizer, and "
@@ -299,6 +298,10 @@ class LocalSteps(Optimizer):
 
     def __reduce__(self) -> Any:
         return DetachedLocalSteps, ()
+
+    def _names(self) -> list[str | None]:
+        """Returns the names of the inner optimizer's parameters; see `names_of`."""
+        return [] if isinstance(self.averages, MergedAverages) else names_of(self.averages, self.inner)
 
     def _step_inner(self, closure: Callable[[], Any] | None) -> Any:
         """Make a step of the inner optimizer, as a GradScaler has requested."""

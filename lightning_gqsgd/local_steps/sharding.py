@@ -7,6 +7,7 @@ never has some shards from before an average and some from after it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.session.first_rank import take_from_first_rank
+
+#: Integer dtypes by the number of their bytes.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_divided(tensor: Tensor) -> bool:
@@ -28,6 +33,13 @@ def own_part(tensor: Tensor) -> Tensor:
         return tensor
     part: Tensor = cast(Any, tensor.detach()).to_local()
     return part
+
+
+def divided_like(whole: Tensor, part: Tensor) -> Tensor:
+    """Returns a copy of a tensor that belongs to this rank's part of ``whole``, divided among ranks as ``whole`` is."""
+    copy = torch.empty_like(whole.detach(), dtype=part.dtype, device=part.device)
+    own_part(copy).copy_(part)
+    return copy
 
 
 def number_of_part(tensor: Tensor) -> int:
@@ -56,13 +68,18 @@ class Sharding:
         place: number of this rank's shard.
         size: number of shards; 1 if parameters are not divided.
         groups: process groups that connect all ranks of the replica, one after the other.
-        device: device of the parameters.
+        device: device of the parameters; None if parameters are not divided.
     """
 
     place: int = 0
     size: int = 1
     groups: tuple[dist.ProcessGroup, ...] = ()
     device: torch.device | None = None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether parameters are divided, be it among one rank only."""
+        return self.device is not None
 
     @property
     def shard(self) -> str:
@@ -77,6 +94,30 @@ class Sharding:
         for group in self.groups:
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
         return bool(flag.item())
+
+    def take_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give tensors the values that they have on the rank of the first shard. A collective on the ranks of the
+        replica."""
+        for tensor in tensors:
+            moved = tensor.to(self.device)
+            for group in self.groups:
+                take_from_first_rank([moved], group)
+            tensor.copy_(moved)
+
+    def sum_of_bits(self, tensors: Iterable[Tensor]) -> int:
+        """Returns a sum over the bits of some tensors of the model, with all their parts. A collective on the ranks of
+        the replica.
+
+        The sum does not depend on how tensors are divided over one dimension of a mesh.
+        """
+        own = [own_part(tensor) for tensor in tensors if is_divided(tensor) or self.place == 0]
+        sums = [part.contiguous().view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64) for part in own]
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        for one in sums:
+            total += one.to(self.device)
+        for group in self.groups:
+            dist.all_reduce(total, group=group)
+        return int(total)
 
 
 #: Parameters that are not divided.

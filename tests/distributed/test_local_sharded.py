@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.local_steps.sharding import divided_like
 from tests.bits import bits_of
 from tests.distributed.models import loss_of, mlp
 from tests.distributed.ranks import logged, run
@@ -92,8 +95,6 @@ def _resumed(rank: int) -> list[str]:
     train(model, steps, on, range(5))
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "steps": steps.state_dict()}, file)
-    with pytest.raises(ConfigError, match="would keep the local steps of one rank for all ranks"):
-        get_optimizer_state_dict(model, steps)
     train(model, steps, on, range(5, 8))
     steps.close()
     file.seek(0)
@@ -114,6 +115,171 @@ def _resumed(rank: int) -> list[str]:
 def test_a_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
     for before, after in run(_resumed, 4, tmp_path):
         assert before == after
+
+
+#: Runs whose states have all kinds of tensors: an outer momentum, an average under way, a step counter, bf16 anchors.
+RUNS: list[dict[str, Any]] = [
+    {"bits": 4},
+    {"bits": 4, "outer_after": 0, "fragments": 2, "delay": 2},
+    {"bits": 8, "outer": torch.optim.Adam, "anchor_dtype": torch.bfloat16},
+]
+
+
+def _named(on: DeviceMesh, model: nn.Module, steps: LocalSteps) -> dict[str, Any]:
+    """What torch.distributed.checkpoint saves, or loads into, under the replica's name."""
+    weights, state = get_state_dict(model, steps)
+    return {f"replica{on['replicate'].get_local_rank()}": {"model": weights, "optimizer": state}}
+
+
+def _load(on: DeviceMesh, model: nn.Module, steps: LocalSteps, folder: Path) -> None:
+    named = _named(on, model, steps)
+    dcp.load(named, checkpoint_id=folder)
+    (own,) = named.values()
+    set_state_dict(model, steps, model_state_dict=own["model"], optim_state_dict=own["optimizer"])
+
+
+def _whole(steps: LocalSteps) -> str:
+    """The bits of all anchors and of the outer optimizer's tensors, with the parts of all shards."""
+    averages = steps.averages
+    found = []
+    for entry, anchor in (pair for fragment in averages.fragments for pair in fragment.entries()):
+        state = averages.outer.state.get(anchor, {}).values()
+        tensors = [value for value in state if isinstance(value, torch.Tensor)]
+        found += [divided_like(entry.whole, one).full_tensor() for one in [anchor, *tensors] if one.ndim]
+    return bits_of(found)
+
+
+def _saved_by_dcp(rank: int, folder: Path) -> list[Any]:
+    """Bits of an undisturbed run, and of one that goes on from a checkpoint."""
+    on = mesh(2)
+    ends: list[Any] = []
+    for number, fields in enumerate(RUNS):
+        model = sharded(on["shard"])
+        steps = local_steps(model, on, **fields)
+        train(model, steps, on, range(7))
+        assert bool(steps.averages.under_way) == ("delay" in fields)
+        dcp.save(_named(on, model, steps), checkpoint_id=folder / str(number))
+        ends.append(_whole(steps))
+        train(model, steps, on, range(7, 12))
+        undisturbed = [weight_bits(model), _whole(steps)]
+        steps.close()
+
+        model = sharded(on["shard"])
+        steps = local_steps(model, on, **{**fields, "seed": 7})
+        _load(on, model, steps, folder / str(number))
+        assert (steps.averages.step, _whole(steps)) == (7, ends[-1])
+        train(model, steps, on, range(7, 12))
+        assert [weight_bits(model), _whole(steps)] == undisturbed
+        steps.close()
+    return ends
+
+
+def _loaded_by_others(rank: int, folder: Path, replicas: int) -> list[Any]:
+    """Bits of what another number of ranks has loaded."""
+    on = mesh(replicas)
+    records = logged()
+    found: list[Any] = []
+    for number, fields in enumerate(RUNS):
+        model = sharded(on["shard"])
+        steps = local_steps(model, on, **fields)
+        _load(on, model, steps, folder / str(number))
+        found.append(_whole(steps))
+        records.clear()
+        train(model, steps, on, range(7, 9))
+        assert not [text for text in records if "not those that it was saved beside" in text]
+        steps.finish()
+        assert all(bool(one.to_local().isfinite().all()) for one in model.parameters())
+        steps.close()
+    return found
+
+
+def test_a_distributed_checkpoint_resumes_to_the_same_bits_and_on_other_shards(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    saved = run(_saved_by_dcp, 4, tmp_path, folder)
+    assert saved == [saved[0]] * 4
+    for ranks, replicas in ((2, 2), (6, 2), (3, 1)):
+        assert run(_loaded_by_others, ranks, tmp_path, folder, replicas) == [saved[0]] * ranks
+
+
+def _under_one_name(rank: int, folder: Path) -> tuple[bool, list[str], str]:
+    """All replicas save their own weights under the same names."""
+    on = mesh(2)
+    model = sharded(on["shard"])
+    steps = local_steps(model, on, bits=4, outer_after=0)
+    train(model, steps, on, range(5))
+    weights, state = get_state_dict(model, steps)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    steps.close()
+    model = sharded(on["shard"])
+    steps = local_steps(model, on, bits=4, outer_after=0)
+    weights, state = get_state_dict(model, steps)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    records = logged()
+    set_state_dict(model, steps, model_state_dict=weights, optim_state_dict=state)
+    steps.averages.check_start()
+    starts = [text for text in records if "starts from the anchor" in text]
+    bundles = [bundle for fragment in steps.averages.fragments for bundle in fragment.bundles]
+    is_at_anchor = not any(bundle.has_changed(buffers=True, tolerance=0.0) for bundle in bundles)
+    train(model, steps, on, range(5, 9))
+    steps.finish()
+    steps.close()
+    return is_at_anchor, starts, weight_bits(model)
+
+
+def test_replicas_that_have_saved_under_one_name_start_from_the_anchor(tmp_path: Path) -> None:
+    ranks = run(_under_one_name, 4, tmp_path, tmp_path / "checkpoint")
+    assert all(is_at_anchor and len(starts) == 1 for is_at_anchor, starts, _ in ranks)
+    texts = {text for _, starts, _ in ranks for text in starts}
+    assert len([text for text in texts if "Save the weights and the state of each replica" in text]) == 1
+    assert len({bits for _, _, bits in ranks}) == 1
+
+
+class _Factored(torch.optim.SGD):
+    """Remembers a number for each row, as Adafactor does."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                self.state[tensor]["row"] = tensor.new_zeros(len(tensor))
+
+
+def _not_loaded(rank: int, folder: Path) -> None:
+    """One rank finds that a state does not fit, and keeps its own."""
+    on = mesh(2)
+    model = sharded(on["shard"])
+    steps = local_steps(model, on, bits=4)
+    state = get_optimizer_state_dict(model, steps)
+    wide = sharded(on["shard"], mlp(width=160))
+    other = local_steps(wide, on, bits=4, outer="sgd")
+    before = _whole(other)
+    if rank == 1:
+        with pytest.raises(ConfigError, match=r"has \(64, 32\) for '0.weight', this model \(80, 32\)"):
+            other.load_state_dict(state)
+    train(wide, other, on, range(1))
+    del state["state"]["2.weight"]["local_steps"]["anchor"]
+    with pytest.raises(ConfigError, match="'anchor' of '2.weight' was not loaded"):
+        steps.load_state_dict(state)
+    whole = mlp()
+    alone = LocalSteps(whole, torch.optim.AdamW(whole.parameters(), lr=0.01), bits=4)
+    state = get_optimizer_state_dict(model, steps)
+    for values in state["state"].values():
+        del values["local_steps"]  # which dcp.load would not have loaded
+    with pytest.raises(ConfigError, match="into a model that fully_shard has divided, be it among one rank"):
+        alone.load_state_dict(state)
+    other.finish()
+    assert _whole(other) != before
+    momentum = local_steps(sharded(on["shard"]), on, outer=partial(_Factored, lr=1.0))
+    with pytest.raises(ConfigError, match="_Factored keeps 'row' in another shape .* in a file of its own"):
+        get_optimizer_state_dict(model, momentum)
+    model = sharded(on["shard"])
+    remembering = local_steps(model, on, rule="predicted", bits=4, reducer="gather")
+    with pytest.raises(ConfigError, match=r"rule=.* has a memory that torch.distributed.checkpoint cannot divide"):
+        get_optimizer_state_dict(model, remembering)
+
+
+def test_a_state_that_cannot_be_saved_or_loaded_is_refused(tmp_path: Path) -> None:
+    run(_not_loaded, 4, tmp_path, tmp_path / "checkpoint")
 
 
 def _not_finite(rank: int) -> tuple[str, int, bool]:
