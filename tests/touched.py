@@ -64,6 +64,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "lightning_gqsgd/frameworks/",
     ),
     "tests/integrations/test_examples.py": ("examples/",),
+    "tests/integrations/test_local_sharded.py": ("lightning_gqsgd/local_steps/",),
     "tests/integrations/test_local_steps.py": ("lightning_gqsgd/local_steps/", "lightning_gqsgd/frameworks/"),
     "tests/integrations/test_plain.py": ("lightning_gqsgd/adaptive/", "lightning_gqsgd/frameworks/"),
     "tests/integrations/test_ray.py": ("lightning_gqsgd/frameworks/ray",),
