@@ -205,6 +205,7 @@ class LocalAverages(AveragingLoop[Average]):
         self._integers = IntegerBuffers(model, self.group)
         self._has_started = False
         self.expected_sum: int | None = None
+        self._was_loaded = False
         self._begin_at_anchors()
         # This also runs at exit, because Gloo groups that are still open then can abort the process.
         weakref.finalize(model, self._engine.close)
@@ -336,6 +337,7 @@ class LocalAverages(AveragingLoop[Average]):
         take_from_first_rank(_own_parts(model), self.group)
         self.watched.take_loaded(None)
         self.expected_sum = None
+        self._was_loaded = False
         self.outer.state.clear()
         self._engine.plans.clear()  # they hold the old memory
         self.step = 0
@@ -438,6 +440,7 @@ class LocalAverages(AveragingLoop[Average]):
         self.averages = state["averages"]
         self.skipped = state["skipped"]
         self.rounds.load_state_dict(state["rounds"], self.step)
+        self._was_loaded = True
         self._engine.plans.clear()
 
     def mix_into_digest(self, number: int) -> None:
@@ -468,6 +471,9 @@ class LocalAverages(AveragingLoop[Average]):
 
     def _look_at_loaded_weights(self) -> None:
         """After a state was loaded, warn if the weights are not those that were saved with it."""
+        if self._was_loaded:
+            self._was_loaded = False
+            self._agree_on_averages()
         if self.watched.expects is not None:
             bundles = [bundle for fragment in self.fragments for bundle in fragment.bundles]
             with torch.no_grad():
@@ -482,6 +488,20 @@ class LocalAverages(AveragingLoop[Average]):
                 "saved beside: of tensors that replicas save under one name, torch.distributed.checkpoint keeps some "
                 "of each. This replica starts from the anchor, and what it had learnt since the last average is lost. "
                 "Save the weights and the state of each replica under a name of its own"
+            )
+
+    def _agree_on_averages(self) -> None:
+        """Leave out the averages under way if shards have loaded different ones. A collective on the ranks of a
+        replica.
+
+        When a rank dies, the averages of its shard fail, and those of other shards may succeed.
+        """
+        under_way = [(average.fragment, average.use_after) for average in self.under_way]
+        if not self.sharding.agree(digest_of(str(under_way))):
+            self.under_way.clear()
+            logger.warning(
+                "gqsgd: the loaded states of a replica's shards have different averages under way, as after the death "
+                "of a rank: all shards leave them out, and what was learnt in them is lost"
             )
 
     def _check_changes(self) -> None:
@@ -512,7 +532,8 @@ class LocalAverages(AveragingLoop[Average]):
             )
 
     def _leaves_anchor(self, numbers: list[int], buffers: bool = True, tolerance: float = 0.0) -> list[bool]:
-        """Returns, for each of some fragments, True if its tensors have left the anchor on some rank. A collective.
+        """Returns, for each of some fragments, True if its tensors have left the anchor on some rank of any shard. A
+        collective.
 
         Args:
             numbers: numbers of the fragments.
@@ -527,7 +548,8 @@ class LocalAverages(AveragingLoop[Average]):
         request = self._request(segments, numbers[0], self.watched.frozen())._replace(varies=True)
         with self._or_broken():
             self._engine.reduce(sums, request).wait()
-        return [bool(share) for share in sums.tolist()]
+        # The ranks of a replica go on alike, also if only one of its shards has changed.
+        return [not self.sharding.all_have(not share) for share in sums.tolist()]
 
     def _is_preserved(self) -> bool:
         return is_preserved(self.config, self.outer)

@@ -95,6 +95,13 @@ class Sharding:
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
         return bool(flag.item())
 
+    def agree(self, number: int) -> bool:
+        """Returns whether all shards have the same number. A collective on the ranks of the replica."""
+        both = torch.tensor([number, -number], device=self.device)
+        for group in self.groups:
+            dist.all_reduce(both, dist.ReduceOp.MIN, group=group)
+        return bool(both[0] == -both[1])
+
     def take_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Give tensors the values that they have on the rank of the first shard. A collective on the ranks of the
         replica."""

@@ -336,6 +336,53 @@ def test_a_model_that_was_evaluated_is_trained_and_averaged(tmp_path: Path) -> N
     run(_evaluated, 4, tmp_path)
 
 
+def _one_has_failed(rank: int) -> str:
+    """A rank died in the average of one shard, which is not in the states of the others that have this shard."""
+    on = mesh(2)
+    model = sharded(on["shard"])
+    steps = local_steps(model, on, bits=8, delay=2, outer="sgd")
+    train(model, steps, on, range(4))
+    own, state = model.state_dict(), steps.state_dict()
+    assert state["local_steps"]["under_way"]
+    if on["shard"].get_local_rank() == 1:
+        state["local_steps"]["under_way"] = []
+    other = sharded(on["shard"])
+    resumed = local_steps(other, on, bits=8, delay=2, outer="sgd")
+    other.load_state_dict(own)
+    resumed.load_state_dict(state)
+    records = logged()
+    train(other, resumed, on, range(4, 5))
+    assert [text for text in records if "shards have different averages under way" in text]
+    assert not resumed.averages.under_way
+    train(other, resumed, on, range(5, 9))
+    resumed.finish()
+    return weight_bits(other)
+
+
+def test_an_average_that_failed_for_one_shard_is_left_out_by_all(tmp_path: Path) -> None:
+    assert len(set(run(_one_has_failed, 4, tmp_path))) == 1
+
+
+def _changed_on_one(rank: int) -> str:
+    """After the last average, ranks of one shard change their weights."""
+    on = mesh(2)
+    model = sharded(on["shard"])
+    steps = local_steps(model, on, **EXACT)
+    train(model, steps, on, range(3))
+    before = model[4].bias.full_tensor()
+    if on["shard"].get_local_rank() == 0:
+        with torch.no_grad():
+            model[4].bias.to_local()[0] += on["replicate"].get_local_rank()
+    steps.finish()
+    change = model[4].bias.full_tensor() - before
+    assert (change[0], change[1:].any()) == (0.5, False)
+    return weight_bits(model)
+
+
+def test_the_last_average_is_made_by_all_shards_if_one_has_changed(tmp_path: Path) -> None:
+    assert len(set(run(_changed_on_one, 4, tmp_path, timeout=30))) == 1
+
+
 def _refused(rank: int) -> None:
     on = mesh(2)
 
