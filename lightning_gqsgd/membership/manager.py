@@ -117,6 +117,7 @@ class TorchftMembers(Members):
         self._device = device
         self._min_replicas = min_replicas
         self._patience = patience
+        self.patience_s = patience.total_seconds()
         self._lighthouse = lighthouse_address(os.environ)
         check_resolves(self._lighthouse)
         self._name = name_for(facts)

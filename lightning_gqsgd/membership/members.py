@@ -6,6 +6,7 @@ merge runs over a process group of fixed ranks, over torchft's members, and over
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from lightning_gqsgd.kernels.layout import Segment
+
+logger = logging.getLogger(__name__)
 
 
 class MergeFailed(RuntimeError):
@@ -101,9 +104,11 @@ class Members(ABC):
         waits_for_all: whether all members are known, so that a member that has finished may wait for the others in a
             merge. If members join and leave, the others would start a merge without the members that are still in their
             round.
+        patience_s: seconds without a step after which members that have finished wait no longer for another member.
     """
 
     waits_for_all: bool
+    patience_s: float
 
     def run(self, merge: Generator[Request, Any, Result]) -> Result:
         """Answer all requests of a merge, and return its result.
@@ -148,6 +153,23 @@ class Members(ABC):
         Args:
             merges: number of merges so far.
         """
+
+    def leave_behind(self, idle: Mapping[int, str]) -> None:
+        """End the training without members that make no steps, after all others have finished. All members, also
+        those, call this after the same merge.
+
+        Args:
+            idle: the names of these members, by their numbers.
+
+        Raises:
+            CollectiveError: if members cannot leave.
+        """
+        logger.warning(
+            "gqsgd: %s made no step for %.0f s, and all other members have finished: the training ends without %s",
+            " and ".join(idle.values()),
+            self.patience_s,
+            "it" if len(idle) == 1 else "them",
+        )
 
     @abstractmethod
     def close(self) -> None:

@@ -308,6 +308,28 @@ def suspended(rank: int, lighthouse: str, folder: Path) -> list[str]:
     return [text for text in said if "none of its members is left" in text]
 
 
+def stands_still(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
+    """Member 1 makes no steps, perhaps after an error, until member 0 has finished without it. Then it goes on."""
+    said = logged()
+    pytest.MonkeyPatch().setattr("lightning_gqsgd.local_steps.merges.rounds._PATIENCE_S", 3.0)
+    model, optimizer = member(rank, lighthouse)
+    generator = torch.Generator().manual_seed(rank)
+    while optimizer.averages.world_size < 2:
+        train_step(model, optimizer, generator, 0.02)
+    (folder / f"both{rank}").touch()
+    wait_for(lambda: all((folder / f"both{number}").exists() for number in range(2)))
+    if rank:
+        wait_for((folder / "over").exists)
+        alone = optimizer.samples
+        for _ in range(5):
+            train_step(model, optimizer, generator, 0.02)
+        result = finished(model, optimizer)
+        return {**result, "alone": result["samples"] - alone, "said": said}
+    result = finished(model, optimizer)
+    (folder / "over").touch()
+    return {**result, "said": said}
+
+
 def _stop_until(condition: Callable[[], bool]) -> None:
     """Stop this process until something is so."""
     own = os.getpid()

@@ -408,6 +408,27 @@ def test_a_dead_rank_of_a_process_group_is_an_error_on_the_others(tmp_path: Path
     assert "merge" in message
 
 
+def _stands_still(rank: int) -> str:
+    """Training ends with an error on rank 1, whose process goes on. Rank 2 trains for longer than others wait."""
+    pytest.MonkeyPatch().setattr(FixedMembers, "patience_s", 2.0)
+    model, optimizer, generator = merging(rank)
+    for _ in range(20 if rank < 2 else 150):
+        train_step(model, optimizer, generator, 0.02)
+    if rank == 1:
+        deadline = time.monotonic() + 60
+        while not optimizer.averages.is_closed and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return error_text(CollectiveError, optimizer.step)
+    assert not optimizer.averages.is_closed  # nobody stops a rank that trains
+    return error_text(CollectiveError, optimizer.finish)
+
+
+def test_ranks_that_have_finished_name_the_rank_that_makes_no_more_steps(tmp_path: Path) -> None:
+    text = run_alike(_stands_still, 3, tmp_path)
+    assert "finish() has waited for rank 1 (" in text
+    assert "made no step for 2 s and did not call finish()" in text
+
+
 def _counts_once(rank: int) -> tuple[str, list[str]]:
     said = logged()
     model, optimizer = counting(every="100ms")

@@ -25,7 +25,7 @@ from lightning_gqsgd.local_steps.merges.contribution import Contribution, differ
 from lightning_gqsgd.local_steps.merges.fixed import FixedMembers
 from lightning_gqsgd.local_steps.merges.merge import Member, Merge, merge
 from lightning_gqsgd.local_steps.merges.rounds import ByClock, BySteps, MergeRounds
-from lightning_gqsgd.local_steps.merges.rows import Flag, Row, fastest_step_s, majority, shares_of
+from lightning_gqsgd.local_steps.merges.rows import Flag, Row, are_last, fastest_step_s, majority, shares_of
 from lightning_gqsgd.local_steps.merges.shared import SharedState
 from lightning_gqsgd.local_steps.merges.thread import MergeThread
 from lightning_gqsgd.local_steps.options import LocalOptions, parse_time
@@ -63,6 +63,20 @@ def test_shares_are_those_of_samples() -> None:
     shares = shares_of([row(1, samples=3), row(2, samples=1), row(3, samples=0), row(4, flags=Flag(0))], 10.0)
     assert shares.of_members == (0.75, 0.25, 0.0, 0.0)
     assert shares.left_out == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_last"),
+    [
+        ([Flag.HAS_FINISHED, Flag.HAS_FINISHED | SENDS], True),
+        ([Flag.HAS_FINISHED, Flag.IS_IDLE], True),
+        ([Flag.HAS_FINISHED, Flag.IS_IDLE, Flag(0)], False),
+        ([Flag.HAS_FINISHED, SENDS], False),
+        ([Flag.IS_IDLE, Flag.IS_IDLE], False),  # whoever had finished makes further steps
+    ],
+)
+def test_a_merge_is_the_last_if_nobody_who_has_not_finished_makes_steps(flags: list[Flag], is_last: bool) -> None:
+    assert are_last([row(number, flags=each) for number, each in enumerate(flags)]) == is_last
 
 
 def test_nobody_sends_anything() -> None:

@@ -362,7 +362,12 @@ class MergedAverages:
         has the weight of the round before. A second call in a row does nothing; if parameters have changed in between,
         a warning says that this change is not merged.
 
+        A member that makes no steps, and does not finish, is waited for no longer than the timeout, or, with
+        ``elastic``, than the patience of `rounds`. Then members end without it, or raise an error if it cannot leave.
+
         Raises:
+            CollectiveError: if nothing can be merged any more, or if another rank of the process group makes no steps,
+                and does not call this.
             SystemExit: with ``elastic``, if this process was sent SIGTERM; see `advance`.
         """
         refuse_kept([self._fragment])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import CollectiveError
 from lightning_gqsgd.membership.members import Commit, Gather, Meet, Members, Quorum, Rejoin, Request, Sum
+from lightning_gqsgd.wire.agreement import named
 from lightning_gqsgd.wire.engine import Engine
 from lightning_gqsgd.wire.engine import Request as EngineRequest
 from lightning_gqsgd.wire.telemetry import Telemetry
@@ -64,6 +66,20 @@ class FixedMembers(Members):
             "hook of its step (register_step_post_hook), in which all ranks change them in the same merge; or a state "
             "was loaded on some ranks only; or processors round differently. Load the same state on every rank, and "
             "make a new LocalSteps"
+        )
+
+    @property
+    def patience_s(self) -> float:  # type: ignore[override]
+        """The timeout of collectives, in seconds."""
+        return self._engine.communicator.timeout.total_seconds()
+
+    def leave_behind(self, idle: Mapping[int, str]) -> None:
+        """Raise CollectiveError, because ranks of a process group cannot leave."""
+        raise CollectiveError(
+            f"gqsgd: finish() has waited for {named(list(idle), self._engine.communicator.numbers)} "
+            f"({', '.join(idle.values())}), which made no step for {self.patience_s:.0f} s and did not call finish(): "
+            "its training loop has ended early, has raised an error, or hangs. Look at its log. Every rank has to call "
+            "finish() at the end, and close() if it gives up; if a rank is only slow, give a longer timeout"
         )
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_gqsgd.errors import CollectiveError, counted
 from lightning_gqsgd.local_steps.merges.contribution import Contribution, norm_of, parameters_in
-from lightning_gqsgd.local_steps.merges.rows import Flag, Row, Shares, majority, shares_of
+from lightning_gqsgd.local_steps.merges.rows import Flag, Row, Shares, are_last, majority, shares_of
 from lightning_gqsgd.local_steps.merges.shared import SharedState
 from lightning_gqsgd.local_steps.outer import describe_outer
 from lightning_gqsgd.membership.members import Commit, Gather, Meet, Quorum, Rejoin, Request, Sum
@@ -68,7 +68,13 @@ class Merge:
     @property
     def is_last(self) -> bool:
         """Returns whether no member makes further steps, so that all members have all changes."""
-        return all(Flag.HAS_FINISHED in row.flags for row in self.rows)
+        return are_last(self.rows)
+
+    @property
+    def left_behind(self) -> dict[int, str]:
+        """The names of the members that have not finished, although the merge is the last one, by their numbers."""
+        idle = {number: row.name for number, row in enumerate(self.rows) if Flag.IS_IDLE in row.flags}
+        return idle if self.is_last else {}
 
 
 #: Yields requests, is resumed with their answers, and returns the result of the merge; None if it was not valid.
@@ -84,6 +90,7 @@ def merge(
     step_s: float = 0.0,
     outlier: float = math.inf,
     has_finished: bool = False,
+    is_idle: bool = False,
 ) -> Requests:
     """Make one merge: yield all requests that it needs, and apply it.
 
@@ -94,6 +101,7 @@ def merge(
         step_s: seconds that one of its steps takes.
         outlier: see `rows.shares_of`.
         has_finished: whether it makes no more steps, and has no other change to send.
+        is_idle: see `rows.Flag`.
     """
     quorum: Quorum = yield Meet()
     if quorum.state is not None:
@@ -101,7 +109,8 @@ def merge(
     was_counted = contribution is not None and shared.has_settled(member.identity, contribution.number)
     sent = None if was_counted else contribution
     changes = [] if sent is None else sent.changes(shared.fragment.bundles)
-    row = _row(shared, member, sent, changes, step_s, has_finished)
+    flags = Flag.HAS_FINISHED if has_finished else Flag.IS_IDLE if is_idle else Flag(0)
+    row = _row(shared, member, sent, changes, step_s, flags)
     rows = [Row.of(each) for each in (yield Gather(row.tensor()))]
     gathered_at = time.monotonic()
     if len({each.known for each in rows}) > 1:
@@ -173,10 +182,9 @@ def _row(
     sent: Contribution | None,
     changes: Sequence[Tensor],
     step_s: float,
-    has_finished: bool,
+    flags: Flag,
 ) -> Row:
-    """Returns the row of this member."""
-    flags = Flag(0)
+    """Returns the row of this member. ``flags`` are those that do not follow from what it sends."""
     norm = 0.0
     if sent is not None:
         cut = [
@@ -187,7 +195,7 @@ def _row(
         flags |= Flag.HAS_CHANGE
         if math.isfinite(norm + norm_of([of_buffers for _, of_buffers in cut])):
             flags |= Flag.IS_FINITE
-    if has_finished or (sent is not None and sent.has_finished):
+    if sent is not None and sent.has_finished:
         flags |= Flag.HAS_FINISHED
     return Row(
         member.identity,

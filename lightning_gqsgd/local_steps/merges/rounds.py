@@ -9,6 +9,7 @@ for less than one step.
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -43,6 +44,11 @@ class MergeRounds(ABC):
     def step_s(self) -> float:
         """Seconds of the longest of the latest steps; see the class."""
         return max(self._times, default=0.0)
+
+    @property
+    def latest_step(self) -> float:
+        """time.monotonic() at the end of the latest step; minus infinity before the first one."""
+        return -math.inf if self._step_began is None else self._step_began
 
     @property
     @abstractmethod

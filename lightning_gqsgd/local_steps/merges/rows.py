@@ -23,11 +23,13 @@ class Flag(IntFlag):
         HAS_CHANGE: it sends a change in this merge.
         IS_FINITE: that change has no NaN and no infinity.
         HAS_FINISHED: it makes no more steps, and all of its changes are in this merge or in earlier ones.
+        IS_IDLE: it has not finished, and has made no step for so long that those that have finished wait no longer.
     """
 
     HAS_CHANGE = 1
     IS_FINITE = 2
     HAS_FINISHED = 4
+    IS_IDLE = 8
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,13 @@ def majority(rows: Sequence[Row]) -> tuple[int, int, int]:
     for row in rows:
         groups.setdefault(row.known, []).append(row.identity)
     return min(groups, key=lambda group: (-len(groups[group]), min(groups[group])))
+
+
+def are_last(rows: Sequence[Row]) -> bool:
+    """Returns whether a merge is the last one, because some members have finished, and the others are idle. All members
+    get the same result."""
+    ends = Flag.HAS_FINISHED | Flag.IS_IDLE
+    return any(Flag.HAS_FINISHED in row.flags for row in rows) and all(row.flags & ends for row in rows)
 
 
 def fastest_step_s(rows: Sequence[Row]) -> float:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.checking import check_tensors
 from lightning_gqsgd.local_steps.fragments import Fragment
-from lightning_gqsgd.local_steps.merges.rows import Flag, Row, Shares
+from lightning_gqsgd.local_steps.merges.rows import Row, Shares, are_last
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import load_outer
 from lightning_gqsgd.session.checkpoint import is_count
@@ -128,8 +128,7 @@ class SharedState:
                 self.mean_steps += sum(row.steps for row in used) / len(used)
                 # At the end, the anchor becomes the mean of the members' models, because momentum would move it too
                 # far.
-                is_last = all(Flag.HAS_FINISHED in row.flags for row in rows)
-                plain = is_last or self._options.leaves_outer_out(int(self.mean_steps))
+                plain = are_last(rows) or self._options.leaves_outer_out(int(self.mean_steps))
                 self.fragment.move_anchors(means, self.outer, plain=plain)
                 self.integers = integers
             self.merges += 1

@@ -15,6 +15,7 @@ from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.local_steps.merges.contribution import Contribution
 from lightning_gqsgd.local_steps.merges.merge import Member, Merge, merge
 from lightning_gqsgd.local_steps.merges.rounds import MergeRounds
+from lightning_gqsgd.local_steps.merges.rows import Flag
 from lightning_gqsgd.local_steps.merges.shared import SharedState
 from lightning_gqsgd.membership.members import Members, MergeFailed
 from lightning_gqsgd.wire.staging import make_current
@@ -70,6 +71,7 @@ class MergeThread:
         self._process = os.getpid()
         self._error: BaseException | None = None
         self._failing_since: float | None = None
+        self._others_wait_since: float | None = None  # those that have finished
         self._has_said_why = False
         self.latest: Merge | None = None
         self.failed = 0
@@ -112,6 +114,7 @@ class MergeThread:
         with self._changed:
             assert self._contribution is None
             self._contribution = contribution
+            self._rests = False  # if the others have left this member behind
             self._settled_by = None
             self._changed.notify_all()
 
@@ -193,7 +196,8 @@ class MergeThread:
                     contribution = self._contribution
                     # A contribution has its own flag that says whether it is the last.
                     has_finished = self._has_finished and contribution is None
-                found = self._merge(contribution, has_finished)
+                    is_idle = self._is_idle() and contribution is None
+                found = self._merge(contribution, has_finished, is_idle)
                 if found is not None:
                     self._take(found, contribution)
         except BaseException as error:
@@ -223,7 +227,15 @@ class MergeThread:
             return self._members.waits_for_all or late_after_s is None
         return self._contribution is not None
 
-    def _merge(self, contribution: Contribution | None, has_finished: bool) -> Merge | None:
+    def _is_idle(self) -> bool:
+        """Returns whether members that have finished have waited in vain for a step of this one."""
+        if self._others_wait_since is None or self._has_finished:
+            return False
+        since = max(self._others_wait_since, self._rounds.latest_step)
+        # A step may take longer than members wait for each other's messages.
+        return time.monotonic() - since > self._members.patience_s + self._rounds.step_s
+
+    def _merge(self, contribution: Contribution | None, has_finished: bool, is_idle: bool = False) -> Merge | None:
         """Try to make a merge. Returns None if it failed.
 
         Raises:
@@ -236,6 +248,7 @@ class MergeThread:
             step_s=self._rounds.step_s,
             outlier=self._outlier,
             has_finished=has_finished,
+            is_idle=is_idle,
         )
         problem: Exception | None = None
         try:
@@ -269,13 +282,21 @@ class MergeThread:
         return None
 
     def _take(self, found: Merge, contribution: Contribution | None) -> None:
-        """Publish a merge."""
+        """Publish a merge.
+
+        Raises:
+            CollectiveError: if it is the last one, and a member that cannot be left behind has not finished.
+        """
         with self._changed:
             self.latest = found
             self._rounds.begin(found.gathered_at, found.rows)
             if contribution is not None:
                 self._contribution = None
                 self._settled_by = found
-            if found.is_last:
+            is_waited_for = any(Flag.HAS_FINISHED in row.flags for row in found.rows) and not found.is_last
+            self._others_wait_since = (self._others_wait_since or found.gathered_at) if is_waited_for else None
+            if found.left_behind:
+                self._members.leave_behind(found.left_behind)
+            if found.is_last and self._contribution is None:
                 self._rests = True
             self._changed.notify_all()
