@@ -173,6 +173,26 @@ def test_by_steps_the_merge_begins_when_the_steps_are_made() -> None:
     assert rounds.late_after_s() is None
 
 
+@pytest.mark.parametrize(
+    ("every_s", "is_ready", "due_after_s"), [(15.0, True, 0.0), (60.0, True, 41.25), (60.0, False, 63.75)]
+)
+def test_ranks_of_a_process_group_come_so_late_in_a_long_round_that_none_waits_for_longer_than_the_timeout(
+    every_s: float, is_ready: bool, due_after_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("lightning_gqsgd.local_steps.merges.rounds.time.monotonic", lambda: now[0])
+    rounds = ByClock(every_s)
+    rounds.end_step()
+    now[0] += 50.0  # an epoch of validation, which counts as a step
+    rounds.end_step()
+    rounds.begin(now[0], [row(1)])
+    members: Any = SimpleNamespace(waits_for_all=True, patience_s=30.0)
+    thread = MergeThread(members, state_of(0.0), Member(1, "one"), rounds, 10.0, torch.device("cpu"))
+    if is_ready:
+        thread.finish()
+    assert thread._due_after_s() == due_after_s
+
+
 @pytest.mark.parametrize("rounds", [ByClock(0.0), BySteps(lambda _: 1)])
 def test_nothing_is_due_before_the_first_merge_of_a_member_that_joins_between_two(rounds: MergeRounds) -> None:
     assert rounds.is_due(1)

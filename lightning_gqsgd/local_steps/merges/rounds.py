@@ -86,8 +86,12 @@ class MergeRounds(ABC):
         """Continue after ``merges`` merges, the count of a checkpoint."""
 
     @abstractmethod
-    def late_after_s(self) -> float | None:
-        """Returns the seconds until this member merges without a handover; None if it never does."""
+    def late_after_s(self, most_s: float = math.inf) -> float | None:
+        """Returns the seconds until this member merges without a handover; None if it never does.
+
+        Args:
+            most_s: how many seconds after the end of the round, and the grace, that is at most.
+        """
 
     @abstractmethod
     def _is_over(self, steps: int) -> bool:
@@ -121,10 +125,10 @@ class ByClock(MergeRounds):
         """Returns whether the end of the next step would be too late."""
         return steps > 0 and time.monotonic() + self.step_s >= self._ends + self._grace_s
 
-    def late_after_s(self) -> float | None:
+    def late_after_s(self, most_s: float = math.inf) -> float | None:
         """Returns the seconds until the end of the round plus the grace, plus half a step because the times of steps
         vary."""
-        return max(0.0, self._ends + self._grace_s + self.step_s / 2 - time.monotonic())
+        return max(0.0, self._ends + self._grace_s + min(self.step_s / 2, most_s) - time.monotonic())
 
     def _plan(self, began: float, rows: Sequence[Row]) -> None:
         """Plan the next round, with the grace of the fastest member."""
@@ -160,7 +164,7 @@ class BySteps(MergeRounds):
         """Returns whether the round's steps have been made."""
         return steps >= self._steps_of_round(self._number)
 
-    def late_after_s(self) -> float | None:
+    def late_after_s(self, most_s: float = math.inf) -> float | None:
         """Returns None: a merge begins only after this member has handed over."""
         return None
 

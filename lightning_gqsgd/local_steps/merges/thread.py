@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -209,23 +210,26 @@ class MergeThread:
     def _wait_until_due(self) -> bool:
         """Wait until the next merge is due. Returns False once this is closed."""
         with self._changed:
-            while not self._is_closing and not self._is_due():
-                wait_s = None if self._rests else self._rounds.late_after_s()
-                self._changed.wait(None if wait_s is None else wait_s + 0.001)
+            while not self._is_closing and (due_after_s := self._due_after_s()) != 0:
+                self._changed.wait(None if due_after_s is None else due_after_s + 0.001)
             return not self._is_closing
 
-    def _is_due(self) -> bool:
+    def _due_after_s(self) -> float | None:
+        """Returns the seconds until the next merge is due; None if it is not known."""
         if self._rests:
-            return False
+            return None
         if self._failing_since is not None:
-            return True
-        late_after_s = self._rounds.late_after_s()
-        if late_after_s == 0:
-            return True
-        if self._has_finished:
-            # If members join and leave, finished members would begin a merge without the others.
-            return self._members.waits_for_all or late_after_s is None
-        return self._contribution is not None
+            return 0.0
+        # Ranks of a process group wait for each other no longer than the timeout, and a round may be longer. So they
+        # come around its end.
+        timeout_s = self._members.patience_s if self._members.waits_for_all else math.inf
+        late_after_s = self._rounds.late_after_s(timeout_s / 8)
+        is_ready = self._has_finished or self._contribution is not None
+        if late_after_s is None:
+            return 0.0 if is_ready else None
+        # If members join and leave, finished members would begin a merge without the others.
+        is_early = is_ready and (self._members.waits_for_all or not self._has_finished)
+        return max(0.0, late_after_s - timeout_s * 3 / 4) if is_early else late_after_s
 
     def _is_idle(self) -> bool:
         """Returns whether members that have finished have waited in vain for a step of this one."""
