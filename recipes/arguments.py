@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.errors import OverrideError
+from recipes.errors import RecipeError
 from recipes.loggers.chosen import chosen_loggers
 from recipes.signatures import argument_names
 
@@ -59,7 +59,7 @@ def check_arguments(config: Mapping[str, Any]) -> None:
         config: the whole configuration.
 
     Raises:
-        OverrideError: an entry is no argument, or is one that the recipe gives itself.
+        RecipeError: an entry is no argument, or is one that the recipe gives itself.
     """
     loggers = {key: (_LOGGER, entries) for key, entries in chosen_loggers(config).items()}
     for name, (node, entries) in {**{key: (node, config[key]) for key, node in NODES.items()}, **loggers}.items():
@@ -73,10 +73,10 @@ def check_arguments(config: Mapping[str, Any]) -> None:
             if key == "_target_" or key in node.left_out:
                 continue
             if key in node.given:
-                raise OverrideError(f"{name}.{key}={value}: recipes give {target} its {key} themselves; leave it out")
+                raise RecipeError(f"{name}.{key}={value}: recipes give {target} its {key} themselves; leave it out")
             if key not in names:
                 remedy = _remedy(name, str(key), names.difference(node.given), target)
-                raise OverrideError(f"{name}.{key}={value}: {target} has no argument {key}; {remedy}")
+                raise RecipeError(f"{name}.{key}={value}: {target} has no argument {key}; {remedy}")
 
 
 def _remedy(node: str, key: str, names: frozenset[str], target: str) -> str:

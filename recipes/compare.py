@@ -155,8 +155,9 @@ def _compare_finished(options: argparse.Namespace) -> int:
     """Compare the runs of ``--from``, and run nothing."""
     announce("compare.py", "finished runs", ["--from", *options.runs])
     from recipes.comparison.finished import find
-    from recipes.comparison.plan import PlanError, check_target, settings_of
+    from recipes.comparison.plan import check_target, settings_of
     from recipes.comparison.reporting import report_finished
+    from recipes.errors import RecipeError
     from recipes.folders import check_writable
 
     # The option takes all words that follow it, and settings may be among them.
@@ -165,7 +166,7 @@ def _compare_finished(options: argparse.Namespace) -> int:
     overrides = [*_overrides(options), *own]
     command = shlex.join(["python", script("compare.py"), *overrides, "--from", *map(str, folders)])
     if options.fresh:
-        raise PlanError("--fresh runs cells again, and --from runs none; leave one of them out")
+        raise RecipeError("--fresh runs cells again, and --from runs none; leave one of them out")
     settings = settings_of(overrides)
     check_writable("output", settings.output)
     finished = find(folders)

@@ -44,12 +44,12 @@ def measure(arguments: Sequence[str], folder: Path, seconds: float) -> tuple[int
     Raises:
         RecipeError: the command line or the data are not what they should be.
     """
-    from recipes.errors import OverrideError
+    from recipes.errors import RecipeError
     from recipes.overrides import composed
 
     cfg = composed(arguments)
     if "root" not in cfg.data or "workers" not in cfg.data:
-        raise OverrideError(
+        raise RecipeError(
             f"data={cfg.data.name} is not a folder of images; name an experiment that reads one, "
             "e.g. experiment=resnet_imagenet"
         )

@@ -20,30 +20,15 @@ def typed(value: Any) -> str:
 class RecipeError(RuntimeError):
     """A run that cannot be made as asked; the message names the reason and the remedy.
 
-    Attributes:
-        of_one_process: whether one process alone finds it; all others are found by every process of a run.
+    Args:
+        message: the message.
+        of_one_process: whether one process alone may find it; all others are found by every process of a run.
     """
 
-    of_one_process = False
+    def __init__(self, message: str, *, of_one_process: bool = False) -> None:
+        super().__init__(message)
+        self.of_one_process = of_one_process
 
 
 class DivergedError(RecipeError):
     """A training whose loss or weights ended as no finite numbers; the message names the remedy."""
-
-
-class DataError(RecipeError):
-    """Data that are absent, or are not what the configuration says; the message names the remedy."""
-
-
-class OtherDataError(DataError):
-    """A process has other data than process 0; the message names both."""
-
-    of_one_process = True
-
-
-class ModelError(RecipeError, ValueError):
-    """A network that cannot be built as asked; the message names the setting."""
-
-
-class OverrideError(RecipeError):
-    """An override that no configuration has; the message names the override that was probably meant."""

@@ -12,10 +12,6 @@ from pathlib import Path
 from recipes.errors import RecipeError
 
 
-class FolderError(RecipeError):
-    """A folder that nothing can be written to, or that another run writes to; the message names the remedy."""
-
-
 def check_writable(key: str, folder: str | Path) -> None:
     """Check that a folder can be made, or is there, and takes files. Nothing is left in it.
 
@@ -24,19 +20,19 @@ def check_writable(key: str, folder: str | Path) -> None:
         folder: the folder; it need not exist.
 
     Raises:
-        FolderError: the folder, or one above it, is a file, or takes no files.
+        RecipeError: the folder, or one above it, is a file, or takes no files.
     """
     path = Path(folder).absolute()
     try:
         existing = next(place for place in (path, *path.parents) if place.exists())
         if not existing.is_dir():
-            raise FolderError(f"{key}={folder}: {existing} is not a folder; name a folder that can be written to")
+            raise RecipeError(f"{key}={folder}: {existing} is not a folder; name a folder that can be written to")
         # Permissions alone do not tell: root has them in /proc, and on a disk that is full or read-only.
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"x")
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise FolderError(f"{key}={folder} cannot be written to ({reason}); name a folder that can") from error
+        raise RecipeError(f"{key}={folder} cannot be written to ({reason}); name a folder that can") from error
 
 
 @contextmanager
@@ -51,14 +47,14 @@ def claimed(key: str, folder: Path) -> Iterator[None]:
         folder: an existing folder.
 
     Raises:
-        FolderError: another process has claimed the folder.
+        RecipeError: another process has claimed the folder.
     """
     place = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise FolderError(
+            raise RecipeError(
                 f"{folder} is in use: another process writes to it; wait until that has ended, or name another folder "
                 f"with {key}=FOLDER"
             ) from error

@@ -27,10 +27,6 @@ ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
 LARGEST_SEED = 2**32 - 1
 
 
-class LimitError(RecipeError):
-    """A number that is out of range, or an unknown name; the message names the limit and a value that is inside."""
-
-
 @dataclass(frozen=True)
 class Limit:
     """What a setting may be.
@@ -130,7 +126,7 @@ def check_limits(config: Mapping[str, Any]) -> None:
         config: the whole configuration.
 
     Raises:
-        LimitError: a number is not finite or out of range, a name is none of those that its setting takes, a name in
+        RecipeError: a number is not finite or out of range, a name is none of those that its setting takes, a name in
             the path of the run's folder leads out of it, or the run has no end.
     """
     for key, limit in LIMITS.items():
@@ -144,10 +140,10 @@ def check_limits(config: Mapping[str, Any]) -> None:
             continue  # a node of the user's own, where the name is a label
         value = typed(config[node][leaf])
         if value not in names:
-            raise LimitError(f"{key}={value} is not one of {', '.join(names)}{did_you_mean(value, names)}")
+            raise RecipeError(f"{key}={value} is not one of {', '.join(names)}{did_you_mean(value, names)}")
     for key, name in (("title", config["title"]), ("strategy.name", config["strategy"]["name"])):
         if ".." in PurePath(str(name)).parts:
-            raise LimitError(
+            raise RecipeError(
                 f"{key}={name} would lead out of the folder of all runs; take a name without '..', and paths.log_dir="
                 "FOLDER for another folder of all runs"
             )
@@ -159,7 +155,7 @@ def _check(key: str, value: Any, limit: Limit) -> None:
         return
     # True is an integer in Python, and no number that anybody means.
     if isinstance(value, bool) or not limit.holds(value):
-        raise LimitError(f"{key}={typed(value)} is out of range: {limit.words}, e.g. {key}={limit.example}")
+        raise RecipeError(f"{key}={typed(value)} is out of range: {limit.words}, e.g. {key}={limit.example}")
 
 
 def _check_end(trainer: Mapping[str, Any]) -> None:
@@ -167,7 +163,7 @@ def _check_end(trainer: Mapping[str, Any]) -> None:
     epochs, steps = trainer["max_epochs"], trainer["max_steps"]
     # Lightning takes 1,000 epochs for null, where there is no limit of steps.
     if epochs == -1 and steps == -1:
-        raise LimitError(
+        raise RecipeError(
             f"trainer.max_epochs={epochs} with trainer.max_steps={steps} makes a run without an end, for which there "
             "is no schedule of rates; set either, e.g. trainer.max_epochs=20"
         )

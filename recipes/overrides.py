@@ -20,7 +20,7 @@ from omegaconf.errors import InterpolationResolutionError
 
 from lightning_gqsgd.errors import did_you_mean
 from recipes.configuration import compose_configuration, without_hydra
-from recipes.errors import OverrideError, RecipeError, typed
+from recipes.errors import RecipeError, typed
 from recipes.own_folders import SEARCH_PATH, folders_of
 from recipes.strategies.choices import CONF, GROUP, TARGET, check_strategies, choices_of
 from recipes.unread import check_read
@@ -48,8 +48,8 @@ def composed(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfi
         with_hydra: whether the node ``hydra`` is part of the result.
 
     Raises:
-        OverrideError: an override has no place in the configuration, or a value of another type than the default.
-        RecipeError: another problem of the command line; every message is one line.
+        RecipeError: an override has no place in the configuration, or a value of another type than the default, or
+            the command line has another problem; every message is one line.
     """
     parsed = parse(overrides)
     check_strategies(overrides)
@@ -64,7 +64,7 @@ def composed(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfi
         for override in parsed:
             _check_key(override, overrides)
         hint = "; " + MISFIT if isinstance(error, InterpolationResolutionError) else ""
-        raise OverrideError(_one_line(error) + hint) from error
+        raise RecipeError(_one_line(error) + hint) from error
     for override in parsed:
         _check_type(override, overrides)
     check_read(cfg)
@@ -75,7 +75,7 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     """The overrides as Hydra reads them.
 
     Raises:
-        OverrideError: an argument is not written as ``key=value``.
+        RecipeError: an argument is not written as ``key=value``.
     """
     parser = OverridesParser.create()
     parsed = []
@@ -83,7 +83,7 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         try:
             parsed.append(parser.parse_override(text))
         except Exception as error:  # Hydra's parser raises ANTLR's errors beside Hydra's
-            raise OverrideError(_unreadable(text)) from error
+            raise RecipeError(_unreadable(text)) from error
     return parsed
 
 
@@ -109,7 +109,7 @@ def first_combination(overrides: Sequence[Override]) -> tuple[str, ...]:
         elif override.is_sweep_override():
             first = next(iter(override.sweep_string_iterator()), None)
             if first is None:
-                raise OverrideError(f"{override.input_line} has no value, e.g. a range that ends before it starts")
+                raise RecipeError(f"{override.input_line} has no value, e.g. a range that ends before it starts")
             words.append(f"{override.get_key_element()}={first}")
         else:
             words.append(str(override.input_line))
@@ -146,17 +146,17 @@ def _check_choices(overrides: Sequence[Override], folders: Sequence[Path]) -> No
             continue
         names = choices_of(group, folders)
         if override.is_add() and group not in ADDED and override.package is None:
-            raise OverrideError(
+            raise RecipeError(
                 f"{override.input_line}: {group} is chosen without the plus, {str(override.input_line).lstrip('+')}; "
                 f"its choices are {', '.join(names)}"
             )
         if group == "exp" and not override.is_add():
-            raise OverrideError(f"{override.input_line}: an experiment is added, write +{override.input_line}")
+            raise RecipeError(f"{override.input_line}: an experiment is added, write +{override.input_line}")
         values = override.sweep_string_iterator() if override.is_sweep_override() else _listed(override.value())
         for value in values:
             if value not in names:
                 near = did_you_mean(value, names) if isinstance(value, str) else ""
-                raise OverrideError(f"{group}={typed(value)} is not one of {', '.join(names)}{near}")
+                raise RecipeError(f"{group}={typed(value)} is not one of {', '.join(names)}{near}")
 
 
 def _check_nodes(cfg: DictConfig, folders: Sequence[Path]) -> None:
@@ -164,7 +164,7 @@ def _check_nodes(cfg: DictConfig, folders: Sequence[Path]) -> None:
     for group in NEEDED:
         if cfg.get(group) is None:
             names = choices_of(group, folders)
-            raise OverrideError(
+            raise RecipeError(
                 f"{group} is not chosen, and a run needs it: take {group}=NAME, one of {', '.join(names)}"
             )
 
@@ -204,8 +204,8 @@ def _check_key(override: Override, overrides: Sequence[str]) -> None:
     near = difflib.get_close_matches(leaf, settings, n=1, cutoff=0.7)
     if near:
         meant = f"{node}.{near[0]}" if node else near[0]
-        raise OverrideError(f"{override.input_line}: there is no {key}; did you mean {meant}?")
-    raise OverrideError(f"{override.input_line}: {_no_such_key(override, base, settings)}")
+        raise RecipeError(f"{override.input_line}: there is no {key}; did you mean {meant}?")
+    raise RecipeError(f"{override.input_line}: {_no_such_key(override, base, settings)}")
 
 
 def _no_such_key(override: Override, base: DictConfig, settings: Sequence[str]) -> str:
@@ -302,7 +302,7 @@ def _check_type(override: Override, overrides: Sequence[str]) -> None:
         default = NUMBERS[leaf]
     wanted = _wanted(default, value)
     if wanted:
-        raise OverrideError(f"{override.input_line}: {key} is {wanted}, e.g. {key}={typed(default)}")
+        raise RecipeError(f"{override.input_line}: {key} is {wanted}, e.g. {key}={typed(default)}")
 
 
 def _wanted(default: Any, value: Any) -> str | None:

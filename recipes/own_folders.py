@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from recipes.errors import OverrideError
+from recipes.errors import RecipeError
 from recipes.strategies.choices import CONF
 
 OPTIONS = ("--config-dir", "-cd")
@@ -32,7 +32,7 @@ def with_search_path(arguments: Sequence[str]) -> list[str]:
         arguments: the command line, without the name of the script.
 
     Raises:
-        OverrideError: the folder does not exist, or the option has none.
+        RecipeError: the folder does not exist, or the option has none.
     """
     kept: list[str] = []
     folders: list[str] = []
@@ -44,7 +44,7 @@ def with_search_path(arguments: Sequence[str]) -> list[str]:
             continue
         folder = folder if equals else next(words, "")
         if not Path(folder).is_dir() or not folder:
-            raise OverrideError(f"{option} {folder} is not a folder; name one with e.g. model/NAME.yaml inside")
+            raise RecipeError(f"{option} {folder} is not a folder; name one with e.g. model/NAME.yaml inside")
         folders.append(f"{_FILE}{Path(folder).absolute()}")
     if not folders:
         return kept
@@ -76,7 +76,7 @@ def named_targets(folders: Iterable[Path]) -> frozenset[str]:
     Other files below the folders are not read: a folder of configurations may hold results of runs as well.
 
     Raises:
-        OverrideError: a file is no YAML.
+        RecipeError: a file is no YAML.
     """
     groups = sorted(group.name for group in CONF.iterdir() if group.is_dir())
     files = (file for folder in folders for group in groups for file in sorted((folder / group).glob("*.yaml")))
@@ -88,7 +88,7 @@ def _read(file: Path) -> Any:
         return yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
-        raise OverrideError(f"{file} cannot be read ({reason}); correct the file, or move it elsewhere") from error
+        raise RecipeError(f"{file} cannot be read ({reason}); correct the file, or move it elsewhere") from error
 
 
 def _targets(node: Any) -> Iterator[str]:

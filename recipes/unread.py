@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from recipes.configuration import without_hydra
-from recipes.errors import OverrideError
+from recipes.errors import RecipeError
 from recipes.strategies.choices import CONF, choices_of
 
 #: Everything that a run reads at the top of a configuration; a test compares it with conf/config.yaml.
@@ -33,7 +33,7 @@ def check_read(cfg: DictConfig) -> None:
         cfg: the whole configuration, with its interpolations.
 
     Raises:
-        OverrideError: nothing reads an entry.
+        RecipeError: nothing reads an entry.
     """
     plain = OmegaConf.to_container(without_hydra(cfg))
     assert isinstance(plain, dict)
@@ -47,7 +47,7 @@ def check_read(cfg: DictConfig) -> None:
     for name, entry in (plain.get("callbacks") or {}).items():
         if entry is not None and not (isinstance(entry, Mapping) and "_target_" in entry):
             names = ", ".join(choices_of("callbacks"))
-            raise OverrideError(
+            raise RecipeError(
                 f"callbacks.{name} has no _target_, so that there is no callback: choose callbacks={name} if there is "
                 f"such a file ({names}; several: callbacks=[...]), and change its settings then"
             )
@@ -59,7 +59,7 @@ def _check(key: str, known: tuple[str, ...], used: set[str], value: Any) -> None
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     remedy = f"did you mean {near[0]}?" if near else "leave it out"
     shown = "..." if isinstance(value, dict) else value
-    raise OverrideError(f"{key}={shown}: nothing reads {key}; {remedy}")
+    raise RecipeError(f"{key}={shown}: nothing reads {key}; {remedy}")
 
 
 @lru_cache

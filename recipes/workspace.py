@@ -9,7 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes` is importable from every folder
 
-from recipes.comparison.workspace import TABLE, Definition, WorkspaceError, save_workspace
+from recipes.comparison.workspace import TABLE, Definition, save_workspace
+from recipes.errors import RecipeError
 from recipes.measuring.metrics import METRICS
 
 
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     definition = Definition(*of_runs, by, plots, tables, tuple(options.also))
     try:
         url = save_workspace(definition, file)
-    except WorkspaceError as error:
+    except RecipeError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     print(f"workspace: {url or file}")
     if url is None:

@@ -18,7 +18,8 @@ from lightning_gqsgd.errors import first_line
 from recipes.comparison.finished import Finished, Found
 from recipes.comparison.grouping import grouping
 from recipes.comparison.plan import Plan
-from recipes.comparison.workspace import PLOTS, TABLE, Definition, WorkspaceError, save_workspace
+from recipes.comparison.workspace import PLOTS, TABLE, Definition, save_workspace
+from recipes.errors import RecipeError
 from recipes.loggers.chosen import wandb_settings
 from recipes.loggers.labels import Labels
 from recipes.loggers.wandb_client import start_wandb, wandb_mode
@@ -257,8 +258,8 @@ def _workspace(shown: Shown, metric: Metric, files: Sequence[Path]) -> list[str]
     file = folder / WORKSPACE_FILE
     try:
         url = save_workspace(definition, file)
-    except WorkspaceError as error:
-        raise WorkspaceError(f"{error}; again with: {definition.command}") from error
+    except RecipeError as error:
+        raise RecipeError(f"{error}; again with: {definition.command}") from error
     if url:
         return [f"workspace {url}"]
     return [f"workspace {file}", f"create the workspace after `wandb login` with: {definition.command}"]

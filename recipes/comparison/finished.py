@@ -11,8 +11,8 @@ from typing import Any
 
 from lightning_gqsgd.errors import counted
 from recipes.comparison.grouping import grouping
-from recipes.comparison.plan import PlanError
 from recipes.comparison.results import Run
+from recipes.errors import RecipeError
 from recipes.files import METRICS_FILE, RESULT_FILE, metrics_bytes
 from recipes.training.checkpoints import CHECKPOINTS
 from recipes.training.continuing import CONFIGURATION_FILE, PLACES_OF_DATA, read_configuration, value_at
@@ -140,7 +140,7 @@ def find(paths: Sequence[Path]) -> Finished:
         paths: folders of runs, folders above them, and folders that W&B has written inside them.
 
     Raises:
-        PlanError: a path is not a folder, or has no finished run; a run's file is missing or damaged; the runs are of
+        RecipeError: a path is not a folder, or has no finished run; a run's file is missing or damaged; the runs are of
             several experiments.
     """
     folders: dict[Path, None] = {}
@@ -152,7 +152,7 @@ def find(paths: Sequence[Path]) -> Finished:
         unfinished |= dict.fromkeys(not_yet)
         empty += [] if here else [path]
     if empty:
-        raise PlanError(
+        raise RecipeError(
             f"--from {_named(empty)}: no finished run in or below {'it' if len(empty) == 1 else 'them'}: a run writes "
             f"{RESULT_FILE} when it ends. Leave {'it' if len(empty) == 1 else 'them'} out, or let the run go on with "
             f"resume=true"
@@ -166,7 +166,7 @@ def find(paths: Sequence[Path]) -> Finished:
         left_out += [f"{found.folder}: {reason}"] if reason else []
         usable += [] if reason else [found]
     if not usable:
-        raise PlanError("--from: no run that can be compared; " + "; ".join(left_out))
+        raise RecipeError("--from: no run that can be compared; " + "; ".join(left_out))
     chosen, older = _newest(usable)
     left_out += older
     keys = grouping([_settings(found) for found in chosen], across_seeds=True)
@@ -181,7 +181,7 @@ def _below(path: Path) -> tuple[list[Path], list[Path]]:
     """Folders of finished runs and of unfinished runs, in and below a path."""
     if not path.is_dir():
         missing = "is a file" if path.exists() else "does not exist"
-        raise PlanError(f"--from {path} {missing}; name folders of runs, e.g. --from outputs/quickstart/*")
+        raise RecipeError(f"--from {path} {missing}; name folders of runs, e.g. --from outputs/quickstart/*")
     if path.name.startswith(("offline-run-", "run-")) and path.parent.name == "wandb":
         path = path.parents[1]  # W&B writes inside the folder of the run
     finished = sorted(file.parent for file in path.rglob(RESULT_FILE))
@@ -193,20 +193,20 @@ def _read(folder: Path) -> Found:
     """Read a run.
 
     Raises:
-        PlanError: a file of the run is missing, or cannot be read.
+        RecipeError: a file of the run is missing, or cannot be read.
     """
     remedy = "a run's folder is compared as it was written; leave it out, or copy the file from where the run was made"
     result, configuration = folder / RESULT_FILE, folder / CONFIGURATION_FILE
     if not configuration.is_file():
-        raise PlanError(f"--from {folder}: {CONFIGURATION_FILE} is missing, the run's configuration; {remedy}")
+        raise RecipeError(f"--from {folder}: {CONFIGURATION_FILE} is missing, the run's configuration; {remedy}")
     try:
         facts = json.loads(result.read_text())
         if facts["steps"] and not (folder / METRICS_FILE).is_file():
-            raise PlanError(f"--from {folder}: {METRICS_FILE} is missing, the run's curves; {remedy}")
+            raise RecipeError(f"--from {folder}: {METRICS_FILE} is missing, the run's curves; {remedy}")
         length = metrics_bytes(folder)
         whole = facts.get("metrics_bytes", length)
         if length < whole:
-            raise PlanError(f"--from {folder}: {METRICS_FILE} has {length:,} of {whole:,} bytes; {remedy}")
+            raise RecipeError(f"--from {folder}: {METRICS_FILE} has {length:,} of {whole:,} bytes; {remedy}")
         try:
             config = read_configuration(configuration)
         except ValueError as error:
@@ -215,7 +215,7 @@ def _read(folder: Path) -> Found:
         _ = found.hardware, found.experiment, found.config["strategy"]["name"]
     except (KeyError, TypeError, ValueError, OSError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise PlanError(f"--from {folder}: its files cannot be read ({reason}); {remedy}") from error
+        raise RecipeError(f"--from {folder}: its files cannot be read ({reason}); {remedy}") from error
     return found
 
 
@@ -248,7 +248,7 @@ def _check_one_experiment(every: Iterable[Found]) -> None:
         f"{title} on {data}, judged by {metric}: {counted(len(those), 'run')}, e.g. {those[0]}"
         for (title, data, metric), those in folders.items()
     )
-    raise PlanError(
+    raise RecipeError(
         f"--from names runs of {len(folders)} experiments, whose values cannot be compared; name the folders of one of "
         f"them. {listed}"
     )

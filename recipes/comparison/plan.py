@@ -38,10 +38,6 @@ DEFAULT_STRATEGIES = "strategy=ddp,gqsgd"
 _PLACES_OF_RUNS = ("paths.log_dir", "run_root", "hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 
 
-class PlanError(RecipeError):
-    """A comparison that cannot be made as asked; the message names the remedy."""
-
-
 @dataclass(frozen=True)
 class Settings:
     """The settings that `compare.py` reads itself; they are written like overrides.
@@ -54,7 +50,7 @@ class Settings:
         probe_steps: number of steps of a probe, at least `LEAST_PROBE`.
 
     Raises:
-        PlanError: a value is out of range.
+        RecipeError: a value is out of range.
     """
 
     target: float | None = None
@@ -64,13 +60,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.probe_steps < LEAST_PROBE:
-            raise PlanError(f"probe_steps={self.probe_steps} is out of range: {LEAST_PROBE} or more")
+            raise RecipeError(f"probe_steps={self.probe_steps} is out of range: {LEAST_PROBE} or more")
         given: dict[int | None, str] = {}
         for rate in self.links:
             number = _checked_rate(rate)
             if number in given:
                 both = rate if rate == given[number] else f"{given[number]} and {rate}"
-                raise PlanError(f"links={','.join(self.links)} names one rate twice ({both}); list every rate once")
+                raise RecipeError(f"links={','.join(self.links)} names one rate twice ({both}); list every rate once")
             given[number] = rate
 
 
@@ -139,7 +135,7 @@ def settings_of(arguments: Sequence[str]) -> Settings:
     overrides = parse(arguments)
     for override in overrides:
         if override.key_or_group not in ("target", "output"):
-            raise PlanError(
+            raise RecipeError(
                 f"{override.input_line}: the runs that --from names have their settings already; beside --from, there "
                 "are target= and output="
             )
@@ -150,11 +146,11 @@ def check_target(target: float | None, metric: Metric) -> None:
     """Refuse a target that a metric cannot reach.
 
     Raises:
-        PlanError: see above.
+        RecipeError: see above.
     """
     if target is not None and not metric.is_possible(target):
         limits = "above 0 to 1, e.g. target=0.9" if metric.higher_is_better else "above 0, e.g. target=100"
-        raise PlanError(f"target={target} is out of range for {metric.label}: {limits}")
+        raise RecipeError(f"target={target} is out of range for {metric.label}: {limits}")
 
 
 def make_plan(arguments: Sequence[str]) -> Plan:
@@ -174,7 +170,7 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     passed = [override for override in overrides if override.key_or_group not in own]
     for override in passed:
         if override.key_or_group in _PLACES_OF_RUNS:
-            raise PlanError(f"{override.input_line}: a comparison writes below its own folder; take output=FOLDER")
+            raise RecipeError(f"{override.input_line}: a comparison writes below its own folder; take output=FOLDER")
     experiment = _experiment(passed)
     if not any(override.key_or_group == "strategy" for override in passed):
         passed += OverridesParser.create().parse_overrides([DEFAULT_STRATEGIES])
@@ -196,9 +192,9 @@ def make_plan(arguments: Sequence[str]) -> Plan:
 def _on_unlimited_links(overrides: Sequence[Override], links: Sequence[str]) -> list[Override]:
     given = {override.key_or_group: override for override in overrides}
     if "hardware" not in given or given["hardware"].value() != NETLAB:
-        raise PlanError(f"links={','.join(links)} needs hardware=netlab, which has links to be limited")
+        raise RecipeError(f"links={','.join(links)} needs hardware=netlab, which has links to be limited")
     if "hardware.rate" in given:
-        raise PlanError("links and hardware.rate are two ways to say the same; leave hardware.rate out")
+        raise RecipeError("links and hardware.rate are two ways to say the same; leave hardware.rate out")
     return list(OverridesParser.create().parse_overrides(["hardware.rate=none"]))
 
 
@@ -226,7 +222,7 @@ def _without_all(argument: str) -> str:
     if key != "strategy" or "all" not in value.split(","):
         return argument
     if value != "all":
-        raise PlanError(f"{argument}: 'all' includes the others; take strategy=all, or a list of names")
+        raise RecipeError(f"{argument}: 'all' includes the others; take strategy=all, or a list of names")
     return f"strategy={','.join(ALL)}"
 
 
@@ -238,7 +234,7 @@ def _settings(overrides: Sequence[Override]) -> Settings:
             values["links"] = tuple(override.sweep_string_iterator()) if sweep else (str(override.value()),)
     for name, kind in (("target", (int, float)), ("output", str), ("probe_steps", int)):
         if name in values and (isinstance(values[name], bool) or not isinstance(values[name], kind)):
-            raise PlanError(f"{name}={values[name]!r} cannot be read; examples: target=0.9 links=100mbit,1gbit")
+            raise RecipeError(f"{name}={values[name]!r} cannot be read; examples: target=0.9 links=100mbit,1gbit")
     return Settings(**values)
 
 
@@ -247,7 +243,7 @@ def _checked_rate(rate: str) -> int | None:
     try:
         return parse_rate(rate)
     except NetLabError as error:
-        raise PlanError(f"links={rate}: {error}") from error
+        raise RecipeError(f"links={rate}: {error}") from error
 
 
 def _experiment(overrides: Sequence[Override]) -> str:
@@ -255,7 +251,7 @@ def _experiment(overrides: Sequence[Override]) -> str:
         if override.key_or_group in ("exp", "experiment") and isinstance(override.value(), str):
             return str(override.value())
     names = ", ".join(choices_of("exp"))
-    raise PlanError(f"name one experiment: +exp=NAME, one of {names}")
+    raise RecipeError(f"name one experiment: +exp=NAME, one of {names}")
 
 
 def _swept(overrides: Sequence[Override]) -> list[str]:
@@ -269,10 +265,12 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     metric = resolved["task"].get("metric")
     if metric not in METRICS:
         known = ", ".join(METRICS)
-        raise PlanError(f"task.metric={typed(metric)} is not one of {known}; name the task's in its file: metric: KEY")
+        raise RecipeError(
+            f"task.metric={typed(metric)} is not one of {known}; name the task's in its file: metric: KEY"
+        )
     for key, asked in (("resume", resolved["resume"] is True), ("ckpt_path", resolved["ckpt_path"] is not None)):
         if asked:
-            raise PlanError(
+            raise RecipeError(
                 f"{key}={typed(resolved[key])}: the seconds, bytes and curves of a run that goes on are those of the "
                 f"run before it as well, perhaps under another strategy; leave {key} out. Finished runs of a "
                 "comparison are kept, and run.py goes on with single runs"
@@ -284,7 +282,7 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     name = resolved["hardware"]["name"]
     if name == MULTI_NODE:
         folders = f"outputs/{resolved['title']}/*"
-        raise PlanError(
+        raise RecipeError(
             f"hardware={name}: the runs of a comparison are started from this machine, on this machine; take "
             "python recipes/run.py for each of them, and compare them when they have finished: "
             f"python recipes/compare.py --from {folders}"
@@ -336,7 +334,7 @@ def _check_distinct(cells: Sequence[Cell]) -> None:
     folders = [cell.folder for cell in cells]
     for cell in cells:
         if folders.count(cell.folder) > 1:
-            raise PlanError(f"several runs are called {cell.folder.name}; list every strategy and seed once")
+            raise RecipeError(f"several runs are called {cell.folder.name}; list every strategy and seed once")
 
 
 def slug(name: str) -> str:

@@ -14,7 +14,7 @@ from recipes.comparison.headline import save_headline
 from recipes.comparison.overview import side_by_side
 from recipes.comparison.page import AXES, Section, write_page
 from recipes.comparison.pairs import PAIRS_FILE, pair_table, pairs_of, write_pairs
-from recipes.comparison.plan import Plan, PlanError, Settings, slug
+from recipes.comparison.plan import Plan, Settings, slug
 from recipes.comparison.plots import save_curves, save_family, save_step_times
 from recipes.comparison.predictions import beside_measured
 from recipes.comparison.results import (
@@ -29,6 +29,7 @@ from recipes.comparison.results import (
 )
 from recipes.comparison.runner import Failure, name_of
 from recipes.comparison.slower_links import elsewhere
+from recipes.errors import RecipeError
 from recipes.loggers.chosen import wandb_settings
 
 
@@ -40,7 +41,7 @@ def check_one_data_set(plan: Plan, failed: set[Path]) -> None:
         failed: folders of the runs that have no result.
 
     Raises:
-        PlanError: see above.
+        RecipeError: see above.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for cell in (*plan.cells, *plan.probes):
@@ -51,7 +52,7 @@ def check_one_data_set(plan: Plan, failed: set[Path]) -> None:
     for folders in found.values():
         if len(folders) > 1:
             listed = "; ".join(f"{name}: {', '.join(those)}" for name, those in folders.items())
-            raise PlanError(
+            raise RecipeError(
                 f"the runs have the same settings of data, and had different data: {listed}. Their values cannot be "
                 f"compared; run all again with --fresh, or delete those of the wrong data in {plan.folder}/cells"
             )

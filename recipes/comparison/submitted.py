@@ -57,7 +57,7 @@ def submit_all(cells: tuple[Cell, ...], console: Console, fresh: bool, cluster: 
         The cells that failed.
 
     Raises:
-        SlurmError: jobs cannot be submitted from here.
+        RecipeError: jobs cannot be submitted from here.
     """
     if cluster == "slurm":
         prepare_submission(os.environ)

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_gqsgd.errors import first_line
 from pictures.style import COLOURS
+from recipes.errors import RecipeError
 from recipes.files import read_json
 from recipes.launch.processes import script
 from recipes.loggers.wandb_client import wandb_mode
@@ -39,10 +40,6 @@ CODEC = {
     names.REL_L2: "relative L2 error",
     names.NONFINITE_BLOCKS: "non-finite blocks",
 }
-
-
-class WorkspaceError(RuntimeError):
-    """A workspace that cannot be made as asked; the message names the remedy."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def save_workspace(definition: Definition, file: Path) -> str | None:
         file: path of the JSON file.
 
     Raises:
-        WorkspaceError: the filter cannot express the group; the metric is unknown; W&B refuses, or cannot be reached.
+        RecipeError: the filter cannot express the group; the metric is unknown; W&B refuses, or cannot be reached.
             In the last two cases the file has been written.
     """
     known_url = _known_url(definition, file)
@@ -110,12 +107,12 @@ def save_workspace(definition: Definition, file: Path) -> str | None:
         # The key is checked here because this call has a time limit, and saving has none.
         entity = definition.entity or wandb.Api(timeout=10).default_entity
         if entity is None:
-            raise WorkspaceError("the key has no default entity, name one with --entity")
+            raise RecipeError("the key has no default entity, name one with --entity")
         workspace = _workspace(definition, entity)
         workspace.save()
         url = str(workspace.url)
     except Exception as error:  # W&B, its transports and its models raise several families of errors
-        raise WorkspaceError(
+        raise RecipeError(
             f"W&B has not taken the workspace: {first_line(error).rstrip('.')}; it is in {file}"
         ) from error
     _write(definition, workspace, file, url)
@@ -128,7 +125,7 @@ def _workspace(definition: Definition, entity: str) -> Any:
     import wandb_workspaces.workspaces as ws
 
     if definition.metric not in METRICS:
-        raise WorkspaceError(f"metric {definition.metric!r} is not one of {', '.join(METRICS)}")
+        raise RecipeError(f"metric {definition.metric!r} is not one of {', '.join(METRICS)}")
     metric = METRICS[definition.metric]
 
     def lines(x: str, plotted: dict[str, str]) -> list[Any]:
@@ -183,11 +180,11 @@ def _expressible(group: str) -> str:
     """The group, if a filter compares with exactly this text: wandb-workspaces rewrites operators inside strings, too.
 
     Raises:
-        WorkspaceError: the group has such an operator.
+        RecipeError: the group has such an operator.
     """
     wrong = sorted(set("=<>'\"\\") & set(group))
     if wrong:
-        raise WorkspaceError(f"group {group!r} holds {' '.join(wrong)}, which filters of a workspace cannot express")
+        raise RecipeError(f"group {group!r} holds {' '.join(wrong)}, which filters of a workspace cannot express")
     return group
 
 

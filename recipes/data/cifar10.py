@@ -12,7 +12,7 @@ from torchvision.datasets import CIFAR10
 from recipes.data.image_cache import load_cached
 from recipes.data.images import ImageDataModule
 from recipes.data.sources import announce_fallback, cache_folder, socket_timeout, try_download
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 from workloads.digits import load_digits
 from workloads.image_files import ARCHIVES, SPLITS, is_archive
 from workloads.images import ImageSet
@@ -56,7 +56,7 @@ class Cifar10Data(ImageDataModule):
         elif not self._downloaded():
             reason = self._try_download()
             if reason and not self._fallback:
-                raise DataError(f"there is no CIFAR-10: {reason}; {REMEDY}")
+                raise RecipeError(f"there is no CIFAR-10: {reason}; {REMEDY}")
             if reason:
                 self.data_name = self.fallback_name
                 digits = f"scikit-learn's digits at {self.image_size}x{self.image_size}"
@@ -69,7 +69,7 @@ class Cifar10Data(ImageDataModule):
         if self._downloaded():
             return from_torchvision(self._cache, self.data_name)
         if not self._fallback:
-            raise DataError(f"there is no CIFAR-10 in {self._cache}; {REMEDY}")
+            raise RecipeError(f"there is no CIFAR-10 in {self._cache}; {REMEDY}")
         self._augment["flip"] = False  # the mirror image of a digit is another sign
         return load_digits(self.fallback_name, self.image_size, self.channels)
 
@@ -80,16 +80,16 @@ class Cifar10Data(ImageDataModule):
 
     def _from_root(self, root: Path) -> ImageSet:
         if not root.exists():
-            raise DataError(f"data.root={root} does not exist; {REMEDY}")
+            raise RecipeError(f"data.root={root} does not exist; {REMEDY}")
         if root.is_file():
             if not is_archive(root):
-                raise DataError(f"data.root={root} is not one of {', '.join(ARCHIVES)}; {REMEDY}")
+                raise RecipeError(f"data.root={root} is not one of {', '.join(ARCHIVES)}; {REMEDY}")
         elif (root / CIFAR10.base_folder).is_dir():
             return from_torchvision(root, self.data_name)
         elif root.name == CIFAR10.base_folder:
             return from_torchvision(root.parent, self.data_name)
         elif not all((root / split).is_dir() for split in SPLITS):
-            raise DataError(f"data.root={root} holds neither {CIFAR10.base_folder} nor train and test; {REMEDY}")
+            raise RecipeError(f"data.root={root} holds neither {CIFAR10.base_folder} nor train and test; {REMEDY}")
         return load_cached(root, self._cache, self.data_name, self.image_size, self.channels)
 
     def _downloaded(self) -> bool:
@@ -114,12 +114,12 @@ def from_torchvision(root: Path, name: str) -> ImageSet:
         name: name of the collection.
 
     Raises:
-        DataError: files are missing or damaged.
+        RecipeError: files are missing or damaged.
     """
     try:
         train, test = CIFAR10(str(root), train=True), CIFAR10(str(root), train=False)
     except RuntimeError as error:
         damaged = root / CIFAR10.base_folder
-        raise DataError(f"{damaged} is incomplete or damaged ({error}); delete it or {REMEDY}") from error
+        raise RecipeError(f"{damaged} is incomplete or damaged ({error}); delete it or {REMEDY}") from error
     train_labels, test_labels = (np.asarray(part.targets, dtype=np.int64) for part in (train, test))
     return ImageSet(name, train.data, train_labels, test.data, test_labels, tuple(train.classes))

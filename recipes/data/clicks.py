@@ -19,7 +19,7 @@ from recipes.data.sources import announce_fallback, cache_folder
 from recipes.data.splits import split, stratified
 from recipes.data.synthetic_clicks import TRUE_AUC, synthetic_clicks
 from recipes.data.task_data import DataInMemory, Rows, whole_batches
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 
 #: Ids and labels.
 ClickBatch = tuple[Tensor, Tensor]
@@ -58,7 +58,7 @@ class ClickData(DataInMemory[ClickSet]):
         **common: ``name`` and ``batch_size``, see `TaskData`.
 
     Raises:
-        DataError: a number is out of range.
+        RecipeError: a number is out of range.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class ClickData(DataInMemory[ClickSet]):
     ) -> None:
         super().__init__(**common)
         if fields != FIELDS:
-            raise DataError(f"data.fields={fields}, but click logs have {FIELDS}")
+            raise RecipeError(f"data.fields={fields}, but click logs have {FIELDS}")
         if not 1 <= buckets < 2**31:
-            raise DataError(f"data.buckets={buckets} is out of range: 1 to {2**31 - 1}")
+            raise RecipeError(f"data.buckets={buckets} is out of range: 1 to {2**31 - 1}")
         if max_rows is not None and max_rows < 1:
-            raise DataError(f"data.max_rows={max_rows} must be at least 1, or null for all")
+            raise RecipeError(f"data.max_rows={max_rows} must be at least 1, or null for all")
         self._buckets, self._max_rows, self._test_fraction = buckets, max_rows, test_fraction
         self._root = Path(root).expanduser() if root else None
         self._fallback = fallback
@@ -133,7 +133,7 @@ class ClickData(DataInMemory[ClickSet]):
 
     def _check_fallback(self) -> None:
         if not self._fallback:
-            raise DataError(f"there is no Criteo: data.root is not set; {REMEDY}")
+            raise RecipeError(f"there is no Criteo: data.root is not set; {REMEDY}")
 
     def _loader(self, ids: NDArray[np.int32], labels: NDArray[np.int8], train: bool) -> DataLoader[ClickBatch]:
         size = self.batch_size if train else max(self.batch_size, 1024)
@@ -145,19 +145,19 @@ def _check_both_kinds(labels: NDArray[np.int8], part: str, setting: str) -> None
     clicks = int(labels.sum())
     if not 0 < clicks < len(labels):
         remedy = f"take more rows ({setting}, data.max_rows, data.test_fraction)"
-        raise DataError(f"{clicks} of {len(labels)} {part} samples are clicks: AUC needs both kinds; {remedy}")
+        raise RecipeError(f"{clicks} of {len(labels)} {part} samples are clicks: AUC needs both kinds; {remedy}")
 
 
 def _file(root: Path) -> Path:
     """The log that ``root`` names or holds."""
     if not root.exists():
-        raise DataError(f"data.root={root} does not exist; {REMEDY}")
+        raise RecipeError(f"data.root={root} does not exist; {REMEDY}")
     if root.is_file():
         if not criteo.is_log(root):
-            raise DataError(f"data.root={root} is neither .npz nor {', '.join(criteo.TEXT)}; {REMEDY}")
+            raise RecipeError(f"data.root={root} is neither .npz nor {', '.join(criteo.TEXT)}; {REMEDY}")
         return root
     logs = sorted(file for file in root.iterdir() if file.is_file() and criteo.is_log(file))
     if len(logs) != 1:
         contents = f"{len(logs)} logs ({', '.join(log.name for log in logs[:5])})" if logs else "no log"
-        raise DataError(f"data.root={root} holds {contents}; {REMEDY}")
+        raise RecipeError(f"data.root={root} holds {contents}; {REMEDY}")
     return logs[0]

@@ -25,7 +25,7 @@ from recipes.data.named_files import is_tokenizer_file
 from recipes.data.sources import store_arrays
 from recipes.data.tokenizer_files import FileTokenizer
 from recipes.data.tokenizers import Ids, Vocabulary, splitter
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
@@ -70,7 +70,7 @@ class TextFile:
         """The whole file.
 
         Raises:
-            DataError: the file cannot be read, or is larger than `MAX_FILE_BYTES`.
+            RecipeError: the file cannot be read, or is larger than `MAX_FILE_BYTES`.
         """
         name = PurePosixPath(self.member).name if self.member else self.path.name
         with _readable(self.path):
@@ -94,7 +94,7 @@ def find(root: Path, split: str) -> TextFile | None:
         The file, or None if there is none.
 
     Raises:
-        DataError: the archive cannot be read, or several files have the same name.
+        RecipeError: the archive cannot be read, or several files have the same name.
     """
     if root.is_dir():
         files = {str(path): TextFile(path) for path in (*root.glob("*"), *root.glob("*/*")) if path.is_file()}
@@ -103,7 +103,7 @@ def find(root: Path, split: str) -> TextFile | None:
     for pattern in NAMES:
         matching = sorted(name for name in files if PurePosixPath(name).name == pattern.format(split))
         if len(matching) > 1:
-            raise DataError(f"{root} holds several: {', '.join(matching)}; name one folder or file")
+            raise RecipeError(f"{root} holds several: {', '.join(matching)}; name one folder or file")
         if matching:
             return files[matching[0]]
     return None
@@ -126,7 +126,7 @@ def load_cached(
         See `encode`.
 
     Raises:
-        DataError: the files are not what they should be, or the cache cannot be written.
+        RecipeError: the files are not what they should be, or the cache cannot be written.
     """
     cached = cache_dir / f"text-{_fingerprint((train, valid), tokenizer, vocabulary_size)}.npz"
     if not cached.exists():
@@ -136,7 +136,7 @@ def load_cached(
         with np.load(cached, allow_pickle=False) as arrays:
             return arrays["train"], arrays["valid"]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{cached} cannot be read ({error}); delete it, and the next run makes it again") from error
+        raise RecipeError(f"{cached} cannot be read ({error}); delete it, and the next run makes it again") from error
 
 
 def encode(train: Text, valid: Text, tokenizer: str, vocabulary_size: int) -> tuple[Ids, Ids]:
@@ -151,7 +151,7 @@ def encode(train: Text, valid: Text, tokenizer: str, vocabulary_size: int) -> tu
         Numbers of the tokens of the training text and of the validation text, (N,) each.
 
     Raises:
-        DataError: a text is not UTF-8, or the tokenizer is none.
+        RecipeError: a text is not UTF-8, or the tokenizer is none.
     """
     columns = (
         SpinnerColumn(),
@@ -195,7 +195,7 @@ def _parts(text: Text, progress: Progress, doing: str) -> Iterator[str]:
                 yield "".join(part)
                 progress.update(task, completed=buffer.tell())
     except UnicodeDecodeError as error:
-        raise DataError(f"{text.name} is not UTF-8 text ({error})") from error
+        raise RecipeError(f"{text.name} is not UTF-8 text ({error})") from error
 
 
 @contextmanager
@@ -204,7 +204,7 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError) as error:
         reason = " ".join(str(error).split())  # tarfile's message has several lines
-        raise DataError(f"{path} cannot be read ({reason}); is it complete?") from error
+        raise RecipeError(f"{path} cannot be read ({reason}); is it complete?") from error
 
 
 def _members(archive: Path) -> list[str]:
@@ -231,7 +231,7 @@ def _member(archive: Path, name: str) -> bytes:
 
 def _check_size(size: int, name: str) -> None:
     if size > MAX_FILE_BYTES:
-        raise DataError(f"{name} has {size} bytes, more than {MAX_FILE_BYTES}; take a part of the text")
+        raise RecipeError(f"{name} has {size} bytes, more than {MAX_FILE_BYTES}; take a part of the text")
 
 
 def _fingerprint(files: Sequence[TextFile], tokenizer: str, vocabulary_size: int) -> str:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from recipes.data.click_lines import parse_lines
 from recipes.data.sources import store_arrays
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 
 NUMERICAL = 13
 CATEGORICAL = 26
@@ -72,7 +72,7 @@ def load_log(path: Path, cache_dir: Path, max_rows: int | None) -> ClickLog:
         max_rows: number of rows to read at most; None: all.
 
     Raises:
-        DataError: the file is no log, or the cache cannot be read or written.
+        RecipeError: the file is no log, or the cache cannot be read or written.
     """
     if path.name.lower().endswith(ARRAYS):
         return _read_arrays(path, max_rows, "see conf/data/criteo.yaml for the arrays of such a file")
@@ -94,7 +94,7 @@ def parse(path: Path, max_rows: int | None) -> ClickLog:
         max_rows: number of rows to read at most; None: all.
 
     Raises:
-        DataError: the file is no log; the message names the line, the column and what stands there.
+        RecipeError: the file is no log; the message names the line, the column and what stands there.
     """
     parts: list[ClickLog] = []
     rows = 0
@@ -109,13 +109,13 @@ def parse(path: Path, max_rows: int | None) -> ClickLog:
         right, place = parse_lines(block, part.labels, part.numerical, part.categorical)
         if right < wanted:
             line = block[place:].tobytes().partition(b"\n")[0].rstrip(b"\r")
-            raise DataError(f"{path}, line {rows + right + 1}: {_what_is_wrong(line)}")
+            raise RecipeError(f"{path}, line {rows + right + 1}: {_what_is_wrong(line)}")
         parts.append(part)
         rows += wanted
         if wanted < count:
             break
     if not rows:
-        raise DataError(f"{path} has no lines; expected {LAYOUT}")
+        raise RecipeError(f"{path} has no lines; expected {LAYOUT}")
     return ClickLog(
         np.concatenate([part.categorical for part in parts]),
         np.concatenate([part.numerical for part in parts]),
@@ -142,7 +142,7 @@ def _blocks(path: Path) -> Iterator[NDArray[np.uint8]]:
                 if rest:
                     yield np.frombuffer(rest + b"\n", np.uint8)
         except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path} cannot be read ({error}); is the download complete?") from error
+            raise RecipeError(f"{path} cannot be read ({error}); is the download complete?") from error
 
 
 def _what_is_wrong(line: bytes) -> str:
@@ -164,12 +164,12 @@ def _read_arrays(path: Path, max_rows: int | None, remedy: str) -> ClickLog:
         with np.load(path, allow_pickle=False) as arrays:
             categorical, numerical, labels = (arrays[key] for key in ("categorical", "numerical", "label"))
     except KeyError as error:
-        raise DataError(f"{path}: {error.args[0]}; expected {LAYOUT}") from error
+        raise RecipeError(f"{path}: {error.args[0]}; expected {LAYOUT}") from error
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path} cannot be read ({error}); {remedy}") from error
+        raise RecipeError(f"{path} cannot be read ({error}); {remedy}") from error
     rows = len(labels) if labels.ndim else 0
     if not rows:
-        raise DataError(f"{path}: no rows in label; expected {LAYOUT}")
+        raise RecipeError(f"{path}: no rows in label; expected {LAYOUT}")
     for name, values, shape, dtypes in (
         ("label", labels, (rows,), ("int8",)),
         ("categorical", categorical, (rows, CATEGORICAL), ("int32", "uint32")),
@@ -177,7 +177,7 @@ def _read_arrays(path: Path, max_rows: int | None, remedy: str) -> ClickLog:
     ):
         if values.shape != shape or str(values.dtype) not in dtypes:
             wanted = f"{' or '.join(dtypes)} {shape}"
-            raise DataError(f"{path}: {name} is {values.dtype} {values.shape}, not {wanted}; convert it with NumPy")
+            raise RecipeError(f"{path}: {name} is {values.dtype} {values.shape}, not {wanted}; convert it with NumPy")
     _check(path, "label", labels, (labels < 0) | (labels > 1), "0 or 1")
     _check(path, "categorical", categorical, categorical < 0, "0 or more; shift the ids")
     return ClickLog(categorical[:max_rows].astype(np.uint32), numerical[:max_rows], labels[:max_rows])
@@ -187,4 +187,4 @@ def _check(path: Path, name: str, values: NDArray[np.integer], wrong: NDArray[np
     """Refuse values of an array that are marked as wrong; the message has the first of them."""
     if wrong.any():
         place = tuple(int(axis[0]) for axis in wrong.nonzero())
-        raise DataError(f"{path}: {name}{list(place)} is {values[place]}, must be {limit}")
+        raise RecipeError(f"{path}: {name}{list(place)} is {values[place]}, must be {limit}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from recipes.data.sources import store_arrays
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 from workloads.image_files import ImageFileError, decode, files_below
 from workloads.images import ImageSet
 
@@ -27,14 +27,14 @@ def load_cached(path: Path, cache_dir: Path, name: str, image_size: int, channel
         name, image_size, channels: see `workloads.image_files.decode`.
 
     Raises:
-        DataError: the files are not images in the expected layout, or the cache cannot be read or written.
+        RecipeError: the files are not images in the expected layout, or the cache cannot be read or written.
     """
     cached = cache_dir / f"{path.name.split('.')[0]}-{_fingerprint(path, image_size, channels)}.npz"
     if not cached.exists():
         try:
             images = decode(path, name, image_size, channels)
         except ImageFileError as error:
-            raise DataError(str(error)) from error
+            raise RecipeError(str(error)) from error
         arrays = {key: getattr(images, key) for key in _ARRAYS}
         store_arrays(cached, **arrays, classes=np.array(images.classes))
     try:
@@ -42,7 +42,7 @@ def load_cached(path: Path, cache_dir: Path, name: str, image_size: int, channel
             classes = tuple(str(label) for label in stored["classes"])
             return ImageSet(name, **{key: stored[key] for key in _ARRAYS}, classes=classes)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{cached} cannot be read ({error}); delete it, and the next run makes it again") from error
+        raise RecipeError(f"{cached} cannot be read ({error}); delete it, and the next run makes it again") from error
 
 
 def _fingerprint(path: Path, image_size: int, channels: int) -> str:

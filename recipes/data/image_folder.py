@@ -21,7 +21,7 @@ from lightning_gqsgd.wire.processors import processors
 from recipes.data.sources import announce_fallback
 from recipes.data.splits import stratified
 from recipes.data.task_data import TaskData
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 from workloads.digits import load_digits
 from workloads.images import Labels
 
@@ -62,7 +62,7 @@ class PictureFiles:
         """The image of a file.
 
         Raises:
-            DataError: the file is no image; the message has its path.
+            RecipeError: the file is no image; the message has its path.
         """
         path = self._folder / os.fsdecode(self._files[index])
         return decoded(path, str(path), "replace or remove it")
@@ -77,13 +77,13 @@ def decoded(file: Path | BinaryIO, name: str, remedy: str) -> Image.Image:
         remedy: what a message says to do.
 
     Raises:
-        DataError: the file is no image.
+        RecipeError: the file is no image.
     """
     try:
         with Image.open(file, formats=FORMATS) as picture:
             return picture.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{name} cannot be decoded ({error}); {remedy}") from error
+        raise RecipeError(f"{name} cannot be decoded ({error}); {remedy}") from error
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class ImageFolderData(TaskData):
         **common: ``name`` and ``batch_size``, see `TaskData`.
 
     Raises:
-        DataError: a number is out of range.
+        RecipeError: a number is out of range.
     """
 
     def __init__(
@@ -173,13 +173,13 @@ class ImageFolderData(TaskData):
     ) -> None:
         super().__init__(**common)
         if image_size < 1:
-            raise DataError(f"data.image_size={image_size} must be at least 1")
+            raise RecipeError(f"data.image_size={image_size} must be at least 1")
         if resize is not None and resize < image_size:
-            raise DataError(f"data.resize={resize} is less than data.image_size={image_size}; leave it null")
+            raise RecipeError(f"data.resize={resize} is less than data.image_size={image_size}; leave it null")
         if channels != 3:
-            raise DataError(f"data.channels={channels}: images of a folder are read in colour; set data.channels=3")
+            raise RecipeError(f"data.channels={channels}: images of a folder are read in colour; set data.channels=3")
         if workers is not None and workers < 0:
-            raise DataError(f"data.workers={workers} must be at least 0")
+            raise RecipeError(f"data.workers={workers} must be at least 0")
         self.num_classes = num_classes
         self._root = Path(root).expanduser() if root else None
         self._size, self._resize = image_size, resize if resize is not None else round(image_size * 8 / 7)
@@ -208,7 +208,7 @@ class ImageFolderData(TaskData):
         """List the files, without reading them; on every process.
 
         Raises:
-            DataError: the folder is not what the configuration says, or the processes have found different data.
+            RecipeError: the folder is not what the configuration says, or the processes have found different data.
         """
         if self._source is not None:
             return
@@ -247,18 +247,20 @@ class ImageFolderData(TaskData):
     def _fallback_size(self) -> int:
         return min(self._size, FALLBACK_SIZE)
 
-    def _absent(self) -> DataError:
-        return DataError(f"there is no {self.data_name}: data.root is not set; {REMEDY}")
+    def _absent(self) -> RecipeError:
+        return RecipeError(f"there is no {self.data_name}: data.root is not set; {REMEDY}")
 
     def _folder(self, root: Path) -> Source:
         """The images below a folder."""
         train, test = (_listed(folder) for folder in split_folders(root))
         if train.classes != test.classes:
             unshared = sorted(set(train.classes) ^ set(test.classes))
-            raise DataError(f"{train.root} and {test.root} have different classes, {', '.join(unshared[:5])}; {REMEDY}")
+            raise RecipeError(
+                f"{train.root} and {test.root} have different classes, {', '.join(unshared[:5])}; {REMEDY}"
+            )
         count = len(train.classes)
         if count != self.num_classes:
-            raise DataError(f"{root} has {count} classes, not {self.num_classes}; set data.num_classes={count}")
+            raise RecipeError(f"{root} has {count} classes, not {self.num_classes}; set data.num_classes={count}")
         training, evaluation = self._transforms()
         return Source(self.data_name, _split(train), _split(test), training=training, evaluation=evaluation)
 
@@ -276,7 +278,7 @@ class ImageFolderData(TaskData):
         # Fewer classes than outputs are no problem: the network keeps its size, and learns not to name the others.
         if count > self.num_classes:
             limit = f"data.num_classes={self.num_classes}"
-            raise DataError(f"{digits.name} has {count} classes, more than {limit}; raise it, or {REMEDY}")
+            raise RecipeError(f"{digits.name} has {count} classes, more than {limit}; raise it, or {REMEDY}")
         train, test = (
             Split(torch.from_numpy(images).permute(0, 3, 1, 2), labels)
             for images, labels in ((digits.train_images, digits.train_labels), (digits.test_images, digits.test_labels))
@@ -317,15 +319,15 @@ def split_folders(root: Path) -> tuple[Path, Path]:
         root: ``data.root``.
 
     Raises:
-        DataError: ``root`` is no folder, or does not hold both.
+        RecipeError: ``root`` is no folder, or does not hold both.
     """
     if not root.exists():
-        raise DataError(f"data.root={root} does not exist; {REMEDY}")
+        raise RecipeError(f"data.root={root} does not exist; {REMEDY}")
     if not root.is_dir():
-        raise DataError(f"data.root={root} is a file; unpack it, or {REMEDY}")
+        raise RecipeError(f"data.root={root} is a file; unpack it, or {REMEDY}")
     evaluation = [root / name for name in EVALUATION if (root / name).is_dir()]
     if not (root / TRAIN).is_dir() or not evaluation:
-        raise DataError(f"data.root={root} does not hold {TRAIN} and one of {', '.join(EVALUATION)}; {REMEDY}")
+        raise RecipeError(f"data.root={root} does not hold {TRAIN} and one of {', '.join(EVALUATION)}; {REMEDY}")
     return root / TRAIN, evaluation[0]
 
 
@@ -333,7 +335,7 @@ def _listed(folder: Path) -> ImageFolder:
     try:
         return ImageFolder(str(folder), is_valid_file=_is_picture)
     except FileNotFoundError as error:  # there is no class, or a class has no images
-        raise DataError(f"{error} in {folder}; {REMEDY}, at least one of {', '.join(PICTURES)} per class") from error
+        raise RecipeError(f"{error} in {folder}; {REMEDY}, at least one of {', '.join(PICTURES)} per class") from error
 
 
 def _is_picture(path: str) -> bool:

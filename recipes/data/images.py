@@ -14,7 +14,7 @@ from recipes.data.augmentation import EDGES, FLIPS, Edges, Flip, augment
 from recipes.data.sizes import kept_for_validation
 from recipes.data.splits import stratified
 from recipes.data.task_data import DataInMemory, Rows, whole_batches
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 from workloads.images import Images, ImageSet, Labels
 
 #: Images, labels and indices of a batch.
@@ -60,13 +60,13 @@ class ImageDataModule(DataInMemory[ImageSet]):
         self._train_samples, self._test_samples = train_samples, test_samples
         self._val_samples = val_samples
         if not 0 <= cutout <= image_size:
-            raise DataError(f"data.cutout={cutout} is out of range: 0 (none) to data.image_size={image_size}")
+            raise RecipeError(f"data.cutout={cutout} is out of range: 0 (none) to data.image_size={image_size}")
         if not 0 <= shift < image_size:
-            raise DataError(f"data.shift={shift} is out of range: 0 (none) to {image_size - 1}, less than the image")
+            raise RecipeError(f"data.shift={shift} is out of range: 0 (none) to {image_size - 1}, less than the image")
         if flip not in FLIPS:
-            raise DataError(f"data.flip={flip} is not one of {', '.join(str(known).lower() for known in FLIPS)}")
+            raise RecipeError(f"data.flip={flip} is not one of {', '.join(str(known).lower() for known in FLIPS)}")
         if edges not in EDGES:
-            raise DataError(f"data.edges={edges} is not one of {', '.join(EDGES)}")
+            raise RecipeError(f"data.edges={edges} is not one of {', '.join(EDGES)}")
         self._augment: dict[str, Any] = {
             "seed": seed,
             "shift": shift,
@@ -119,17 +119,19 @@ class ImageDataModule(DataInMemory[ImageSet]):
         return scaled.permute(0, 3, 1, 2), labels
 
     def _check(self, images: ImageSet) -> None:
-        """Raise DataError where shape or number of classes are not those of the configuration."""
+        """Raise RecipeError where shape or number of classes are not those of the configuration."""
         wanted = (self.image_size, self.image_size, self.channels)
         for shape in (images.train_images.shape[1:], images.test_images.shape[1:]):
             if shape != wanted:
-                raise DataError(
+                raise RecipeError(
                     f"images of {images.name} have shape {shape}, the configuration says {wanted}; "
                     "set data.image_size and data.channels"
                 )
         count = len(images.classes)
         if count != self.num_classes:
-            raise DataError(f"{images.name} has {count} classes, not {self.num_classes}; set data.num_classes={count}")
+            raise RecipeError(
+                f"{images.name} has {count} classes, not {self.num_classes}; set data.num_classes={count}"
+            )
 
     def _loader(self, images: Images, labels: Labels, train: bool) -> DataLoader[IndexedBatch]:
         size = self.batch_size if train else max(self.batch_size, 256)

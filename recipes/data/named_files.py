@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 from recipes.files import denied
 from recipes.launch.processes import gpus
 
@@ -40,13 +40,15 @@ def check_named(data: Mapping[str, Any]) -> None:
         data: the node.
 
     Raises:
-        DataError: something does not exist, or cannot be read.
+        RecipeError: something does not exist, or cannot be read.
     """
     root = data.get("root")
     if root is not None and denied(Path(str(root)).expanduser()):
-        raise DataError(f"data.root={root} may not be read by this user; ask its owner, or name data that you may read")
+        raise RecipeError(
+            f"data.root={root} may not be read by this user; ask its owner, or name data that you may read"
+        )
     if root is not None and not Path(str(root)).expanduser().exists():
-        raise DataError(
+        raise RecipeError(
             f"data.root={root} does not exist{_near(Path(str(root)).expanduser())}; name a folder or a file that "
             f"exists (conf/data/ says what it may hold), or leave data.root out"
         )
@@ -58,10 +60,10 @@ def check_named(data: Mapping[str, Any]) -> None:
         if name is None:
             continue
         if denied(named_file(str(name), root) or Path(str(name)).expanduser()):
-            raise DataError(f"data.{key}={name} may not be read by this user; ask its owner, or name another file")
+            raise RecipeError(f"data.{key}={name} may not be read by this user; ask its owner, or name another file")
         if named_file(str(name), root) is None:
             inside = "" if root is None else f", neither in {Path.cwd()} nor in data.root={root}"
-            raise DataError(f"data.{key}={name} is not a file{inside}; name a file that exists")
+            raise RecipeError(f"data.{key}={name} is not a file{inside}; name a file that exists")
 
 
 def check_stand_in(data: Mapping[str, Any], accelerator: str) -> None:
@@ -72,12 +74,12 @@ def check_stand_in(data: Mapping[str, Any], accelerator: str) -> None:
         accelerator: ``trainer.accelerator``.
 
     Raises:
-        DataError: there is no ``data.root``, and ``data.fallback`` is null.
+        RecipeError: there is no ``data.root``, and ``data.fallback`` is null.
     """
     asked = "fallback" in data and data["fallback"] is None and data.get("root") is None
     if not asked or accelerator == "cpu" or (accelerator == "auto" and not gpus()):
         return
-    raise DataError(
+    raise RecipeError(
         f"there is no {data['name']}: data.root is not set; name a folder train/CLASS/*.jpg + val/CLASS/*.jpg with "
         "data.root=PATH (data=webdataset reads shards), or let digits stand in with data.fallback=true"
     )

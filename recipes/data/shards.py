@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from recipes.data.image_folder import ImageFolderData, Sample, Transform, decoded
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 
 PICTURES = "jpg;jpeg;png;webp"
 REMEDY = "name a folder with train-*.tar and val-*.tar (or validation-*.tar) with data.root=PATH"
@@ -96,13 +96,13 @@ def samples_in(file: Path) -> int:
     """Returns the number of samples of a shard, from the heads of its members.
 
     Raises:
-        DataError: the file is no tar archive.
+        RecipeError: the file is no tar archive.
     """
     try:
         with tarfile.open(file) as tar:
             return sum(member.name.endswith(".cls") for member in tar)
     except (OSError, tarfile.TarError) as error:
-        raise DataError(f"{file} is not a shard ({error}); replace or remove it") from error
+        raise RecipeError(f"{file} is not a shard ({error}); replace or remove it") from error
 
 
 class ShardData(ImageFolderData):
@@ -116,7 +116,7 @@ class ShardData(ImageFolderData):
         **common: see `ImageFolderData`.
 
     Raises:
-        DataError: webdataset is not installed, or a number is out of range.
+        RecipeError: webdataset is not installed, or a number is out of range.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class ShardData(ImageFolderData):
         **common: Any,
     ) -> None:
         if find_spec("webdataset") is None:
-            raise DataError("data=webdataset needs webdataset: uv sync --extra webdataset, or pip install webdataset")
+            raise RecipeError("data=webdataset needs webdataset: uv sync --extra webdataset, or pip install webdataset")
         for key, value in {"train_samples": train_samples, "shuffle": shuffle}.items():
             if not isinstance(value, int) or value < 1:
-                raise DataError(f"data.{key}={value} must be an integer of at least 1")
+                raise RecipeError(f"data.{key}={value} must be an integer of at least 1")
         super().__init__(root=root, fallback=False, **common)
         self._count, self._drawn = train_samples, (seed, shuffle)
         self._shards: tuple[list[Path], list[Path]] = ([], [])
@@ -145,12 +145,12 @@ class ShardData(ImageFolderData):
         """List the shards, on every process.
 
         Raises:
-            DataError: there are none, or the processes have found different ones.
+            RecipeError: there are none, or the processes have found different ones.
         """
         self._shards = self._found()
         self._sizes = [samples_in(file) for file in self._shards[1]]
         if not sum(self._sizes):
-            raise DataError(f"{self._shards[1][0]} and {len(self._sizes) - 1} others hold no NAME.cls; {REMEDY}")
+            raise RecipeError(f"{self._shards[1][0]} and {len(self._sizes) - 1} others hold no NAME.cls; {REMEDY}")
         self.check_same_everywhere((self.data_name, len(self._shards[0]), sum(self._sizes)))
 
     @property
@@ -179,11 +179,11 @@ class ShardData(ImageFolderData):
 
     def _found(self) -> tuple[list[Path], list[Path]]:
         if self._root is None:
-            raise DataError(f"there is no {self.data_name}: data.root is not set; {REMEDY}")
+            raise RecipeError(f"there is no {self.data_name}: data.root is not set; {REMEDY}")
         train = sorted(self._root.glob("train-*.tar"))
         test = sorted([*self._root.glob("val-*.tar"), *self._root.glob("validation-*.tar")])
         if not train or not test:
-            raise DataError(
+            raise RecipeError(
                 f"data.root={self._root} holds {len(train)} train-*.tar and {len(test)} val-*.tar; {REMEDY}"
             )
         return train, test

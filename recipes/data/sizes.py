@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_gqsgd.errors import counted
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 
 #: Training samples of the collections that are the same on every machine; a test compares them with what is loaded.
 TRAINING_SAMPLES = {"recipes.data.digits.DigitsData": 1437}
@@ -20,7 +20,7 @@ def check_known_samples(data: Mapping[str, Any], processes: int) -> None:
         processes: number of processes of the run, on all nodes together.
 
     Raises:
-        DataError: there are too few samples.
+        RecipeError: there are too few samples.
     """
     sizes = [data.get("train_samples"), TRAINING_SAMPLES.get(str(data.get("_target_")))]
     known = [size for size in sizes if isinstance(size, int)]
@@ -42,13 +42,13 @@ def kept_for_validation(val_samples: int | float | None, total: int) -> int:
         0 for None; otherwise at least 1, and at least 1 fewer than all.
 
     Raises:
-        DataError: the part would be empty or leave nothing for training, or a number is not whole.
+        RecipeError: the part would be empty or leave nothing for training, or a number is not whole.
     """
     if val_samples is None:
         return 0
     count = max(1, round(val_samples * total)) if 0 < val_samples < 1 else val_samples
     if not isinstance(count, int) or not 1 <= count < total:
-        raise DataError(
+        raise RecipeError(
             f"data.val_samples={val_samples} is out of range: 1 to {total - 1}, of {total} training samples, or a "
             "share of them, such as 0.1"
         )
@@ -64,13 +64,13 @@ def check_fills_a_step(samples: int, batch_size: int, processes: int) -> None:
         processes: number of processes of the run.
 
     Raises:
-        DataError: there are too few samples.
+        RecipeError: there are too few samples.
     """
     if samples >= batch_size * processes:
         return
     most = samples // processes
     remedy = f"take data.batch_size={most} or less" if most else "take fewer processes, or more training samples"
-    raise DataError(
+    raise RecipeError(
         f"{counted(max(samples, 0), 'training sample')} cannot fill one step of "
         f"{counted(processes, 'process', 'processes')} with data.batch_size={batch_size}; {remedy}"
     )

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.markup import escape
 
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 
 #: Some servers refuse requests under the name that urllib gives itself.
 USER_AGENT = "lightning-gqsgd"
@@ -30,14 +30,14 @@ def cache_folder(cache_dir: str | None) -> Path:
     """The folder ``data.cache_dir``; without that setting, ``lightning_gqsgd`` in the user's cache folder.
 
     Raises:
-        DataError: the user has no home.
+        RecipeError: the user has no home.
     """
     if cache_dir:
         return Path(cache_dir).expanduser()
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_gqsgd"
     except RuntimeError as error:
-        raise DataError(
+        raise RecipeError(
             "there is no folder for data: HOME is not set, and the system does not know this user; set HOME, or "
             "data.cache_dir=FOLDER"
         ) from error
@@ -51,7 +51,7 @@ def store_arrays(cached: Path, **arrays: NDArray[Any]) -> None:
         **arrays: the arrays, by name.
 
     Raises:
-        DataError: the file cannot be written.
+        RecipeError: the file cannot be written.
     """
     # Not the number of the process: containers on two machines often have the same one.
     temporary = cached.with_name(f".{cached.name}.{uuid.uuid4().hex}")
@@ -63,7 +63,7 @@ def store_arrays(cached: Path, **arrays: NDArray[Any]) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         remedy = "set data.cache_dir to a folder with space"
-        raise DataError(f"cannot write the cache {cached} ({error}); {remedy}") from error
+        raise RecipeError(f"cannot write the cache {cached} ({error}); {remedy}") from error
 
 
 @rank_zero_only
@@ -129,7 +129,7 @@ def try_download(absent: str, wanted: bool, url: str, timeout: float, download: 
         return f"{absent}, and {url} does not answer ({problem})"
     try:
         download()
-    except (OSError, RuntimeError, EOFError, http.client.HTTPException, DataError) as error:
+    except (OSError, RuntimeError, EOFError, http.client.HTTPException) as error:
         return f"{absent}, and the download of {url} failed ({error})"
     return None
 

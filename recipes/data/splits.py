@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 
 
 def stratified(labels: NDArray[np.integer], count: int | None, setting: str) -> NDArray[np.int64]:
@@ -20,12 +20,12 @@ def stratified(labels: NDArray[np.integer], count: int | None, setting: str) -> 
         Indices, sorted, (count,).
 
     Raises:
-        DataError: the count is out of range.
+        RecipeError: the count is out of range.
     """
     if count is None:
         return np.arange(len(labels))
     if not 1 <= count <= len(labels):
-        raise DataError(f"{setting}={count} is out of range: 1 to {len(labels)}")
+        raise RecipeError(f"{setting}={count} is out of range: 1 to {len(labels)}")
     shuffled = np.random.default_rng(0).permutation(len(labels))
     place = np.empty(len(labels))  # of each sample inside its class, as a fraction
     for label in np.unique(labels):
@@ -45,11 +45,11 @@ def split(labels: NDArray[np.integer], test_fraction: float) -> tuple[NDArray[np
         Indices of the training part and of the test part, both sorted.
 
     Raises:
-        DataError: the fraction leaves a part empty.
+        RecipeError: the fraction leaves a part empty.
     """
     count = round(test_fraction * len(labels))
     if not 1 <= count < len(labels):
-        raise DataError(
+        raise RecipeError(
             f"data.test_fraction={test_fraction} takes {count} of {len(labels)} samples for the test part; the test "
             "part and the training part need at least one sample each"
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from recipes.data.sizes import check_fills_a_step
-from recipes.errors import DataError, OtherDataError
+from recipes.errors import RecipeError
 
 Splits = TypeVar("Splits")
 
@@ -31,13 +31,13 @@ class TaskData(LightningDataModule):
         data_name: the name, which changes when other data stand in.
 
     Raises:
-        DataError: the batch size is out of range.
+        RecipeError: the batch size is out of range.
     """
 
     def __init__(self, name: str, batch_size: int) -> None:
         super().__init__()
         if batch_size < 1:
-            raise DataError(f"data.batch_size={batch_size} must be at least 1")
+            raise RecipeError(f"data.batch_size={batch_size} must be at least 1")
         self.data_name = name
         self.batch_size = batch_size
         self._prepared = False
@@ -46,7 +46,7 @@ class TaskData(LightningDataModule):
         """Find, download or decode the data, once per machine; say so when others stand in.
 
         Raises:
-            DataError: ``data.root`` is not what it should be, or there are no data and none may stand in.
+            RecipeError: ``data.root`` is not what it should be, or there are no data and none may stand in.
         """
         if not self._prepared:  # `train` calls this, and Lightning calls it again
             self.prepare_once()
@@ -68,7 +68,7 @@ class TaskData(LightningDataModule):
         """Check that the training samples make at least one step of all processes.
 
         Raises:
-            DataError: there are too few.
+            RecipeError: there are too few.
         """
         check_fills_a_step(self.train_count, self.batch_size, self.trainer.world_size if self.trainer else 1)
 
@@ -79,15 +79,16 @@ class TaskData(LightningDataModule):
             loaded: name of the data, and the numbers of training and test samples.
 
         Raises:
-            OtherDataError: this process has loaded other data than process 0.
+            RecipeError: this process has loaded other data than process 0.
         """
         if self.trainer is None or self.trainer.world_size == 1:
             return
         first = self.trainer.strategy.broadcast(loaded, src=0)
         if loaded != first:
-            raise OtherDataError(
+            raise RecipeError(
                 f"process {self.trainer.global_rank} has found {loaded} (name, training and test samples), "
-                f"process 0 {first}; put the same data at data.root on every machine"
+                f"process 0 {first}; put the same data at data.root on every machine",
+                of_one_process=True,
             )
 
 
@@ -108,7 +109,7 @@ class DataInMemory(TaskData, Generic[Splits]):
         """Load the data, check them and take the wanted part of them; on every process.
 
         Raises:
-            DataError: the data are not what the configuration says, or the processes have loaded different data.
+            RecipeError: the data are not what the configuration says, or the processes have loaded different data.
         """
         if self._splits is None:  # Lightning calls this for training and again for testing
             self._splits = self.taken(self.load())
@@ -118,10 +119,10 @@ class DataInMemory(TaskData, Generic[Splits]):
         """The splits in use.
 
         Raises:
-            DataError: `setup` has not been called.
+            RecipeError: `setup` has not been called.
         """
         if self._splits is None:
-            raise DataError("the data are not loaded; call setup() first")
+            raise RecipeError("the data are not loaded; call setup() first")
         return self._splits
 
 

@@ -13,7 +13,7 @@ from lightning_gqsgd.errors import counted
 from recipes.data.named_files import is_tokenizer_file
 from recipes.data.task_data import DataInMemory, whole_batches
 from recipes.data.tokenizers import TOKENIZERS, Ids, unknown_tokenizer
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 
 #: Inputs and targets.
 TextBatch = tuple[Tensor, Tensor]
@@ -71,7 +71,7 @@ class TextDataModule(DataInMemory[TextSet]):
         train_samples, valid_samples: number of windows from the beginning of each text; None: all.
 
     Raises:
-        DataError: a setting is out of range.
+        RecipeError: a setting is out of range.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class TextDataModule(DataInMemory[TextSet]):
         if tokenizer not in TOKENIZERS and not is_tokenizer_file(tokenizer):
             raise unknown_tokenizer(tokenizer)
         if vocabulary_size < 3:
-            raise DataError(f"data.vocabulary_size={vocabulary_size} must be at least 3")
+            raise RecipeError(f"data.vocabulary_size={vocabulary_size} must be at least 3")
         if sequence_length < 1:
-            raise DataError(f"data.sequence_length={sequence_length} must be at least 1")
+            raise RecipeError(f"data.sequence_length={sequence_length} must be at least 1")
         self.tokenizer, self.vocabulary_size, self.sequence_length = tokenizer, vocabulary_size, sequence_length
         self._train_samples, self._valid_samples = train_samples, valid_samples
 
@@ -121,14 +121,14 @@ class TextDataModule(DataInMemory[TextSet]):
     def _part(self, ids: Ids, count: int | None, split: str) -> Ids:
         windows = len(self._windows(ids))
         if not windows:
-            raise DataError(
+            raise RecipeError(
                 f"the {split} text has {counted(len(ids), 'token')}, less than a window and its last target; "
                 f"lower data.sequence_length={self.sequence_length}"
             )
         if count is None:
             return ids
         if not 1 <= count <= windows:
-            raise DataError(f"data.{split}_samples={count} is out of range: 1 to {windows}")
+            raise RecipeError(f"data.{split}_samples={count} is out of range: 1 to {windows}")
         return ids[: count * self.sequence_length + 1]
 
     def _windows(self, ids: Ids) -> Windows:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from recipes.data.tokenizers import Ids
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 
 
 class FileTokenizer:
@@ -18,26 +18,26 @@ class FileTokenizer:
         vocabulary_size: the number of its tokens, which is that of the network's outputs as well.
 
     Raises:
-        DataError: the file is no tokenizer, it has another number of tokens, or the library is not installed.
+        RecipeError: the file is no tokenizer, it has another number of tokens, or the library is not installed.
     """
 
     def __init__(self, file: Path, vocabulary_size: int) -> None:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise DataError(
+            raise RecipeError(
                 f"data.tokenizer={file} needs the package tokenizers: uv sync --extra transformers, or take "
                 "data.tokenizer=word"
             ) from error
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library has no class of its own for what it refuses
-            raise DataError(
+            raise RecipeError(
                 f"data.tokenizer={file} is not a tokenizer of Hugging Face's library ({error}); name a tokenizer.json"
             ) from error
         size = self._tokenizer.get_vocab_size()
         if size != vocabulary_size:
-            raise DataError(
+            raise RecipeError(
                 f"data.vocabulary_size={vocabulary_size} is not the {size} tokens of data.tokenizer={file}; "
                 f"set data.vocabulary_size={size}"
             )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 
 TOKENIZERS = ("word", "char")
 UNKNOWN = "<unk>"
@@ -22,9 +22,9 @@ Ids = NDArray[np.integer]
 _RAW_WORDS = re.compile(rf"{END_OF_LINE}|\w+|[^\w\s]")
 
 
-def unknown_tokenizer(tokenizer: str) -> DataError:
+def unknown_tokenizer(tokenizer: str) -> RecipeError:
     """The error for a tokenizer that is neither a name nor a file."""
-    return DataError(f"data.tokenizer={tokenizer!r} is not one of {', '.join(TOKENIZERS)}, nor a file tokenizer.json")
+    return RecipeError(f"data.tokenizer={tokenizer!r} is not one of {', '.join(TOKENIZERS)}, nor a file tokenizer.json")
 
 
 def splitter(tokenizer: str, raw: bool) -> Callable[[str], list[str]]:
@@ -36,7 +36,7 @@ def splitter(tokenizer: str, raw: bool) -> Callable[[str], list[str]]:
             what whitespace separates.
 
     Raises:
-        DataError: an unknown tokenizer.
+        RecipeError: an unknown tokenizer.
     """
     if tokenizer not in TOKENIZERS:
         raise unknown_tokenizer(tokenizer)
@@ -58,12 +58,12 @@ class Vocabulary:
         tokens: the tokens in the order of their numbers.
 
     Raises:
-        DataError: the size leaves no room for a token of the text.
+        RecipeError: the size leaves no room for a token of the text.
     """
 
     def __init__(self, counts: Counter[str], size: int) -> None:
         if size < 3:
-            raise DataError(f"data.vocabulary_size={size} must be at least 3")
+            raise RecipeError(f"data.vocabulary_size={size} must be at least 3")
         special = (UNKNOWN, END_OF_LINE)
         # Equally frequent tokens are sorted by name, so that the order of counting does not matter.
         ranked = sorted((token for token in counts if token not in special), key=lambda token: (-counts[token], token))

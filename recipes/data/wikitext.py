@@ -13,7 +13,7 @@ from recipes.data.named_files import is_tokenizer_file, named_file
 from recipes.data.sources import announce_fallback, cache_folder, socket_timeout, try_download
 from recipes.data.text import TextDataModule, TextSet
 from recipes.data.tokenizers import Ids
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 
 #: URL and SHA-256 of each collection's archive, at the site of the data set's first author.
 COLLECTIONS = {
@@ -50,7 +50,7 @@ class WikiTextData(TextDataModule):
         **text: arguments of `TextDataModule`.
 
     Raises:
-        DataError: an unknown collection.
+        RecipeError: an unknown collection.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class WikiTextData(TextDataModule):
     ) -> None:
         super().__init__(**text)
         if collection not in COLLECTIONS:
-            raise DataError(f"data.collection={collection!r} is not one of {', '.join(COLLECTIONS)}")
+            raise RecipeError(f"data.collection={collection!r} is not one of {', '.join(COLLECTIONS)}")
         self._url, self._sha256 = COLLECTIONS[collection]
         self._root = Path(root).expanduser() if root else None
         self._files = {
@@ -84,7 +84,7 @@ class WikiTextData(TextDataModule):
         if is_tokenizer_file(self.tokenizer):
             found = named_file(self.tokenizer, self._root)
             if found is None:
-                raise DataError(f"data.tokenizer={self.tokenizer} is not a file; name a tokenizer.json")
+                raise RecipeError(f"data.tokenizer={self.tokenizer} is not a file; name a tokenizer.json")
             self.tokenizer = str(found)
 
     def prepare_once(self) -> None:
@@ -95,7 +95,7 @@ class WikiTextData(TextDataModule):
         if reason is None:
             self._from_files()
         elif not self._fallback:
-            raise DataError(f"there is no WikiText: {reason}; {REMEDY}")
+            raise RecipeError(f"there is no WikiText: {reason}; {REMEDY}")
         else:
             self.data_name = FALLBACK
             announce_fallback("WikiText", reason, "the topics of Python's help()", FALLBACK, REMEDY)
@@ -105,7 +105,7 @@ class WikiTextData(TextDataModule):
         if self._is_named or self._archive.is_file():
             return TextSet(self.data_name, *self._from_files())
         if not self._fallback:
-            raise DataError(f"there is no WikiText in {self._cache}; {REMEDY}")
+            raise RecipeError(f"there is no WikiText in {self._cache}; {REMEDY}")
         train, valid = pydoc_topics()
         return TextSet(FALLBACK, *corpus.encode(train, valid, self.tokenizer, self.vocabulary_size))
 
@@ -122,20 +122,20 @@ class WikiTextData(TextDataModule):
         if split in self._files:
             named = named_file(self._files[split], self._root)
             if named is None:
-                raise DataError(f"data.{split}_file={self._files[split]} is not a file; {REMEDY}")
+                raise RecipeError(f"data.{split}_file={self._files[split]} is not a file; {REMEDY}")
             return TextFile(named)
         root = self._root
         if root is None:
             if self._files:
-                raise DataError(f"there is no {split} text: add data.{split}_file=FILE or data.root=PATH")
+                raise RecipeError(f"there is no {split} text: add data.{split}_file=FILE or data.root=PATH")
             root = self._archive
         elif not root.exists():
-            raise DataError(f"data.root={root} does not exist; {REMEDY}")
+            raise RecipeError(f"data.root={root} does not exist; {REMEDY}")
         elif root.is_file() and not corpus.is_archive(root):
-            raise DataError(f"data.root={root} is not one of {', '.join(corpus.ARCHIVES)}; {REMEDY}")
+            raise RecipeError(f"data.root={root} is not one of {', '.join(corpus.ARCHIVES)}; {REMEDY}")
         file = corpus.find(root, split)
         if file is None:
-            raise DataError(_missing(root, split))
+            raise RecipeError(_missing(root, split))
         return file
 
     def _try_download(self) -> str | None:

@@ -20,19 +20,12 @@ from lightning_gqsgd.wire.processors import processors
 from netlab.lab import NetLabError
 from recipes.configuration import check_configuration
 from recipes.data.sizes import check_known_samples
-from recipes.errors import DivergedError, OverrideError, RecipeError
+from recipes.errors import DivergedError, RecipeError
 from recipes.folders import check_writable, claimed
 from recipes.for_hydra import for_hydra
 from recipes.launch.environment import profile_environment
-from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, HardwareError, check_devices
-from recipes.launch.processes import (
-    LaunchError,
-    check_launch,
-    external_rank,
-    hydra_arguments,
-    local_processes,
-    torchrun_needed,
-)
+from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, check_devices
+from recipes.launch.processes import check_launch, external_rank, hydra_arguments, local_processes, torchrun_needed
 from recipes.launch.slurm import prepare_submission
 from recipes.launch.sweeps import check_sweeper, is_search, run_job, run_on_hosts
 from recipes.opening import INTERRUPTED, leads, say, speaks
@@ -123,7 +116,7 @@ def examine(arguments: Sequence[str]) -> str | None:
     overrides = parse([argument for argument in arguments if argument not in MULTIRUN])
     swept = [override for override in overrides if override.is_sweep_override()]
     if swept and not multirun:
-        raise OverrideError(
+        raise RecipeError(
             f"{swept[0].input_line}: a comma list makes several runs; take python recipes/compare.py, or quote a value "
             f"that has commas"
         )
@@ -135,7 +128,7 @@ def examine(arguments: Sequence[str]) -> str | None:
         and not is_search(overrides)
         and not any(override.input_line == f"hardware={SLURM}" for override in overrides)
     ):
-        raise OverrideError(
+        raise RecipeError(
             "-m makes one run of each value of a comma list, and there is no comma list; leave -m out, or write e.g. "
             "-m seed=0,1 trainer.devices=1"
         )
@@ -179,7 +172,7 @@ def check(cfg: DictConfig, hydra_config: Any) -> None:
     if name == SLURM and by_hand and (nodes * devices > 1 or "SLURM_JOB_ID" not in os.environ):
         submitted = str(hydra_config.launcher._target_).endswith(".SlurmLauncher") and _is_multirun(hydra_config)
         if not submitted:
-            raise HardwareError(
+            raise RecipeError(
                 f"hardware=slurm submits a job with -m: python {shlex.join([sys.argv[0], '-m', *sys.argv[1:]])}; "
                 "in an allocation of your own, put srun before the same command without -m"
             )
@@ -202,7 +195,7 @@ def places(cfg: DictConfig) -> tuple[int, int]:
 def _refuse_sweeps_of_processes(name: str, processes: int, hydra_config: Any) -> None:
     submitted = name == SLURM and str(hydra_config.launcher._target_).endswith(".SlurmLauncher")
     if _is_multirun(hydra_config) and processes > 1 and not submitted and external_rank(os.environ) is not None:
-        raise LaunchError(
+        raise RecipeError(
             "-m / --multirun cannot be used below a launcher: each of its processes would run the whole sweep. "
             "Take recipes/compare.py or -m without the launcher, which start fresh processes for every combination"
         )

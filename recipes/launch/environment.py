@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_gqsgd.wire.processors import processors
-from recipes.launch.hardware import HardwareError, variables
+from recipes.errors import RecipeError
+from recipes.launch.hardware import variables
 
 
 @contextmanager
@@ -19,12 +20,12 @@ def profile_environment(wanted: Mapping[str, Any], environment: MutableMapping[s
         environment: where the variables are set.
 
     Raises:
-        HardwareError: a variable has another value already; nothing is changed then.
+        RecipeError: a variable has another value already; nothing is changed then.
     """
     values = variables(wanted)
     for name, value in values.items():
         if environment.get(name, value) != value:
-            raise HardwareError(
+            raise RecipeError(
                 f"{name}={environment[name]} is set in the environment, the hardware profile sets {name}={value}; "
                 f"unset {name}, or take hardware.env.{name}={environment[name]} (null: whatever the environment has)"
             )
@@ -42,12 +43,12 @@ def check_threads(environment: Mapping[str, str]) -> None:
     or later, without a word of its own.
 
     Raises:
-        HardwareError: it is no positive integer, nor a list of them, one for each level of nested regions.
+        RecipeError: it is no positive integer, nor a list of them, one for each level of nested regions.
     """
     value = environment.get("OMP_NUM_THREADS")
     if value is None or all(part.strip().isdecimal() and int(part) > 0 for part in value.split(",")):
         return
-    raise HardwareError(
+    raise RecipeError(
         f"OMP_NUM_THREADS={value} is not a number of threads; unset it, or set an integer of at least 1 (threads=N "
         "limits the threads of a run, too)"
     )

@@ -19,10 +19,6 @@ CPU, NETLAB, MULTI_NODE, SLURM = "cpu", "netlab", "multi_node", "slurm"
 MOST_PER_CORE = 8
 
 
-class HardwareError(RecipeError):
-    """A hardware profile that cannot be had as asked; the message names the remedy."""
-
-
 def check_profile(config: Mapping[str, Any]) -> None:
     """Check those values of a profile that can be judged without a look at the machine.
 
@@ -30,25 +26,25 @@ def check_profile(config: Mapping[str, Any]) -> None:
         config: the whole configuration.
 
     Raises:
-        HardwareError, NetLabError: the profile does not take a value.
+        RecipeError, NetLabError: the profile does not take a value.
     """
     hardware, trainer = config["hardware"], config["trainer"]
     name, nodes, devices = hardware["name"], trainer["num_nodes"], trainer["devices"]
     _check_processes(_asked_by(config, "devices"), devices, trainer["accelerator"])
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
         key = _asked_by(config, "num_nodes")
-        raise HardwareError(f"{key}={typed(nodes)} makes no process; take a number of at least 1")
+        raise RecipeError(f"{key}={typed(nodes)} makes no process; take a number of at least 1")
     if name in (NETLAB, SLURM) and not (isinstance(devices, int) and devices >= 1):
-        raise HardwareError(
+        raise RecipeError(
             f"hardware={name} has to know the number of processes per node: hardware.devices={devices!r} is none; "
             "take an integer of at least 1"
         )
     if name != NETLAB:
         return
     if nodes < 2:
-        raise HardwareError(f"hardware=netlab: hardware.nodes={nodes!r} must be at least 2; a single host has no link")
+        raise RecipeError(f"hardware=netlab: hardware.nodes={nodes!r} must be at least 2; a single host has no link")
     if trainer["accelerator"] != "cpu":
-        raise HardwareError(f"hardware=netlab runs on hardware.accelerator=cpu, not {trainer['accelerator']}")
+        raise RecipeError(f"hardware=netlab runs on hardware.accelerator=cpu, not {trainer['accelerator']}")
     parse_rate(str(hardware["rate"]))
 
 
@@ -59,7 +55,7 @@ def check_devices(config: Mapping[str, Any]) -> None:
         config: the whole configuration.
 
     Raises:
-        HardwareError: the machine has no GPU, or too few; or it has far fewer cores than processes.
+        RecipeError: the machine has no GPU, or too few; or it has far fewer cores than processes.
     """
     accelerator = config["trainer"]["accelerator"]
     if accelerator == "cpu":
@@ -69,10 +65,10 @@ def check_devices(config: Mapping[str, Any]) -> None:
     asked, cpu = _gpus_asked_by(config)
     present = gpus()
     if not present:
-        raise HardwareError(f"{asked} needs a GPU, and torch finds none on this machine; take {cpu}")
+        raise RecipeError(f"{asked} needs a GPU, and torch finds none on this machine; take {cpu}")
     wanted = local_processes(accelerator, config["trainer"]["devices"])
     if wanted > present:
-        raise HardwareError(
+        raise RecipeError(
             f"{asked} asks for {counted(wanted, 'GPU')} per node and torch finds {present}; take "
             f"{_asked_by(config, 'devices')}={present}, or {cpu}"
         )
@@ -100,17 +96,17 @@ def _check_processes(key: str, value: Any, accelerator: str) -> None:
     """Refuse a value of ``trainer.devices`` that Lightning does not take for an accelerator."""
     shown, lists = typed(value), isinstance(value, Sequence) and not isinstance(value, str)
     if lists and not value:
-        raise HardwareError(f"{key}={shown} names no device; take a number of at least 1, or a list such as [0,1]")
+        raise RecipeError(f"{key}={shown} names no device; take a number of at least 1, or a list such as [0,1]")
     number = int(value) if re.fullmatch(r"-?\d+", str(value)) else None
     names_gpus = number == -1 or lists and all(type(gpu) is int and gpu >= 0 for gpu in value)
     if names_gpus and accelerator == "cpu":
-        raise HardwareError(
+        raise RecipeError(
             f"{key}={shown} names GPUs, and this run has accelerator=cpu; take a number of at least 1, e.g. {key}=2"
         )
     if number is not None and number < 1 and not names_gpus:
-        raise HardwareError(f"{key}={shown} makes no process; take a number of at least 1")
+        raise RecipeError(f"{key}={shown} makes no process; take a number of at least 1")
     if number is None and not names_gpus and value != "auto":
-        raise HardwareError(
+        raise RecipeError(
             f"{key}={shown} is not a number of processes; take an integer of at least 1, auto, or a list of GPUs such "
             "as [0,1]"
         )
@@ -123,7 +119,7 @@ def _check_cores(config: Mapping[str, Any]) -> None:
     most = MOST_PER_CORE * processors()
     if here > most:
         asked = f"hardware.nodes={trainer['num_nodes']} times trainer.devices" if lab else "trainer.devices"
-        raise HardwareError(
+        raise RecipeError(
             f"{asked}={trainer['devices']} asks for {here} processes on {counted(processors(), 'core')}, which are "
             f"busy for minutes before the first step; take at most {most}, {MOST_PER_CORE} per core"
         )

@@ -28,10 +28,6 @@ SRUN_TASKS = "SLURM_STEP_NUM_TASKS"
 _PER_NODE = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE")
 
 
-class LaunchError(RecipeError):
-    """Processes that are not those that the run asks for; the message names the remedy."""
-
-
 def external_rank(environment: Mapping[str, str]) -> int | None:
     """Global rank of this process if a launcher outside has started it, else None.
 
@@ -73,27 +69,27 @@ def check_launch(nodes: int, devices: int, environment: Mapping[str, str]) -> No
         environment: the environment variables of this process.
 
     Raises:
-        LaunchError: the launcher has started another number, on all nodes together or on a node.
+        RecipeError: the launcher has started another number, on all nodes together or on a node.
     """
     if external_rank(environment) is None:
         return
     by_srun = not {"RANK", "WORLD_SIZE"} <= {*environment}
     size = SRUN_TASKS if by_srun else "WORLD_SIZE"
     if int(environment[size]) != nodes * devices:
-        raise LaunchError(
+        raise RecipeError(
             f"the launcher has started {size}={environment[size]} processes, hardware.nodes={nodes} times "
             f"hardware.devices={devices} is {nodes * devices}; change either until they agree, or unset {size} if no "
             "launcher has started this process"
         )
     local = environment.get(_PER_NODE[by_srun], str(devices))
     if {*re.findall(r"(?<![x\d])\d+", local)} != {str(devices)}:
-        raise LaunchError(
+        raise RecipeError(
             f"the launcher has started {_PER_NODE[by_srun]}={local} processes per node, hardware.devices={devices}; "
             "change either until they agree"
         )
 
 
-def torchrun_needed(name: str, nodes: int, devices: int, accelerator: str, command: Sequence[str]) -> LaunchError:
+def torchrun_needed(name: str, nodes: int, devices: int, accelerator: str, command: Sequence[str]) -> RecipeError:
     """The error for a run on several nodes that no launcher has started; its message is the way to start the run.
 
     Args:
@@ -106,7 +102,7 @@ def torchrun_needed(name: str, nodes: int, devices: int, accelerator: str, comma
     interface = "GLOO_SOCKET_IFNAME" if accelerator == "cpu" else "NCCL_SOCKET_IFNAME"
     torchrun = f"torchrun --nnodes={nodes} --nproc_per_node={devices} --rdzv-backend=c10d"
     endpoint = f"--rdzv-endpoint={socket.gethostname()}:29500"
-    return LaunchError(
+    return RecipeError(
         f"hardware={name} with {nodes} nodes runs under a launcher, and none has started this process (there is no "
         f"RANK). Type the same line on each of the {nodes} nodes:\n"
         f"  {interface}=INTERFACE {torchrun} {endpoint} {shlex.join(command)}\n"

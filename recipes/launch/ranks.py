@@ -13,13 +13,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_gqsgd.errors import first_line
 from lightning_gqsgd.wire.store import wait_for_store
-from recipes.launch.processes import LaunchError, external_rank, global_rank
-
-
-class NotMetError(LaunchError):
-    """Ranks of a launch that do not find each other; the message names the place and the remedy."""
-
-    of_one_process = True  # the others may have met
+from recipes.errors import RecipeError
+from recipes.launch.processes import external_rank, global_rank
 
 
 def tell_lightning_the_rank(environment: Mapping[str, str], devices: int) -> None:
@@ -77,7 +72,7 @@ def meeting_of_ranks(
         applies: called after an error of torch's; the error stays as it is if this returns False.
 
     Raises:
-        NotMetError: see above.
+        RecipeError: see above.
     """
     address, port = (environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     rank = global_rank(environment, devices)
@@ -88,8 +83,9 @@ def meeting_of_ranks(
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if not applies():
             raise
-        raise NotMetError(
+        raise RecipeError(
             f"rank {rank} has not met the others at MASTER_ADDR={address}, MASTER_PORT={port} ({first_line(error)}); "
             "start all ranks, with an address and a port of rank 0's machine that all machines reach; `gqsgd doctor "
-            "--nodes` under the same launcher looks for the reason"
+            "--nodes` under the same launcher looks for the reason",
+            of_one_process=True,  # the others may have met
         ) from error

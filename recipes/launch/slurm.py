@@ -13,10 +13,6 @@ from recipes.launch.processes import ROOT
 PLUGIN = "hydra_plugins.hydra_submitit_launcher"
 
 
-class SlurmError(RecipeError):
-    """A job that cannot be submitted from here; the message names the remedy."""
-
-
 def prepare_submission(environment: MutableMapping[str, str]) -> None:
     """Check what ``-m hardware=slurm`` needs, and make `recipes` importable in the job; before Hydra starts.
 
@@ -24,16 +20,16 @@ def prepare_submission(environment: MutableMapping[str, str]) -> None:
         environment: where PYTHONPATH is set, which the job inherits.
 
     Raises:
-        SlurmError: the extra ``slurm`` or SLURM's commands are missing.
+        RecipeError: the extra ``slurm`` or SLURM's commands are missing.
     """
     if not is_installed(PLUGIN):
-        raise SlurmError(
+        raise RecipeError(
             "hardware=slurm needs hydra-submitit-launcher; install it: "
             "uv sync --extra slurm, or pip install hydra-submitit-launcher"
         )
     missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
     if missing:
-        raise SlurmError(f"{' and '.join(missing)} not found on PATH: submit from a machine of the SLURM cluster")
+        raise RecipeError(f"{' and '.join(missing)} not found on PATH: submit from a machine of the SLURM cluster")
     # The job unpickles functions of this repository in a process that does not start from run.py.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
 

@@ -23,10 +23,6 @@ PLUGIN = "hydra_plugins.hydra_optuna_sweeper"
 SEARCHES = ("hydra/sweeper", "hparams_search")
 
 
-class OptunaError(RecipeError):
-    """A search that cannot be made here; the message names the remedy."""
-
-
 def is_search(overrides: Sequence[Override]) -> bool:
     """Whether a command line chooses a sweeper of its own, which makes jobs without a comma list."""
     return any(override.key_or_group.lstrip("+") in SEARCHES for override in overrides)
@@ -36,11 +32,11 @@ def check_sweeper(overrides: Sequence[Override]) -> None:
     """Check that the sweeper is installed that a command line names.
 
     Raises:
-        OptunaError: it is not.
+        RecipeError: it is not.
     """
     named = [override for override in overrides if override.key_or_group in SEARCHES and override.value() == "optuna"]
     if named and not is_installed(PLUGIN):
-        raise OptunaError(
+        raise RecipeError(
             f"{named[0].input_line} needs hydra-optuna-sweeper; install it: uv sync --extra optuna, or pip install "
             "hydra-optuna-sweeper"
         )

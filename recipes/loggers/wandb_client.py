@@ -16,10 +16,6 @@ from recipes.errors import RecipeError
 INIT_TIMEOUT_S, FINISH_TIMEOUT_S = 30, 300
 
 
-class WandbSettingError(RecipeError):
-    """A setting that W&B does not take, e.g. the name of a project; the message is W&B's."""
-
-
 def start_wandb(folder: str, silent: bool = False, **arguments: Any) -> Any:
     """A new W&B run in the mode of `wandb_mode`; an offline run if the server cannot be reached.
 
@@ -29,7 +25,7 @@ def start_wandb(folder: str, silent: bool = False, **arguments: Any) -> Any:
         **arguments: arguments of ``wandb.init``.
 
     Raises:
-        WandbSettingError: W&B refuses an argument.
+        RecipeError: W&B refuses an argument.
     """
     import wandb
 
@@ -50,7 +46,7 @@ def start_wandb(folder: str, silent: bool = False, **arguments: Any) -> Any:
     try:
         return init(mode=mode)
     except wandb.errors.UsageError as error:  # not for want of a server: an offline run has none
-        raise WandbSettingError(f"W&B refuses a setting of logger: {error}; choose another one") from error
+        raise RecipeError(f"W&B refuses a setting of logger: {error}; choose another one") from error
 
 
 def wandb_mode() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from recipes.errors import ModelError
+from recipes.errors import RecipeError
 from recipes.models.transformer import check_shape
 
 
@@ -15,7 +15,7 @@ class GPT2(nn.Module):
         vocabulary_size, max_length, layers, width, heads, dropout: see `recipes.models.transformer.Transformer`.
 
     Raises:
-        ModelError: the library is not installed, or a setting is out of range.
+        RecipeError: the library is not installed, or a setting is out of range.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class GPT2(nn.Module):
         try:
             from transformers import GPT2Config, GPT2LMHeadModel
         except ImportError as error:
-            raise ModelError("model=gpt2 needs the package transformers: uv sync --extra transformers") from error
+            raise RecipeError("model=gpt2 needs the package transformers: uv sync --extra transformers") from error
         check_shape(vocabulary_size, max_length, dropout, layers=layers, width=width, heads=heads)
         config = GPT2Config(
             vocab_size=vocabulary_size,

@@ -6,25 +6,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes.errors import ModelError
+from recipes.errors import RecipeError
 
 
 def check_shape(vocabulary_size: int, max_length: int, dropout: float, **sizes: int) -> None:
     """Check the settings of a transformer; ``sizes`` are those of its node `model`, ``width`` and ``heads`` among them.
 
     Raises:
-        ModelError: a setting is out of range, or ``heads`` does not divide ``width``.
+        RecipeError: a setting is out of range, or ``heads`` does not divide ``width``.
     """
     if min(vocabulary_size, max_length, *sizes.values()) < 1:
         named = ", ".join(f"model.{name}={size}" for name, size in sizes.items())
-        raise ModelError(
+        raise RecipeError(
             f"vocabulary_size={vocabulary_size}, max_length={max_length}, {named}: each must be at least 1"
         )
     width, heads = sizes["width"], sizes["heads"]
     if width % heads:
-        raise ModelError(f"model.width={width} is not divisible by model.heads={heads}; change one of them")
+        raise RecipeError(f"model.width={width} is not divisible by model.heads={heads}; change one of them")
     if not 0 <= dropout < 1:
-        raise ModelError(f"model.dropout={dropout} is out of range: 0 to less than 1")
+        raise RecipeError(f"model.dropout={dropout} is out of range: 0 to less than 1")
 
 
 class Transformer(nn.Module):
@@ -42,7 +42,7 @@ class Transformer(nn.Module):
         dropout: probability of dropout, 0 to less than 1.
 
     Raises:
-        ModelError: a setting is out of range.
+        RecipeError: a setting is out of range.
     """
 
     def __init__(

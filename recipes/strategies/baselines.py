@@ -22,10 +22,6 @@ from recipes.errors import RecipeError
 HOOKS = ("none", "bf16", "fp16", "powersgd")
 
 
-class StrategyError(RecipeError):
-    """A strategy that cannot work here; the message names the reason and the remedy."""
-
-
 class BaselineDDPStrategy(DDPStrategy):
     """DDPStrategy with one of torch's communication hooks.
 
@@ -36,12 +32,12 @@ class BaselineDDPStrategy(DDPStrategy):
         **arguments: arguments of DDPStrategy.
 
     Raises:
-        StrategyError: an unknown hook; at set-up, PowerSGD without CUDA, or a process group of another size.
+        RecipeError: an unknown hook; at set-up, PowerSGD without CUDA, or a process group of another size.
     """
 
     def __init__(self, hook: str = "none", powersgd_rank: int = 4, powersgd_start: int = 100, **arguments: Any) -> None:
         if hook not in HOOKS:
-            raise StrategyError(f"hook={hook!r} is not one of {', '.join(HOOKS)}")
+            raise RecipeError(f"hook={hook!r} is not one of {', '.join(HOOKS)}")
         super().__init__(**arguments)
         self._hook = hook
         self._powersgd_rank, self._powersgd_start = powersgd_rank, powersgd_start
@@ -52,7 +48,7 @@ class BaselineDDPStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         """Refuse PowerSGD without CUDA: here the trainer knows the device, and nothing has been connected yet."""
         if self._hook == "powersgd" and self.root_device.type != "cuda":
-            raise StrategyError(
+            raise RecipeError(
                 f"strategy=powersgd needs CUDA, this is {self.root_device.type}: torch's PowerSGD hook starts "
                 "collectives from inside a callback, and Gloo aborts the process on that. "
                 "Take hardware=nvlink or pcie, or strategy=ddp_bf16 or gqsgd_4bit"
@@ -64,7 +60,7 @@ class BaselineDDPStrategy(DDPStrategy):
         super().setup_distributed()
         size = dist.get_world_size()
         if size != self.world_size:
-            raise StrategyError(
+            raise RecipeError(
                 f"this process already has a process group of {size} processes, the trainer wants {self.world_size}; "
                 "start a fresh process for every number of processes"
             )
@@ -74,7 +70,7 @@ class BaselineDDPStrategy(DDPStrategy):
         """Wrap the model, register the hook, and prepare the count of bytes.
 
         Raises:
-            StrategyError: the model gives sparse gradients on a device other than the CPU.
+            RecipeError: the model gives sparse gradients on a device other than the CPU.
         """
         super().configure_ddp()
         model = self.model
@@ -86,7 +82,7 @@ class BaselineDDPStrategy(DDPStrategy):
             if p.requires_grad and name not in sparse
         ]
         if sparse and self.root_device.type != "cpu":
-            raise StrategyError(
+            raise RecipeError(
                 f"{min(sparse)} has sparse gradients, which are exchanged on CPU only, this is "
                 f"{self.root_device.type}: NCCL does not add sparse tensors. Take model.sparse=false, or hardware=cpu"
             )

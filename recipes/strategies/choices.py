@@ -20,7 +20,7 @@ from lightning_gqsgd.errors import counted
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, did_you_mean_preset
 from lightning_gqsgd.spec.decisions import WIDTHS, WIDTHS_IN_WORDS
 from lightning_gqsgd.spec.quantities import TIMES, quantity
-from recipes.errors import OverrideError, RecipeError
+from recipes.errors import RecipeError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUP = "strategy"
@@ -42,14 +42,6 @@ ALL = ("ddp", "ddp_bf16", *PRESETS)
 EXAMPLES = "ddp, ddp_bf16, gqsgd, gqsgd_4bit or gqsgd_diloco"
 #: Where all strategies are listed.
 EVERYWHERE = "python recipes/run.py --help"
-
-
-class UnknownStrategyError(RecipeError):
-    """A name that is not a choice of ``strategy=``; the message names near ones, and where all are listed."""
-
-
-class SettingError(RecipeError):
-    """A setting of a strategy that cannot work; the message names the remedy."""
 
 
 def choices_of(group: str, folders: Iterable[Path] = ()) -> list[str]:
@@ -102,7 +94,7 @@ def check_strategies(arguments: Sequence[str]) -> None:
             adds folders to Hydra's search path, which may hold further strategies.
 
     Raises:
-        UnknownStrategyError: a name is no choice of ``strategy=``.
+        RecipeError: a name is no choice of ``strategy=``.
     """
     if any(re.match(r"(--config-dir|-cd|\+*hydra\.searchpath=)", argument) for argument in arguments):
         return
@@ -123,12 +115,11 @@ def check_light(strategy: Mapping[str, Any], accelerator: str) -> None:
         accelerator: ``trainer.accelerator``.
 
     Raises:
-        SettingError: the strategy cannot work as asked.
-        OverrideError: the timeout is no time.
+        RecipeError: the strategy cannot work as asked, or the timeout is no time.
     """
     timeout_for(strategy)
     if strategy.get("hook") == "powersgd" and accelerator == "cpu":
-        raise SettingError(
+        raise RecipeError(
             "strategy=powersgd needs CUDA, and this run has accelerator=cpu; take strategy=ddp_bf16 or gqsgd_4bit, or "
             "hardware=nvlink or pcie"
         )
@@ -136,7 +127,7 @@ def check_light(strategy: Mapping[str, Any], accelerator: str) -> None:
     if strategy["_target_"] != TARGET or bits is None or isinstance(bits, Mapping) or bits == "auto":
         return
     if type(bits) is not int or bits not in WIDTHS:  # `check_settings` knows those of each codec
-        raise SettingError(f"strategy.bits={bits} is out of range: {WIDTHS_IN_WORDS}, or auto, e.g. strategy.bits=4")
+        raise RecipeError(f"strategy.bits={bits} is out of range: {WIDTHS_IN_WORDS}, or auto, e.g. strategy.bits=4")
 
 
 def timeout_for(strategy: Mapping[str, Any]) -> dict[str, timedelta]:
@@ -146,14 +137,14 @@ def timeout_for(strategy: Mapping[str, Any]) -> dict[str, timedelta]:
         strategy: the node of the strategy.
 
     Raises:
-        OverrideError: the entry is no time.
+        RecipeError: the entry is no time.
     """
     value = strategy.get("timeout")
     if value is None:
         return {}
     seconds = quantity(value, TIMES) if isinstance(value, str) else None
     if not seconds:
-        raise OverrideError(f"strategy.timeout={value} is not a time: a number and a unit, e.g. +strategy.timeout=5min")
+        raise RecipeError(f"strategy.timeout={value} is not a time: a number and a unit, e.g. +strategy.timeout=5min")
     return {"timeout": timedelta(seconds=seconds)}
 
 
@@ -165,19 +156,19 @@ def check_elastic(config: Mapping[str, Any], environment: Mapping[str, str]) -> 
         environment: the environment variables of this process.
 
     Raises:
-        SettingError: the run cannot be made as asked.
+        RecipeError: the run cannot be made as asked.
     """
     if not config["strategy"].get("elastic"):
         return
     trainer, name = config["trainer"], config["strategy"]["name"]
     if trainer["num_nodes"] != 1 or str(trainer["devices"]) != "1":
-        raise SettingError(
+        raise RecipeError(
             f"strategy={name} has one process, and this run asks for trainer.devices={trainer['devices']} on "
             f"{counted(trainer['num_nodes'], 'node')}; add trainer.devices=1, and start a run with another seed for "
             "each process"
         )
     if not environment.get(LIGHTHOUSE):
-        raise SettingError(
+        raise RecipeError(
             f"strategy={name} needs a lighthouse: start one with `gqsgd lighthouse`, and set {LIGHTHOUSE}=host:port "
             "for each run"
         )
@@ -213,9 +204,9 @@ def check_settings(node: Mapping[str, Any]) -> None:
 def _check(name: str) -> None:
     names = strategies()
     if name == "all":
-        raise UnknownStrategyError("strategy=all is a comparison of strategies: take python recipes/compare.py")
+        raise RecipeError("strategy=all is a comparison of strategies: take python recipes/compare.py")
     if not name:
-        raise UnknownStrategyError(f"strategy= names no strategy; take e.g. {EXAMPLES} (all: {EVERYWHERE})")
+        raise RecipeError(f"strategy= names no strategy; take e.g. {EXAMPLES} (all: {EVERYWHERE})")
     if name not in names:
         hint = did_you_mean_preset(name, names) or f"; take e.g. {EXAMPLES}"
-        raise UnknownStrategyError(f"strategy={name} is not a strategy{hint} (all: {EVERYWHERE})")
+        raise RecipeError(f"strategy={name} is not a strategy{hint} (all: {EVERYWHERE})")

@@ -17,10 +17,6 @@ from recipes.tasks.adam_of_tables import AdamOfTables
 from recipes.tasks.schedules import make_schedule
 
 
-class OptimizerError(RecipeError):
-    """An optimizer that cannot train this network; the message names the remedy."""
-
-
 @dataclass(frozen=True)
 class OptimizerSettings:
     """The node `optimizer` of the configuration, field by field; conf/optimizer/default.yaml explains each of them.
@@ -89,12 +85,12 @@ def scaled(settings: OptimizerSettings | OwnOptimizer, samples: int) -> Optimize
         samples: number of samples of an optimizer step, all processes together.
 
     Raises:
-        OptimizerError: there is no rate to be scaled.
+        RecipeError: there is no rate to be scaled.
     """
     if settings.scale_lr is None:
         return settings
     if settings.lr is None:
-        raise OptimizerError(f"optimizer.scale_lr={settings.scale_lr} scales optimizer.lr, and there is none; set it")
+        raise RecipeError(f"optimizer.scale_lr={settings.scale_lr} scales optimizer.lr, and there is none; set it")
     lr = settings.lr * (samples / settings.scale_lr)
     if isinstance(settings, OwnOptimizer):
         return replace(settings, arguments={**settings.arguments, "lr": lr})
@@ -113,7 +109,7 @@ def make_optimizer(module: nn.Module, settings: OptimizerSettings | OwnOptimizer
         steps: number of optimizer steps of the whole run.
 
     Raises:
-        OptimizerError: the network gives sparse gradients, which the optimizer does not take.
+        RecipeError: the network gives sparse gradients, which the optimizer does not take.
     """
     if isinstance(settings, OwnOptimizer):
         optimizer = settings.target([p for p in module.parameters() if p.requires_grad], **settings.arguments)
@@ -137,13 +133,13 @@ def _tables(module: nn.Module, settings: OptimizerSettings) -> list[Tensor]:
     """The parameters with sparse gradients.
 
     Raises:
-        OptimizerError: see `make_optimizer`.
+        RecipeError: see `make_optimizer`.
     """
     tables = tables_of(module, frozen=True)
     # torch would refuse sparse gradients as well, but at the first step, and because of an addition, not of the decay.
     if tables and (settings.name == "adamw" or settings.weight_decay):
         first = next(iter(tables)).removesuffix(".weight")
-        raise OptimizerError(
+        raise RecipeError(
             f"{first} gives sparse gradients, which optimizer.name={settings.name} "
             f"optimizer.weight_decay={settings.weight_decay} cannot take; set model.sparse=false, "
             "or optimizer.name=adam or sgd and optimizer.weight_decay=0"

@@ -58,10 +58,6 @@ ALLOWED_TARGETS = frozenset(
 OF_LIGHTNING = {"lightning.pytorch.callbacks": Callback, "lightning.pytorch.profilers": Profiler}
 
 
-class TargetError(RecipeError):
-    """A configuration that names a `_target_` which recipes do not call."""
-
-
 def own_targets() -> frozenset[str]:
     """Every `_target_` in the folders that the user has added to Hydra's search path; none outside of Hydra."""
     if not HydraConfig.initialized():
@@ -80,11 +76,11 @@ def build_network(node: DictConfig, own: frozenset[str] = frozenset()) -> nn.Mod
         own: see `build`.
 
     Raises:
-        TargetError: see `build`; or the target is no network.
+        RecipeError: see `build`; or the target is no network.
     """
     network: nn.Module = build(node, own=own, leave_out=("name",))
     if not isinstance(network, nn.Module) or isinstance(network, LightningModule):
-        raise TargetError(
+        raise RecipeError(
             f"model._target_={node._target_} makes a {type(network).__name__}, and a model is a torch.nn.Module that "
             "is not a LightningModule; the LightningModule is the task's: a subclass of recipes.tasks.task.Task, named "
             "by task._target_"
@@ -96,13 +92,13 @@ def build_task(node: DictConfig, own: frozenset[str], **arguments: Any) -> Task:
     """The LightningModule of the node `task`.
 
     Raises:
-        TargetError: see `build`; or the target is no `Task`, or is judged by a metric that recipes do not know.
+        RecipeError: see `build`; or the target is no `Task`, or is judged by a metric that recipes do not know.
     """
     key = f"task._target_={node._target_}"
     made: Task = _checked(build(node, own=own, leave_out=("metric",), **arguments), Task, key)
     metric = getattr(made, "metric", None)
     if metric not in METRICS.values():
-        raise TargetError(
+        raise RecipeError(
             f"{key} is judged by {getattr(metric, 'key', metric)!r}, and recipes know {', '.join(METRICS)}; give the "
             "class one of recipes.measuring.metrics as its attribute metric"
         )
@@ -113,7 +109,7 @@ def build_data(node: DictConfig, own: frozenset[str] = frozenset()) -> TaskData:
     """The data module of the node `data`.
 
     Raises:
-        TargetError: see `build`; or the target is no `TaskData`.
+        RecipeError: see `build`; or the target is no `TaskData`.
     """
     return _checked(build(node, own=own), TaskData, f"data._target_={node._target_}")
 
@@ -122,7 +118,7 @@ def build_optimizer(node: Mapping[str, Any], own: frozenset[str] = frozenset()) 
     """The settings of the node `optimizer`, resolved; or an optimizer of the user's own, if it names one.
 
     Raises:
-        TargetError: see `build`.
+        RecipeError: see `build`.
     """
     target = node.get("_target_")
     if target is None:
@@ -141,7 +137,7 @@ def build_callbacks(nodes: Mapping[str, Any] | None, folder: Path, own: frozense
         own: see `build`.
 
     Raises:
-        TargetError: see `build`; or a target is no callback.
+        RecipeError: see `build`; or a target is no callback.
     """
     callbacks: list[Callback] = []
     for name, node in (nodes or {}).items():
@@ -165,7 +161,7 @@ def check_monitors(callbacks: Sequence[Callback], task: Task) -> None:
         task: what is trained.
 
     Raises:
-        TargetError: nothing logs it.
+        RecipeError: nothing logs it.
     """
     kinds = [type(task), *(type(callback) for callback in callbacks)]
     if not all(kind.__module__.startswith(("recipes.", "lightning.")) for kind in kinds):
@@ -180,7 +176,7 @@ def check_monitors(callbacks: Sequence[Callback], task: Task) -> None:
         known = [*logged, names.EPOCH, "step"] if isinstance(callback, ModelCheckpoint) else logged
         # Names of rates, which LearningRateMonitor logs, depend on the optimizer, and counters on the strategy.
         if watched is not None and watched not in known and not watched.startswith(("lr-", "gqsgd/")):
-            raise TargetError(
+            raise RecipeError(
                 f"callbacks: {type(callback).__name__} has monitor={watched}, and nothing logs that in training"
                 f"{did_you_mean(watched, known)}; take e.g. monitor={names.VAL_LOSS} or monitor={task.metric.val}"
             )
@@ -198,7 +194,7 @@ def build_trainer(
         **arguments: further arguments of the Trainer.
 
     Raises:
-        TargetError: see `build`; or the target is no Trainer.
+        RecipeError: see `build`; or the target is no Trainer.
     """
     settings = dict(node)
     target = settings.pop("_target_", None)
@@ -208,7 +204,7 @@ def build_trainer(
         settings["profiler"] = build(OmegaConf.create(dict(profiler)), own=own, leave_out=tuple(place), **place)
     kind = Trainer if target is None else _found(str(target), own)
     if not (isinstance(kind, type) and issubclass(kind, Trainer)):
-        raise TargetError(f"trainer._target_={target} is not a class that inherits from lightning.pytorch.Trainer")
+        raise RecipeError(f"trainer._target_={target} is not a class that inherits from lightning.pytorch.Trainer")
     if target:
         return _called(kind, str(target), {**settings, **arguments})
     with refused_values("trainer"):
@@ -229,9 +225,9 @@ def build(
         **arguments: further arguments of the target.
 
     Raises:
-        TargetError: the target is none of `ALLOWED_TARGETS`, of Lightning's callbacks and profilers, and of `own`; or
-            a target of `own` cannot be imported, or does not take an entry.
-        ValueRefusedError: the target does not take the value of an entry.
+        RecipeError: the target is none of `ALLOWED_TARGETS`, of Lightning's callbacks and profilers, and of `own`; or
+            a target of `own` cannot be imported, or does not take an entry; or the target does not take the value of
+            an entry.
     """
     settings = OmegaConf.to_container(node, resolve=True)
     assert isinstance(settings, dict)
@@ -244,7 +240,7 @@ def _found(target: Any, own: frozenset[str]) -> Any:
     """What a target names.
 
     Raises:
-        TargetError: see `build`.
+        RecipeError: see `build`.
     """
     if target in ALLOWED_TARGETS:
         return get_object(target)
@@ -254,14 +250,14 @@ def _found(target: Any, own: frozenset[str]) -> Any:
         if isinstance(found, type) and issubclass(found, OF_LIGHTNING[module]):
             return found
     if target not in own:
-        raise TargetError(
+        raise RecipeError(
             f"_target_={target!r} is not one of {', '.join(sorted(ALLOWED_TARGETS))}, nor of Lightning's callbacks and "
             "profilers; name others in a file of your own, e.g. FOLDER/model/NAME.yaml, and add --config-dir FOLDER"
         )
     try:
         return get_object(target)
     except (ImportError, ValueError) as error:
-        raise TargetError(
+        raise RecipeError(
             f"_target_={target}: {first_line(error)}; start in the folder of the module, or put that folder on "
             "PYTHONPATH"
         ) from error
@@ -276,12 +272,12 @@ def check_call(function: Any, name: str, arguments: Mapping[str, Any]) -> None:
         arguments: the keywords.
 
     Raises:
-        TargetError: it takes others.
+        RecipeError: it takes others.
     """
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
-        raise TargetError(
+        raise RecipeError(
             f"{name}: {error}; leave the entry out ('~NODE.ENTRY' on the command line), or add what is missing"
         ) from error
     except ValueError:
@@ -296,7 +292,7 @@ def _called(function: Any, target: str, arguments: Mapping[str, Any]) -> Any:
 
 def _checked(made: Any, kind: type, key: str) -> Any:
     if not isinstance(made, kind):
-        raise TargetError(
+        raise RecipeError(
             f"{key} makes a {type(made).__name__}, and recipes need a {kind.__module__}.{kind.__qualname__}; inherit "
             "from it"
         )

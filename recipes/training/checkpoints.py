@@ -23,10 +23,6 @@ class FullDiskError(RecipeError):
     """A training that has found no more room for its files; the message names the remedy."""
 
 
-class CheckpointError(RecipeError):
-    """A run that is to go on from a checkpoint that does not exist; the message names the remedy."""
-
-
 def find_checkpoint(cfg: DictConfig, folder: Path) -> str | None:
     """The checkpoint to go on from, or None for a new run.
 
@@ -38,13 +34,13 @@ def find_checkpoint(cfg: DictConfig, folder: Path) -> str | None:
         folder: folder of the run.
 
     Raises:
-        CheckpointError: a checkpoint is asked for, and there is none.
+        RecipeError: a checkpoint is asked for, and there is none.
     """
     if cfg.ckpt_path:
         if denied(Path(cfg.ckpt_path)):
-            raise CheckpointError(f"ckpt_path={cfg.ckpt_path} may not be read by this user; ask its owner, or copy it")
+            raise RecipeError(f"ckpt_path={cfg.ckpt_path} may not be read by this user; ask its owner, or copy it")
         if not Path(cfg.ckpt_path).is_file():
-            raise CheckpointError(f"ckpt_path={cfg.ckpt_path} is not a file; name a {LAST}, or take resume=true")
+            raise RecipeError(f"ckpt_path={cfg.ckpt_path} is not a file; name a {LAST}, or take resume=true")
         return str(cfg.ckpt_path)
     if not cfg.resume:
         return None
@@ -53,7 +49,7 @@ def find_checkpoint(cfg: DictConfig, folder: Path) -> str | None:
         return str(own)
     earlier = sorted(Path(cfg.run_root).glob(f"*/{CHECKPOINTS}/{LAST}"), key=lambda file: file.stat().st_mtime)
     if not earlier:
-        raise CheckpointError(
+        raise RecipeError(
             f"resume=true: there is no {CHECKPOINTS}/{LAST} in {folder} nor in any folder of {cfg.run_root}; "
             "leave resume out for a new run, or name a file with ckpt_path=PATH"
         )

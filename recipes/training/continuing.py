@@ -15,9 +15,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from recipes.configuration import without_hydra
-from recipes.errors import typed
+from recipes.errors import RecipeError, typed
 from recipes.launch.processes import local_processes
-from recipes.training.checkpoints import LAST, CheckpointError
+from recipes.training.checkpoints import LAST
 
 #: The configuration of a run, which Lightning's CSV logger writes into the run's folder.
 CONFIGURATION_FILE = "hparams.yaml"
@@ -55,7 +55,7 @@ def check_continued(cfg: DictConfig, checkpoint: str) -> None:
         checkpoint: path of the checkpoint.
 
     Raises:
-        CheckpointError: the file is no checkpoint, or a setting differs from that of the run that wrote the file.
+        RecipeError: the file is no checkpoint, or a setting differs from that of the run that wrote the file.
     """
     _check_format(cfg, checkpoint)
     file = Path(checkpoint).parents[1] / CONFIGURATION_FILE
@@ -66,7 +66,7 @@ def check_continued(cfg: DictConfig, checkpoint: str) -> None:
         return
     named = [f"{key}={_written(new)} (there: {_written(old)})" for key, (old, new) in changes.items()]
     more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-    raise CheckpointError(
+    raise RecipeError(
         f"{', '.join(named[:MOST_NAMED])}{more}: a run that goes on keeps what the run of {checkpoint} had; set it as "
         f"it was there, or leave {asked_by(cfg)} out for a new run"
     )
@@ -108,28 +108,28 @@ def _check_format(cfg: DictConfig, checkpoint: str) -> None:
     """Refuse a file that torch has not written, or has not written to its end.
 
     Raises:
-        CheckpointError: see `check_continued`.
+        RecipeError: see `check_continued`.
     """
     remedy = f"name a {LAST} that a run has written, or leave {asked_by(cfg)} out for a new run"
     # The list of an archive's files stands at its end, so that a file that was cut off is no archive.
     if not zipfile.is_zipfile(checkpoint):
-        raise CheckpointError(f"{checkpoint} is not a checkpoint, or its end is missing; {remedy}")
+        raise RecipeError(f"{checkpoint} is not a checkpoint, or its end is missing; {remedy}")
     with zipfile.ZipFile(checkpoint) as archive:
         names = archive.namelist()
     if not any(name.endswith("/data.pkl") for name in names):
-        raise CheckpointError(f"{checkpoint} is an archive, and no checkpoint; {remedy}")
+        raise RecipeError(f"{checkpoint} is an archive, and no checkpoint; {remedy}")
 
 
 def _recorded(file: Path) -> dict[str, Any]:
     """The configuration that a run has recorded.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        RecipeError: the file cannot be read.
     """
     try:
         return read_configuration(file)
     except ValueError as error:
-        raise CheckpointError(f"{file} {error}; delete it to go on without it") from error
+        raise RecipeError(f"{file} {error}; delete it to go on without it") from error
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:

@@ -17,22 +17,16 @@ _REFUSALS = (TypeError, ValueError, AssertionError, MisconfigurationException)
 _LONGEST = 400
 
 
-class ValueRefusedError(RecipeError):
-    """A value that the class it is given to does not take; the message is that of the class."""
-
-    of_one_process = True  # perhaps: another one may have other data, or another environment
-
-
 @contextmanager
 def refused_values(where: str, *, applies: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """A context in which an error that refuses a value becomes a `ValueRefusedError`, whose message has one line.
+    """A context in which an error that refuses a value becomes a `RecipeError`, whose message has one line.
 
     Args:
         where: what has refused the value, for the message.
         applies: called after an error; the error stays as it is if this returns False.
 
     Raises:
-        ValueRefusedError: see above.
+        RecipeError: see above.
     """
     try:
         yield
@@ -42,6 +36,7 @@ def refused_values(where: str, *, applies: Callable[[], bool] = lambda: True) ->
         if not applies():
             raise
         said = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-        raise ValueRefusedError(
-            f"{where}: {said[:_LONGEST] or 'refused'} ({type(error).__name__}; HYDRA_FULL_ERROR=1 shows where)"
+        raise RecipeError(
+            f"{where}: {said[:_LONGEST] or 'refused'} ({type(error).__name__}; HYDRA_FULL_ERROR=1 shows where)",
+            of_one_process=True,  # perhaps: another one may have other data, or another environment
         ) from error

@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 import lightning_gqsgd  # noqa: F401  (registers its strategies)
 from lightning_gqsgd.errors import counted
 from recipes.data.task_data import TaskData
-from recipes.errors import DivergedError
+from recipes.errors import DivergedError, RecipeError
 from recipes.files import METRICS_FILE, RESULT_FILE
 from recipes.launch.environment import set_threads
 from recipes.launch.hardware import described
@@ -50,14 +50,7 @@ from recipes.training.building import (
     check_monitors,
     own_targets,
 )
-from recipes.training.checkpoints import (
-    CHECKPOINTS,
-    LAST,
-    CheckpointError,
-    carry_wandb_id,
-    clear_earlier_run,
-    find_checkpoint,
-)
+from recipes.training.checkpoints import CHECKPOINTS, LAST, carry_wandb_id, clear_earlier_run, find_checkpoint
 from recipes.training.continuing import asked_by, check_continued
 from recipes.training.progress import LiveProgress, PlainProgress
 from recipes.training.refusals import refused_values
@@ -260,12 +253,12 @@ def _step_of(cfg: DictConfig, checkpoint: str) -> int:
     """The optimizer step at which a checkpoint was written.
 
     Raises:
-        CheckpointError: the file is not a checkpoint of Lightning.
+        RecipeError: the file is not a checkpoint of Lightning.
     """
     try:
         return int(torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"])
     except Exception as error:  # torch raises several families of errors for files that are damaged inside
-        raise CheckpointError(
+        raise RecipeError(
             f"{checkpoint} is not a checkpoint of a run, or is damaged ({type(error).__name__}); name another one, or "
             f"leave {asked_by(cfg)} out for a new run"
         ) from error

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from recipes.data import criteo
 from recipes.data.click_lines import MISSING, parse_lines
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 
 LABELS = st.sampled_from([b"0", b"1", b"2", b"", b"01"])
 NUMBERS = st.one_of(
@@ -57,5 +57,5 @@ def test_lines_are_whole_in_blocks_of_any_size(size: int, tmp_path: Path, monkey
     for rows in (1, 50, 100, 1000):
         assert len(criteo.parse(file, rows).labels) == min(rows, 100)
     file.write_bytes(b"".join(lines) + b"0" * 5000)  # longer than a block
-    with pytest.raises(DataError, match="line 101: 1 columns instead of 40"):
+    with pytest.raises(RecipeError, match="line 101: 1 columns instead of 40"):
         criteo.parse(file, None)

@@ -26,13 +26,12 @@ from recipes.data.clicks import FALLBACK, ClickData, ClickSet
 from recipes.data.criteo import ClickLog, load_log
 from recipes.data.splits import split
 from recipes.data.synthetic_clicks import TRUE_AUC, synthetic_clicks
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 from recipes.measuring.metrics import AUC
 from recipes.models.deepfwfm import DeepFwFM
 from recipes.strategies.baselines import BaselineDDPStrategy
 from recipes.strategies.sparse_tables import fields_for
 from recipes.tasks.adam_of_tables import AdamOfTables
-from recipes.tasks.optimizers import OptimizerError
 from recipes.training.train import train
 from tests.distributed import ranks
 from tests.recipes.conftest import run_script
@@ -131,7 +130,7 @@ def test_text_is_parsed_once_until_it_changes(log: ClickLog, tmp_path: Path, mon
     assert len(parsed) == 2
     for cached in (tmp_path / "cache").iterdir():
         cached.write_bytes(cached.read_bytes()[:100])
-    with pytest.raises(DataError, match=r"train-\w+\.npz cannot be read .*delete it"):
+    with pytest.raises(RecipeError, match=r"train-\w+\.npz cannot be read .*delete it"):
         load_log(file, tmp_path / "cache", None)
 
 
@@ -150,7 +149,7 @@ def test_text_is_parsed_once_until_it_changes(log: ClickLog, tmp_path: Path, mon
 def test_broken_line_is_named(log: ClickLog, tmp_path: Path, old: bytes, new: bytes, message: str) -> None:
     file = tmp_path / "train.txt"
     file.write_bytes(_text(log).replace(old, new, 1))
-    with pytest.raises(DataError, match=rf"train\.txt, {message}"):
+    with pytest.raises(RecipeError, match=rf"train\.txt, {message}"):
         load_log(file, tmp_path / "cache", None)
     assert not (tmp_path / "cache").exists()
 
@@ -160,7 +159,7 @@ def test_broken_hexadecimal_number_is_named(log: ClickLog, tmp_path: Path) -> No
         lines = _text(log).split(b"\n")
         lines[3] = lines[3].rsplit(b"\t", 1)[0] + b"\t" + text
         (tmp_path / "train.txt").write_bytes(b"\n".join(lines))
-        with pytest.raises(DataError, match=r"line 4: column 40 is .*, not a hexadecimal number; expected"):
+        with pytest.raises(RecipeError, match=r"line 4: column 40 is .*, not a hexadecimal number; expected"):
             load_log(tmp_path / "train.txt", tmp_path / "cache", None)
 
 
@@ -174,7 +173,7 @@ def test_damaged_files_are_refused(log: ClickLog, tmp_path: Path) -> None:
         ("empty.npz", b"", "cannot be read"),
     ):
         (tmp_path / name).write_bytes(contents)
-        with pytest.raises(DataError, match=rf"{name}.*{message}"):
+        with pytest.raises(RecipeError, match=rf"{name}.*{message}"):
             load_log(tmp_path / name, tmp_path / "cache", None)
 
 
@@ -194,7 +193,7 @@ def test_damaged_files_are_refused(log: ClickLog, tmp_path: Path) -> None:
 def test_other_arrays_are_refused(log: ClickLog, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     arrays = {"categorical": log.categorical, "numerical": log.numerical, "label": log.labels, **changes}
     np.savez(tmp_path / "log.npz", **{name: array for name, array in arrays.items() if array is not None})
-    with pytest.raises(DataError, match=rf"log\.npz.*{message}"):
+    with pytest.raises(RecipeError, match=rf"log\.npz.*{message}"):
         load_log(tmp_path / "log.npz", tmp_path / "cache", None)
 
 
@@ -205,7 +204,7 @@ def test_a_root_that_is_no_log_is_an_error_whatever_fallback_says(tmp_path: Path
     (tmp_path / "several").mkdir()
     for one in ("train.txt", "test.txt"):
         (tmp_path / "several" / one).write_bytes(b"")
-    with pytest.raises(DataError, match=r"data\.root=.*name it with data\.root=PATH"):
+    with pytest.raises(RecipeError, match=r"data\.root=.*name it with data\.root=PATH"):
         _data(tmp_path, root=str(tmp_path / name), fallback=True).prepare_data()
 
 
@@ -214,7 +213,7 @@ def test_a_root_that_is_no_log_is_an_error_whatever_fallback_says(tmp_path: Path
 )
 def test_impossible_settings_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     (name,) = wrong
-    with pytest.raises(DataError, match=rf"data\.{name}="):
+    with pytest.raises(RecipeError, match=rf"data\.{name}="):
         _ready(_data(tmp_path, **wrong))
 
 
@@ -269,7 +268,7 @@ def test_split_is_stratified_and_the_same_everywhere(log: ClickLog, tmp_path: Pa
     assert np.array_equal(clicks.train_labels, log.labels[rows])
     some = _ready(_data(tmp_path, root=str(tmp_path / "log.npz"), train_samples=20, test_samples=5))
     assert (some.train_labels.sum(), some.test_labels.sum()) == (4, 1)
-    with pytest.raises(DataError, match=r"0 of 2 test samples are clicks.*data\.test_samples"):
+    with pytest.raises(RecipeError, match=r"0 of 2 test samples are clicks.*data\.test_samples"):
         _ready(_data(tmp_path, root=str(tmp_path / "log.npz"), test_samples=2))
 
 
@@ -280,7 +279,7 @@ def test_batches(tmp_path: Path) -> None:
     assert (ids.shape, ids.dtype) == ((64, 39), torch.int64)
     assert (labels.shape, labels.dtype) == ((64,), torch.float32)
     data.batch_size = 10**6
-    with pytest.raises(DataError, match=r"cannot fill one step"):
+    with pytest.raises(RecipeError, match=r"cannot fill one step"):
         data.train_dataloader()
 
 
@@ -307,7 +306,7 @@ def test_fallback_says_so_and_its_absence_is_an_error(tmp_path: Path, capsys: py
     assert FALLBACK in message
     assert "data.root=PATH" in message
     for step in ("prepare_data", "setup"):
-        with pytest.raises(DataError, match=r"there is no Criteo: .*data\.root=PATH"):
+        with pytest.raises(RecipeError, match=r"there is no Criteo: .*data\.root=PATH"):
             getattr(_data(tmp_path, fallback=False), step)()
 
 
@@ -405,11 +404,9 @@ def test_sparse_gradients_are_exchanged_and_counted(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("clean_process")
 def test_sparse_gradients_need_an_optimizer_without_decay(composed: Compose, tmp_path: Path) -> None:
     cfg = (*TOY, "trainer.devices=1", "model.sparse=true", "test=false")
-    with pytest.raises(
-        OptimizerError, match=r"optimizer\.name=adamw .* set model\.sparse=false, or optimizer\.name=adam"
-    ):
+    with pytest.raises(RecipeError, match=r"optimizer\.name=adamw .* set model\.sparse=false, or optimizer\.name=adam"):
         train(composed(*cfg, "optimizer.name=adamw"), tmp_path / "adamw")
-    with pytest.raises(OptimizerError, match=r"weight_decay=0\.1 cannot take"):
+    with pytest.raises(RecipeError, match=r"weight_decay=0\.1 cannot take"):
         train(composed(*cfg, "optimizer.name=sgd", "optimizer.weight_decay=0.1"), tmp_path / "decayed")
     auc = train(composed(*cfg, "strategy=gqsgd_4bit"), tmp_path / "adam")
     assert 0 < auc < 1

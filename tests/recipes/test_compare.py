@@ -24,7 +24,7 @@ from recipes.comparison import runner
 from recipes.comparison.embedding import dark, on_dark
 from recipes.comparison.page import Section, headlines, write_page
 from recipes.comparison.pairs import pair_table, pairs_of, write_pairs
-from recipes.comparison.plan import CELL_FILE, Cell, PlanError, make_plan
+from recipes.comparison.plan import CELL_FILE, Cell, make_plan
 from recipes.comparison.plots import save_curves
 from recipes.comparison.processes import command
 from recipes.comparison.reporting import _fitting, _table, _title, _write_pairs, check_one_data_set
@@ -542,7 +542,9 @@ def test_runs_on_a_stand_in_are_not_compared_with_runs_on_the_data(tmp_path: Pat
     changed = plan.cells[-1].folder
     facts = json.loads((changed / RESULT_FILE).read_text())
     (changed / RESULT_FILE).write_text(json.dumps({**facts, "data": "digits32 (fallback)"}))
-    with pytest.raises(PlanError, match=r"different data: digits: .*; digits32 \(fallback\): gqsgd-seed1\. .*--fresh"):
+    with pytest.raises(
+        RecipeError, match=r"different data: digits: .*; digits32 \(fallback\): gqsgd-seed1\. .*--fresh"
+    ):
         check_one_data_set(plan, set())
     check_one_data_set(plan, {changed})
     other = make_plan([*arguments, "data.train_samples=1000,2000"])

@@ -12,8 +12,8 @@ import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from recipes.errors import RecipeError
 from recipes.overrides import composed
-from recipes.training.checkpoints import CheckpointError
 from recipes.training.continuing import check_continued, uncompared
 from recipes.training.train import train
 from tests.errors import check_refused_in_one_line
@@ -61,7 +61,7 @@ def _settings(overrides: tuple[str, ...]) -> str:
 def test_settings_that_a_checkpoint_overrides_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
     checkpoint = _earlier(tmp_path / "run")
     cfg = composed([f"ckpt_path={checkpoint}", *overrides])
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with pytest.raises(RecipeError, match=message) as caught:
         check_continued(cfg, str(checkpoint))
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith(f"or leave ckpt_path={checkpoint} out for a new run")
@@ -96,7 +96,7 @@ def test_settings_that_cannot_be_read_are_one_line(tmp_path: Path, text: str) ->
     checkpoint = _earlier(tmp_path / "run")
     (tmp_path / "run" / "hparams.yaml").write_text(text)
     cfg = composed(["resume=true"])
-    check_refused_in_one_line(CheckpointError, "delete it to go on without it", check_continued, cfg, str(checkpoint))
+    check_refused_in_one_line(RecipeError, "delete it to go on without it", check_continued, cfg, str(checkpoint))
 
 
 def test_a_file_that_is_no_checkpoint_is_one_line(refusal: Callable[..., str], tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_file_that_is_no_checkpoint_is_one_line(refusal: Callable[..., str], t
         archive.writestr("pictures/1.txt", "no weights")
     for file, reason in ((text, "is not a checkpoint, or its end is missing"), (cut, "end"), (other, "is an archive")):
         line = refusal(f"ckpt_path={file}")
-        assert line.startswith(f"CheckpointError: {file} ")
+        assert line.startswith(f"RecipeError: {file} ")
         assert reason in line
         assert "\n" not in line
 
@@ -118,7 +118,7 @@ def test_a_file_of_torch_that_no_run_has_written_is_refused(tiny: Callable[..., 
     file = tmp_path / "weights" / "weights.pt"
     file.parent.mkdir()
     torch.save({"weights": torch.zeros(2)}, file)
-    with pytest.raises(CheckpointError, match="is not a checkpoint of a run, or is damaged"):
+    with pytest.raises(RecipeError, match="is not a checkpoint of a run, or is damaged"):
         train(tiny(f"ckpt_path={file}"), tmp_path / "run")
 
 
@@ -127,7 +127,7 @@ def test_a_run_records_the_settings_that_are_compared(tiny: Callable[..., DictCo
     train(tiny("model.width=8", "trainer.max_epochs=1", "test=false"), tmp_path / "one")
     checkpoint = tmp_path / "one" / "checkpoints" / "last.ckpt"
     check_continued(tiny(f"ckpt_path={checkpoint}", "model.width=8"), str(checkpoint))
-    with pytest.raises(CheckpointError, match=r"model.width=16 \(there: 8\)"):
+    with pytest.raises(RecipeError, match=r"model.width=16 \(there: 8\)"):
         train(tiny(f"ckpt_path={checkpoint}", "model.width=16"), tmp_path / "two")
 
 

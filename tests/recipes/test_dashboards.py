@@ -24,8 +24,9 @@ from recipes.comparison import dashboard, workspace
 from recipes.comparison.dashboard import publish
 from recipes.comparison.grouping import grouping
 from recipes.comparison.plan import CELL_FILE, make_plan
-from recipes.comparison.workspace import Definition, WorkspaceError, save_workspace
+from recipes.comparison.workspace import Definition, save_workspace
 from recipes.configuration import compose_configuration
+from recipes.errors import RecipeError
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY, PERPLEXITY
 from recipes.training.train import train
@@ -291,7 +292,7 @@ def test_workspace_definition(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_key")
 @pytest.mark.parametrize("group", ["lr=0.1", "a<b", "it's"])
 def test_groups_that_filters_would_change_are_refused(group: str, tmp_path: Path) -> None:
-    with pytest.raises(WorkspaceError, match="filters of a workspace cannot express"):
+    with pytest.raises(RecipeError, match="filters of a workspace cannot express"):
         save_workspace(Definition(group, "acc", "project"), tmp_path / "workspace.json")
     assert not list(tmp_path.iterdir())
 
@@ -329,7 +330,7 @@ def test_a_key_without_an_entity_is_one_sentence(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(wandb, "Api", lambda **_: SimpleNamespace(default_entity=None))
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    with pytest.raises(WorkspaceError, match="the key has no default entity, name one with --entity; it is in "):
+    with pytest.raises(RecipeError, match="the key has no default entity, name one with --entity; it is in "):
         save_workspace(Definition(GROUP, "acc", "project"), tmp_path / "workspace.json")
 
 
@@ -349,5 +350,5 @@ def test_a_missing_network_is_one_sentence(
     file = tmp_path / "workspace.json"
     with pytest.raises(SystemExit) as stopped:
         make_workspace(["--group", GROUP, "--metric", "acc", "--file", str(file)])
-    assert stopped.value.code == f"WorkspaceError: W&B has not taken the workspace: no network; it is in {file}"
+    assert stopped.value.code == f"RecipeError: W&B has not taken the workspace: no network; it is in {file}"
     assert json.loads(file.read_text())["url"] is None

@@ -19,7 +19,7 @@ from recipes.data.cifar10 import Cifar10Data
 from recipes.data.digits import DigitsData
 from recipes.data.sources import cache_folder, unreachable
 from recipes.data.splits import stratified
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 from workloads.digits import load_digits
 from workloads.images import ImageSet
 
@@ -102,7 +102,7 @@ def test_images_that_are_kept_for_validation_are_not_trained_on_and_the_test_spl
 def test_a_part_for_validation_that_leaves_nothing_is_refused(count: int | float) -> None:
     data = DigitsData("digits", 64, image_size=8, channels=1, num_classes=10, val_samples=count)
     with pytest.raises(
-        DataError, match=rf"data\.val_samples={count} is out of range: 1 to 1436, of 1437 training samples"
+        RecipeError, match=rf"data\.val_samples={count} is out of range: 1 to 1436, of 1437 training samples"
     ):
         data.setup()
 
@@ -110,14 +110,14 @@ def test_a_part_for_validation_that_leaves_nothing_is_refused(count: int | float
 def test_too_few_samples_for_a_step_are_refused() -> None:
     data = DigitsData("digits", batch_size=64, image_size=8, channels=1, num_classes=10, train_samples=50)
     _ready(data)
-    with pytest.raises(DataError, match=r"50 training samples .*data\.batch_size=64"):
+    with pytest.raises(RecipeError, match=r"50 training samples .*data\.batch_size=64"):
         data.train_dataloader()
 
 
 def test_other_shape_or_classes_than_configured_are_refused() -> None:
-    with pytest.raises(DataError, match=r"set data\.num_classes=10"):
+    with pytest.raises(RecipeError, match=r"set data\.num_classes=10"):
         _ready(DigitsData("digits", batch_size=8, image_size=8, channels=1, num_classes=7))
-    with pytest.raises(DataError, match="setup"):
+    with pytest.raises(RecipeError, match="setup"):
         _ = DigitsData("digits", batch_size=8, image_size=8, channels=1, num_classes=10).splits
 
 
@@ -135,7 +135,7 @@ def test_stratified_parts_keep_proportions_and_nest() -> None:
 
 @pytest.mark.parametrize("count", [0, 11])
 def test_impossible_parts_are_refused(count: int) -> None:
-    with pytest.raises(DataError, match=rf"data\.test_samples={count} is out of range: 1 to 10"):
+    with pytest.raises(RecipeError, match=rf"data\.test_samples={count} is out of range: 1 to 10"):
         stratified(np.zeros(10, dtype=np.int64), count, "data.test_samples")
 
 
@@ -205,7 +205,7 @@ def test_mirrored_edges_are_those_of_numpys_reflection(shift: int) -> None:
     ],
 )
 def test_unknown_augmentations_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(RecipeError, match=message):
         DigitsData("digits", 32, 8, 1, 10, **options)
 
 
@@ -225,7 +225,7 @@ def test_a_square_is_hidden_at_any_place_and_may_lie_outside_in_part() -> None:
 
 
 def test_a_square_that_is_larger_than_the_image_is_refused() -> None:
-    with pytest.raises(DataError, match=r"data.cutout=9 is out of range: 0 \(none\) to data.image_size=8"):
+    with pytest.raises(RecipeError, match=r"data.cutout=9 is out of range: 0 \(none\) to data.image_size=8"):
         DigitsData("digits", 32, 8, 1, 10, cutout=9)
 
 
@@ -308,26 +308,26 @@ def test_damaged_cache_names_the_remedy(archive: Path, tmp_path: Path, kept: int
     _ready(_cifar(tmp_path, root=str(archive)))
     (cached,) = (tmp_path / "cache").glob("*.npz")
     cached.write_bytes(cached.read_bytes()[:kept])
-    with pytest.raises(DataError, match="delete it"):
+    with pytest.raises(RecipeError, match="delete it"):
         _ready(_cifar(tmp_path, root=str(archive)))
 
 
 def test_truncated_archive_is_refused(archive: Path, tmp_path: Path) -> None:
     archive.write_bytes(archive.read_bytes()[:-2000])
-    with pytest.raises(DataError, match="is the download complete"):
+    with pytest.raises(RecipeError, match="is the download complete"):
         _ready(_cifar(tmp_path, root=str(archive)))
 
 
 def test_broken_image_is_refused(pictures: Path, tmp_path: Path) -> None:
     (pictures / "train" / "red" / "0003.jpg").write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"train/red cannot be decoded"):
+    with pytest.raises(RecipeError, match=r"train/red cannot be decoded"):
         _ready(_cifar(tmp_path, root=str(pictures)))
 
 
 def test_class_without_test_images_is_refused(pictures: Path, tmp_path: Path) -> None:
     for file in (pictures / "test" / "green").iterdir():
         file.unlink()
-    with pytest.raises(DataError, match="no images in test/green"):
+    with pytest.raises(RecipeError, match="no images in test/green"):
         _ready(_cifar(tmp_path, root=str(pictures)))
 
 
@@ -335,13 +335,13 @@ def test_class_without_test_images_is_refused(pictures: Path, tmp_path: Path) ->
 def test_a_root_that_is_nothing_known_is_an_error_whatever_fallback_says(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.zip").write_bytes(b"")
-    with pytest.raises(DataError, match=r"data\.root=.*name it with data\.root"):
+    with pytest.raises(RecipeError, match=r"data\.root=.*name it with data\.root"):
         _cifar(tmp_path, root=str(tmp_path / name), fallback=True).prepare_data()
 
 
 def test_incomplete_torchvision_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cifar-10-batches-py").mkdir()
-    with pytest.raises(DataError, match="incomplete or damaged"):
+    with pytest.raises(RecipeError, match="incomplete or damaged"):
         _cifar(tmp_path, root=str(tmp_path)).prepare_data()
 
 
@@ -377,9 +377,9 @@ def test_digits_are_not_mirrored(tmp_path: Path) -> None:
 
 def test_without_fallback_absence_is_an_error(tmp_path: Path) -> None:
     data = _cifar(tmp_path, fallback=False)
-    with pytest.raises(DataError, match=r"there is no CIFAR-10: .*data\.root=PATH"):
+    with pytest.raises(RecipeError, match=r"there is no CIFAR-10: .*data\.root=PATH"):
         data.prepare_data()
-    with pytest.raises(DataError, match="there is no CIFAR-10"):
+    with pytest.raises(RecipeError, match="there is no CIFAR-10"):
         data.setup()
 
 
@@ -440,5 +440,5 @@ def test_a_user_without_a_home_is_told_where_to_name_a_folder(monkeypatch: pytes
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", unknown)
-    with pytest.raises(DataError, match="set HOME, or data.cache_dir=FOLDER"):
+    with pytest.raises(RecipeError, match="set HOME, or data.cache_dir=FOLDER"):
         cache_folder(None)

@@ -18,9 +18,9 @@ from recipes.compare import main
 from recipes.comparison import reporting
 from recipes.comparison.finished import find
 from recipes.comparison.overview import side_by_side
-from recipes.comparison.plan import PlanError
 from recipes.comparison.results import compare
 from recipes.comparison.workspace import Definition, save_workspace
+from recipes.errors import RecipeError
 from recipes.training.train import train
 from tests.recipes.conftest import restored_process
 from tests.recipes.made_up_runs import made_up_folder
@@ -178,14 +178,14 @@ def test_of_equal_trainings_that_do_not_say_when_they_ended_the_times_of_the_fil
 def test_mistakes_name_the_folder_and_the_remedy(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
     good, run = (_made_up(tmp_path, strategy, "nvlink", 0, 0.1) for strategy in ("ddp", "gqsgd"))
     spoil(run)
-    with pytest.raises(PlanError, match=message) as refused:
+    with pytest.raises(RecipeError, match=message) as refused:
         find([good, run])
     assert str(run) in str(refused.value)
 
 
 def test_runs_of_several_experiments_are_not_compared(runs: Path) -> None:
     other = made_up_folder(runs / "other", "+exp=resnet_cifar", accuracies=CURVE)
-    with pytest.raises(PlanError, match="runs of 2 experiments") as refused:
+    with pytest.raises(RecipeError, match="runs of 2 experiments") as refused:
         find([runs])
     message = str(refused.value)
     assert "quickstart on digits, judged by acc: 8 runs, e.g. " in message

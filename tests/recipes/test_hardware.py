@@ -18,11 +18,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from netlab.lab import NetLabError
 from recipes.configuration import compose_configuration
+from recipes.errors import RecipeError
 from recipes.launch import command_line, slurm
 from recipes.launch.environment import profile_environment
-from recipes.launch.hardware import HardwareError, described, hardware_facts
-from recipes.launch.processes import SRUN_TASKS, LaunchError
-from recipes.launch.slurm import SlurmError, prepare_submission
+from recipes.launch.hardware import described, hardware_facts
+from recipes.launch.processes import SRUN_TASKS
+from recipes.launch.slurm import prepare_submission
 from tests.errors import error_text
 from tests.marks import needs_root
 from tests.recipes import fake_slurm
@@ -102,7 +103,7 @@ def test_a_conflict_is_refused_before_anything_is_set() -> None:
         r"unset NCCL_P2P_DISABLE, or take hardware\.env\.NCCL_P2P_DISABLE=0"
     )
     wanted = {"NEW": "1", "NCCL_P2P_DISABLE": "1"}
-    with pytest.raises(HardwareError, match=message), profile_environment(wanted, environment):
+    with pytest.raises(RecipeError, match=message), profile_environment(wanted, environment):
         pytest.fail("the conflict was overlooked")
     assert environment == {"NCCL_P2P_DISABLE": "0"}
 
@@ -137,7 +138,7 @@ def test_processes_inherit_the_environment_from_their_start(tmp_path: Path) -> N
 def test_a_conflict_ends_a_run(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GQSGD_FROM_PROFILE", "no")
     line = refusal(*SMALL, "+hardware.env.GQSGD_FROM_PROFILE=yes")
-    assert line.startswith("HardwareError: GQSGD_FROM_PROFILE=no is set in the environment")
+    assert line.startswith("RecipeError: GQSGD_FROM_PROFILE=no is set in the environment")
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def test_a_conflict_ends_a_run(refusal: Callable[..., str], monkeypatch: pytest.
     ],
 )
 def test_profiles_that_cannot_be(check: Callable[..., None], overrides: list[str], message: str) -> None:
-    with pytest.raises(HardwareError, match=message):
+    with pytest.raises(RecipeError, match=message):
         check(*overrides)
 
 
@@ -167,13 +168,13 @@ def test_rates_are_those_of_netlab(check: Callable[..., None]) -> None:
 def test_gpus_that_are_not_there(check: Callable[..., None], profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     one = "trainer.devices=1"
-    with pytest.raises(HardwareError, match=f"hardware={profile} needs a GPU, .* take hardware=cpu"):
+    with pytest.raises(RecipeError, match=f"hardware={profile} needs a GPU, .* take hardware=cpu"):
         check(f"hardware={profile}", one)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv(SRUN_TASKS, "4")
     monkeypatch.setenv("SLURM_PROCID", "0")
-    with pytest.raises(HardwareError, match=f"hardware={profile} asks for 4 GPUs .* finds 2; take hardware.devices=2"):
+    with pytest.raises(RecipeError, match=f"hardware={profile} asks for 4 GPUs .* finds 2; take hardware.devices=2"):
         check(f"hardware={profile}", "hardware.devices=4")
 
 
@@ -188,7 +189,7 @@ def test_gpus_that_are_not_there(check: Callable[..., None], profile: str, monke
 def test_the_override_that_asks_for_a_gpu_is_named(
     check: Callable[..., None], overrides: list[str], message: str
 ) -> None:
-    with pytest.raises(HardwareError, match=message):
+    with pytest.raises(RecipeError, match=message):
         check(*overrides)
 
 
@@ -207,14 +208,14 @@ def test_several_nodes_by_hand_are_told_how_to_start(check: Callable[..., None])
         "hardware.devices=3",
         "title='a b'",
     ]
-    lines = error_text(LaunchError, check, *overrides).splitlines()
+    lines = error_text(RecipeError, check, *overrides).splitlines()
     assert re.fullmatch(
         r"  GLOO_SOCKET_IFNAME=INTERFACE torchrun --nnodes=2 --nproc_per_node=3 --rdzv-backend=c10d "
         r"--rdzv-endpoint=\S+:29500 recipes/run\.py \+exp=quickstart hardware=multi_node hardware\.accelerator=cpu "
         r"""hardware\.devices=3 'title='"'"'a b'"'"''""",
         lines[1],
     )
-    with pytest.raises(LaunchError, match="hardware=cpu with 2 nodes runs under a launcher"):
+    with pytest.raises(RecipeError, match="hardware=cpu with 2 nodes runs under a launcher"):
         check("trainer.num_nodes=2")
 
 
@@ -225,9 +226,9 @@ def test_the_launchers_processes_have_to_be_those_of_the_profile(
         monkeypatch.setenv(name, value)
     profile = ("hardware=multi_node", "hardware.accelerator=cpu")
     check(*profile, "hardware.devices=2")
-    with pytest.raises(LaunchError, match=r"WORLD_SIZE=4 .*\.devices=1 is 2; .* unset WORLD_SIZE if"):
+    with pytest.raises(RecipeError, match=r"WORLD_SIZE=4 .*\.devices=1 is 2; .* unset WORLD_SIZE if"):
         check(*profile, "hardware.devices=1")
-    with pytest.raises(LaunchError, match=r"LOCAL_WORLD_SIZE=2 processes per node, hardware\.devices=1"):
+    with pytest.raises(RecipeError, match=r"LOCAL_WORLD_SIZE=2 processes per node, hardware\.devices=1"):
         check(*profile, "hardware.devices=1", "hardware.nodes=4")
 
 
@@ -241,9 +242,9 @@ def test_of_sweeps_below_a_launcher_only_slurms_are_let_through(
     for name, value in {"SLURM_JOB_ID": "1", SRUN_TASKS: "4", "SLURM_PROCID": "3"}.items():
         monkeypatch.setenv(name, value)
     check("hardware=slurm", "hardware.accelerator=cpu", mode="MULTIRUN")
-    with pytest.raises(LaunchError, match="recipes/compare.py"):
+    with pytest.raises(RecipeError, match="recipes/compare.py"):
         check("hardware=slurm", "hardware.accelerator=cpu", "hydra/launcher=basic", mode="MULTIRUN")
-    with pytest.raises(LaunchError, match="recipes/compare.py"):
+    with pytest.raises(RecipeError, match="recipes/compare.py"):
         check("hardware=cpu", "hardware.devices=4", mode="MULTIRUN")
 
 
@@ -296,14 +297,14 @@ def test_netlab_starts_itself_on_its_hosts(tmp_path: Path) -> None:
 def test_without_the_extra_or_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     environment: dict[str, str] = {}
     monkeypatch.setattr(slurm, "PLUGIN", "hydra_plugins.not_installed")
-    with pytest.raises(SlurmError, match=r"uv sync --extra slurm, or pip install hydra-submitit-launcher"):
+    with pytest.raises(RecipeError, match=r"uv sync --extra slurm, or pip install hydra-submitit-launcher"):
         prepare_submission(environment)
     monkeypatch.setattr(slurm, "PLUGIN", "no_such_parent.not_installed")
-    with pytest.raises(SlurmError, match="uv sync --extra slurm"):
+    with pytest.raises(RecipeError, match="uv sync --extra slurm"):
         prepare_submission(environment)
     monkeypatch.undo()
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(SlurmError, match="sbatch and srun not found on PATH"):
+    with pytest.raises(RecipeError, match="sbatch and srun not found on PATH"):
         prepare_submission(environment)
     assert environment == {}
 

@@ -15,20 +15,19 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from omegaconf import DictConfig, OmegaConf
 
 from recipes.configuration import compose_configuration
-from recipes.errors import OverrideError
+from recipes.errors import RecipeError
 from recipes.files import RESULT_FILE
 from recipes.for_hydra import for_hydra
 from recipes.launch import sweeps
-from recipes.launch.sweeps import OptunaError, check_sweeper, is_search
+from recipes.launch.sweeps import check_sweeper, is_search
 from recipes.loggers.chosen import chosen_loggers, wandb_settings
 from recipes.overrides import composed, first_combination, parse
 from recipes.own_folders import folders_of, named_targets, with_search_path
 from recipes.strategies.choices import CONF
 from recipes.tasks.image_classification import ImageClassifier
-from recipes.tasks.optimizers import OptimizerError, OwnOptimizer, make_optimizer, scaled
+from recipes.tasks.optimizers import OwnOptimizer, make_optimizer, scaled
 from recipes.training import train as training
 from recipes.training.building import (
-    TargetError,
     build,
     build_callbacks,
     build_data,
@@ -180,7 +179,7 @@ def test_a_monitor_that_nothing_logs_is_refused_before_training(
     tiny: Callable[..., DictConfig], tmp_path: Path, clean_process: None, callback: str, monitor: str, words: str
 ) -> None:
     cfg = tiny(f"callbacks={callback}", f"callbacks.{callback}.monitor={monitor}")
-    with pytest.raises(TargetError, match=f"has monitor={monitor}, and nothing logs that in training{words}"):
+    with pytest.raises(RecipeError, match=f"has monitor={monitor}, and nothing logs that in training{words}"):
         train(cfg, tmp_path)
 
 
@@ -188,7 +187,7 @@ def test_any_callback_of_lightning_is_allowed_and_nothing_else_of_its_modules() 
     timer = build(OmegaConf.create({"_target_": "lightning.pytorch.callbacks.Timer", "duration": "00:00:01:00"}))
     assert isinstance(timer, Callback)
     for target in ("lightning.pytorch.callbacks.nothing", "lightning.pytorch.callbacks.Trainer", "os.system"):
-        with pytest.raises(TargetError, match="is not one of"):
+        with pytest.raises(RecipeError, match="is not one of"):
             build(OmegaConf.create({"_target_": target}))
 
 
@@ -242,7 +241,7 @@ def test_what_hydra_is_told_stays_as_it_is_when_it_is_told_again() -> None:
     ],
 )
 def test_what_is_not_used_is_an_error_with_its_remedy(words: list[str], said: str) -> None:
-    with pytest.raises(OverrideError, match=said):
+    with pytest.raises(RecipeError, match=said):
         composed(words)
 
 
@@ -268,7 +267,7 @@ def test_the_folder_travels_as_an_override(own: Path, tmp_path: Path) -> None:
         assert with_search_path(given) == given
     both = with_search_path([f"hydra.searchpath=[file://{tmp_path}]", "--config-dir", str(own)])
     assert folders_of(both) == [tmp_path, own]
-    with pytest.raises(OverrideError, match="--config-dir nowhere is not a folder"):
+    with pytest.raises(RecipeError, match="--config-dir nowhere is not a folder"):
         with_search_path(["--config-dir", "nowhere"])
 
 
@@ -295,15 +294,15 @@ def test_results_beside_choices_are_not_read_and_a_broken_choice_is_named(own: P
     result.write_text("_target_: os.system\nmachine: !!python/object:torch.version {}\n")
     assert named_targets([own]) == targets
     (own / "model" / "broken.yaml").write_text("_target_: [\n")
-    with pytest.raises(OverrideError, match=r"broken\.yaml cannot be read \(while parsing .*; correct the file"):
+    with pytest.raises(RecipeError, match=r"broken\.yaml cannot be read \(while parsing .*; correct the file"):
         named_targets([own])
 
 
 def test_a_choice_of_ones_own_is_known_and_a_misspelt_one_is_not(own: Path) -> None:
     folder = ["--config-dir", str(own)]
-    with pytest.raises(OverrideError, match="experiment=owm is not one of .*own.* did you mean 'own'"):
+    with pytest.raises(RecipeError, match="experiment=owm is not one of .*own.* did you mean 'own'"):
         composed(with_search_path([*folder, "experiment=owm"]))
-    with pytest.raises(OverrideError, match="there is no model.hiden; did you mean model.hidden"):
+    with pytest.raises(RecipeError, match="there is no model.hiden; did you mean model.hidden"):
         composed(with_search_path([*folder, "experiment=own", "model.hiden=3"]))
 
 
@@ -332,7 +331,7 @@ def test_a_target_of_ones_own_that_does_not_fit_is_refused_in_words(
         "callbacks": lambda: build_callbacks({"mine": cfg}, tmp_path, targets),
         "optimizer": lambda: build_optimizer({"_target_": target, "lr": 0.1, "betas": [0.9, 0.99]}, targets),
     }
-    with pytest.raises(TargetError, match=said):
+    with pytest.raises(RecipeError, match=said):
         makers[node]()
 
 
@@ -348,7 +347,7 @@ def test_a_target_on_the_command_line_is_refused(node: str, tmp_path: Path) -> N
         "trainer": lambda: build_trainer(cfg.trainer, tmp_path),
         "optimizer": lambda: build_optimizer(cfg.optimizer),
     }
-    with pytest.raises(TargetError, match=r"_target_='os\.system' is not one of"):
+    with pytest.raises(RecipeError, match=r"_target_='os\.system' is not one of"):
         makers[node]()
 
 
@@ -367,7 +366,7 @@ def test_the_rate_belongs_to_a_global_batch() -> None:
     made = make_optimizer(module, scaled(own, 64), 10)
     assert type(made["optimizer"]) is torch.optim.Adagrad
     assert made["optimizer"].defaults["lr"] == 0.02
-    with pytest.raises(OptimizerError, match=r"optimizer\.scale_lr=32 scales optimizer\.lr, and there is none"):
+    with pytest.raises(RecipeError, match=r"optimizer\.scale_lr=32 scales optimizer\.lr, and there is none"):
         scaled(OwnOptimizer(torch.optim.Adagrad, scale_lr=32), 64)
 
 
@@ -396,7 +395,7 @@ def test_a_search_without_optuna_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     for word in ("hparams_search=optuna", "hydra/sweeper=optuna"):
         overrides = OverridesParser.create().parse_overrides([word])
         assert is_search(overrides)
-        with pytest.raises(OptunaError, match=f"{word} needs hydra-optuna-sweeper; install it: uv sync --extra optuna"):
+        with pytest.raises(RecipeError, match=f"{word} needs hydra-optuna-sweeper; install it: uv sync --extra optuna"):
             check_sweeper(overrides)
     assert not is_search(parse(["seed=0,1"]))
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from recipes.data import image_folder, named_files
 from recipes.data.image_folder import MEAN, STD, ImageFolderData
 from recipes.data.named_files import check_stand_in
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 from recipes.measuring.metrics import ACCURACY
 from recipes.tasks.image_classification import ImageClassifier
 from recipes.training.train import train
@@ -129,9 +129,9 @@ def test_parts_are_stratified_and_the_same_in_every_run(pictures: Path) -> None:
     assert torch.equal(images, again)
     (_, training) = next(iter(_ready(pictures, train_samples=9, batch_size=9).train_dataloader()))
     assert Counter(training.tolist()) == {0: 3, 1: 3, 2: 3}
-    with pytest.raises(DataError, match=r"data\.train_samples=37 is out of range: 1 to 36"):
+    with pytest.raises(RecipeError, match=r"data\.train_samples=37 is out of range: 1 to 36"):
         _ready(pictures, train_samples=37)
-    with pytest.raises(DataError, match=r"9 training samples .*data\.batch_size=10"):
+    with pytest.raises(RecipeError, match=r"9 training samples .*data\.batch_size=10"):
         _ready(pictures, train_samples=9, batch_size=10).train_dataloader()
 
 
@@ -177,32 +177,32 @@ def test_workers_have_the_cores_that_training_leaves(
 def test_broken_image_is_named(pictures: Path, workers: int) -> None:
     broken = pictures / "test" / "red" / "0003.jpg"
     broken.write_bytes(broken.read_bytes()[:400])
-    with pytest.raises(DataError, match=rf"{broken} cannot be decoded .*; replace or remove it"):
+    with pytest.raises(RecipeError, match=rf"{broken} cannot be decoded .*; replace or remove it"):
         _evaluated(_ready(pictures, workers=workers))
 
 
 def test_files_of_another_kind_are_not_opened(pictures: Path) -> None:
     postscript = pictures / "test" / "red" / "0003.jpg"
     postscript.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n%%EOF\n")
-    with pytest.raises(DataError, match=f"{postscript} cannot be decoded"):
+    with pytest.raises(RecipeError, match=f"{postscript} cannot be decoded"):
         _evaluated(_ready(pictures))
 
 
 def test_other_number_of_classes_is_refused(pictures: Path) -> None:
-    with pytest.raises(DataError, match=r"pictures has 3 classes, not 1000; set data\.num_classes=3"):
+    with pytest.raises(RecipeError, match=r"pictures has 3 classes, not 1000; set data\.num_classes=3"):
         _ready(pictures, num_classes=1000)
 
 
 def test_class_without_images_is_refused(pictures: Path) -> None:
     for file in (pictures / "train" / "green").iterdir():
         file.unlink()
-    with pytest.raises(DataError, match=r"green.* in .*pictures/train; .*at least one of \.jpg"):
+    with pytest.raises(RecipeError, match=r"green.* in .*pictures/train; .*at least one of \.jpg"):
         _ready(pictures)
 
 
 def test_class_that_is_not_evaluated_is_refused(pictures: Path) -> None:
     shutil.rmtree(pictures / "test" / "green")
-    with pytest.raises(DataError, match="pictures/train and .*pictures/test have different classes, green"):
+    with pytest.raises(RecipeError, match="pictures/train and .*pictures/test have different classes, green"):
         _ready(pictures)
 
 
@@ -211,7 +211,7 @@ def test_evaluation_images_without_classes_are_refused(pictures: Path) -> None:
         for file in list(folder.iterdir()):
             file.rename(pictures / "test" / f"{folder.name}{file.name}")
         folder.rmdir()
-    with pytest.raises(DataError, match=r"class folder.* in .*pictures/test; name a folder"):
+    with pytest.raises(RecipeError, match=r"class folder.* in .*pictures/test; name a folder"):
         _ready(pictures)
 
 
@@ -221,7 +221,7 @@ def test_a_root_that_is_no_such_folder_is_an_error_whatever_fallback_says(tmp_pa
     (tmp_path / "half" / "train").mkdir(parents=True)
     (tmp_path / "file.tar").write_bytes(b"")
     message = r"is a file; unpack it" if name == "file.tar" else "does not"
-    with pytest.raises(DataError, match=rf"data\.root=.*{name} {message}.*data\.root=PATH"):
+    with pytest.raises(RecipeError, match=rf"data\.root=.*{name} {message}.*data\.root=PATH"):
         _data(tmp_path / name, fallback=True).prepare_data()
 
 
@@ -236,7 +236,7 @@ def test_a_root_that_is_no_such_folder_is_an_error_whatever_fallback_says(tmp_pa
     ],
 )
 def test_numbers_out_of_range_are_refused(settings: dict[str, int], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(RecipeError, match=message):
         _data(None, **settings)
 
 
@@ -269,14 +269,14 @@ def test_processes_that_did_not_prepare_find_the_fallback_too() -> None:
 
 def test_fewer_outputs_than_digits_are_refused() -> None:
     with pytest.raises(
-        DataError, match=r"has 10 classes, more than data\.num_classes=9; raise it, or .*data\.root=PATH"
+        RecipeError, match=r"has 10 classes, more than data\.num_classes=9; raise it, or .*data\.root=PATH"
     ):
         _ready(None, num_classes=9)
 
 
 @pytest.mark.parametrize("method", ["prepare_data", "setup"])
 def test_without_fallback_absence_is_an_error(method: str) -> None:
-    with pytest.raises(DataError, match=r"there is no pictures: .*data\.root=PATH"):
+    with pytest.raises(RecipeError, match=r"there is no pictures: .*data\.root=PATH"):
         getattr(_data(None, fallback=False), method)()
 
 
@@ -306,7 +306,7 @@ def test_digits_are_no_stand_in_on_gpus(
 ) -> None:
     cfg = composed("+exp=resnet_imagenet")
     monkeypatch.setattr(named_files, "gpus", lambda: 1)
-    with pytest.raises(DataError, match=r"there is no imagenet: data\.root is not set; .*data\.fallback=true"):
+    with pytest.raises(RecipeError, match=r"there is no imagenet: data\.root is not set; .*data\.fallback=true"):
         check_stand_in(cfg.data, accelerator)
     check_stand_in(cfg.data, "cpu")
     check_stand_in({**cfg.data, "root": str(tmp_path)}, accelerator)

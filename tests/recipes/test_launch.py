@@ -10,17 +10,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
+from recipes.errors import RecipeError
 from recipes.launch.environment import set_threads
-from recipes.launch.processes import (
-    SRUN_TASKS,
-    LaunchError,
-    check_launch,
-    external_rank,
-    hydra_arguments,
-    local_processes,
-    script,
-)
-from recipes.launch.ranks import NotMetError, cluster_environment, meeting_of_ranks
+from recipes.launch.processes import SRUN_TASKS, check_launch, external_rank, hydra_arguments, local_processes, script
+from recipes.launch.ranks import cluster_environment, meeting_of_ranks
 from tests.ports import free_port
 from tests.recipes.conftest import ROOT, TINY, run_script
 
@@ -79,9 +72,9 @@ def test_tasks_of_srun_are_lightnings_processes_whatever_the_name_of_their_job(j
 def test_srun_has_started_as_many_tasks_on_each_node_as_the_run_asks_for(per_node: str) -> None:
     task = {"SLURM_PROCID": "0", SRUN_TASKS: "8", "SLURM_STEP_TASKS_PER_NODE": per_node}
     check_launch(2, 4, task)
-    with pytest.raises(LaunchError, match=r"SLURM_STEP_NUM_TASKS=8 processes, .* hardware\.devices=3 is 6"):
+    with pytest.raises(RecipeError, match=r"SLURM_STEP_NUM_TASKS=8 processes, .* hardware\.devices=3 is 6"):
         check_launch(2, 3, task)
-    with pytest.raises(LaunchError, match=r"SLURM_STEP_TASKS_PER_NODE=5,3 processes per node, hardware\.devices=4"):
+    with pytest.raises(RecipeError, match=r"SLURM_STEP_TASKS_PER_NODE=5,3 processes per node, hardware\.devices=4"):
         check_launch(2, 4, {**task, "SLURM_STEP_TASKS_PER_NODE": "5,3"})
 
 
@@ -122,7 +115,7 @@ def test_local_processes() -> None:
 def test_ranks_that_do_not_meet_before_the_first_step_are_told_where_to_look(kind: type[Exception]) -> None:
     place = {**TORCHRUN, "RANK": "0", "MASTER_ADDR": "here"}
     within, said = timedelta(0), r"^rank 0 has not met .* MASTER_ADDR=here, MASTER_PORT=1 \(1/2 clients\); start all"
-    with pytest.raises(NotMetError, match=said), meeting_of_ranks(place, 2, within, applies=lambda: True):
+    with pytest.raises(RecipeError, match=said), meeting_of_ranks(place, 2, within, applies=lambda: True):
         raise kind("1/2 clients\nand a stack")
     with pytest.raises(kind), meeting_of_ranks(place, 2, within, applies=lambda: False):
         raise kind("in a later step")
@@ -133,4 +126,4 @@ def test_a_rank_that_reaches_nobody_ends_with_one_line(tmp_path: Path) -> None:
     task = {**TORCHRUN, "LOCAL_RANK": "0", "MASTER_PORT": str(free_port())}
     finished = run_script("run.py", *TINY, "+strategy.timeout=1s", cwd=tmp_path, environment=task)
     assert finished.returncode == 2
-    assert re.fullmatch(r"NotMetError: rank 1 has not met .* \(Connection refused\); start all .*\n", finished.stderr)
+    assert re.fullmatch(r"RecipeError: rank 1 has not met .* \(Connection refused\); start all .*\n", finished.stderr)

@@ -9,8 +9,9 @@ import pytest
 from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT_STR, _PRECISION_INPUT_STR_ALIAS
 from lightning.pytorch.accelerators import AcceleratorRegistry
 
-from recipes.folders import FolderError, check_writable, claimed
-from recipes.limits import ACCELERATORS, PRECISIONS, LimitError, check_limits
+from recipes.errors import RecipeError
+from recipes.folders import check_writable, claimed
+from recipes.limits import ACCELERATORS, PRECISIONS, check_limits
 from recipes.overrides import composed
 from recipes.strategies.choices import CONF
 
@@ -37,11 +38,11 @@ def test_numbers_at_the_limits_pass(overrides: list[str]) -> None:
 def test_text_in_the_place_of_a_number_is_refused() -> None:
     cfg = composed([])
     cfg.optimizer.lr = "fast"
-    with pytest.raises(LimitError, match="optimizer.lr=fast is out of range"):
+    with pytest.raises(RecipeError, match="optimizer.lr=fast is out of range"):
         check_limits(cfg)
     cfg = composed([])
     cfg.seed = True
-    with pytest.raises(LimitError, match="seed=true is out of range"):
+    with pytest.raises(RecipeError, match="seed=true is out of range"):
         check_limits(cfg)
 
 
@@ -60,12 +61,12 @@ def test_a_folder_that_takes_files_is_left_as_it_is(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(FolderError, match=f"output={file}/in: {file} is not a folder"):
+    with pytest.raises(RecipeError, match=f"output={file}/in: {file} is not a folder"):
         check_writable("output", file / "in")
 
 
 def test_a_folder_has_one_claim_at_a_time(tmp_path: Path) -> None:
-    refused = pytest.raises(FolderError, match=f"{tmp_path} is in use: .* with hydra.run.dir=FOLDER$")
+    refused = pytest.raises(RecipeError, match=f"{tmp_path} is in use: .* with hydra.run.dir=FOLDER$")
     with claimed("hydra.run.dir", tmp_path), refused, claimed("hydra.run.dir", tmp_path):
         pass
     with claimed("hydra.run.dir", tmp_path):

@@ -11,11 +11,12 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from recipes.errors import RecipeError
 from recipes.files import WANDB_ID_FILE
 from recipes.loggers import wandb_client
 from recipes.loggers.csv_rows import ContinuedCSVLogger
 from recipes.loggers.labels import Labels
-from recipes.loggers.wandb_client import WandbSettingError, wandb_mode
+from recipes.loggers.wandb_client import wandb_mode
 from recipes.loggers.wandb_runs import wandb_logger
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY
@@ -123,7 +124,7 @@ def test_wandb_that_cannot_be_reached_is_logged_offline(monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("clean_process", "no_key")
 def test_a_project_that_wandb_refuses_is_a_line(tmp_path: Path) -> None:
     labels = Labels("name", "group", "digits", "ddp")
-    with pytest.raises(WandbSettingError, match="a setting of logger: Invalid project name 'a/b'.*; choose another"):
+    with pytest.raises(RecipeError, match="a setting of logger: Invalid project name 'a/b'.*; choose another"):
         wandb_logger(str(tmp_path), labels, ACCURACY, "a/b")
 
 

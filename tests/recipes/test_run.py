@@ -78,8 +78,8 @@ def test_processes_of_an_outside_launcher_share_one_folder_and_one_wandb_run(
 
 
 MISTAKES = [
-    (["data=cifar10", "data.root=/nowhere"], "DataError: data.root=/nowhere does not exist; name a folder"),
-    (["strategy=gqsdg"], "UnknownStrategyError: strategy=gqsdg is not a strategy; did you mean 'gqsgd'"),
+    (["data=cifar10", "data.root=/nowhere"], "RecipeError: data.root=/nowhere does not exist; name a folder"),
+    (["strategy=gqsdg"], "RecipeError: strategy=gqsdg is not a strategy; did you mean 'gqsgd'"),
     (["strategy=gqsgd", "+strategy.reducer=ring"], "ConfigError: reducer='ring'"),
 ]
 

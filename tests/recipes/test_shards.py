@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 from recipes import data_rate
 from recipes.data import shards
 from recipes.data.shards import ShardData, Shards, samples_in
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 
 TRAIN, TEST, PER_SHARD = 24, 10, 5
 
@@ -95,12 +95,12 @@ def test_streams_of_ranks_and_epochs_differ_and_come_again_with_the_seed(packed:
 
 def test_what_is_missing_is_named(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"holds 0 train-\*\.tar and 0 val-\*\.tar; name a folder"):
+    with pytest.raises(RecipeError, match=r"holds 0 train-\*\.tar and 0 val-\*\.tar; name a folder"):
         _data(tmp_path / "empty").prepare_data()
-    with pytest.raises(DataError, match=r"there is no packed: data\.root is not set"):
+    with pytest.raises(RecipeError, match=r"there is no packed: data\.root is not set"):
         _data(None).setup()
-    with pytest.raises(DataError, match=r"data\.train_samples=0 must be an integer of at least 1"):
+    with pytest.raises(RecipeError, match=r"data\.train_samples=0 must be an integer of at least 1"):
         _data(packed, train_samples=0)
     monkeypatch.setattr(shards, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match="needs webdataset: uv sync --extra webdataset"):
+    with pytest.raises(RecipeError, match="needs webdataset: uv sync --extra webdataset"):
         _data(packed)

@@ -26,7 +26,7 @@ from recipes.data.named_files import check_named
 from recipes.data.text import Windows
 from recipes.data.tokenizers import Vocabulary, splitter
 from recipes.data.wikitext import FALLBACK, WikiTextData
-from recipes.errors import DataError
+from recipes.errors import RecipeError
 from recipes.measuring.metrics import PERPLEXITY
 from recipes.training.train import train
 from tests.recipes.conftest import run_script
@@ -141,14 +141,14 @@ def test_a_tokenizer_file_reads_text_as_it_is(folder: Path, tmp_path: Path, toke
 
 
 def test_a_tokenizer_file_that_cannot_be_used_is_refused(folder: Path, tmp_path: Path, tokenizer_file: Path) -> None:
-    with pytest.raises(DataError, match=r"vocabulary_size=100 is not the 270 tokens .* set data.vocabulary_size=270"):
+    with pytest.raises(RecipeError, match=r"vocabulary_size=100 is not the 270 tokens .* set data.vocabulary_size=270"):
         _data(tmp_path, root=str(folder), tokenizer=str(tokenizer_file)).prepare_data()
     tokenizer_file.write_text("{}")
-    with pytest.raises(DataError, match="is not a tokenizer of Hugging Face's library"):
+    with pytest.raises(RecipeError, match="is not a tokenizer of Hugging Face's library"):
         _data(tmp_path, root=str(folder), tokenizer=str(tokenizer_file)).prepare_data()
-    with pytest.raises(DataError, match=r"data\.tokenizer=nowhere\.json is not a file"):
+    with pytest.raises(RecipeError, match=r"data\.tokenizer=nowhere\.json is not a file"):
         _data(tmp_path, root=str(folder), tokenizer="nowhere.json")
-    with pytest.raises(DataError, match=r"data\.tokenizer=nowhere\.json is not a file, neither in"):
+    with pytest.raises(RecipeError, match=r"data\.tokenizer=nowhere\.json is not a file, neither in"):
         check_named({"root": str(folder), "tokenizer": "nowhere.json"})
 
 
@@ -175,7 +175,7 @@ def test_numbers_take_two_bytes_while_they_fit() -> None:
     ],
 )
 def test_impossible_settings_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(RecipeError, match=message):
         _data(tmp_path, **settings)
 
 
@@ -210,11 +210,11 @@ def test_parts_are_counted_in_windows(folder: Path, tmp_path: Path) -> None:
     data = _ready(_data(tmp_path, root=str(folder), train_samples=7, valid_samples=3))
     assert data.train_count == 7
     assert len(data.splits.valid) == 3 * 5 + 1
-    with pytest.raises(DataError, match=r"data\.valid_samples=99 is out of range: 1 to 31"):
+    with pytest.raises(RecipeError, match=r"data\.valid_samples=99 is out of range: 1 to 31"):
         _ready(_data(tmp_path, root=str(folder), valid_samples=99))
-    with pytest.raises(DataError, match=r"train text has 340 tokens.*lower data\.sequence_length=1000"):
+    with pytest.raises(RecipeError, match=r"train text has 340 tokens.*lower data\.sequence_length=1000"):
         _ready(_data(tmp_path, root=str(folder), sequence_length=1000))
-    with pytest.raises(DataError, match="setup"):
+    with pytest.raises(RecipeError, match="setup"):
         _ = _data(tmp_path).splits
 
 
@@ -250,9 +250,9 @@ def test_named_files_replace_the_folders_and_are_part_of_the_name(folder: Path, 
     data = _ready(_data(tmp_path, root=str(folder), train_file=str(mine)))
     assert data.data_name == data.splits.name == "wikitext-2 (trained on mine.txt)"
     assert len(data.splits.train) == 36
-    with pytest.raises(DataError, match=r"there is no valid text: add data\.valid_file=FILE or data\.root=PATH"):
+    with pytest.raises(RecipeError, match=r"there is no valid text: add data\.valid_file=FILE or data\.root=PATH"):
         _data(tmp_path, train_file=str(mine)).prepare_data()
-    with pytest.raises(DataError, match=r"data\.train_file=.*absent\.txt is not a file"):
+    with pytest.raises(RecipeError, match=r"data\.train_file=.*absent\.txt is not a file"):
         _data(tmp_path, train_file=str(tmp_path / "absent.txt"), valid_file=str(mine)).prepare_data()
 
 
@@ -260,7 +260,7 @@ def test_folder_without_a_training_text_names_the_command(tmp_path: Path) -> Non
     for name in ("test.txt", "valid.txt"):
         (tmp_path / name).write_text(VALID)
     command = f"data.train_file={tmp_path}/test.txt data.valid_file={tmp_path}/valid.txt"
-    with pytest.raises(DataError, match=f"holds no train text .*{command}"):
+    with pytest.raises(RecipeError, match=f"holds no train text .*{command}"):
         _data(tmp_path, root=str(tmp_path)).prepare_data()
 
 
@@ -269,7 +269,7 @@ def test_a_root_that_is_nothing_known_is_an_error_whatever_fallback_says(tmp_pat
     (tmp_path / "empty").mkdir()
     for file in ("file.txt", "broken.zip", "broken.tar"):
         (tmp_path / file).write_bytes(b"no archive")
-    with pytest.raises(DataError, match=r"data\.root=.*name it with data\.root|cannot be read .*is it complete\?"):
+    with pytest.raises(RecipeError, match=r"data\.root=.*name it with data\.root|cannot be read .*is it complete\?"):
         _data(tmp_path, root=str(tmp_path / name), fallback=True).prepare_data()
 
 
@@ -281,14 +281,14 @@ def test_damaged_or_ambiguous_files_are_refused(folder: Path, tmp_path: Path) ->
     damaged = bytearray(packed.read_bytes())
     damaged[100:110] = bytes(10)
     packed.write_bytes(damaged)
-    with pytest.raises(DataError, match=r"texts\.zip cannot be read .*is it complete\?"):
+    with pytest.raises(RecipeError, match=r"texts\.zip cannot be read .*is it complete\?"):
         _data(tmp_path, root=str(packed)).prepare_data()
     (folder / "wiki.valid.tokens").write_bytes(b"\xff\xfe\xfd")
-    with pytest.raises(DataError, match=r"wiki\.valid\.tokens is not UTF-8"):
+    with pytest.raises(RecipeError, match=r"wiki\.valid\.tokens is not UTF-8"):
         _data(tmp_path, root=str(folder)).prepare_data()
     (folder / "again").mkdir()
     (folder / "again" / "wiki.train.tokens").write_text(TRAIN)
-    with pytest.raises(DataError, match="holds several"):
+    with pytest.raises(RecipeError, match="holds several"):
         _data(tmp_path, root=str(folder)).prepare_data()
 
 
@@ -313,7 +313,7 @@ def test_encoding_happens_once_until_a_file_changes(
     assert len(encoded) == 3
     for cached in (tmp_path / "cache").iterdir():
         cached.write_bytes(cached.read_bytes()[:100])
-    with pytest.raises(DataError, match="delete it"):
+    with pytest.raises(RecipeError, match="delete it"):
         _ready(_data(tmp_path, root=str(folder)))
 
 
@@ -368,7 +368,7 @@ def test_download_is_verified_and_kept(
     _ready(_data(tmp_path, download=False, fallback=False))  # what an earlier run has downloaded
     monkeypatch.setattr(sources, "unreachable", lambda url, timeout: None)  # the network fails after that
     monkeypatch.setitem(wikitext.COLLECTIONS, "wikitext-2", ("http://127.0.0.1:1/absent.zip", sha256))
-    with pytest.raises(DataError, match="download of .* failed .*(refused|URL|404)"):
+    with pytest.raises(RecipeError, match="download of .* failed .*(refused|URL|404)"):
         _data(tmp_path, download=True, fallback=False).prepare_data()
     assert not list(tmp_path.glob("cache/*absent*"))
 
@@ -385,9 +385,11 @@ def test_without_text_the_fallback_says_so_or_is_an_error(tmp_path: Path, capsys
     other = _data(tmp_path, vocabulary_size=5000)
     other.setup()  # a process that did not prepare
     assert other.data_name == FALLBACK
-    with pytest.raises(DataError, match=r"there is no WikiText: .*data\.download is off; name it with data\.root=PATH"):
+    with pytest.raises(
+        RecipeError, match=r"there is no WikiText: .*data\.download is off; name it with data\.root=PATH"
+    ):
         _data(tmp_path, fallback=False).prepare_data()
-    with pytest.raises(DataError, match="there is no WikiText"):
+    with pytest.raises(RecipeError, match="there is no WikiText"):
         _data(tmp_path, fallback=False).setup()
 
 
