@@ -7,7 +7,7 @@ import json
 import math
 import numbers
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 #: The largest integer in configurations, states and files: numbers of steps, seeds and levels have 63 bits.
 MAX_INTEGER = 2**63 - 1
@@ -75,25 +75,24 @@ def plain_integer(value: Any) -> Any:
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
 
 
-def check_positive(**values: float) -> None:
-    """Raise ConfigError for a number that is not above 0, or not finite."""
+def check_positive(**values: object) -> None:
+    """Raise ConfigError for a value that is no finite number above 0."""
     for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise ConfigError(f"{name}={value!r} is out of range: above 0")
+        if not (_is_finite(value) and value > 0):
+            raise ConfigError(f"{name}={value!r} must be a finite number above 0")
 
 
-def check_at_least(low: float, **values: float) -> None:
-    """Raise ConfigError for a number that is below ``low``, or not finite."""
+def check_at_least(low: float, **values: object) -> None:
+    """Raise ConfigError for a value that is no finite number of at least ``low``."""
     for name, value in values.items():
-        if not low <= value < math.inf:
-            raise ConfigError(f"{name}={value!r} is out of range: at least {low}, and finite")
+        if not (_is_finite(value) and value >= low):
+            raise ConfigError(f"{name}={value!r} must be a finite number of at least {low}")
 
 
-def check_whole(**values: object) -> None:
-    """Raise ConfigError for a value that is no integer of at least 1."""
+def check_whole(low: int = 1, high: int = MAX_INTEGER, /, **values: object) -> None:
+    """Check several values; see `check_integer`."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+        check_integer(name, value, low, high)
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:
@@ -110,3 +109,7 @@ def check_real(name: str, value: object, low: float, high: float) -> None:
         raise ConfigError(f"{name}={value!r} must be a number from {low} to {high}")
     if not low <= value <= high:
         raise ConfigError(f"{name}={value} is out of range: {low} to {high}")
+
+
+def _is_finite(value: object) -> TypeGuard[float]:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -11,7 +11,7 @@ import math
 from statistics import NormalDist
 
 from lightning_gqsgd.codecs.scales import NORMS_OVER_RANKS
-from lightning_gqsgd.errors import MAX_INTEGER, ConfigError, check_one_of
+from lightning_gqsgd.errors import check_at_least, check_one_of, check_positive, check_whole
 
 #: Magnitudes of the Lloyd-Max levels of the standard normal distribution, for each number of bits. The level of an
 #: interval is the mean of the distribution over the interval, and intervals end halfway between two levels (J. Max,
@@ -51,7 +51,7 @@ def omega_linear(dimension: int, levels: int) -> float:
     Raises:
         ConfigError: if an argument is not an integer, or is below 1.
     """
-    check_count(dimension=dimension, levels=levels)
+    check_whole(dimension=dimension, levels=levels)
     return min(dimension / (4 * levels * levels), math.sqrt(dimension) / levels)
 
 
@@ -76,7 +76,7 @@ def dimension_together(dimension: int, ranks: int, norm_over_ranks: str) -> int:
     Raises:
         ConfigError: if a number is no integer or below 1, or if the norm is unknown.
     """
-    check_count(dimension=dimension, ranks=ranks)
+    check_whole(dimension=dimension, ranks=ranks)
     check_one_of("norm_over_ranks", norm_over_ranks, NORMS_OVER_RANKS)
     return dimension * ranks * (ranks if norm_over_ranks == "l1" else 1)
 
@@ -95,8 +95,8 @@ def omega_subtractive(dimension: int, levels: int) -> float:
     Raises:
         ConfigError: if an argument is not an integer, or is too small.
     """
-    check_count(dimension=dimension)
-    check_count(2, levels=levels)
+    check_whole(dimension=dimension)
+    check_whole(2, levels=levels)
     return dimension * (2 / (levels - 1)) ** 2 / 12
 
 
@@ -123,9 +123,9 @@ def variance_companded(magnitude: float, levels: int, slope: float) -> float:
     Raises:
         ConfigError: if an argument is out of range.
     """
-    check_number(magnitude=magnitude)
-    check_number(above=True, slope=slope)
-    check_count(4, levels=levels)
+    check_at_least(0, magnitude=magnitude)
+    check_positive(slope=slope)
+    check_whole(4, levels=levels)
     middle = (levels - 1) / 2
     y = middle * (math.sqrt(slope * slope / 4 + (1 + slope) * magnitude) - slope / 2)
     nearest = math.floor(y + 0.5)
@@ -149,9 +149,9 @@ def mean_variance_companded(mean_magnitude: float, levels: int, slope: float) ->
     Raises:
         ConfigError: if an argument is out of range.
     """
-    check_number(mean_magnitude=mean_magnitude)
-    check_number(above=True, slope=slope)
-    check_count(4, levels=levels)
+    check_at_least(0, mean_magnitude=mean_magnitude)
+    check_positive(slope=slope)
+    check_whole(4, levels=levels)
     return (2 / (levels - 1)) ** 2 / 12 * ((slope / (1 + slope)) ** 2 + 4 * mean_magnitude / (1 + slope))
 
 
@@ -173,9 +173,9 @@ def omega_companded(dimension: int, levels: int, slope: float) -> float:
     Raises:
         ConfigError: if an argument is out of range.
     """
-    check_count(dimension=dimension)
-    check_count(4, levels=levels)
-    check_number(above=True, slope=slope)
+    check_whole(dimension=dimension)
+    check_whole(4, levels=levels)
+    check_positive(slope=slope)
     linear = 16 / 3 / (1 + slope)
     total = dimension * (slope / (1 + slope)) ** 2 + linear
     return (2 / (levels - 1)) ** 2 / 24 * (total + math.hypot(total, linear * math.sqrt(dimension - 1)))
@@ -194,8 +194,8 @@ def smallest_level(levels: int, mantissa: int = 0) -> float:
     Raises:
         ConfigError: if an argument is not an integer, or is out of range.
     """
-    check_count(levels=levels)
-    check_count(0, 52, mantissa=mantissa)
+    check_whole(levels=levels)
+    check_whole(0, 52, mantissa=mantissa)
     exponent, rest = divmod(1 - levels, 2**mantissa)
     return float(2.0**exponent * (1 + rest / 2**mantissa))
 
@@ -221,7 +221,7 @@ def omega_exponential(dimension: int, levels: int, mantissa: int = 0) -> float:
     Raises:
         ConfigError: if an argument is not an integer, or is out of range.
     """
-    check_count(dimension=dimension)
+    check_whole(dimension=dimension)
     underflow = math.sqrt(dimension) * smallest_level(levels, mantissa)
     return relative_variance(mantissa) + underflow * min(1.0, underflow)
 
@@ -242,7 +242,7 @@ def stability(alpha: float, beta: float, omega: float) -> float:
     Raises:
         ConfigError: if an argument is negative or not finite.
     """
-    check_number(alpha=alpha, beta=beta, omega=omega)
+    check_at_least(0, alpha=alpha, beta=beta, omega=omega)
     return alpha * alpha * omega + (beta - alpha) * (beta - alpha)
 
 
@@ -257,7 +257,7 @@ def best_alpha(beta: float, omega: float) -> float:
     Raises:
         ConfigError: if an argument is negative or not finite.
     """
-    check_number(beta=beta, omega=omega)
+    check_at_least(0, beta=beta, omega=omega)
     return beta / (1 + omega)
 
 
@@ -279,7 +279,7 @@ def gaussian_distortion(bits: int) -> float:
     Raises:
         ConfigError: if ``bits`` is another number.
     """
-    check_count(1, max(LLOYD_MAX), bits=bits)
+    check_whole(1, max(LLOYD_MAX), bits=bits)
     levels = LLOYD_MAX[bits]
     normal = NormalDist()
     ends = [0.5, *(normal.cdf((below + above) / 2) for below, above in zip(levels[:-1], levels[1:], strict=True)), 1.0]
@@ -303,43 +303,3 @@ def omega_eden(bits: int) -> float:
     """
     distortion = gaussian_distortion(bits)
     return distortion / (1 - distortion)
-
-
-def check_count(low: int = 1, high: int = MAX_INTEGER, /, **values: int) -> None:
-    """Raise ConfigError if a value is not an integer, is below ``low``, or is above ``high``."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ConfigError(f"{name}={value!r} must be an integer from {low} to {high}; give {_MEANINGS[name]}")
-
-
-def check_number(*, above: bool = False, **values: float) -> None:
-    """Raise ConfigError if a value is not a finite number, is negative, or is 0 although ``above`` is true."""
-    for name, value in values.items():
-        finite = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
-        if not finite or value < 0 or (above and value == 0):
-            limit = "above 0" if above else "of at least 0"
-            raise ConfigError(f"{name}={value!r} must be a finite number {limit}; give {_MEANINGS[name]}")
-
-
-_MEANINGS = {
-    "dimension": "the number of coordinates that share a scale",
-    "levels": "the number of levels (of stochastic rounding: on one side, without zero)",
-    "slope": "the slope of the decoder at zero",
-    "magnitude": "a coordinate's magnitude in units of the scale",
-    "mean_magnitude": "the mean magnitude of coordinates in units of the scale",
-    "mantissa": "the number of bits between two powers of two",
-    "ranks": "the number of ranks",
-    "omega": "the ω of an unbiased quantiser",
-    "omega_up": "the ω of the ranks' unbiased quantiser",
-    "omega_down": "the ω of the unbiased quantiser of the mean",
-    "theta": "the θ of an unbiased estimate of the mean",
-    "distortion": "a mean square error about the true gradient",
-    "error": "the mean square error about the true gradient",
-    "signal": "the variance of the true gradient's coordinates",
-    "noise": "the variance of a rank's gradient about the true one",
-    "bits": "a number of bits per coordinate",
-    "relative_error": "a squared error over the squared norm",
-    "relative_l2": "the root of a squared error over the squared norm",
-    "alpha": "the share of the memory that is added to what is sent",
-    "beta": "the share of the memory that is kept",
-}

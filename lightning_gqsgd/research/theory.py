@@ -18,8 +18,6 @@ import math
 
 from lightning_gqsgd.codecs.variance import (
     best_alpha,
-    check_count,
-    check_number,
     dimension_together,
     gaussian_distortion,
     mean_variance_companded,
@@ -33,7 +31,7 @@ from lightning_gqsgd.codecs.variance import (
     stability,
     variance_companded,
 )
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, check_at_least, check_positive, check_whole
 
 __all__ = [
     "bits_at",
@@ -128,8 +126,8 @@ def theta_independent(omega: float, ranks: int) -> float:
     Raises:
         ConfigError: if ``omega`` is negative or not finite, or if ``ranks`` is no integer or below 1.
     """
-    check_number(omega=omega)
-    check_count(ranks=ranks)
+    check_at_least(0, omega=omega)
+    check_whole(ranks=ranks)
     return omega / ranks
 
 
@@ -156,7 +154,7 @@ def theta_two_shot(omega_up: float, omega_down: float, ranks: int) -> float:
     Raises:
         ConfigError: if an ω is negative or not finite, or if ``ranks`` is no integer or below 1.
     """
-    check_number(omega_up=omega_up, omega_down=omega_down)
+    check_at_least(0, omega_up=omega_up, omega_down=omega_down)
     up = theta_independent(omega_up, ranks)
     return up + omega_down * (1 + up)
 
@@ -181,8 +179,8 @@ def convergence_factor(theta: float, ranks: int) -> float:
     Raises:
         ConfigError: if ``theta`` is negative or not finite, or if ``ranks`` is no integer or below 1.
     """
-    check_number(theta=theta)
-    check_count(ranks=ranks)
+    check_at_least(0, theta=theta)
+    check_whole(ranks=ranks)
     return 1 + theta * ranks
 
 
@@ -208,8 +206,8 @@ def tree_second_moment(ranks: int, aligned: bool, mantissa: int = 0) -> float:
     Raises:
         ConfigError: if ``ranks`` is no power of two, or if an argument is no integer or out of range.
     """
-    check_count(ranks=ranks)
-    check_count(0, 52, mantissa=mantissa)
+    check_whole(ranks=ranks)
+    check_whole(0, 52, mantissa=mantissa)
     if ranks & (ranks - 1):
         below = 2 ** (ranks.bit_length() - 1)
         raise ConfigError(
@@ -246,7 +244,7 @@ def expected_nonzeros(dimension: int, ranks: int, levels: int, *, shared: bool, 
     Raises:
         ConfigError: if an argument is no integer or below 1.
     """
-    check_count(dimension=dimension, ranks=ranks, levels=levels)
+    check_whole(dimension=dimension, ranks=ranks, levels=levels)
     norms, coordinates = (1, ranks * dimension) if shared else (ranks, dimension)
     smallest = smallest_level(levels) if exponential else 1 / levels
     if smallest * smallest * coordinates <= 1:  # the bound is above m, and perhaps above the largest float
@@ -268,7 +266,7 @@ def sum_bits_linear(levels: int, ranks: int) -> int:
     Raises:
         ConfigError: if an argument is no integer or below 1.
     """
-    check_count(levels=levels, ranks=ranks)
+    check_whole(levels=levels, ranks=ranks)
     return 1 + _ceil_log2(levels + 1) + _ceil_log2(ranks)
 
 
@@ -287,7 +285,7 @@ def sum_bits_exponential(levels: int, ranks: int) -> int:
     Raises:
         ConfigError: if an argument is no integer or below 1.
     """
-    check_count(levels=levels, ranks=ranks)
+    check_whole(levels=levels, ranks=ranks)
     return 1 + _ceil_log2(levels + 1 + _ceil_log2(ranks))
 
 
@@ -306,7 +304,7 @@ def elias_bits_bound(dimension: int, levels: int) -> float:
     Raises:
         ConfigError: if an argument is no integer or below 1.
     """
-    check_count(dimension=dimension, levels=levels)
+    check_whole(dimension=dimension, levels=levels)
     nonzeros = levels * (levels + math.sqrt(dimension))
     return (3 + 1.5 * math.log2(2 * (levels * levels + dimension) / nonzeros)) * nonzeros + 32
 
@@ -336,7 +334,7 @@ def ceo_rate(distortion: float, ranks: int, signal: float, noise: float) -> floa
         ConfigError: if ``distortion`` is not above the error of exact messages, or if a variance is out of range.
     """
     _check_source(ranks, signal, noise)
-    check_number(above=True, distortion=distortion)
+    check_positive(distortion=distortion)
     return _reachable("distortion", distortion, _ceo_rate(distortion, ranks, signal, noise), ranks, signal, noise)
 
 
@@ -357,7 +355,7 @@ def independent_rate(distortion: float, ranks: int, signal: float, noise: float)
         ConfigError: if ``distortion`` is not above the error of exact messages, or if a variance is out of range.
     """
     _check_source(ranks, signal, noise)
-    check_number(above=True, distortion=distortion)
+    check_positive(distortion=distortion)
     if distortion >= signal:
         return 0.0
     error = ranks * distortion / (1 - distortion / signal) - noise
@@ -379,7 +377,7 @@ def distortion_of_rate(bits: float, ranks: int, signal: float, noise: float) -> 
         ConfigError: if ``bits`` is negative or not finite, or if a variance is out of range.
     """
     _check_source(ranks, signal, noise)
-    check_number(bits=bits)
+    check_at_least(0, bits=bits)
     low = _least_distortion(ranks, signal, noise)
     high = signal
     while low < (middle := (low + high) / 2) < high:
@@ -408,8 +406,8 @@ def gap(bits: float, error: float, ranks: int, signal: float, noise: float) -> f
             out of range.
     """
     _check_source(ranks, signal, noise)
-    check_number(bits=bits)
-    check_number(above=True, error=error)
+    check_at_least(0, bits=bits)
+    check_positive(error=error)
     return bits - _reachable("error", error, _ceo_rate(error, ranks, signal, noise), ranks, signal, noise) / ranks
 
 
@@ -428,7 +426,7 @@ def rate_distortion(relative_error: float) -> float:
     Raises:
         ConfigError: if ``relative_error`` is not above 0, or not finite.
     """
-    check_number(above=True, relative_error=relative_error)
+    check_positive(relative_error=relative_error)
     return max(0.0, -math.log2(relative_error) / 2)
 
 
@@ -449,7 +447,7 @@ def bits_at(relative_l2: float) -> float:
     Raises:
         ConfigError: if ``relative_l2`` is not above 0, or not finite.
     """
-    check_number(above=True, relative_l2=relative_l2)
+    check_positive(relative_l2=relative_l2)
     return max(0.0, -math.log2(relative_l2))
 
 
@@ -485,6 +483,6 @@ def _reachable(name: str, value: float, rate: float, ranks: int, signal: float, 
 
 
 def _check_source(ranks: int, signal: float, noise: float) -> None:
-    check_count(ranks=ranks)
-    check_number(above=True, signal=signal)
-    check_number(noise=noise)
+    check_whole(ranks=ranks)
+    check_positive(signal=signal)
+    check_at_least(0, noise=noise)

@@ -42,7 +42,7 @@ def test_distortion_is_that_of_the_literature() -> None:
     for bits, distortion in zip(WIDTHS, (0.3634, 0.1175, 0.03454, 0.009497), strict=True):
         assert theory.gaussian_distortion(bits) == pytest.approx(distortion, abs=6e-5)
     assert theory.omega_eden(1) == pytest.approx(math.pi / 2 - 1, rel=1e-12)
-    with pytest.raises(ConfigError, match="bits=5 must be an integer from 1 to 4"):
+    with pytest.raises(ConfigError, match="bits=5 is out of range: 1 to 4"):
         theory.omega_eden(5)
 
 

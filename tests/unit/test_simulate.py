@@ -264,9 +264,9 @@ def test_missing_packages_are_named(
     ("arguments", "words"),
     [
         ({"preset": "qsdg"}, r"unknown preset 'qsdg' \(presets: ddp, gqsgd"),
-        ({"workers": 0}, "workers=0 must be an integer of at least 1"),
-        ({"steps": 0}, "steps=0 must be an integer of at least 1"),
-        ({"record_every": 0}, "record_every=0 must be"),
+        ({"workers": 0}, "workers=0 is out of range: 1 to"),
+        ({"steps": 0}, "steps=0 is out of range: 1 to"),
+        ({"record_every": 0}, "record_every=0 is out of range: 1 to"),
         ({"lr": 0.1, "optimizer": torch.optim.Adam}, "lr=0.1 is for the default optimizer"),
         ({"bit": 4}, "unknown field 'bit'"),
         ({"problem": LeastSquares(dimension=2, rows=3), "workers": 4}, "workers=4 are more than the 3 rows"),
@@ -285,7 +285,7 @@ def test_a_loss_that_is_not_finite_at_the_start(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_problems_that_cannot_work() -> None:
-    with pytest.raises(ConfigError, match="condition=0.5 is out of range: at least 1"):
+    with pytest.raises(ConfigError, match="condition=0.5 must be a finite number of at least 1"):
         Quadratic(condition=0.5)
-    with pytest.raises(ConfigError, match="batch=-1 is out of range"):
+    with pytest.raises(ConfigError, match="batch=-1 must be a finite number of at least 1"):
         LeastSquares(batch=-1)
