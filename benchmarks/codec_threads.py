@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.kernels import codec_cases
 from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.predict.timing import Spread, in_turns, ratio

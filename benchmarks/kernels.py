@@ -19,7 +19,7 @@ from benchmarks import gpu_kernels
 from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import PIECE_NUMEL, Segment, pieces, place, table_of, whole
 from lightning_gqsgd.kernels.wire import scale_format

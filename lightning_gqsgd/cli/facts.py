@@ -12,8 +12,8 @@ import torch
 
 from lightning_gqsgd.cli.asking import unknown
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.config.combinations import shares_scales
-from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.config.resolving import omega_of, resolve, setting_of
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment

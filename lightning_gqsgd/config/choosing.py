@@ -1,14 +1,23 @@
-"""Chooses the reducer for a number of ranks, and whether it has one level or two."""
+"""Builds the codec of a configuration, and chooses its reducer for a number of ranks, with one level or two."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_gqsgd.codecs import Codec
-from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.codecs import CODECS, Codec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.spec.fields import AnyFields, Fields
+
+
+def codec_of(config: Fields) -> Codec:
+    """Returns the codec that the fields of a configuration describe.
+
+    Raises:
+        ConfigError: see `Codec.of`.
+    """
+    kind = CODECS[config.codec]
+    return kind.of(config.num_bits, **{name: getattr(config, name) for name in kind.fields})
 
 
 def level_or_levels(config: AnyFields, ranks: int) -> AnyFields:

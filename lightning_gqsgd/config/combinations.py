@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.codecs.scales import NORMS, NORMS_OVER_RANKS, SCALE_PER
-from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.errors import ConfigError, check_one_of, check_real
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.spec.fields import SPARSE_LIMIT, Fields

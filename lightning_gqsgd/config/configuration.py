@@ -15,7 +15,7 @@ from lightning_gqsgd.codecs.exponential.codec import MAX_MANTISSA
 from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.codecs.linear.codec import DITHERS
 from lightning_gqsgd.config import combinations
-from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.errors import (
     MAX_INTEGER,
     ConfigError,

@@ -14,10 +14,9 @@ from lightning_gqsgd.codecs.companded.codec import CompandedCodec
 from lightning_gqsgd.codecs.linear.codec import LinearCodec
 from lightning_gqsgd.codecs.scales import ScaleRule
 from lightning_gqsgd.codecs.variance import best_alpha, dimension_together, stability
-from lightning_gqsgd.config.choosing import between_nodes, choose_reducer, level_or_levels
+from lightning_gqsgd.config.choosing import between_nodes, choose_reducer, codec_of, level_or_levels
 from lightning_gqsgd.config.combinations import adds_codes, shares_scales
 from lightning_gqsgd.config.configuration import GQSGDConfig
-from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import USUAL_SIZE, PieceSize
 from lightning_gqsgd.reducers import REDUCERS, Setting

@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import LENGTH, Segment, cut, place_by_owner
 from lightning_gqsgd.kernels.meta import codec_name

@@ -15,7 +15,7 @@ from lightning_gqsgd.codecs.companded.codec import SLOPE
 from lightning_gqsgd.codecs.floats.codec import largest
 from lightning_gqsgd.codecs.variance import variance_companded
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.reducers.base import step_key

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import CODES, SCALE, START, Segment, cut, place
 

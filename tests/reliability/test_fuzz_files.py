@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import cpu

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs.top_k.sparsifier import Sparsifier
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import CODES, Layout, Segment, cut, place
 from lightning_gqsgd.kernels.protocol import Own, Quantiser

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.sparse import row_numbers

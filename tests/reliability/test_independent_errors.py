@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import CompandedCodec, LinearCodec
 from lightning_gqsgd.codecs.companded.codec import SLOPE
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.research.simulation.virtual import VirtualRanks
 from tests.reliability.draws import (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import CODECS, ExponentialCodec
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.kernels.dither import uniform
 from lightning_gqsgd.kernels.layout import Segment, cut
 from lightning_gqsgd.reducers.base import step_key

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import REDUCERS as REDUCERS_BY_NAME

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs.floats.codec import largest
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import Segment, cut
 from lightning_gqsgd.kernels.narrowing import rounded
