@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lightning_gqsgd.research.optim.closures import OwnOptimizer
+from lightning_gqsgd.research.optim.closures import ClosureOptimizer
 
 
-class _ProximalAdagrad(OwnOptimizer):
+class _ProximalAdagrad(ClosureOptimizer):
     """Base class with the parts that both methods share."""
 
     #: State of each parameter in addition to its number of steps: tensors like the parameter, initially zero.

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 
-class OwnOptimizer(Optimizer):
+class ClosureOptimizer(Optimizer):
     """Base class whose step first calls the closure, if there is one, as torch's optimizers do."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

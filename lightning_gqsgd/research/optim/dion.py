@@ -30,13 +30,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from lightning_gqsgd.research.optim.closures import OwnOptimizer
+from lightning_gqsgd.research.optim.closures import ClosureOptimizer
 
 #: Key of a parameter group that says whether it has matrices.
 _KEY = "is_dion"
 
 
-class Dion(OwnOptimizer):
+class Dion(ClosureOptimizer):
     """Trains a model on several ranks without DistributedDataParallel's averages of gradients; see the module's
     docstring.
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from lightning_gqsgd.research.optim.closures import OwnOptimizer
+from lightning_gqsgd.research.optim.closures import ClosureOptimizer
 
 #: Key of a parameter group that says to which of the two optimizers it belongs.
 _KEY = "is_muon"
 
 
-class MuonAdamW(OwnOptimizer):
+class MuonAdamW(ClosureOptimizer):
     """Muon for matrices and AdamW for all other parameters; see the module's docstring.
 
     Use `matrices_of` to divide the parameters of a model::

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lightning_gqsgd.research.optim.closures import OwnOptimizer
+from lightning_gqsgd.research.optim.closures import ClosureOptimizer
 
 
 def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
     return x - torch.clamp(x, -limit, limit)
 
 
-class ProximalSGD(OwnOptimizer):
+class ProximalSGD(ClosureOptimizer):
     """Minimises the loss plus the penalty λ |x|_1: x ← soft(x - η g, η λ), with soft of `soft_threshold`.
 
     DIANA (arXiv 1901.09269) makes this step with the gradients that it decodes.
