@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_gqsgd.errors import ConfigError, counted
-from lightning_gqsgd.session.opening import digest_of_facts
 from lightning_gqsgd.spec.quantities import TIMES
 from lightning_gqsgd.version import __version__
 
@@ -127,6 +126,8 @@ def _not_reached(lighthouse: str, error: Exception) -> ConfigError:
 
 def name_for(facts: Mapping[str, Any]) -> str:
     """Returns the name of members with these facts. It consists of letters, digits, dots and hyphens."""
+    from lightning_gqsgd.session.opening import digest_of_facts  # needs torch, and recipes check addresses before
+
     return f"gqsgd-{__version__}-{digest_of_facts(facts) % 2**64:016x}"
 
 

@@ -16,7 +16,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_gqsgd.errors import counted
+from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.membership.door import lighthouse_address
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, did_you_mean_preset
 from lightning_gqsgd.spec.decisions import WIDTHS, WIDTHS_IN_WORDS
 from lightning_gqsgd.spec.quantities import TIMES, quantity
@@ -31,8 +32,6 @@ DEFAULT_BITS = 8
 
 #: Local steps by the clock, with processes that may leave and join, each of which is a run of its own.
 ELASTIC = "gqsgd_elastic"
-#: The variable with the lighthouse's address, as in `lightning_gqsgd.membership.door`, which needs torch.
-LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 
 #: What ``strategy=all`` of compare.py stands for: every preset, and the baselines that run on every device.
 ALL = ("ddp", "ddp_bf16", *PRESETS)
@@ -149,7 +148,7 @@ def timeout_for(strategy: Mapping[str, Any]) -> dict[str, timedelta]:
 
 
 def check_elastic(config: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-    """Refuse an elastic run of several processes, or without a lighthouse.
+    """Refuse an elastic run of several processes, or without the address of a lighthouse.
 
     Args:
         config: the whole configuration.
@@ -167,11 +166,10 @@ def check_elastic(config: Mapping[str, Any], environment: Mapping[str, str]) -> 
             f"{counted(trainer['num_nodes'], 'node')}; add trainer.devices=1, and start a run with another seed for "
             "each process"
         )
-    if not environment.get(LIGHTHOUSE):
-        raise RecipeError(
-            f"strategy={name} needs a lighthouse: start one with `gqsgd lighthouse`, and set {LIGHTHOUSE}=host:port "
-            "for each run"
-        )
+    try:
+        lighthouse_address(environment)
+    except ConfigError as error:
+        raise RecipeError(f"strategy={name}: {error}") from error
 
 
 def check_settings(node: Mapping[str, Any]) -> None:

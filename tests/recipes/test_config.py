@@ -12,13 +12,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_gqsgd import GQSGDStrategy
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.membership import door
+from lightning_gqsgd.membership.door import LIGHTHOUSE
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, Preset, make_config
 from recipes.errors import RecipeError
 from recipes.strategies.baselines import BaselineDDPStrategy
 from recipes.strategies.choices import (
     CONF,
-    LIGHTHOUSE,
     TARGET,
     baselines,
     check_elastic,
@@ -82,7 +81,8 @@ def test_elastic_runs_are_local_steps_by_the_clock(composed: Compose) -> None:
     [
         ([], "host:29510", "add trainer.devices=1, and start a run with another seed for each process"),
         (["trainer.devices=1", "trainer.num_nodes=2"], "host:29510", "trainer.devices=1 on 2 nodes"),
-        (["trainer.devices=1"], "", "start one with `gqsgd lighthouse`"),
+        (["trainer.devices=1"], "", "strategy=gqsgd_elastic: .* start one with `gqsgd lighthouse`"),
+        (["trainer.devices=1"], "host", "TORCHFT_LIGHTHOUSE='host' is not an address"),
     ],
 )
 def test_an_elastic_run_has_one_process_and_a_lighthouse(
@@ -92,10 +92,6 @@ def test_an_elastic_run_has_one_process_and_a_lighthouse(
         check_elastic(composed("strategy=gqsgd_elastic", *overrides), {LIGHTHOUSE: address})
     check_elastic(composed("strategy=gqsgd_elastic", "trainer.devices=1"), {LIGHTHOUSE: "host:29510"})
     check_elastic(composed("strategy=gqsgd_diloco"), {})
-
-
-def test_the_lighthouse_has_one_variable() -> None:
-    assert LIGHTHOUSE == door.LIGHTHOUSE
 
 
 #: What the package's own presets list: the one field in which they differ.
