@@ -27,7 +27,6 @@ from lightning_gqsgd.adaptive.noise import NoiseGauge, NoiseSums, Way
 from lightning_gqsgd.adaptive.prediction import predicted_steps
 from lightning_gqsgd.adaptive.sampling import GradientSampler, Taken
 from lightning_gqsgd.adaptive.trials import UNKNOWN, Trials
-from lightning_gqsgd.adaptive.words import describe
 from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
@@ -406,7 +405,7 @@ class Steering:
         """Returns a decision in words."""
         is_native = decision.bits in decision.seconds and REDUCER_OF_BITS.get(decision.bits) == "native"
         is_plain = is_native and self.gauge is None and self._plain.obstacle == ""
-        return describe(decision, is_plain=is_plain, is_earlier=is_earlier, is_open=self._is_trying)
+        return decision.describe(is_plain=is_plain, is_earlier=is_earlier, is_open=self._is_trying)
 
 
 def _seconds(microseconds: int) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_gqsgd.errors import MAX_INTEGER, ConfigError
+from lightning_gqsgd.errors import MAX_INTEGER, ConfigError, in_ms
 
 #: Number of steps from a step to the first choice that can use its length. The length is known when the next step
 #: begins. Ranks exchange it in that step. Over NCCL, the host reads the exchanged values one step later.
@@ -113,6 +113,36 @@ class Decision:
         predicted = {width(bits): None if value is None else not_negative(value) for bits, value in predictions}
         at_least = tuple(map(width, row.get("at_least", ())))
         return cls(count(row["step"]), width(row["bits"]), seconds, str(row["reason"]), predicted, at_least)
+
+    def describe(self, *, is_plain: bool = False, is_earlier: bool = False, is_open: bool = False) -> str:
+        """Returns the decision and its reason on one line.
+
+        Args:
+            is_plain: whether plain DDP replaces the hook under this decision.
+            is_earlier: whether it is a decision of the run whose state this run has loaded, so that other bits may be
+                in use.
+            is_open: whether a trial is under way that may change the decision.
+        """
+        what = f"{'the run before took' if is_earlier else 'auto takes'} {self.bits} bits from step {self.step} on"
+        text = f"{what} ({': '.join([*self._times(), self.reason])})"
+        if is_earlier or is_open:
+            return text
+        # At 32 bits, the hook is slower than plain DDP, and the decision was for plain DDP.
+        how = "use plain DDP, without gqsgd" if is_plain else f"give auto=False, bits={self.bits}"
+        return f"{text}. To keep that in other runs, {how}"
+
+    def _times(self) -> list[str]:
+        """Returns the measured and predicted times as one item, or no item if no time was measured."""
+        times = [f"{bits} bits {in_ms(seconds)}{self._as_predicted(bits)}" for bits, seconds in self.seconds.items()]
+        untried = [bits for bits, seconds in self.predicted.items() if seconds and bits not in self.seconds]
+        times += [f"{bits} bits not tried{self._as_predicted(bits)}" for bits in untried]
+        return [", ".join(times)] if times else []
+
+    def _as_predicted(self, bits: int) -> str:
+        seconds = self.predicted.get(bits)
+        if seconds is None:
+            return ""
+        return f" (predicted {'at least ' if bits in self.at_least else ''}{in_ms(seconds)})"
 
 
 def width(value: Any) -> int:

@@ -12,7 +12,6 @@ import torch
 from lightning_gqsgd.adaptive.clock import StepClock
 from lightning_gqsgd.adaptive.states import Stay
 from lightning_gqsgd.adaptive.steering import Steering
-from lightning_gqsgd.adaptive.words import describe
 from lightning_gqsgd.cli.facts import facts_of, notes
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
@@ -208,14 +207,14 @@ def test_steering_gives_each_step_its_configuration_and_pins_are_described() -> 
         used.append(config.num_bits)
     assert steering.decisions[-1].bits == 4
     assert steering.decisions[-1].seconds == {32: pytest.approx(0.04), 4: pytest.approx(0.01)}
-    assert "auto=False, bits=4" in describe(steering.decisions[-1])
+    assert "auto=False, bits=4" in steering.decisions[-1].describe()
     assert "auto takes 4 bits" in steering.report(2)
     assert steering.choice() == {"bits": 4, "trying": 0, "plain": 0}  # nothing was predicted
     assert steering.trials is not None
     row = steering.decisions[-1]
     steering.trials.decisions.append(replace(row, predicted={32: None, 4: 0.011}))
     assert steering.choice() == {"bits": 4, "trying": 0, "plain": 0, "predicted_step_s": 0.011}
-    assert "4 bits 10 ms (predicted 11 ms)" in describe(steering.decisions[-1])
+    assert "4 bits 10 ms (predicted 11 ms)" in steering.decisions[-1].describe()
     steering.trials.decisions.pop()
     again = Steering(GQSGDConfig(auto=True, allow=(32, 4)), 2)
     again.resume(steering.state())
@@ -270,10 +269,10 @@ def test_a_report_says_which_bits_are_in_use_before_what_an_earlier_run_decided(
 
 def test_lower_bounds_and_decisions_that_no_time_has_made_are_called_so() -> None:
     bounds = replace(decided(16), predicted={32: None, 16: 0.00476}, at_least=(16,))
-    assert "16 bits 10 ms (predicted at least 4.76 ms)" in describe(bounds)
+    assert "16 bits 10 ms (predicted at least 4.76 ms)" in bounds.describe()
     assert Decision.from_dict(json.loads(json.dumps(bounds.to_dict()))) == bounds
     noise = Decision(50, 4, {}, "variance of rounding over sampling variance: 4 bits 0.01", {32: None, 4: None})
-    assert describe(noise).startswith("auto takes 4 bits from step 50 on (variance of rounding")
+    assert noise.describe().startswith("auto takes 4 bits from step 50 on (variance of rounding")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from lightning_gqsgd.adaptive.trials import PlainDDP, Trials
-from lightning_gqsgd.adaptive.words import describe
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.spec.decisions import LAG, Rules
 from tests.unit.test_trials import ALLOW, constant, run
@@ -39,7 +38,7 @@ def test_plain_ddp_has_its_turn_where_other_bits_win_by_less_than_the_hook_may_c
     assert trials.is_resting
     assert not trials.is_trying
     assert [(row.bits, row.seconds[32]) for row in trials.decisions] == [(32, 1.0), (32, 0.94)]
-    assert "plain DDP, which stays" in describe(trials.decisions[1])
+    assert "plain DDP, which stays" in trials.decisions[1].describe()
     trials.rest(10, 0.94 * (1 + Rules().drift) + 0.01, 90)  # the watch goes by the steps of plain DDP
     assert not trials.is_resting
 

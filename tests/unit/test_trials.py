@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from lightning_gqsgd.adaptive.prediction import Measured, predicted_steps
 from lightning_gqsgd.adaptive.trials import UNKNOWN, PlainDDP, Predictor, Trials
-from lightning_gqsgd.adaptive.words import describe
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.spec.decisions import LAG, Decision, Rules
@@ -244,7 +243,7 @@ def test_where_steps_wait_for_nothing_only_the_gradient_as_it_is_has_a_turn() ->
     assert decision.predicted[32] is None
     assert all(0.98 < (decision.predicted[bits] or 0) < 1.0 for bits in (16, 8, 4))
     assert "16, 8, 4 bits were not tried, because they are predicted not to win" in decision.reason
-    assert "4 bits not tried (predicted at least 99" in describe(decision)
+    assert "4 bits not tried (predicted at least 99" in decision.describe()
     assert decision.step < 20  # a trial of all candidates takes about 50
 
 
@@ -263,7 +262,7 @@ def test_on_a_slow_link_the_fewest_bits_are_tried_second_and_what_cannot_win_is_
     assert decision.predicted[16] == pytest.approx(2.1, rel=0.15)
     # Before anything was known of the codec: a lower bound.
     assert 0.5 < (decision.predicted[4] or 0) < 0.9
-    assert "8 bits 1.4e+03 ms (predicted" in describe(decision)
+    assert "8 bits 1.4e+03 ms (predicted" in decision.describe()
     assert decision.at_least == (16, 4)  # 4 bits were the first with codes, and rounding to 16 bits is never known
 
 
@@ -303,7 +302,7 @@ def test_without_a_known_wait_there_is_no_prediction_and_every_candidate_is_trie
     chosen = run(trials, range(100), constant({32: 1.0, 16: 0.9, 8: 0.8, 4: 0.7}), exposed_s=float("nan"))
     assert set(chosen) == set(ALLOW)
     assert trials.decisions[0].predicted == dict.fromkeys(ALLOW)
-    assert "predicted" not in describe(trials.decisions[0])
+    assert "predicted" not in trials.decisions[0].describe()
     assert predictor()({8: Measured(1.0, 0.5, 0.1)}) == dict.fromkeys(ALLOW)  # 32 bits are what all else starts from
     config = resolve(GQSGDConfig(bits=4, reducer="hierarchical", node_size=2), 4)
     levels = {32: resolve(GQSGDConfig(bits=32), 4), 4: config}
