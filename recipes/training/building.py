@@ -16,12 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from lightning_gqsgd.errors import did_you_mean, first_line
+from lightning_gqsgd.sparse.options import tables_of
 from recipes.data.task_data import TaskData
 from recipes.errors import RecipeError
 from recipes.measuring import names
 from recipes.measuring.metrics import METRICS
 from recipes.own_folders import make_importable, named_targets
-from recipes.strategies.choices import CONF
+from recipes.strategies.choices import CONF, TARGET, timeout_for
 from recipes.tasks.optimizers import OptimizerSettings, OwnOptimizer
 from recipes.tasks.task import Task
 from recipes.training.checkpoints import CHECKPOINTS
@@ -103,6 +104,25 @@ def build_task(node: DictConfig, own: frozenset[str], **arguments: Any) -> Task:
             "class one of recipes.measuring.metrics as its attribute metric"
         )
     return made
+
+
+def build_strategy(node: DictConfig, network: nn.Module) -> Any:
+    """The strategy of the node `strategy`.
+
+    The strategy of a preset gathers the touched rows of tables, unless the node says how sparse gradients are sent.
+
+    Args:
+        node: the node.
+        network: what is trained.
+
+    Raises:
+        RecipeError: see `build`.
+    """
+    arguments: dict[str, Any] = {**timeout_for(node)}
+    is_open = node._target_ == TARGET and not node.get("local_steps") and node.get("sparse") is None
+    if is_open and tables_of(network, frozen=True):
+        arguments["sparse"] = "gather"
+    return build(node, leave_out=("name",), **arguments)
 
 
 def build_data(node: DictConfig, own: frozenset[str] = frozenset()) -> TaskData:

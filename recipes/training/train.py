@@ -35,7 +35,6 @@ from recipes.measuring.communication import CommunicationCounter
 from recipes.measuring.exposed import ExposedCommunication
 from recipes.measuring.metrics import Metric
 from recipes.strategies.choices import timeout_for
-from recipes.strategies.sparse_tables import fields_for
 from recipes.tasks.optimizers import OptimizerSettings, OwnOptimizer, scaled
 from recipes.tasks.task import Task
 from recipes.training.building import (
@@ -45,6 +44,7 @@ from recipes.training.building import (
     build_data,
     build_network,
     build_optimizer,
+    build_strategy,
     build_task,
     build_trainer,
     check_monitors,
@@ -115,9 +115,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
         config["trainer"],
         folder,
         own,
-        strategy=build(
-            cfg.strategy, leave_out=("name",), **{**fields_for(cfg.strategy, network), **timeout_for(cfg.strategy)}
-        ),
+        strategy=build_strategy(cfg.strategy, network),
         plugins=[*cluster_environment(os.environ, on_this_machine), WholeCheckpoints()],
         logger=_loggers(cfg, config, (folder, checkpoint), name, module.metric, own),
         callbacks=callbacks,

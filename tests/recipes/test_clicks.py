@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics.functional.classification import binary_auroc
@@ -30,8 +30,8 @@ from recipes.errors import RecipeError
 from recipes.measuring.metrics import AUC
 from recipes.models.deepfwfm import DeepFwFM
 from recipes.strategies.baselines import BaselineDDPStrategy
-from recipes.strategies.sparse_tables import fields_for
 from recipes.tasks.adam_of_tables import AdamOfTables
+from recipes.training.building import build_strategy
 from recipes.training.train import train
 from tests.distributed import ranks
 from tests.recipes.conftest import run_script
@@ -413,13 +413,15 @@ def test_sparse_gradients_need_an_optimizer_without_decay(composed: Compose, tmp
 
 
 def test_a_preset_gathers_the_rows_of_tables_unless_it_says_otherwise() -> None:
-    networks = {sparse: DeepFwFM(2, 10, 3, hidden=[4], sparse=sparse) for sparse in (True, False)}
-    ours = {"_target_": "lightning_gqsgd.GQSGDStrategy"}
-    assert fields_for(ours, networks[True]) == {"sparse": "gather"}
-    assert fields_for(ours, networks[False]) == {}
-    assert fields_for({**ours, "sparse": "logarithmic"}, networks[True]) == {}
-    assert fields_for({**ours, "local_steps": 8}, networks[True]) == {}
-    assert fields_for({"_target_": "recipes.strategies.baselines.BaselineDDPStrategy"}, networks[True]) == {}
+    def built(network: nn.Module, target: str = "lightning_gqsgd.GQSGDStrategy", **entries: object) -> Any:
+        return build_strategy(OmegaConf.create({"_target_": target, **entries}), network)
+
+    tables, dense = (DeepFwFM(2, 10, 3, hidden=[4], sparse=sparse) for sparse in (True, False))
+    assert built(tables).gqsgd_config.sparse == "gather"
+    assert built(dense).gqsgd_config.sparse == "refuse"
+    assert built(tables, sparse="logarithmic").gqsgd_config.sparse == "logarithmic"
+    assert built(tables, local_steps=8).gqsgd_config.sparse == "refuse"
+    assert "sparse" not in built(tables, "recipes.strategies.baselines.BaselineDDPStrategy")._ddp_kwargs
 
 
 def test_adam_of_tables_is_adam_and_sparse_adam_and_goes_on_from_a_checkpoint() -> None:
