@@ -1,4 +1,4 @@
-"""Composing configurations outside of `run.py`, with the same choices."""
+"""Configurations: the words that Hydra composes them from, also outside of `run.py`, and their checks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,50 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipes.arguments import check_arguments
 from recipes.data.named_files import check_named, check_stand_in
-from recipes.for_hydra import for_hydra
 from recipes.launch.environment import check_threads
 from recipes.launch.hardware import check_profile
 from recipes.limits import check_limits
 from recipes.strategies.choices import CONF, check_elastic, check_light, register_presets
 
+#: The group whose choices go over everything else: Hydra lets the last entry of the list of defaults win.
+DEBUG = "debug"
+#: Always written, and no entry of its own.
+CSV = "csv"
+
 
 def without_hydra(cfg: DictConfig) -> DictConfig:
     """A configuration without the node ``hydra``."""
     return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+
+
+def for_hydra(overrides: Sequence[str]) -> list[str]:
+    """The overrides as Hydra has to get them. What has been changed already stays as it is.
+
+    ``debug=NAME`` comes last, so that it goes over ``+exp=NAME`` as well. ``logger=[wandb,tensorboard]`` gives each
+    logger a node of its own, ``logger.wandb`` and ``logger.tensorboard``; Hydra would merge the files into one.
+
+    Args:
+        overrides: the command line, without the name of the script.
+    """
+    made: list[str] = []
+    debug: list[str] = []
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if key.lstrip("+") == DEBUG:
+            debug.append(f"+{DEBUG}={value}")
+        elif key == "logger" and value.startswith("[") and value.endswith("]"):
+            made += _nested(value[1:-1].replace(" ", "").split(","))
+        else:
+            made.append(word)
+    return made + debug
+
+
+def _nested(names: Sequence[str]) -> list[str]:
+    """Overrides that choose several loggers."""
+    others = [name for name in dict.fromkeys(names) if name and name != CSV]
+    if not others:
+        return [f"logger={CSV}"]
+    return ["~logger", *(f"+logger@logger.{name}={name}" for name in others)]
 
 
 def compose_configuration(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:

@@ -18,11 +18,10 @@ from omegaconf import DictConfig
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.wire.processors import processors
 from netlab.lab import NetLabError
-from recipes.configuration import check_configuration
+from recipes.configuration import check_configuration, for_hydra
 from recipes.data.sizes import check_known_samples
 from recipes.errors import DivergedError, RecipeError
 from recipes.folders import check_writable, claimed
-from recipes.for_hydra import for_hydra
 from recipes.launch.environment import profile_environment
 from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, check_devices
 from recipes.launch.processes import check_launch, external_rank, hydra_arguments, local_processes, torchrun_needed

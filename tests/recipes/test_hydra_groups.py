@@ -14,10 +14,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.configuration import compose_configuration
+from recipes.configuration import compose_configuration, for_hydra
 from recipes.errors import RecipeError
 from recipes.files import RESULT_FILE
-from recipes.for_hydra import for_hydra
 from recipes.launch import sweeps
 from recipes.launch.sweeps import check_sweeper, is_search
 from recipes.loggers.chosen import chosen_loggers, wandb_settings
