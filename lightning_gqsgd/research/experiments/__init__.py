@@ -3,18 +3,18 @@ check``. Each takes seconds in one process; pages and slow tests have larger one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS
 from lightning_gqsgd.research.experiments import codecs, convex, local, optimizing, recent, tables, voting
-from lightning_gqsgd.research.experiments.rows import Row, Rows
+from lightning_gqsgd.research.experiments.rows import Row
 from lightning_gqsgd.research.systems import SYSTEMS
 
 __all__ = ["EXPERIMENTS", "Row", "source_of"]
 
 #: The experiments, by the names that ``gqsgd presets`` has. ``gqsgd_auto`` has none: it chooses by the time of steps.
-EXPERIMENTS: dict[str, Callable[[], Rows]] = {
+EXPERIMENTS: dict[str, Callable[[], Iterator[Row]]] = {
     **{
         name: partial(codecs.own, name) for name in ("gqsgd", "gqsgd_4bit", "gqsgd_3bit", "gqsgd_2bit", "gqsgd_trellis")
     },

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 
 from lightning_gqsgd.research import theory
-from lightning_gqsgd.research.experiments.rows import Row, Rows, bias, message, normal, virtual
+from lightning_gqsgd.research.experiments.rows import Row, bias, message, normal, virtual
 from lightning_gqsgd.research.simulation import average, relative_error
 
 #: Relative L2 errors of one mean of 8 normal gradients, in percent: docs/preset_errors.md, n = 8.
 _ERRORS = {"gqsgd": 0.80, "gqsgd_4bit": 13.6, "gqsgd_3bit": 29.6, "gqsgd_2bit": 51.2, "gqsgd_trellis": 42.5}
 
 
-def own(name: str) -> Rows:
+def own(name: str) -> Iterator[Row]:
     """The package's own presets: no bias, and the error that the pages have."""
     yield bias(name)
     gradients = [normal(rank, 1 << 16) for rank in range(8)]
@@ -24,7 +25,7 @@ def own(name: str) -> Rows:
         yield Row(f"{stated:.3g} % error on 8 normal gradients", f"{error:.3g} %", error < 1.05 * stated)
 
 
-def sums() -> Rows:
+def sums() -> Iterator[Row]:
     """Sums of codes under shared scales of blocks."""
     yield bias("gqsgd_sum")
     worst = [torch.ones(1024)] * 8
@@ -34,7 +35,7 @@ def sums() -> Rows:
     )
 
 
-def exact_exponential() -> Rows:
+def exact_exponential() -> Iterator[Row]:
     """Exponential codes with three mantissa bits."""
     yield bias("gqsgd_exponential")
     omega = message(normal(0, 1 << 14), "gqsgd_exponential", 10, reducer="gather")[0]
@@ -42,7 +43,7 @@ def exact_exponential() -> Rows:
     yield Row(f"ω ≤ {bound:.3g}", f"{omega:.3g}", omega < bound)
 
 
-def tree(preset: str) -> Rows:
+def tree(preset: str) -> Iterator[Row]:
     """Powers of two added in pairs, as Global-QSGD's exponential operator adds them: no bias, and noise that does not
     fall with the number of ranks."""
     yield bias(preset, ranks=4)
@@ -53,7 +54,7 @@ def tree(preset: str) -> Rows:
         yield Row(f"n = {ranks}, equal gradients: θ ≤ {bound:.3g}", f"{error:.3g}", error < bound)
 
 
-def linear() -> Rows:
+def linear() -> Iterator[Row]:
     """Global-QSGD's linear operator under the norm of all ranks' gradients together."""
     yield bias("global_qsgd_linear")
     dimension = 2048
@@ -81,7 +82,7 @@ def linear() -> Rows:
         )
 
 
-def qsgd() -> Rows:
+def qsgd() -> Iterator[Row]:
     """QSGD's variance."""
     yield bias("qsgd")
     dimension = 4096
@@ -92,7 +93,7 @@ def qsgd() -> Rows:
         yield Row(f"s = {levels}: ω ≤ min(d/s², √d/s) = {bound:.3g}", f"{omega:.3g}", omega < bound)
 
 
-def qsgd_elias() -> Rows:
+def qsgd_elias() -> Iterator[Row]:
     """QSGD's sparsity, and the length of its codes."""
     dimension = 4096
     for levels, bits in ((1, 2), (64, 8)):
@@ -105,7 +106,7 @@ def qsgd_elias() -> Rows:
     yield Row("s = √d: 2.8 bits per coordinate and 32", f"{total / dimension:.2f}", total < 2.8 * dimension + 32)
 
 
-def natural_compression() -> Rows:
+def natural_compression() -> Iterator[Row]:
     """Natural compression's variance, and its levels."""
     yield bias("natural_compression", reducer="gather")
     x = normal(1, 10_000) * torch.exp(2 * normal(2, 10_000))
@@ -117,7 +118,7 @@ def natural_compression() -> Rows:
     yield Row("rounds to the power of two below or above", f"ratios to the one below: {ratios}", ratios == [1.0, 2.0])
 
 
-def natural_dithering() -> Rows:
+def natural_dithering() -> Iterator[Row]:
     """Powers of two against uniform levels."""
     dimension = 10_000
     x = normal(1, dimension) * torch.exp(2 * normal(2, dimension))
@@ -137,7 +138,7 @@ def natural_dithering() -> Rows:
     )
 
 
-def dq_psgd() -> Rows:
+def dq_psgd() -> Iterator[Row]:
     """A rotation before stochastic levels."""
     yield bias("dq_psgd", reducer="gather")
     x = normal(0, 1024) ** 3
@@ -151,7 +152,7 @@ def dq_psgd() -> Rows:
         )
 
 
-def eden(name: str) -> Rows:
+def eden(name: str) -> Iterator[Row]:
     """EDEN and DRIVE: the same error for every gradient, and no error along the gradient."""
     stated = {"drive": 0.571, "eden": 0.133}[name]
     for kind, x in (("normal", normal(0, 1 << 14)), ("heavy-tailed", normal(0, 1 << 14) ** 3)):
@@ -162,7 +163,7 @@ def eden(name: str) -> Rows:
         yield Row("⟨x̂, x⟩ = |x|² in every message, but for the scale's rounding", f"{along:.4f}", abs(along - 1) < 0.01)
 
 
-def terngrad() -> Rows:
+def terngrad() -> Iterator[Row]:
     """TernGrad's three levels, without bias before it clips."""
     yield bias("terngrad", clip=0.0)
     mean = average([normal(0, 4096)], preset="terngrad")[0]

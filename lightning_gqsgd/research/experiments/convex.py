@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.research.experiments import codecs
-from lightning_gqsgd.research.experiments.rows import Row, Rows, normal, virtual
+from lightning_gqsgd.research.experiments.rows import Row, normal, virtual
 from lightning_gqsgd.research.optim import ProximalSGD, soft_threshold
 from lightning_gqsgd.research.simulation import relative_error, simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
@@ -24,7 +24,7 @@ from lightning_gqsgd.research.simulation.subspaces import SubspaceRanks
 LATEST = {"shared": True, "rho": 1.0, "beta": 0.0}
 
 
-def ecq_sgd() -> Rows:
+def ecq_sgd() -> Iterator[Row]:
     """ECQ-SGD against QSGD and no compression."""
     problem = LeastSquares(dimension=256, rows=10_000, batch=64, noise=0.1, scale=0.25)
 
@@ -51,7 +51,7 @@ def _excess(preset: str, memory: str = "") -> float:
     return float(simulate(preset, problem, workers=10, steps=350, lr=lr, **given).metrics["excess"][-20:].mean())
 
 
-def differences(name: str) -> Rows:
+def differences(name: str) -> Iterator[Row]:
     """DIANA, Artemis and DORE with workers that differ."""
     found = _excess(name)
     without = _excess("diana" if name == "diana" else "artemis", "none")
@@ -77,7 +77,7 @@ def _penalised_excess(memory: str) -> tuple[float, float]:
     return objectives[0] - objectives[1], float(((x == 0) != (least == 0)).double().mean())
 
 
-def diana() -> Rows:
+def diana() -> Iterator[Row]:
     """DIANA with workers that differ, without and with a penalty."""
     yield from differences("diana")
     found, wrong = _penalised_excess("diana")
@@ -106,7 +106,7 @@ def _slopes(preset: str, memory: str = "", **fields: Any) -> tuple[float, float]
     return float(norms[run.step == 1000][0]), float(norms[-10:].mean())
 
 
-def cd_adam() -> Rows:
+def cd_adam() -> Iterator[Row]:
     """CD-Adam's linear convergence."""
     middle, end = _slopes("cd_adam")
     others = _slopes("comp_ams")
@@ -116,7 +116,7 @@ def cd_adam() -> Rows:
     yield Row("error feedback (COMP-AMS) stands still, well above", words, others[1] > max(10 * end, others[0] / 2))
 
 
-def comp_ams() -> Rows:
+def comp_ams() -> Iterator[Row]:
     """COMP-AMS against signs without memory."""
     found = _slopes("comp_ams")[1]
     naive = _slopes("comp_ams", "none")[1]
@@ -131,7 +131,7 @@ def _digits(preset: str, fields: tuple[tuple[str, Any], ...] = ()) -> tuple[floa
     return run.last(), run.last("accuracy")
 
 
-def trained(name: str) -> Rows:
+def trained(name: str) -> Iterator[Row]:
     """A system on the digits, against no compression. ``name`` is the name of its preset."""
     exact = _digits("ddp")
     found = _digits(name)
@@ -142,7 +142,7 @@ def trained(name: str) -> Rows:
     )
 
 
-def fed_back(name: str) -> Rows:
+def fed_back(name: str) -> Iterator[Row]:
     """Error feedback on the digits."""
     yield from trained(name)
     without: Sequence[tuple[str, Any]] = (("memory", "none"),)
@@ -171,7 +171,7 @@ def squared_error(vectors: list[Tensor], **fields: Any) -> float:
     return sum(errors[3:]) / len(errors[3:])
 
 
-def wyner_ziv() -> Rows:
+def wyner_ziv() -> Iterator[Row]:
     """Differences to a shared reference."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StabilityWarning)  # the warning is about the worst gradient
@@ -184,7 +184,7 @@ def wyner_ziv() -> Rows:
     yield Row("and not the gradient's size", f"{errors[0.1]:.3g}, plain codes {plain:.3g}", errors[0.1] < 0.05 * plain)
 
 
-def half_a_bit() -> Rows:
+def half_a_bit() -> Iterator[Row]:
     """Signs of half of the rotated coordinates, which are also unbiased."""
     numel, steps = 1024, 400
     x = normal(0, numel) ** 3
@@ -203,7 +203,7 @@ def half_a_bit() -> Rows:
     yield Row(f"its error is (1 + ω)/s - 1 = {omega:.2f}", f"{found:.2f}", abs(found - omega) < 0.1 * omega)
 
 
-def dq_psgd() -> Rows:
+def dq_psgd() -> Iterator[Row]:
     """DQ-PSGD's codes, and the mean of its iterates."""
     yield from codecs.dq_psgd()
     yield from half_a_bit()
@@ -227,7 +227,7 @@ def dq_psgd() -> Rows:
     )
 
 
-def terngrad() -> Rows:
+def terngrad() -> Iterator[Row]:
     """TernGrad on the digits."""
     yield from codecs.terngrad()
     yield from trained("terngrad")

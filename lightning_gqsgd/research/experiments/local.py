@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from lightning_gqsgd.local_steps.choosing import make_local
 from lightning_gqsgd.local_steps.rules.multi_step import MultiStep
 from lightning_gqsgd.predict.local_plan import Learning, Limits, LocalProblem, Machine, plan
-from lightning_gqsgd.research.experiments.rows import Row, Rows, normal, virtual
+from lightning_gqsgd.research.experiments.rows import Row, normal, virtual
 from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.local import Crowd, LocalWorkers
 from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
@@ -22,7 +23,7 @@ from lightning_gqsgd.research.simulation.record import Record
 QSGD: dict[str, Any] = {"norm": "l2", "dither": "stochastic", "block_size": 104, "reducer": "gather"}
 
 
-def diloco() -> Rows:
+def diloco() -> Iterator[Row]:
     """DiLoCo on the digits, from a network that is trained from scratch."""
     problem = DigitsMLP()
 
@@ -62,7 +63,7 @@ def half_of_workers(preset: str, every: int, width: float, **fields: Any) -> tup
     return record.last() - least, 100 + 100 / every * 100 * width / 32
 
 
-def fedpaq() -> Rows:
+def fedpaq() -> Iterator[Row]:
     """FedPAQ: partial participation, periodic averaging and quantised messages."""
     plain = half_of_workers("ddp", 10, 32)
     fine = half_of_workers("gqsgd_fedpaq", 10, 5.16, **QSGD, levels=10, bits=5)
@@ -74,7 +75,7 @@ def fedpaq() -> Rows:
     yield Row("1 level is too coarse", f"gap {coarse[0]:.3g}", coarse[0] > 3 * fine[0])
 
 
-def genqsgd() -> Rows:
+def genqsgd() -> Iterator[Row]:
     """GenQSGD's energies, with the constants of its released code, and workers that make different numbers of steps."""
     machine = partial(Machine, cycles=1e8, power=1.5, rate=5e6, levels=2**14, count=5)
     problem = LocalProblem(
@@ -106,7 +107,7 @@ def genqsgd() -> Rows:
     yield Row("slow workers may make fewer steps: loss between those of 4 and of 1 step", words, fast < mixed < slow)
 
 
-def sparseloco() -> Rows:
+def sparseloco() -> Iterator[Row]:
     """SparseLoCo on the digits, in which each worker has its own digits."""
     problem = DigitsMLP(by_label=True)
 
@@ -170,7 +171,7 @@ def uploads(problem: Uneven, threshold: float | None, outer: str) -> tuple[int, 
     return steps, round((whole - steps * workers * (workers - 1)) / ((workers - 1) * numel * 8))
 
 
-def chb() -> Rows:
+def chb() -> Iterator[Row]:
     """Censored heavy ball: as many steps, with half of the uploads."""
     problem = Uneven(dimension=50, rows=900, parts=9, noise=0.1, dtype=torch.float64)
     plain = uploads(problem, None, "heavy_ball")
@@ -189,7 +190,7 @@ def left_over(messages: int) -> float:
     return float((x - total).square().sum() / x.square().sum())
 
 
-def neolithic() -> Rows:
+def neolithic() -> Iterator[Row]:
     """NEOLITHIC's messages, and their rate at as many messages."""
     for messages in (4, 16):
         left = left_over(messages)
@@ -238,7 +239,7 @@ def mcm_plateaus(steps: int) -> tuple[float, float]:
     return preserved, common
 
 
-def mcm() -> Rows:
+def mcm() -> Iterator[Row]:
     """MCM's plateaus on noisy least squares."""
     diana, artemis = (plateau(preset, 1200) for preset in ("diana", "artemis"))
     preserved, common = mcm_plateaus(1200)
@@ -262,7 +263,7 @@ def predictive_run(rule: str) -> Record:
     )
 
 
-def predictive() -> Rows:
+def predictive() -> Iterator[Row]:
     """Predictive coding on the digits."""
     plain = predictive_run("mean")
     predicted = predictive_run("predicted")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.research.experiments.rows import Row, Rows
+from lightning_gqsgd.research.experiments.rows import Row
 from lightning_gqsgd.research.optim import CMDAdagrad, RDAAdagrad, sparsity
 from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.problems import LeastSquares, LogisticRegression
@@ -54,7 +55,7 @@ def sparse_run(
     return sparsity([x]), record.last() + PENALTY * float(x.abs().sum()), record.last("accuracy")
 
 
-def adagrad() -> Rows:
+def adagrad() -> Iterator[Row]:
     """Plain Adagrad, which sets nothing to zero."""
     zeros, _, accuracy = sparse_run(
         sparse_problem(), lambda parameters: torch.optim.Adagrad(parameters, lr=0.05, eps=1e-2), "gqsgd_4bit", 200
@@ -63,7 +64,7 @@ def adagrad() -> Rows:
     yield Row("no weight is zero", f"{zeros:.2f} zeros", zeros == 0)
 
 
-def penalised(name: str) -> Rows:
+def penalised(name: str) -> Iterator[Row]:
     """Adagrad with an L1 penalty on ternary gradients, clipped and not, against fp32; ``name`` is the name of the
     system."""
     kind = CMDAdagrad if name == "qcmd_adagrad" else RDAAdagrad
@@ -106,7 +107,7 @@ class Rates:
         return float((record.metrics["distance"][-1] / record.metrics["distance"][0]) ** (1 / 50))
 
 
-def dgd_def() -> Rows:
+def dgd_def() -> Iterator[Row]:
     """DGD-DEF's linear rate, which equals the rate of gradient descent."""
     rates = Rates()
     exact = rates.exact()

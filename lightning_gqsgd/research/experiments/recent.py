@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.lossless import pack, unpack
-from lightning_gqsgd.research.experiments.rows import Row, Rows, normal, virtual
+from lightning_gqsgd.research.experiments.rows import Row, normal, virtual
 from lightning_gqsgd.research.optim.dion import Dion
 from lightning_gqsgd.research.optim.muon import MuonAdamW
 from lightning_gqsgd.research.patches import Receiver, Sender, digest
@@ -24,7 +25,7 @@ from lightning_gqsgd.research.systems import SYSTEMS
 from lightning_gqsgd.wire.plan import GatherPlan
 
 
-def demo() -> Rows:
+def demo() -> Iterator[Row]:
     """DeMo's code: few coordinates of the cosine transform, and their error on a smooth vector."""
     numel = 8192
     fields = {**SYSTEMS["demo"].fields, "memory": "none"}
@@ -40,7 +41,7 @@ def demo() -> Rows:
     )
 
 
-def lossless() -> Rows:
+def lossless() -> Iterator[Row]:
     """Entropy-coded exponents: the same bits, in fewer."""
     for dtype, most in ((torch.bfloat16, 11.5), (torch.float32, 27.5)):
         x = normal(0, 1 << 16).to(dtype)
@@ -52,7 +53,7 @@ def lossless() -> Rows:
         yield Row(f"{name}: the same bits", "the same" if same else "others", same)
 
 
-def pulse() -> Rows:
+def pulse() -> Iterator[Row]:
     """PULSE's patches after a step of Adam with a small learning rate."""
     weights = 0.02 * normal(0, 1 << 16)
     followed = weights.to(torch.bfloat16)
@@ -72,7 +73,7 @@ def pulse() -> Rows:
     yield Row("SHA-256 is equal at both ends", "equal" if same else "different", same)
 
 
-def dion() -> Rows:
+def dion() -> Iterator[Row]:
     """Dion's step: orthonormal, and of few numbers."""
     rows, columns, rank = 48, 32, 8
     matrix = normal(0, rows * columns).view(rows, columns)
@@ -91,7 +92,7 @@ def dion() -> Rows:
     yield Row(f"its norm is √r = {most:.3f}, as that of P Qᵀ", f"{size:.3f}", abs(size - most) < 1e-3)
 
 
-def qsdp() -> Rows:
+def qsdp() -> Iterator[Row]:
     """QSDP's all-gather of weights: the same rounded weights on all ranks, without bias."""
     ranks, share, repeats = 4, 4096, 64
     weights = 0.02 * normal(0, ranks * share)
@@ -117,7 +118,7 @@ def qsdp() -> Rows:
     yield Row(f"the mean of {repeats} roundings is about 8 times closer", f"{times:.1f} times", 6 < times < 10)
 
 
-def muloco() -> Rows:
+def muloco() -> Iterator[Row]:
     """MuLoCo on the digits: 2 bits with errors fed back, beside 32."""
     problem = DigitsMLP(hidden=64)
     problem.segments = [segment._replace(raw=False) for segment in problem.segments]

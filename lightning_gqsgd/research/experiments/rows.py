@@ -4,7 +4,6 @@ share."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +27,6 @@ class Row:
     claim: str
     measured: str
     holds: bool
-
-
-#: The rows of a system's smallest experiment.
-Rows = Iterator[Row]
 
 
 def normal(seed: int, numel: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.reducers import StepKeys, run_virtual
 from lightning_gqsgd.reducers.base import Steps
-from lightning_gqsgd.research.experiments.rows import Row, Rows
+from lightning_gqsgd.research.experiments.rows import Row
 from lightning_gqsgd.sparse import row_numbers
 from lightning_gqsgd.sparse.gathering import gathered_lengths, gathered_mean
 from lightning_gqsgd.sparse.rows import rows_for
@@ -127,7 +127,7 @@ class SparseRows:
         return self.loss(x)
 
 
-def fastsgd() -> Rows:
+def fastsgd() -> Iterator[Row]:
     """FastSGD's signs and powers of a base."""
     touched = some_rows(0, count=500, height=500)
     for mantissa, base in enumerate(("2", "√2")):
@@ -160,7 +160,7 @@ def median_error(exact: Tensor, rows: Tensor, times: int) -> float:
     return float((estimates.quantile(0.5, dim=1) - exact[rows]).norm() / exact.norm())
 
 
-def s2_reducer() -> Rows:
+def s2_reducer() -> Iterator[Row]:
     """S2 Reducer's sums of sketches."""
     height = 20_000
     touched = [some_rows(rank, count=200, height=height, width=1) for rank in range(8)]

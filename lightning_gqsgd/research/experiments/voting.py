@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import linear_regression
 from typing import Any
 
 import torch
 
-from lightning_gqsgd.research.experiments.rows import Row, Rows
+from lightning_gqsgd.research.experiments.rows import Row
 from lightning_gqsgd.research.optim import soft_threshold
 from lightning_gqsgd.research.simulation.gossip import DPSVRG, DSPG, GossipRecord, Penalised
 from lightning_gqsgd.research.simulation.graph import Graph
@@ -18,7 +18,7 @@ from lightning_gqsgd.research.simulation.problems import DigitsMLP, LogisticRegr
 from lightning_gqsgd.research.simulation.votes import FedVote
 
 
-def fedvote() -> Rows:
+def fedvote() -> Iterator[Row]:
     """FedVote on the digits, 8 workers, 15 local steps per round."""
     digits = DigitsMLP()
     run = FedVote(8).run(digits, 8)
@@ -65,7 +65,7 @@ def exponent(errors: Sequence[float]) -> float:
     return -linear_regression([math.log(budget) for budget in BUDGETS], [math.log(error) for error in errors]).slope
 
 
-def dpsvrg() -> Rows:
+def dpsvrg() -> Iterator[Row]:
     """DPSVRG against DSPG, whose step is tuned for each budget of gradients, over a ring of 8."""
     problem, least, smoothness = lasso()
     ring = Graph.ring(8)
