@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from lightning_gqsgd.frameworks.distributed import destroy_at_exit
+from lightning_gqsgd.frameworks.distributed import after_setup
 from lightning_gqsgd.sparse.options import tables_of
 from recipes.errors import RecipeError
 
@@ -32,7 +31,7 @@ class BaselineDDPStrategy(DDPStrategy):
         **arguments: arguments of DDPStrategy.
 
     Raises:
-        RecipeError: an unknown hook; at set-up, PowerSGD without CUDA, or a process group of another size.
+        RecipeError: an unknown hook; at set-up, PowerSGD without CUDA.
     """
 
     def __init__(self, hook: str = "none", powersgd_rank: int = 4, powersgd_start: int = 100, **arguments: Any) -> None:
@@ -56,15 +55,9 @@ class BaselineDDPStrategy(DDPStrategy):
         super().setup_environment()
 
     def setup_distributed(self) -> None:
-        """Join the process group, which is destroyed at exit."""
+        """Set up the process group, then finish as in `distributed.after_setup`."""
         super().setup_distributed()
-        size = dist.get_world_size()
-        if size != self.world_size:
-            raise RecipeError(
-                f"this process already has a process group of {size} processes, the trainer wants {self.world_size}; "
-                "start a fresh process for every number of processes"
-            )
-        destroy_at_exit()
+        after_setup(self.world_size)
 
     def configure_ddp(self) -> None:
         """Wrap the model, register the hook, and prepare the count of bytes.
