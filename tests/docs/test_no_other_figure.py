@@ -90,7 +90,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "docs/experiments/convnet_cifar.md": (r"about 20 minutes of two cores",),  # what to expect, not a result
     "docs/experiments/deeplight_criteo.md": (r"With 90 % zeros",),  # what the column of the table is
     "docs/experiments/resnet_cifar.md": (r"is 40 times smaller",),  # 11.2 M over 0.27 M parameters
-    "docs/experiments/transformer_wikitext.md": (r"0\.5 MB of English",),  # the size of Python's help texts
     "docs/frameworks.md": (
         r"members that come and go before 2\.8",  # a version
         r"wait for each other for 30 minutes",  # torch's default
