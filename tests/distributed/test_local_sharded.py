@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_gqsgd import LocalSteps
@@ -417,3 +418,28 @@ def _tensor_parallel(rank: int) -> str:
 
 def test_tensor_parallelism_inside_of_replicas(tmp_path: Path) -> None:
     assert len(set(run(_tensor_parallel, 4, tmp_path))) == 1
+
+
+def _on_two_dimensions(rank: int, folder: Path) -> None:
+    """One replica of two by two ranks, FSDP2 over tensor parallelism, with and without a distributed checkpoint."""
+    on = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    ends = []
+    for steps_before in (range(7), range(0)):
+        model = parallelize_module(mlp(), on["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=on["shard"])
+        steps = local_steps(model, on, bits=4, outer_after=0, delay=1)
+        train(model, steps, on, steps_before)
+        if steps_before:
+            dcp.save(_named(on, model, steps), checkpoint_id=folder)
+        else:
+            _load(on, model, steps, folder)
+        records = logged()
+        train(model, steps, on, range(7, 12))
+        assert not [text for text in records if "starts from the anchor" in text]
+        ends.append([weight_bits(model), steps.averages.averages])
+        steps.close()
+    assert ends[0] == ends[1]
+
+
+def test_a_distributed_checkpoint_of_replicas_of_two_dimensions(tmp_path: Path) -> None:
+    run(_on_two_dimensions, 4, tmp_path, tmp_path / "checkpoint")
