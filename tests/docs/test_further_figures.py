@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.registered import ENDS, SPEEDS, read
 from benchmarks.registered_speed import at_length
+from lightning_gqsgd.predict import sharded, timeline
 from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST
 from tests.docs.checks import Sentences, compare_sentence, rounded
 from tests.docs.tables import RESULTS, cell, rows_of, saved_rows
@@ -302,6 +303,17 @@ SENTENCES: Sentences = {
         lambda: inside(1),
         lambda: len(registered(1)),
         lambda: off(1),
+    ],
+    (
+        "docs/prediction.md",
+        r"more than ([\d,]+) buckets or pieces, .*? from the (\d+)th on, three from the (\d+)th on, .*? "
+        r"from the (\d+)th block and the (\d+)th piece on",
+    ): [
+        lambda: f"{timeline.MOST:,}",
+        lambda: timeline.FINE,
+        lambda: 2 * timeline.FINE,
+        lambda: sharded._FINE_BLOCKS,
+        lambda: sharded._FINE_PIECES,
     ],
     ("docs/prediction.md", r"Its intervals begin at ([\d.]+) and end at ([\d.]+) times"): [
         lambda: ENDS[1][0],
