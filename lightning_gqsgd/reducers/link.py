@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs.scales import kernels_find_scales, over_ranks, rounded_up, scales_of
 from lightning_gqsgd.kernels.layout import Layout, Part
 from lightning_gqsgd.kernels.protocol import Count
-from lightning_gqsgd.kernels.wire import Key
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key
 from lightning_gqsgd.reducers.base import Exchange
 from lightning_gqsgd.reducers.memory import UP, Direction, Keeps, MemoryStore
 from lightning_gqsgd.spec.memories import Memory
@@ -175,9 +175,7 @@ class Link:
         # The reference moves by the decoded difference alone, so `moved` is computed before `decoded` becomes the sum.
         moved = torch.add(reference, decoded, alpha=recursion.rho)
         decoded += reference
-        # An overflow must not stay in the memory for ever, so the memory does not change at coordinates that are not
-        # finite.
-        store.store(self.received, part.runs, torch.where(decoded.isfinite(), moved, reference))
+        store.store(self.received, part.runs, _where_finite(decoded, moved, reference))
 
     def rotate_back(self, decoded: Tensor, part: Part, rotation: Key) -> None:
         """Undo the rotation, if there is one."""
@@ -257,9 +255,7 @@ class _Remembering(Outgoing):
         self.error = store.load(link.direction.error, part.runs, x) if recursion.alpha else None
         if self.reference is not None:
             self.target -= self.reference
-        u = self.target.clone()
-        if self.error is not None:
-            u.add_(self.error, alpha=recursion.alpha)
+        u = self.target.clone() if self.error is None else self.target.add(self.error, alpha=recursion.alpha)
         super().__init__(link, u, part, rotation)
 
     def encode(self, wire: Tensor, key: Key) -> Remember:
@@ -290,16 +286,26 @@ class _Remembering(Outgoing):
             return
         old = self.reference * self.recursion.beta
         moved = old.add_(result.to(self.reference.dtype), alpha=self.recursion.rho)
-        self.store.store(Keeps.SHARED, self.runs, torch.where(result.isfinite(), moved, self.reference))
+        self.store.store(Keeps.SHARED, self.runs, _where_finite(result, moved, self.reference))
 
     def _remember_lost(self, decoded: Tensor, result: Tensor) -> None:
         """Update the error memory and the reference after a message. ``decoded`` is Q(u), a tensor like the input."""
         kinds = self._link.direction
-        finite = result.isfinite()
         if self.error is not None:
             error = (self.error * self.recursion.beta).add_(self.target).sub_(decoded)
-            self.store.store(kinds.error, self.runs, torch.where(finite, error, self.error))
+            self.store.store(kinds.error, self.runs, _where_finite(result, error, self.error))
         # The reference of the way back moves in `restore`, when messages are decoded. The sender decodes them, too.
         if self.reference is not None and kinds.sent != kinds.received:
             reference = torch.add(self.reference, decoded, alpha=self.recursion.rho)
-            self.store.store(kinds.sent, self.runs, torch.where(finite, reference, self.reference))
+            self.store.store(kinds.sent, self.runs, _where_finite(result, reference, self.reference))
+
+
+def _where_finite(result: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """Returns the new values of a memory at coordinates where the result is finite, and the old values elsewhere: an
+    overflow must not stay in a memory for ever."""
+    # One sum is much faster, but on a GPU, the host would have to wait for it. Tensors without data stand for a CPU's.
+    if not result.is_cuda:
+        total = result.sum(dtype=COMPUTE_DTYPES[result.dtype])
+        if result.is_meta or total.isfinite():
+            return new
+    return torch.where(result.isfinite(), new, old)

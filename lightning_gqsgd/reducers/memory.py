@@ -124,15 +124,16 @@ class MemoryStore:
 
     def load(self, kind: Keeps, runs: Sequence[Run], like: Tensor) -> Tensor:
         """Returns a tensor like ``like`` with the kept values at the places of runs, and zeros at other places."""
-        values = torch.zeros_like(like)
-        for run in runs:
-            _stretches(values, run.start, run.stride, run).copy_(self._part(kind, run))
+        has_all = sum(run.stretches * run.numel for run in runs) == like.numel()
+        values = torch.empty_like(like) if has_all else torch.zeros_like(like)
+        if runs:
+            torch._foreach_copy_(_parts(values, runs), [self._part(kind, run) for run in runs])
         return values
 
     def store(self, kind: Keeps, runs: Sequence[Run], values: Tensor) -> None:
         """Keep the values of a tensor at the places of runs."""
-        for run in runs:
-            self._part(kind, run).copy_(_stretches(values, run.start, run.stride, run))
+        if runs:
+            torch._foreach_copy_([self._part(kind, run) for run in runs], _parts(values, runs))
 
     def row(self, kind: Keeps, parameter: int) -> Tensor:
         """Returns the tensor that this rank keeps for a parameter. It is zero at first. Its length is the same on all
@@ -251,11 +252,11 @@ class MemoryStore:
         return self._owners if kind in KEPT_BY_OWNERS else 1
 
     def _part(self, kind: Keeps, run: Run) -> Tensor:
-        """Returns a view of the kept values of a run, [stretches, numel]. An owner keeps its stripes without gaps. A
+        """Returns a view of the kept values of a run, see `_stretches`. An owner keeps its stripes without gaps. A
         stretch is within one stripe."""
         first = self._place(kind, run.parameter, run.offset)
-        second = self._place(kind, run.parameter, run.offset + run.stride)
-        return _stretches(self.row(kind, run.parameter), first, second - first, run)
+        stride = self._place(kind, run.parameter, run.offset + run.stride) - first if run.stride else 0
+        return _stretches(self.row(kind, run.parameter), first, stride, run)
 
     def _place(self, kind: Keeps, parameter: int, offset: int) -> int:
         """Returns the number of a coordinate in the tensor that its owner keeps. ``offset`` is its number in the
@@ -265,7 +266,14 @@ class MemoryStore:
         return number // self._owners_of(kind) * length + rest
 
 
+def _parts(values: Tensor, runs: Sequence[Run]) -> list[Tensor]:
+    """Returns views of the runs in a flat tensor."""
+    return [_stretches(values, run.start, run.stride, run) for run in runs]
+
+
 def _stretches(values: Tensor, start: int, stride: int, run: Run) -> Tensor:
     """Returns a view of the stretches of a run, [stretches, numel], in a flat tensor in which the first begins at
-    ``start``, and each next one ``stride`` coordinates behind it."""
+    ``start``, and each next one ``stride`` coordinates behind it; [numel] if there is only one."""
+    if run.stretches == 1:
+        return values[start : start + run.numel]
     return values.as_strided((run.stretches, run.numel), (stride, 1), values.storage_offset() + start)
