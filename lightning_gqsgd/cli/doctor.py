@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lightning_gqsgd import version
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.frameworks.versions import check_version
 
 #: The answer where kernels work.
 _RIGHT = "compile, run and give the readable kernels' numbers"
@@ -45,8 +46,8 @@ def findings() -> list[Finding]:
         "GPU kernels": _gpu_kernels,
         "Lightning": lambda: _strategy("lightning.pytorch.strategies"),
         "pytorch_lightning": lambda: _strategy("pytorch_lightning.strategies"),
-        "Accelerate": lambda: _version("accelerate"),
-        "transformers": lambda: _version("transformers"),
+        "Accelerate": lambda: _framework("accelerate"),
+        "transformers": lambda: _framework("transformers"),
         "netlab": _iproute2,
     }
     answers = []
@@ -80,6 +81,17 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _framework(package: str) -> str:
+    """Returns the version of a framework, and whether it is too old, which matters to those who use it."""
+    found = _version(package)
+    try:
+        if found != "not installed":
+            check_version(package)
+    except ImportError as error:
+        return f"{found}; {error}"
+    return found
 
 
 def _devices() -> str:

@@ -29,6 +29,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, counted, did_you_mean
 from lightning_gqsgd.frameworks.distributed import HookStates, destroy_at_exit, start_anew
+from lightning_gqsgd.frameworks.versions import check_version
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.watching import WITH_ACCELERATE
 from lightning_gqsgd.presets import LOCAL_PRESETS, make_config
@@ -38,6 +39,8 @@ from lightning_gqsgd.wire.announcing import print_to_stderr
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+check_version("accelerate")
 
 _BASE_FIELDS = tuple(field.name for field in dataclasses.fields(DistributedDataParallelKwargs))
 _HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")

@@ -17,9 +17,12 @@ from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs, ddp_in, enable_ac
 from lightning_gqsgd.frameworks.local import LocalTraining
 from lightning_gqsgd.frameworks.transformers_fsdp import FSDPCallback, enable_fsdp
 from lightning_gqsgd.frameworks.transformers_local import LocalStepsCallback, MeteredCallback, enable_local_steps
+from lightning_gqsgd.frameworks.versions import check_version
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.wire.announcing import print_to_stderr
 from lightning_gqsgd.wire.telemetry import Meter
+
+check_version("transformers")
 
 
 class GQSGDCallback(MeteredCallback):

@@ -14,6 +14,7 @@ import re
 import sys
 import typing
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -23,8 +24,10 @@ import torch
 
 import lightning_gqsgd
 from lightning_gqsgd._autoload import strategy_names
+from lightning_gqsgd.cli.doctor import _framework
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.frameworks import trainer
+from lightning_gqsgd.frameworks.versions import OLDEST
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS
 from lightning_gqsgd.spec.decisions import Decision
@@ -301,6 +304,20 @@ def test_remedies_for_missing_packages_are_what_the_extras_bring() -> None:
     extras = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     for remedy in lightning_gqsgd._BRINGS.values():
         assert f'"{remedy}"' in extras
+
+
+@pytest.mark.parametrize("package", OLDEST)
+def test_a_framework_that_is_too_old_is_named_with_the_version_of_the_extra(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.9.1" if name == package else found(name))
+    monkeypatch.delitem(sys.modules, f"lightning_gqsgd.frameworks.{package}", raising=False)
+    remedy = f"pip install '{lightning_gqsgd._BRINGS[package]}'"
+    said = f"lightning_gqsgd needs {package} {OLDEST[package]} or newer, and 0.9.1 is installed: {remedy}"
+    with pytest.raises(ImportError, match=f"^{re.escape(said)}$"):
+        importlib.import_module(f"lightning_gqsgd.frameworks.{package}")
+    assert _framework(package) == f"0.9.1; {said}"
 
 
 @pytest.mark.parametrize("name", ["communicator", "pipeline"])
