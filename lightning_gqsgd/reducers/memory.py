@@ -126,14 +126,14 @@ class MemoryStore:
         """Returns a tensor like ``like`` with the kept values at the places of runs, and zeros at other places."""
         has_all = sum(run.stretches * run.numel for run in runs) == like.numel()
         values = torch.empty_like(like) if has_all else torch.zeros_like(like)
-        if runs:
-            torch._foreach_copy_(_parts(values, runs), [self._part(kind, run) for run in runs])
+        for run in runs:
+            _stretches(values, run.start, run.stride, run).copy_(self._part(kind, run))
         return values
 
     def store(self, kind: Keeps, runs: Sequence[Run], values: Tensor) -> None:
         """Keep the values of a tensor at the places of runs."""
-        if runs:
-            torch._foreach_copy_([self._part(kind, run) for run in runs], _parts(values, runs))
+        for run in runs:
+            self._part(kind, run).copy_(_stretches(values, run.start, run.stride, run))
 
     def row(self, kind: Keeps, parameter: int) -> Tensor:
         """Returns the tensor that this rank keeps for a parameter. It is zero at first. Its length is the same on all
@@ -264,11 +264,6 @@ class MemoryStore:
         length = self._stripes[parameter]
         number, rest = divmod(offset, length)
         return number // self._owners_of(kind) * length + rest
-
-
-def _parts(values: Tensor, runs: Sequence[Run]) -> list[Tensor]:
-    """Returns views of the runs in a flat tensor."""
-    return [_stretches(values, run.start, run.stride, run) for run in runs]
 
 
 def _stretches(values: Tensor, start: int, stride: int, run: Run) -> Tensor:
