@@ -55,8 +55,11 @@ WRITTEN = {
     "rotate_kernel": {"x"},
 }
 
-#: Operations of PyTorch that read a tensor of the GPU on the host, which waits for the current stream.
-_HOST_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
+#: Operations of PyTorch that read numbers of the GPU on the host, which waits for the current stream.
+_HOST_READS = {
+    *("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"),
+    *("aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave"),
+}
 #: Operations that only read the size of a tensor.
 _SIZES = {
     f"aten::{name}"
@@ -375,7 +378,9 @@ class SimulatedCuda:
                 self.access(tensor, writes=writes, what=name)
         if name == "aten::copy_" and on_host:
             self.copies_beside(on_host[0], writes=not self.is_on_gpu(args[0]))
-        if name in _HOST_READS or (name == "aten::copy_" and on_host and not (len(args) > 2 and args[2])):
+        has_mask = name.startswith("aten::index") and any(one.dtype == torch.bool for one in tensors_in(args[1]))
+        has_copied = name == "aten::copy_" and bool(on_host) and not (len(args) > 2 and args[2])
+        if name in _HOST_READS or has_mask or has_copied:
             self.wait_on_host(name)
         inputs = {tensor.untyped_storage()._cdata for _, tensor in used}
         for result in tensors_in(results):

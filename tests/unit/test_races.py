@@ -134,19 +134,30 @@ def test_trainings_with_every_dtype(simulated: SimulatedCuda, name: str, dtype: 
     no_races(simulated, Rank(PRESETS[name], dtype))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        GQSGDConfig(reducer="hierarchical", node_size=2),
-        GQSGDConfig(reducer="hierarchical", node_size=2, bits=4, rotation=True),
-        GQSGDConfig(reducer="native"),
-        GQSGDConfig(reducer="gather", sample_every=1),
-        GQSGDConfig(bits=16),
-    ],
-    ids=str,
-)
-def test_trainings_with_other_reducers(simulated: SimulatedCuda, config: GQSGDConfig) -> None:
-    no_races(simulated, Rank(config))
+OTHERS: list[dict[str, Any]] = [
+    {"reducer": "native"},
+    {"reducer": "gather"},
+    {"reducer": "tree", "codec": "exponential"},
+    {"reducer": "hierarchical", "node_size": 2},
+    {"reducer": "hierarchical", "node_size": 2, "bits": 4, "rotation": True},
+    {"reducer": "gather", "scale": "global"},
+    {"reducer": "two_shot", "scale_per": "parameter"},
+    {"reducer": "two_shot", "scale_per": "parameter", "norm": "l2", "clip": 2.5},
+    {"reducer": "gather", "norm": "power_of_two"},
+    {"reducer": "gather", "scale": "global", "norm_over_ranks": "l1"},
+    {"reducer": "sum", "norm": "l2", "norm_over_ranks": "l2"},
+    {"reducer": "sum", "scale_per": "bucket", "norm_over_ranks": "l2"},
+    {"reducer": "two_shot", "scale_per": "bucket"},
+    {"reducer": "gather", "codec": "sign", "bits": 1, "memory": "ef"},
+    {"reducer": "gather", "codec": "top_k", "bits": 32, "density": 0.1, "memory": "ef"},
+    {"reducer": "two_shot", "memory": "diana", "memory_down": "ef"},
+    {"bits": 16},
+]
+
+
+@pytest.mark.parametrize("fields", OTHERS, ids=lambda fields: "-".join(map(str, fields.values())))
+def test_trainings_with_other_fields(simulated: SimulatedCuda, fields: dict[str, Any]) -> None:
+    no_races(simulated, Rank(GQSGDConfig(sample_every=1, **fields)))
 
 
 @pytest.mark.parametrize("name", ["gqsgd", "dore", "gqsgd_sum", "eden"])
