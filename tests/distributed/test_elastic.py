@@ -100,6 +100,7 @@ def test_a_newcomer_trains_while_its_kernels_are_compiled(tmp_path: Path, lighth
     assert newcomer["samples"] == there["samples"] == there["steps"] + newcomer["steps"]
 
 
+@pytest.mark.slow  # waits for seconds; `test_merges` has the ranks of a process group
 def test_members_that_have_finished_end_without_one_that_makes_no_steps(tmp_path: Path, lighthouse: str) -> None:
     ends, goes_on = run_members(members.stands_still, 2, tmp_path, lighthouse, tmp_path)
     assert any("made no step for 3 s, and all other members have finished" in text for text in ends["said"])
