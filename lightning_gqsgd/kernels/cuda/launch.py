@@ -115,7 +115,7 @@ def run(
             x, before = _from_aligned(x)
         arguments = (x, *arguments)
     # An integer, so that the kernel is not compiled again for other origins.
-    first = packed(origin)
+    first = 0 if origin is NO_ORIGIN else packed(origin)
     # Triton compiles a kernel for these properties: which arguments are None, and which are not aligned to 16 bytes.
     form = 0
     for argument in arguments:

@@ -215,7 +215,8 @@ class ScaledFamily:
     ) -> None:
         """Encode blocks into a message; see `protocol.Kernels.encode`."""
         c = _constants(self.numbers, q, x.dtype, None, rotation is not None)
-        arguments = (wire, scales, launch.packed(key), launch.packed(rotation or key))
+        dither = launch.packed(key)
+        arguments = (wire, scales, dither, dither if rotation is None else launch.packed(rotation))
         launch.run(encode_kernel, c, blocks, x, *arguments, origin=origin, to_codes=self.to_codes)
 
     def reduce(
