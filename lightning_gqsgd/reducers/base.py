@@ -396,12 +396,16 @@ def ring_bytes(message_bytes: int, ranks: int) -> int:
     return 2 * (ranks - 1) * message_bytes // ranks
 
 
-def run_virtual(steps: Sequence[Steps], *, only_first: bool = False) -> list[Count]:
+def run_virtual(steps: Sequence[Steps], ranks: int | None = None, *, only_first: bool = False) -> list[Count]:
     """Run one piece on virtual ranks in this process, in lock-step. Returns the result of each rank's steps.
 
-    If ``only_first`` is true, the steps of the other ranks are closed once rank 0 has its result, which is the same on
-    all ranks.
+    Args:
+        steps: the steps of each rank, or of the first ranks.
+        ranks: number of ranks. Those without steps send zeros. None: all ranks have steps.
+        only_first: whether the steps of the other ranks are closed once rank 0 has its result, which is the same on all
+            ranks.
     """
+    everyone = len(steps) if ranks is None else ranks
     results: list[Count] = []
     pending: list[Sequence[Exchange]] = []
     while not results:
@@ -416,21 +420,28 @@ def run_virtual(steps: Sequence[Steps], *, only_first: bool = False) -> list[Cou
         for first, exchanges in enumerate(pending):
             # An exchange runs once for all its members, at the first of them.
             for scope in dict.fromkeys(exchange.scope for exchange in exchanges):
-                members = scope.members(first, len(pending))
+                members = scope.members(first, everyone)
                 if members[0] == first:
-                    theirs = [[exchange for exchange in pending[rank] if exchange.scope == scope] for rank in members]
+                    present = [pending[rank] for rank in members if rank < len(pending)]
+                    theirs = [[exchange for exchange in some if exchange.scope == scope] for some in present]
                     for same in zip(*theirs, strict=True):
-                        _exchange_virtually(same)
+                        _exchange_virtually(same, len(members))
         pending = []
     return results
 
 
-def _exchange_virtually(exchanges: Sequence[Exchange]) -> None:
+def _exchange_virtually(exchanges: Sequence[Exchange], ranks: int) -> None:
+    """Run an exchange of ``ranks`` ranks, of which the first ones are given."""
     first, *others = exchanges
     if first.kind == "all_to_all":
-        (_exchange_parts if first.splits else _exchange_equal_parts)(exchanges)
+        if first.splits:
+            _exchange_parts(exchanges)
+        else:
+            _exchange_equal_parts(exchanges, ranks)
     elif first.kind == "all_gather":
-        first.output.copy_(torch.stack([exchange.input for exchange in exchanges]).view_as(first.output))
+        sent = torch.stack([exchange.input for exchange in exchanges])
+        absent = sent.new_zeros(ranks - len(exchanges), *sent.shape[1:])
+        first.output.copy_(torch.cat([sent, absent]).view_as(first.output))
         for other in others:  # all share one copy, because n copies would take n² memory
             other.output.set_(first.output)  # type: ignore[call-overload]
     else:
@@ -440,11 +451,13 @@ def _exchange_virtually(exchanges: Sequence[Exchange]) -> None:
             exchange.output.copy_(result)
 
 
-def _exchange_equal_parts(exchanges: Sequence[Exchange]) -> None:
-    ranks = len(exchanges)
-    sent = torch.stack([exchange.input.view(ranks, -1) for exchange in exchanges])
+def _exchange_equal_parts(exchanges: Sequence[Exchange], ranks: int) -> None:
+    present = len(exchanges)
+    sent = torch.stack([exchange.input.view(ranks, -1)[:present] for exchange in exchanges])
     for rank, exchange in enumerate(exchanges):
-        exchange.output.view(ranks, -1).copy_(sent[:, rank])
+        received = exchange.output.view(ranks, -1)
+        received[:present] = sent[:, rank]
+        received[present:] = 0
 
 
 def _exchange_parts(exchanges: Sequence[Exchange]) -> None:
@@ -457,7 +470,8 @@ def _exchange_parts(exchanges: Sequence[Exchange]) -> None:
     for rank, exchange in enumerate(exchanges):
         assert exchange.splits is not None
         for source, start, length in _filled(exchange.splits[0]):
-            exchange.output.view(-1)[start : start + length] = sent[source, rank]
+            is_present = source < len(exchanges)
+            exchange.output.view(-1)[start : start + length] = sent[source, rank] if is_present else 0
 
 
 def _filled(split: list[int]) -> list[tuple[int, int, int]]:

@@ -31,10 +31,9 @@ MEMORY_LAYOUT = "memory_layout"
 #: What to do with a state that has entries which ``state_dict`` does not write.
 REMEDY = "load what state_dict has written"
 
-#: Why the memory of all ranks is gathered, for errors.
 #: Coordinates of all ranks that are exchanged at once for a checkpoint, beside a model that may fill its GPU.
 MOST_AT_ONCE = 1 << 26
-
+#: Why the memory of all ranks is gathered, for errors.
 _GATHERING = "gathering what ranks remember (every rank calls state_dict)"
 #: Entries of every state.
 _ENTRIES = {"seed": int, "step": int, "config": Mapping}

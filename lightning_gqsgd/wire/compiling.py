@@ -17,7 +17,6 @@ from lightning_gqsgd.kernels import readable_kernels
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import REDUCERS, Setting, new_store, setting_for
 from lightning_gqsgd.wire.announcing import compilation_is_announced
-from lightning_gqsgd.wire.few_ranks import average_of_few
 from lightning_gqsgd.wire.plan import Plan
 
 #: Parameters of the first run on a CPU: one is compressed, the other is not.
@@ -102,7 +101,6 @@ def run_once(
     Returns:
         The mean, [coordinates], in the setting's dtype; of a reduce-scatter, the parts of the virtual ranks.
     """
-    setting = replace(setting, sample_every=0)
     count = min(setting.ranks, MOST_VIRTUAL)
     parts = plan.parts(setting.ranks)
     part = _SEGMENTS if device.type == "cpu" else every_tile(setting.block_size, setting.ranks // parts)
@@ -112,11 +110,7 @@ def run_once(
     where = on or device
     stores = [new_store(setting, sizes, where) for _ in range(count)]
     gradients = [_gradient(rank, numel).to(where, setting.dtype) for rank in range(count)]
-    made = plan(segments, setting)
-    if count == setting.ranks:
-        made.average(gradients, 0, stores)
-    else:
-        average_of_few(made, gradients, stores)
+    plan(segments, setting).average(gradients, 0, stores)
     # Each part of the mean is taken from a rank that has it.
     return torch.cat([gradients[rank].view(parts, -1)[rank] for rank in range(min(parts, count))])
 

@@ -221,15 +221,16 @@ class Plan:
         """Replace the gradients of virtual ranks in this process by their mean; return the bytes that a rank sends.
 
         Args:
-            gradients: a flat tensor for each rank.
+            gradients: a flat tensor for each rank, or for each of the first ranks; all other ranks send zeros.
             step: number of the step, and of its dither.
-            stores: the memory of each rank.
+            stores: the memory of each of them.
             only_first: replace rank 0's gradient only, and leave the others in any state.
         """
         keys = StepKeys.of(self.setting.seed, step, self.setting.ranks)
         for piece in self._pieces:
             ranks = enumerate(zip(gradients, stores, strict=True))
-            run_virtual([self._steps(x, piece, rank, keys, store) for rank, (x, store) in ranks], only_first=only_first)
+            steps = [self._steps(x, piece, rank, keys, store) for rank, (x, store) in ranks]
+            run_virtual(steps, self.setting.ranks, only_first=only_first)
         return self.sent_bytes
 
     @property

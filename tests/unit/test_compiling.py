@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,9 @@ from lightning_gqsgd.kernels import cpu, readable_kernels
 from lightning_gqsgd.kernels.cpu import cache, jit, stages
 from lightning_gqsgd.kernels.cpu.blocks import codec_kernel
 from lightning_gqsgd.presets import PRESETS, make_config
-from lightning_gqsgd.reducers import Setting, new_store
+from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.wire import announcing, compiling
-from lightning_gqsgd.wire.compiling import MOST_VIRTUAL, check, compile_kernels, every_tile, run_once, settings_of
-from lightning_gqsgd.wire.few_ranks import average_of_few
+from lightning_gqsgd.wire.compiling import MOST_VIRTUAL, check, compile_kernels, run_once, settings_of
 from lightning_gqsgd.wire.plan import GatherPlan, Plan, ScatterPlan, ShardPlan
 
 CPU = torch.device("cpu")
@@ -177,21 +175,6 @@ def test_kernels_for_many_ranks_are_run_on_few(
     check(setting, gpu, mean, kind)
     with pytest.raises(ConfigError, match="other numbers"):
         check(setting, gpu, 1.1 * mean, kind)
-
-
-@pytest.mark.parametrize(("fields", "kind"), OF_MANY_RANKS, ids=str)
-def test_a_few_ranks_that_are_all_give_what_all_give(fields: dict[str, Any], kind: type[Plan]) -> None:
-    ranks = 5
-    setting = replace(setting_of(resolve(GQSGDConfig(**fields), ranks), ranks, torch.float32), sample_every=0)
-    segments = every_tile(setting.block_size, 1) * ranks
-    numel = sum(segment.numel for segment in segments)
-    sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
-    results = []
-    for average in (Plan.average, lambda plan, gradients, _, stores: average_of_few(plan, gradients, stores)):
-        gradients = [compiling._gradient(rank, numel).float() for rank in range(ranks)]
-        average(kind(segments, setting), gradients, 0, [new_store(setting, sizes, CPU) for _ in range(ranks)])
-        results.append(torch.stack([gradients[rank].view(ranks, -1)[rank] for rank in range(ranks)]))
-    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

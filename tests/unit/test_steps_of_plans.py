@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_gqsgd.codecs import scales
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
-from lightning_gqsgd.reducers import REDUCERS, new_store, run_virtual
+from lightning_gqsgd.reducers import REDUCERS, Steps, new_store, run_virtual
+from lightning_gqsgd.reducers.base import Exchange
 from lightning_gqsgd.wire.plan import Plan
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
 
@@ -58,6 +60,31 @@ def test_blocks_that_are_not_finite_are_counted(fields: dict[str, Any]) -> None:
     assert max(counts) == bad  # under "hierarchical", of one rank of each node
     assert telemetry[0].last_rel_l2 > 0
     assert [one.last_rel_l2 for one in telemetry] == [telemetry[0].last_rel_l2] * RANKS
+
+
+def _exchanges(rank: int, received: dict[str, Tensor]) -> Steps:
+    """Exchanges of one of four ranks, which each send their number, counted from 1."""
+    own = torch.full((4,), rank + 1.0)
+    outputs = {name: torch.full((4,), -1.0) for name in ("equal", "unequal", "gathered")}
+    to_each = [1 + (rank < 2), 1 + (rank < 2), 0, 0]  # the first two ranks send two numbers to each of each other
+    from_each = [2, 2, 1, 1] if rank < 2 else [0] * 4
+    outputs["unequal"] = torch.full((sum(from_each),), -1.0)
+    yield (Exchange("all_to_all", outputs["equal"], own),)
+    yield (Exchange("all_to_all", outputs["unequal"], own[: sum(to_each)], (from_each, to_each)),)
+    yield (Exchange("all_gather", outputs["gathered"], own[:1]),)
+    total = own.clone()
+    yield (Exchange.in_place("sum", total),)
+    received.update(outputs, total=total)
+    return 0
+
+
+def test_ranks_without_steps_send_zeros() -> None:
+    received: list[dict[str, Tensor]] = [{} for _ in range(2)]
+    run_virtual([_exchanges(rank, received[rank]) for rank in range(2)], 4)
+    for found in received:
+        assert found["equal"].tolist() == found["gathered"].tolist() == [1, 2, 0, 0]
+        assert found["unequal"].tolist() == [1, 1, 2, 2, 0, 0]
+        assert found["total"].tolist() == [3] * 4
 
 
 def test_groups_of_blocks_are_numbered_as_by_unique() -> None:
