@@ -2,10 +2,11 @@
 
     python -m benchmarks.compiled --save
     python -m benchmarks.compiled --triton 3.4.0 3.5.1 3.6.0 3.7.0 --arch 80 90 100
+    python -m benchmarks.compiled --triton installed --arch gfx90a gfx942 gfx1100
 
-The first writes the table. The second compiles the kernels with each version for each GPU, and fails if one does not
-compile. Versions are installed into a folder of their own by ``uv pip install --target`` when they are asked for first,
-and are imported in place of the one that torch brought.
+The first writes the table. The others compile the kernels with each version for each GPU, of NVIDIA or of AMD, and fail
+if one does not compile. Versions are installed into a folder of their own by ``uv pip install --target`` when they are
+asked for first, and are imported in place of the one that torch brought.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled", description=__doc__.split("\n")[0])
     parser.add_argument("--triton", nargs="+", metavar="VERSION", help=f"versions to compile with, or {INSTALLED!r}")
     parser.add_argument("--kernels", choices=["default", "few", "refused"], default="few")
-    parser.add_argument("--arch", nargs="+", default=["80", "90", "100"], help="compute capabilities")
+    parser.add_argument(
+        "--arch", nargs="+", default=["80", "90", "100"], help="compute capabilities, or GPUs of AMD, e.g. gfx942"
+    )
     parser.add_argument(
         "--front", action="store_true", help="stop at Triton's intermediate code, in a tenth of the time"
     )

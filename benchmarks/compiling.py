@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
+from triton.backends.amd import compiler as amd
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.runtime import driver
@@ -31,7 +33,7 @@ from lightning_gqsgd import kernels
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels import cuda
-from lightning_gqsgd.kernels.cuda import launch, tiles
+from lightning_gqsgd.kernels.cuda import launch, ptx, tiles
 from lightning_gqsgd.kernels.cuda.constants import Constants
 from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import new_store
@@ -111,7 +113,7 @@ class Compiled:
         case: name of the first case that needs it.
         kernel: name of the kernel.
         tiles: the kind of its tiles.
-        arch: compute capability of the GPU, e.g. 90.
+        arch: the GPU, e.g. 90.
         registers: of a thread.
         spills: bytes of a thread's local memory.
         instructions: per coordinate; of a reduction, per coordinate and message of `MESSAGES`.
@@ -135,17 +137,30 @@ class Compiled:
     contracted: int
 
 
+def target_of(arch: str) -> GPUTarget:
+    """Returns the target of a compute capability of NVIDIA, or of an architecture of AMD, e.g. gfx942."""
+    if not is_of_amd(arch):
+        return GPUTarget("cuda", int(arch), 32)
+    # GPUs for data centres have warps of 64 threads, those for desks have 32.
+    return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
+
+
+def is_of_amd(arch: str) -> bool:
+    """Returns whether an architecture is one of AMD."""
+    return arch.startswith("gfx")
+
+
 class _NoCard:
     """As much of a driver as compiling asks for. The number of the device is what is compiled for."""
 
     def __init__(self) -> None:
-        self.arch = 90
+        self.target = target_of("90")
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
+        return self.target
 
-    def get_current_device(self) -> int:
-        return self.arch
+    def get_current_device(self) -> int | str:
+        return self.target.arch
 
     def get_current_stream(self, device: int = 0) -> int:
         return 0
@@ -180,7 +195,14 @@ class Compiler:
 
     def __call__(self, kernel: Any, c: Constants, programs: int, *arguments: Any, **constants: Any) -> None:
         kinds = tuple(one.dtype if isinstance(one, Tensor) else type(one) for one in arguments)
-        identity = (self.card.arch, kernel.fn.__module__, kernel.fn.__name__, c, kinds, *map(str, constants.values()))
+        identity = (
+            self.card.target.arch,
+            kernel.fn.__module__,
+            kernel.fn.__name__,
+            c,
+            kinds,
+            *map(str, constants.values()),
+        )
         if not programs or identity in self._seen:
             return
         self._seen.add(identity)
@@ -190,7 +212,7 @@ class Compiler:
         except _Understood:
             made = None
         except Exception as error:  # of any kind, from any version; all kernels are tried
-            name = f"{self.case}: {kernel.fn.__name__} for sm_{self.card.arch}"
+            name = f"{self.case}: {kernel.fn.__name__} for {self.card.target.arch}"
             self.failed[name] = f"{type(error).__name__}: {str(error)[-600:]}"
             return
         self.compiled += 1
@@ -207,7 +229,7 @@ class Compiler:
             case=self.case,
             kernel=name.removesuffix("_kernel"),
             tiles=kind,
-            arch=self.card.arch,
+            arch=self.card.target.arch,
             registers=code.registers,
             spills=code.spills,
             instructions=round(count / each, 1),
@@ -292,34 +314,48 @@ def _output(*command: str | Path) -> str:
 def _stop_early() -> None:
     """Let compiling end after Triton's own intermediate code, where versions of Triton differ most: a tenth of the
     time."""
-    add = nvidia.CUDABackend.add_stages
 
     def understood(source: Any, metadata: Any) -> None:
         raise _Understood
 
-    def add_first(self: Any, stages: dict[str, Any], *arguments: Any) -> None:
-        add(self, stages, *arguments)
-        for name in [name for name in stages if name != "ttir"]:
-            stages[name] = understood
+    def stop(backend: Any) -> None:
+        add = backend.add_stages
 
-    nvidia.CUDABackend.add_stages = add_first
+        def add_first(self: Any, stages: dict[str, Any], *arguments: Any) -> None:
+            add(self, stages, *arguments)
+            for name in [name for name in stages if name != "ttir"]:
+                stages[name] = understood
+
+        backend.add_stages = add_first
+
+    stop(nvidia.CUDABackend)
+    stop(amd.HIPBackend)
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiling", description=__doc__.split("\n")[0])
     parser.add_argument("--kernels", choices=list(KERNELS), default="few")
-    parser.add_argument("--arch", type=int, nargs="+", default=[90], help="compute capabilities, e.g. 80 90 100")
+    parser.add_argument(
+        "--arch", nargs="+", default=["90"], help="compute capabilities, e.g. 80 90 100, or GPUs of AMD, e.g. gfx942"
+    )
     parser.add_argument("--front", action="store_true", help="stop at Triton's intermediate code")
     parser.add_argument("--counts", action="store_true", help="look at the machine code")
     options = parser.parse_args()
+    of_amd = {is_of_amd(arch) for arch in options.arch}
+    if len(of_amd) > 1:
+        parser.error(f"--arch {' '.join(options.arch)}: GPUs of NVIDIA and of AMD take a command each")
+    if True in of_amd:
+        if options.counts:
+            parser.error("--counts knows the machine code of NVIDIA's GPUs only")
+        ptx.AVAILABLE = tl.constexpr(False)  # as with a PyTorch that is built for AMD's
     if options.front:
         _stop_early()
     compiler = Compiler(counts=options.counts)
     driver.set_active(compiler.card)
     launch.start = compiler
     sys.modules[f"{kernels.__name__}.cpu"] = cuda  # so that plans of tensors on the CPU launch the kernels for GPUs
-    for compiler.card.arch in options.arch:
+    for compiler.card.target in map(target_of, options.arch):
         compile_cases(compiler, KERNELS[options.kernels]())
     if not (compiler.compiled or compiler.failed):
         sys.exit("no kernel was launched: the plans have others")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning_gqsgd import version
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.versions import check_version
+from lightning_gqsgd.kernels import triton_version
 
 #: The answer where kernels work.
 _RIGHT = "compile, run and give the readable kernels' numbers"
@@ -120,7 +121,7 @@ def _cpu_kernels() -> str:
 
 
 def _gpu_kernels() -> str:
-    triton = _version("triton")
+    triton = triton_version()
     if not torch.cuda.is_available():
         return f"no GPU to run them on; Triton {triton}"
     _check_kernels(torch.device("cuda"))

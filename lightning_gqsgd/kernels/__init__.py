@@ -37,8 +37,7 @@ def kernels_for(device: torch.device) -> ModuleType:
     """Returns the fastest module whose functions take tensors on ``device``.
 
     Raises:
-        ConfigError: if the device is a GPU that is not NVIDIA's, or a GPU and Triton is missing or too old, or if the
-            device is a CPU and Numba must not compile.
+        ConfigError: if the device is a GPU and Triton is missing or too old, or a CPU and Numba must not compile.
     """
     if device.type == "cpu" and not _readable.get():
         _check_numba()
@@ -62,18 +61,18 @@ def _check_numba() -> None:
 
 @lru_cache(maxsize=1)
 def _check_triton() -> None:
-    if torch.version.hip is not None:
-        raise ConfigError(
-            f"gradients on a GPU of AMD (ROCm {torch.version.hip}) cannot be compressed, because the kernels have "
-            "instructions of NVIDIA's GPUs; keep this model on plain DDP"
-        )
-    try:
-        version = import_module("triton").__version__
-    except ImportError:
-        version = "none"
+    version = triton_version()
     if version == "none" or tuple(int(part) for part in version.split(".")[:2]) < MIN_TRITON:
         wanted = ".".join(map(str, MIN_TRITON))
         raise ConfigError(
             f"gradients on a GPU need Triton {wanted} or newer, found {version}: it comes with PyTorch 2.8 and newer "
             "for Linux; upgrade torch, or keep this model on plain DDP"
         )
+
+
+def triton_version() -> str:
+    """Returns the version of Triton, whose package has another name for AMD's GPUs, or "none"."""
+    try:
+        return str(import_module("triton").__version__)
+    except ImportError:
+        return "none"

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels import readable_kernels
+from lightning_gqsgd.kernels import readable_kernels, triton_version
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import REDUCERS, Setting, new_store, setting_for
 from lightning_gqsgd.wire.announcing import compilation_is_announced
@@ -131,13 +131,13 @@ def check(setting: Setting, device: torch.device, mean: Tensor, plan: type[Plan]
     # A NaN counts as wrong.
     wrong = int((~((found - expected).abs() <= _TOLERANCE * expected.abs().max())).sum())
     if wrong > _SHARE_ALLOWED * len(expected):
-        where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "this CPU"
-        compiler = "triton" if device.type == "cuda" else "numba"
+        on_gpu = device.type == "cuda"
+        where = torch.cuda.get_device_name(device) if on_gpu else platform.processor() or "this CPU"
+        compiler = f"Triton {triton_version()}" if on_gpu else f"Numba {metadata.version('numba')}"
         raise ConfigError(
             f"the kernels for {where} average {wrong} of {len(expected)} coordinates to other numbers than the "
-            f"readable kernels do, with {setting.codec} and gradients in {setting.dtype}: {compiler} "
-            f"{metadata.version(compiler)} has compiled them wrongly. Install another version of {compiler}, or keep "
-            "this model on plain DDP"
+            f"readable kernels do, with {setting.codec} and gradients in {setting.dtype}: {compiler} has "
+            "compiled them wrongly. Install another version of it, or keep this model on plain DDP"
         )
 
 

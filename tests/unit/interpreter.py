@@ -38,6 +38,16 @@ def rounds_like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         _mend(interpreter, monkeypatch)
 
 
+@pytest.fixture
+def without_ptx(rounds_like_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute as for AMD's GPUs, and refuse PTX."""
+    interpreter, tl = _modules()
+    from lightning_gqsgd.kernels.cuda import ptx as instructions
+
+    monkeypatch.setattr(instructions, "AVAILABLE", tl.constexpr(False))
+    monkeypatch.delattr(interpreter.InterpreterBuilder, "create_inline_asm")
+
+
 def _mend(interpreter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Round x y + z once in float32, where the interpreter rounds twice; know the complement of unsigned numbers."""
     handle = interpreter.TensorHandle

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,8 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu asks Triton itself", allow_module_level=True)
 pytest.importorskip("triton", minversion=".".join(map(str, kernels.MIN_TRITON)))
 from lightning_gqsgd.kernels import cuda
-from lightning_gqsgd.kernels.cuda import launch
+from lightning_gqsgd.kernels.cuda import launch, tiles
+from lightning_gqsgd.kernels.cuda.constants import constants_of
 
 CPU = torch.device("cpu")
 
@@ -120,6 +122,20 @@ def _compare_compilations(config: GQSGDConfig, dtype: torch.dtype, plan: type[Pl
         _step(plan, setting, [Segment(0, 1, False)], before, step)
         _step(plan, setting, [Segment(0, 16384, False)], before, step)
     assert compilations.known - warm == set()
+
+
+@pytest.mark.parametrize(("warp_size", "has_ptx"), [(32, True), (32, False), (64, False)])
+def test_a_program_has_as_many_threads_whatever_the_size_of_a_warp(
+    warp_size: int, has_ptx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = SimpleNamespace(get_current_target=lambda: SimpleNamespace(warp_size=warp_size))
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=target))
+    monkeypatch.setattr(launch.ptx, "AVAILABLE", has_ptx)
+    for block_size in (16, 1024, 32768):
+        found = launch.options(constants_of(torch.float32, block_size), tiles.RAGGED.value)
+        assert found["num_warps"] * warp_size == (1024 if block_size > 4096 else 256)
+        # Triton refuses options of other makers' GPUs.
+        assert ("maxnreg" in found) == has_ptx
 
 
 def test_the_root_without_branches_is_exact_over_all_mantissas() -> None:

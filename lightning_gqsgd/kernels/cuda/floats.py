@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_gqsgd.kernels.cuda.ptx import approximate_reciprocal, one_unless_zero, sum_rounded_down
+from lightning_gqsgd.kernels.cuda import ptx
 
 _FP16_LARGEST = tl.constexpr(torch.finfo(torch.float16).max)
 _BF16_LARGEST = tl.constexpr(torch.finfo(torch.bfloat16).max)
@@ -48,8 +48,8 @@ def positive_root(x, c: tl.constexpr):
     The root is one step of Newton's method from a GPU's fast reciprocal root. NVIDIA's compiler generates the same for
     `sqrt.rn`, but with a branch for other numbers, which takes more instructions than the root.
     """
-    if c.number.compute == tl.float64:
-        y = tl.sqrt(x)
+    if c.number.compute == tl.float64 or not ptx.AVAILABLE:
+        y = root(x, c)
     else:
         inverse = tl.rsqrt(x)
         y = x * inverse
@@ -72,11 +72,11 @@ def divided_by_scale(x, scale, c: tl.constexpr):
     NVIDIA's compiler generates the same for a quotient, but with a branch for numbers near the ends of the range. Here,
     both numbers are first multiplied by 2^-8. Then none is near the ends, because scales are 2^-118 or more.
     """
-    if c.number.compute == tl.float64:
-        q = x / scale
+    if c.number.compute == tl.float64 or not ptx.AVAILABLE:
+        q = divided(x, scale, c)
     else:
         y = scale * 0.00390625
-        inverse = approximate_reciprocal(y)
+        inverse = ptx.approximate_reciprocal(y)
         inverse = tl.fma(tl.fma(-y, inverse, 1.0), inverse, inverse)
         q = quotient(x * 0.00390625, y, inverse)
     return q
@@ -98,13 +98,13 @@ def floor_plus(v, used, offset, c: tl.constexpr):
         used: 0 or 1, int32 [rows].
         offset: whole numbers below 2^8, fp32 [rows].
     """
-    if c.number.compute == tl.float64:
+    if c.number.compute == tl.float64 or not ptx.AVAILABLE:
         code = tl.floor(v).to(tl.int32) * used[:, None] + (offset.to(tl.int32) * used)[:, None]
     else:
         # The sum with 1.5 2^23 has an integer in its lowest bits. This is four times as fast as a conversion.
         factor = tl.where(used == 1, 1.0, 0.0)
         rounder = tl.where(used == 1, offset + 12582912.0, 12582912.0)
-        code = sum_rounded_down(v, factor[:, None], rounder[:, None]).to(tl.int32, bitcast=True)
+        code = ptx.sum_rounded_down(v, factor[:, None], rounder[:, None]).to(tl.int32, bitcast=True)
     return code
 
 
@@ -139,7 +139,7 @@ def is_finite(v):
 def not_zero(v, c: tl.constexpr):
     """Returns 1 for numbers that are not zero, including NaN, and 0 for zero: int32."""
     # For a comparison in Triton, the compiler generates a selection, or masks whose bits are counted, which is slower.
-    return tl.where(v != 0, 1, 0) if c.number.compute == tl.float64 else one_unless_zero(v)
+    return tl.where(v != 0, 1, 0) if c.number.compute == tl.float64 or not ptx.AVAILABLE else ptx.one_unless_zero(v)
 
 
 @triton.jit

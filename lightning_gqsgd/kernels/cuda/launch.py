@@ -23,14 +23,18 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from triton import JITFunction
+from triton.runtime import driver
 
 from lightning_gqsgd.kernels import layout
-from lightning_gqsgd.kernels.cuda import tiles
+from lightning_gqsgd.kernels.cuda import ptx, tiles
 from lightning_gqsgd.kernels.cuda.constants import SHARE, Constants
 from lightning_gqsgd.kernels.wire import NO_ORIGIN, Key, Origin
 
 #: Number of bytes of the widest load of a GPU.
 _WIDE = 16
+
+#: The largest number of threads of a program.
+_THREADS = 1024
 
 #: Number of counters that are created together, see `counter`.
 _COUNTERS = 64
@@ -256,7 +260,16 @@ def start(kernel: Any, c: Constants, programs: int, *arguments: Any, **constants
 def options(c: Constants, kind: int | None) -> dict[str, int]:
     """Returns the options with which a kernel is compiled for tiles of this shape and kind."""
     share = c.share if kind == tiles.ALIGNED.value else SHARE
-    warps = min(max(2 * c.shape.rows * c.shape.half // (32 * share), 1), 32)
+    warp_size = driver.active.get_current_target().warp_size  # 64 on AMD's GPUs for data centres
+    warps = min(max(2 * c.shape.rows * c.shape.half // (warp_size * share), 1), _THREADS // warp_size)
+    compiled_with = {"num_warps": warps, "enable_fp_fusion": False}
+    if ptx.AVAILABLE:
+        compiled_with["maxnreg"] = min(_most_registers(c, kind, share), 65536 // (warp_size * warps))
+    return compiled_with
+
+
+def _most_registers(c: Constants, kind: int | None, share: int) -> int:
+    """Returns the largest number of registers of a thread on NVIDIA's GPUs."""
     is_even = kind in (tiles.FULL.value, tiles.ALIGNED.value) and c.number.compute == tl.float32
     is_short = c.codes is not None and not c.codes.padded and not c.codes.in_words and not c.rotated
     is_single = c.mean is None or c.mean.ranks == 1
@@ -267,7 +280,7 @@ def options(c: Constants, kind: int | None) -> dict[str, int]:
         most = 96  # such a thread has twice as many coordinates as a thread with 64 registers
     elif c.codes is not None and c.codes.padded and not is_single:
         most = 168  # a search for codes of a mean needs them; with fewer, it would spill registers to memory
-    return {"num_warps": warps, "maxnreg": min(most, 2048 // warps), "enable_fp_fusion": False}
+    return most
 
 
 def packed(pair: Key | Origin) -> int:

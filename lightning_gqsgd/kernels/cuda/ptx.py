@@ -1,13 +1,18 @@
 """Instructions of NVIDIA's GPUs that Triton does not offer: permutations of bytes, and rounding downwards.
 
-They are written in PTX, whose manual defines them. Triton's interpreter does not support PTX; in tests,
+They are written in PTX, whose manual defines them. For AMD's GPUs, operations of Triton compute the same numbers; where
+these are slower for NVIDIA's, `floats` chooses. Triton's interpreter does not support PTX; in tests,
 `tests/unit/interpreter.py` computes these instructions.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+#: Whether kernels are compiled for NVIDIA's GPUs: a PyTorch is built for those or for AMD's.
+AVAILABLE = tl.constexpr(torch.version.hip is None)
 
 _LOWER_NIBBLES = tl.constexpr("and.b32 $0, $1, 0x0F0F0F0F;")
 _UPPER_NIBBLES = tl.constexpr("shr.u32 $0, $1, 4; and.b32 $0, $0, 0x0F0F0F0F;")
@@ -29,19 +34,31 @@ _FLIPPED = tl.constexpr("xor.b32 $0, $1, 0x80808080;")
 @triton.jit
 def lower_nibbles(x):
     """Returns the lower four bits of bytes, uint8."""
-    return tl.inline_asm_elementwise(_LOWER_NIBBLES, "=r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
+    if AVAILABLE:
+        y = tl.inline_asm_elementwise(_LOWER_NIBBLES, "=r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        y = x & 0x0F
+    return y
 
 
 @triton.jit
 def upper_nibbles(x):
     """Returns the upper four bits of bytes, uint8."""
-    return tl.inline_asm_elementwise(_UPPER_NIBBLES, "=r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
+    if AVAILABLE:
+        y = tl.inline_asm_elementwise(_UPPER_NIBBLES, "=r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        y = x >> 4
+    return y
 
 
 @triton.jit
 def less_128(x):
     """Returns bytes minus 128 in two's complement, uint8."""
-    return tl.inline_asm_elementwise(_FLIPPED, "=r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
+    if AVAILABLE:
+        x = tl.inline_asm_elementwise(_FLIPPED, "=r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        x ^= 0x80
+    return x
 
 
 @triton.jit
@@ -53,8 +70,13 @@ def above_draws(x, draw, UPPER: tl.constexpr):
         draw: words with the 16 bits of draws, uint32. The bits are in the lower half, or in the upper half if ``UPPER``
             is true.
     """
-    ASM: tl.constexpr = _UPPER_DRAWS_BELOW if UPPER else _DRAWS_BELOW
-    return tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r,r,r,r,r", [draw, x], dtype=tl.int32, is_pure=True, pack=4)
+    if AVAILABLE:
+        ASM: tl.constexpr = _UPPER_DRAWS_BELOW if UPPER else _DRAWS_BELOW
+        y = tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r,r,r,r,r", [draw, x], dtype=tl.int32, is_pure=True, pack=4)
+    else:
+        below = draw >> 16 if UPPER else draw & 0xFFFF
+        y = (x.to(tl.int8, bitcast=True).to(tl.int32) << 16) | below.to(tl.int32)
+    return y
 
 
 @triton.jit
@@ -65,9 +87,16 @@ def half_above(draw, selector):
         draw: words that contain k, uint32.
         selector: one of the constants below, int32. It gives the bytes of k in the word, and whether k has a sign.
     """
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, 0x80, $2;", "=r,r,r", [draw, selector], dtype=tl.int32, is_pure=True, pack=1
-    )
+    if AVAILABLE:
+        y = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0x80, $2;", "=r,r,r", [draw, selector], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        shift = (selector & 0x20) >> 1  # 16 for the upper half
+        sign = selector & 0x8000  # the highest bit of k, if it is a sign
+        k = ((draw >> shift.to(tl.uint32)) & 0xFFFF).to(tl.int32)
+        y = ((k ^ sign) - sign) * 256 + 128
+    return y
 
 
 #: Selectors for `half_above`: k is in the lower or upper half of a word, without or with a sign.
@@ -102,5 +131,7 @@ def approximate_reciprocal(x):
 @triton.jit
 def unknown(x):
     """Returns an int32 about which the compiler knows nothing, so that it does not replace logical operations by
-    selections."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+    selections. For AMD's GPUs, the compiler knows it."""
+    if AVAILABLE:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+    return x
