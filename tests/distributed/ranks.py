@@ -143,7 +143,7 @@ def _main(
     torch.set_num_threads(1)
     if environment:
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    # A rank whose test needs no other one may end while the others still connect to it, which Gloo takes for a lost peer.
+    # A rank whose test needs no others may end while they still connect to it, which Gloo takes for a lost peer.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     try:
         if group is not None:
