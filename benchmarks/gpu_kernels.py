@@ -35,7 +35,7 @@ from lightning_gqsgd.kernels.layout import (
     table_of,
     whole,
 )
-from lightning_gqsgd.kernels.protocol import Own
+from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.predict.timing import Case, Clock, EventClock, Spread, in_turns, ratio
 from lightning_gqsgd.reducers import Setting, StepKeys
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_NUMEL
@@ -104,9 +104,9 @@ class Stage(NamedTuple):
 
 class _Piece(NamedTuple):
     part: slice
-    blocks: Tensor
+    whole: Coding
     message: Tensor  # uint8 [message bytes]
-    owned: Tensor  # the blocks of a shard
+    owned: Coding  # of a shard
     received: Tensor  # uint8 [ranks, shard bytes]
     shard: Tensor  # uint8 [shard bytes]
 
@@ -124,10 +124,7 @@ class Bucket:
     def __init__(self, x: Tensor, out: Tensor, layouts: Sequence[tuple[slice, Layout]], setting: Setting) -> None:
         self._x, self._out = x, out
         self._kernels, self._keys = kernels_for(x.device), StepKeys.of(setting.seed, 0, setting.ranks)
-        self._q = setting.codec.quantiser(setting.block_size)
-        # Encoding and decoding rotate on the way where the configuration rotates; only then do they need this key.
-        self._rotation = {"rotation": self._keys.rotation} if setting.rotates else {}
-        self._pieces = [self._piece(part, layout, setting.ranks) for part, layout in layouts]
+        self._pieces = [self._piece(part, layout, setting) for part, layout in layouts]
 
     def encode(self) -> None:
         """Encode the whole tensor."""
@@ -137,26 +134,28 @@ class Bucket:
     def reduce(self) -> None:
         """Reduce one shard of each piece."""
         for piece in self._pieces:
-            keys, down, own = self._keys.up, self._keys.down, Own(0, self._x[piece.part], **self._rotation)
-            self._kernels.reduce(piece.received, piece.owned, piece.shard, self._q, keys, down, own)
+            x, keys = self._x[piece.part], self._keys
+            self._kernels.reduce(piece.received, piece.owned, x, keys.up, 0, piece.shard, keys.down)
 
     def decode(self) -> None:
         """Decode the whole tensor."""
         for piece in self._pieces:
             out, keys = self._out[piece.part], (self._keys.down,)
-            self._kernels.decode(piece.message.view(1, -1), piece.blocks, out, self._q, keys, **self._rotation)
+            self._kernels.decode(piece.message.view(1, -1), piece.whole, out, keys)
 
     def _encode(self, piece: _Piece, key: tuple[int, int]) -> None:
-        self._kernels.encode(self._x[piece.part], piece.blocks, piece.message, self._q, key, **self._rotation)
+        self._kernels.encode(self._x[piece.part], piece.whole, piece.message, key)
 
-    def _piece(self, part: slice, layout: Layout, ranks: int) -> _Piece:
+    def _piece(self, part: slice, layout: Layout, setting: Setting) -> _Piece:
         empty = partial(torch.zeros, dtype=torch.uint8, device=self._x.device)
+        q = setting.codec.quantiser(setting.block_size)
+        whole = Coding(layout.blocks, q, self._keys.rotation if setting.rotates else None)
         made = _Piece(
             part,
-            layout.blocks,
+            whole,
             empty(layout.message_bytes),
-            layout.shard(0).blocks,
-            empty(ranks, layout.shard_bytes),
+            whole._replace(blocks=layout.shard(0).blocks),
+            empty(setting.ranks, layout.shard_bytes),
             empty(layout.shard_bytes),
         )
         for rank, key in enumerate(self._keys.up):

@@ -22,6 +22,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import PIECE_NUMEL, Segment, pieces, place, table_of, whole
+from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.kernels.wire import scale_format
 from lightning_gqsgd.predict.timing import Case, Spread, in_turns, ratio
 
@@ -45,11 +46,11 @@ def codec_cases(x: Tensor, codec: Codec, block_size: int) -> tuple[Case, Case]:
 
     def encode() -> None:
         for part, layout, message in zip(inputs, layouts, messages, strict=True):
-            kernels.encode(part, layout.blocks, message, quantiser, key)
+            kernels.encode(part, Coding(layout.blocks, quantiser), message, key)
 
     def decode() -> None:
         for part, layout, message in zip(outputs, layouts, messages, strict=True):
-            kernels.decode(message.view(1, -1), layout.blocks, part, quantiser, (key,))
+            kernels.decode(message.view(1, -1), Coding(layout.blocks, quantiser), part, (key,))
 
     return encode, decode
 

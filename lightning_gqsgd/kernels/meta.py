@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.kernels.protocol import Quantiser
+from lightning_gqsgd.kernels.protocol import Coding, Quantiser
 
 
 class Work(NamedTuple):
@@ -85,33 +85,33 @@ def narrow(x: Tensor, *_: Any, **__: Any) -> None:
     note(Work("narrow", numel=x.numel()))
 
 
-def encode(x: Tensor, blocks: Tensor, wire: Tensor, q: Quantiser, *_: Any, **__: Any) -> None:
+def encode(x: Tensor, how: Coding, *_: Any) -> None:
     """Record a call of `protocol.CodecKernels.encode`."""
-    _note("encode", q, blocks, x.numel())
+    _note("encode", how, x.numel())
 
 
-def reduce(wires: Tensor, blocks: Tensor, out: Tensor, q: Quantiser, *_: Any, **__: Any) -> None:
+def reduce(wires: Tensor, how: Coding, *_: Any) -> None:
     """Record a call of `protocol.CodecKernels.reduce`."""
-    _note("reduce", q, blocks, sources=wires.shape[0])
+    _note("reduce", how, sources=wires.shape[0])
 
 
-def decode(wires: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, *_: Any, **__: Any) -> int:
+def decode(wires: Tensor, how: Coding, x: Tensor, *_: Any) -> int:
     """Record a call of `protocol.CodecKernels.decode`. Returns 0, the number of blocks that are not finite."""
-    _note("decode", q, blocks, x.numel(), wires.shape[0])
+    _note("decode", how, x.numel(), wires.shape[0])
     return 0
 
 
-def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Any) -> int:
+def decode_sum(wire: Tensor, how: Coding, x: Tensor, keys: Any, scales: Tensor) -> int:
     """Record a call of `protocol.Kernels.decode_sum`. Returns 0, the number of blocks that are not finite."""
-    _note("decode_sum", q, blocks, x.numel(), len(keys))
+    _note("decode_sum", how, x.numel(), len(keys))
     return 0
 
 
-def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Any) -> None:
+def combine(mine: Tensor, theirs: Tensor, how: Coding, key: Any) -> None:
     """Record a call of `protocol.Kernels.combine`."""
-    _note("combine", q, blocks)
+    _note("combine", how)
 
 
-def _note(kind: str, q: Quantiser, blocks: Tensor, most: int | None = None, sources: int = 1) -> None:
-    numel = len(blocks) * q.block_size
-    note(Work(kind, codec_name(q), numel if most is None else min(numel, most), sources))
+def _note(kind: str, how: Coding, most: int | None = None, sources: int = 1) -> None:
+    numel = len(how.blocks) * how.q.block_size
+    note(Work(kind, codec_name(how.q), numel if most is None else min(numel, most), sources))

@@ -9,8 +9,8 @@ Common arguments:
 * ``blocks``: block table on the host, int64 [number of blocks, `layout.COLUMNS`]. Its first column counts coordinates
   of ``x``, and its byte positions count from the start of the message that is passed with it.
 * ``wire``: one message, uint8 [bytes]. ``wires``: one message of each source, uint8 [sources, bytes].
-* ``q``: the quantiser. ``key``: the two 32-bit dither keys of one stream. ``keys``: the dither keys of each source, in
-  rank order.
+* ``how``: a `Coding`, with the block table and the quantiser.
+* ``key``: the two 32-bit dither keys of one stream. ``keys``: the dither keys of each source, in rank order.
 * ``origin``: what is added to the table's numbers of parameters and of blocks, see `wire.Origin`.
 * ``scales``: the scale of each block, as the bits of the compute dtype: int32 for fp32, fp16 and bf16 gradients, int64
   for fp64 ones, [number of blocks]. Bits of non-negative floats are ordered like the floats.
@@ -147,91 +147,61 @@ class WholeQuantiser(Quantiser, Protocol):
         ...
 
 
-class Own(NamedTuple):
-    """The source that averages the messages. It has its own coordinates, so its message is not decoded.
-
-    This applies to coded blocks only. Messages have raw blocks exactly, so the raw blocks of all sources are taken from
-    messages, and are added in the order of the sources.
+class Coding(NamedTuple):
+    """How the blocks of messages are coded. A sender and its receivers have the same.
 
     Attributes:
-        source: number of the source.
-        x: flat gradient, [numel].
-        rotation: key of the rotation that is applied to blocks first, as by the other sources. None: no rotation.
+        blocks: the block table.
+        q: the quantiser.
+        rotation: key of the rotation that is applied to blocks before they are encoded, and undone after they are
+            decoded; see `Kernels.rotate`. None: no rotation.
+        origin: what is added to the table's numbers of parameters and of blocks.
     """
 
-    source: int
-    x: Tensor
+    blocks: Tensor
+    q: Quantiser
     rotation: Key | None = None
+    origin: Origin = NO_ORIGIN
 
 
 class CodecKernels(Protocol):
     """The functions that every family of codes has. The module's docstring describes common arguments."""
 
-    def encode(
-        self,
-        x: Tensor,
-        blocks: Tensor,
-        wire: Tensor,
-        q: Quantiser,
-        key: Key,
-        scales: Tensor | None = None,
-        rotation: Key | None = None,
-        origin: Origin = NO_ORIGIN,
-    ) -> None:
+    def encode(self, x: Tensor, how: Coding, wire: Tensor, key: Key, scales: Tensor | None = None) -> None:
         """Write the record of each block: its codes, and its scale if the table has a place for it. A raw block's
-        record has its coordinates in the compute dtype.
+        record has its coordinates in the compute dtype. ``x`` is not changed.
 
         Args:
             scales: the scales to use. Coordinates beyond their scale are clipped. None: the largest magnitude of each
                 block, rounded up to the wire's format. A `WholeQuantiser` takes no scales.
-            rotation: key of the rotation that is applied to blocks first, see `rotate`. ``x`` is not changed. None: no
-                rotation.
         """
         ...
 
     def reduce(
-        self,
-        wires: Tensor,
-        blocks: Tensor,
-        out: Tensor,
-        q: Quantiser,
-        keys: Sequence[Key],
-        out_key: Key,
-        own: Own,
+        self, wires: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], own: int, out: Tensor, out_key: Key
     ) -> None:
         """Decode one shard's messages, add them in rank order, add the coordinates of this rank, and encode the mean
-        into ``out``.
-
-        A coded block with a coordinate that is not finite becomes NaN everywhere.
+        into ``out``. The mean stays rotated, and ``x`` is not changed.
 
         Args:
+            own: number of the source whose coordinates, not rotated, are in ``x``; see `decode`.
             out: the mean's message, uint8 [bytes].
             out_key: dither keys of the mean's codes.
-            own: this rank's coordinates.
         """
         ...
 
-    def decode(
-        self,
-        wires: Tensor,
-        blocks: Tensor,
-        x: Tensor,
-        q: Quantiser,
-        keys: Sequence[Key],
-        rotation: Key | None = None,
-        own: int | None = None,
-        origin: Origin = NO_ORIGIN,
-    ) -> Count:
+    def decode(self, wires: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], own: int | None = None) -> Count:
         """Write the mean of the decoded messages into ``x``. Returns the number of blocks that are not finite.
 
         The mean of finite coordinates is finite: in a 16-bit dtype, the mean of compressed blocks is clamped to the
         largest number.
 
         Args:
-            rotation: key of the rotation that is undone after decoding. None: no rotation.
-            own: number of the source whose coordinates, not rotated, are in ``x`` before the call; see `Own`. They are
-                added last. If a block of them is not finite, the result is NaN everywhere in the block. None: all
-                messages are decoded.
+            own: number of the source whose coordinates, not rotated, are in ``x`` before the call. It averages the
+                messages, so it has them exactly, and its message is not decoded. They are added last. If a coded block
+                of them is not finite, the result is NaN everywhere in the block. Messages have raw blocks exactly, so
+                the raw blocks of all sources are taken from messages, and are added in the order of the sources. None:
+                all messages are decoded.
         """
         ...
 
@@ -272,9 +242,7 @@ class Kernels(CodecKernels, Protocol):
         """
         ...
 
-    def decode_sum(
-        self, wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]
-    ) -> Count:
+    def decode_sum(self, wire: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], scales: Tensor) -> Count:
         """Decode one message of summed codes, and write the mean into ``x`` as `decode` does. Returns the number of
         blocks that are not finite."""
         ...
@@ -295,7 +263,7 @@ class Kernels(CodecKernels, Protocol):
         """
         ...
 
-    def combine(self, mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
+    def combine(self, mine: Tensor, theirs: Tensor, how: Coding, key: Key) -> None:
         """Replace the codes of one message by unbiased codes of the sums of both messages' numbers.
 
         The quantiser has to be a `PairwiseQuantiser`; see `codecs.exponential.codec`.

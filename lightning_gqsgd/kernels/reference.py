@@ -18,7 +18,7 @@ from lightning_gqsgd.kernels.layout import INDEX, LENGTH, PARAMETER, RAW, START,
 from lightning_gqsgd.kernels.narrowing import rounded
 from lightning_gqsgd.kernels.packing import pack, pack_raw, positions, read_scales, unpack, unpack_raw, write_scales
 from lightning_gqsgd.kernels.protocol import (
-    Own,
+    Coding,
     PairwiseQuantiser,
     Quantiser,
     ScaledQuantiser,
@@ -73,79 +73,53 @@ def rotate(
     _scatter(rotated(_gather(x, coded, block_size), coded, key, inverse=inverse), coded, x)
 
 
-def encode(
-    x: Tensor,
-    blocks: Tensor,
-    wire: Tensor,
-    q: Quantiser,
-    key: Key,
-    scales: Tensor | None = None,
-    rotation: Key | None = None,
-    origin: Origin = NO_ORIGIN,
-) -> None:
+def encode(x: Tensor, how: Coding, wire: Tensor, key: Key, scales: Tensor | None = None) -> None:
     """Encode blocks into a message; see `protocol.Kernels.encode`."""
-    blocks = _counted_from(origin, table_on(x.device, blocks))
-    values = _gather(x, blocks, q.block_size)
-    if rotation is not None:
-        coded = blocks[:, RAW] == 0
-        values[coded] = rotated(values[coded], blocks[coded], rotation)
-    _write(values, blocks, wire, q, key, scales)
+    blocks = _counted_from(how.origin, table_on(x.device, how.blocks))
+    coded = blocks[:, RAW] == 0
+    values = _gather(x, blocks, how.q.block_size)
+    if how.rotation is not None:
+        values[coded] = rotated(values[coded], blocks[coded], how.rotation)
+    _write(values, blocks, wire, how.q, key, scales)
 
 
-def reduce(
-    wires: Tensor,
-    blocks: Tensor,
-    out: Tensor,
-    q: Quantiser,
-    keys: Sequence[Key],
-    out_key: Key,
-    own: Own,
-) -> None:
+def reduce(wires: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], own: int, out: Tensor, out_key: Key) -> None:
     """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`."""
-    blocks = table_on(wires.device, blocks)
+    blocks = _counted_from(how.origin, table_on(x.device, how.blocks))
     coded = blocks[:, RAW] == 0
-    total = _sum(wires, blocks, q, keys, COMPUTE_DTYPES[own.x.dtype], own.source)
-    mine = _gather(own.x, blocks[coded], q.block_size)
-    if own.rotation is not None:
-        mine = rotated(mine, blocks[coded], own.rotation)
+    total = _sum(wires, blocks, how.q, keys, COMPUTE_DTYPES[x.dtype], own)
+    mine = _gather(x, blocks[coded], how.q.block_size)
+    if how.rotation is not None:
+        mine = rotated(mine, blocks[coded], how.rotation)
     total[coded] = _with_own(total[coded], mine, len(keys))
-    _write(_divided(total, len(keys)), blocks, out, q, out_key, None)
+    _write(_divided(total, len(keys)), blocks, out, how.q, out_key, None)
 
 
-def decode(
-    wires: Tensor,
-    blocks: Tensor,
-    x: Tensor,
-    q: Quantiser,
-    keys: Sequence[Key],
-    rotation: Key | None = None,
-    own: int | None = None,
-    origin: Origin = NO_ORIGIN,
-) -> int:
+def decode(wires: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], own: int | None = None) -> int:
     """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`."""
-    blocks = _counted_from(origin, table_on(x.device, blocks))
+    blocks = _counted_from(how.origin, table_on(x.device, how.blocks))
     coded = blocks[:, RAW] == 0
-    mean = _sum(wires, blocks, q, keys, COMPUTE_DTYPES[x.dtype], own)
+    mean = _sum(wires, blocks, how.q, keys, COMPUTE_DTYPES[x.dtype], own)
     # If this rank's own coordinates are added, the sum is divided after that, below.
     if own is None:
         mean = _divided(mean, len(keys))
-    if rotation is not None:
-        mean[coded] = rotated(mean[coded], blocks[coded], rotation, inverse=True)
+    if how.rotation is not None:
+        mean[coded] = rotated(mean[coded], blocks[coded], how.rotation, inverse=True)
     if own is not None:
-        mean[coded] = _with_own(mean[coded], _gather(x, blocks[coded], q.block_size), len(keys))
+        mean[coded] = _with_own(mean[coded], _gather(x, blocks[coded], how.q.block_size), len(keys))
         mean = _divided(mean, len(keys))
     # Only coded blocks are clamped. Raw blocks may overflow, as in plain DDP.
     mean[coded] = in_finite_range(mean[coded], x.dtype)
     return _scatter(mean, blocks, x)
 
 
-def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> int:
+def decode_sum(wire: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], scales: Tensor) -> int:
     """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`."""
-    blocks = table_on(x.device, blocks)
+    blocks = _counted_from(how.origin, table_on(x.device, how.blocks))
+    q = cast(SummableQuantiser, how.q)
     values, finite = SCALE_FORMATS[COMPUTE_DTYPES[x.dtype]].scales(scales)
     codes = unpack(wire, blocks, q.bits, q.block_size, summable=q.summable)
-    uniforms = [uniform(blocks, key, q.block_size) for key in keys]
-    mean = cast(SummableQuantiser, q).decode_sum(codes, values, uniforms)
+    mean = q.decode_sum(codes, values, [uniform(blocks, key, q.block_size) for key in keys])
     mean[~finite] = torch.nan
     return _scatter(in_finite_range(mean, x.dtype), blocks, x)
 
@@ -158,12 +132,13 @@ def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, fa
     _scatter(rounded(values, random, limit), blocks, out)
 
 
-def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
+def combine(mine: Tensor, theirs: Tensor, how: Coding, key: Key) -> None:
     """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
-    blocks = table_on(mine.device, blocks)
+    blocks = _counted_from(how.origin, table_on(mine.device, how.blocks))
+    q = cast(PairwiseQuantiser, how.q)
     codes, others = (unpack(wire, blocks, q.bits, q.block_size, summable=False) for wire in (mine, theirs))
     random = words(blocks, key, torch.arange(q.block_size, device=blocks.device))
-    pack(cast(PairwiseQuantiser, q).combine(codes, others, random), blocks, mine, q.bits, summable=False)
+    pack(q.combine(codes, others, random), blocks, mine, q.bits, summable=False)
 
 
 def _counted_from(origin: Origin, blocks: Tensor) -> Tensor:

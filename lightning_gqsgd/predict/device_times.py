@@ -17,7 +17,7 @@ from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import LENGTH, Segment, cut, place_by_owner
 from lightning_gqsgd.kernels.meta import codec_name
-from lightning_gqsgd.kernels.protocol import Own
+from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.kernels.wire import scale_format
 from lightning_gqsgd.predict.costs import Gamma
 
@@ -74,37 +74,36 @@ class CodecCase:
     """
 
     def __init__(self, device: torch.device, config: GQSGDConfig, numel: int, pieces: int = 1) -> None:
-        self._q = codec_of(config).quantiser(config.block_size)
+        q = codec_of(config).quantiser(config.block_size)
         form = scale_format(torch.float32)
         x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
         self._pieces = cycle(x.repeat(pieces, 1))
         table = cut([Segment(0, numel, raw=False)], config.block_size)
         sizes = {"scale_bytes": form.nbytes, "raw_bytes": form.raw_bytes}
-        self._layout = place_by_owner(table, self._q, shards=_SOURCES, **sizes, striped=False).on(device)
-        self._shard = self._layout.shard(0)
+        layout = place_by_owner(table, q, shards=_SOURCES, **sizes, striped=False).on(device)
+        self._how = Coding(layout.blocks, q)
+        self._shard = layout.shard(0)
         self.owned = int(self._shard.blocks[:, LENGTH].sum())
         self._kernels = kernels_for(device)
-        self._wires = torch.zeros(_SOURCES, self._layout.message_bytes, dtype=torch.uint8, device=device)
+        self._wires = torch.zeros(_SOURCES, layout.message_bytes, dtype=torch.uint8, device=device)
         self._keys = tuple((number, 2) for number in range(_SOURCES))
         for number in range(_SOURCES):
             self.encode(number)
-        self._received = self._wires[:, : self._layout.shard_bytes].contiguous()
+        self._received = self._wires[:, : layout.shard_bytes].contiguous()
         self._mean = torch.zeros_like(self._received[0])
 
     def encode(self, source: int = 0) -> None:
         """Write the message of a source."""
-        self._kernels.encode(next(self._pieces), self._layout.blocks, self._wires[source], self._q, self._keys[source])
+        self._kernels.encode(next(self._pieces), self._how, self._wires[source], self._keys[source])
 
     def decode(self) -> None:
         """Decode one message."""
-        self._kernels.decode(self._wires[:1], self._layout.blocks, next(self._pieces), self._q, self._keys[:1])
+        self._kernels.decode(self._wires[:1], self._how, next(self._pieces), self._keys[:1])
 
     def encode_mean(self) -> None:
         """Encode the mean of a shard, as its owner does: from its own coordinates and the messages of others."""
-        own = Own(0, next(self._pieces))
-        blocks = self._shard.blocks
-        out_key = self._keys[0]
-        self._kernels.reduce(self._received, blocks, self._mean, self._q, self._keys, out_key, own)
+        how = self._how._replace(blocks=self._shard.blocks)
+        self._kernels.reduce(self._received, how, next(self._pieces), self._keys, 0, self._mean, self._keys[0])
 
 
 def copying(device: torch.device, patience_s: float) -> tuple[float, float]:

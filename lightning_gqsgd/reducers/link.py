@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs.scales import kernels_find_scales, over_ranks, rounded_up, scales_of
 from lightning_gqsgd.kernels.layout import Layout, Part
-from lightning_gqsgd.kernels.protocol import Count
+from lightning_gqsgd.kernels.protocol import Coding, Count
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key
 from lightning_gqsgd.reducers.base import Exchange
 from lightning_gqsgd.reducers.memory import UP, Direction, Keeps, MemoryStore
@@ -112,6 +112,10 @@ class Link:
         """
         return layout.others(rank) if self.plain and not self.rotates_apart else layout.whole
 
+    def coding(self, part: Part, rotation: Key) -> Coding:
+        """Returns how kernels code the blocks of messages; see `outgoing` for the arguments."""
+        return Coding(part.blocks, self.quantiser, rotation if self.fuses else None, part.origin)
+
     def outgoing(self, x: Tensor, part: Part, rotation: Key, store: MemoryStore) -> Outgoing:
         """Returns the message of one sender in one step, ready to be encoded.
 
@@ -147,7 +151,6 @@ class Link:
                 there is a memory. They are exact, so they are used instead of the source's message. If the source has
                 an error memory or its own reference, its message is used all the same. None: all messages are decoded.
         """
-        fused = rotation if self.fuses else None
         # The memory of this sender has the error of its message. If its exact coordinates were averaged instead of the
         # message, the error would be compensated twice.
         if self.remembers and not self.shares:
@@ -157,7 +160,7 @@ class Link:
             x -= store.load(self.received, part.runs, x)
             if self.rotates_apart:
                 part.kernels.rotate(x, part.blocks, rotation, self.quantiser.block_size, origin=part.origin)
-        bad = part.kernels.decode(wires, part.blocks, x, self.quantiser, keys, fused, own, part.origin)
+        bad = part.kernels.decode(wires, self.coding(part, rotation), x, keys, own)
         if not self.fuses:
             self.restore(x, part, rotation, store)
         return bad
@@ -232,9 +235,7 @@ class Outgoing:
         # up, so that no coordinate exceeds it.
         if scales is not None and not link.adds:
             scales = rounded_up(scales, self._input.dtype)
-        fused = self._rotation if link.fuses else None
-        part = self._part
-        part.kernels.encode(self._input, part.blocks, wire, link.quantiser, key, scales, fused, part.origin)
+        self._part.kernels.encode(self._input, link.coding(self._part, self._rotation), wire, key, scales)
         return remember_nothing
 
 
@@ -269,13 +270,13 @@ class _Remembering(Outgoing):
         link = self._link
         part = self._part
         decoded = torch.zeros_like(self._input)
-        kernels = part.kernels
+        how = link.coding(part, self._rotation)
         # Messages whose codes are added contain no scales. The scales, which are already the norms over ranks, are
         # passed separately.
         if link.quantiser.summable:
-            kernels.decode_sum(wire, self.find_scales(), part.blocks, decoded, link.quantiser, (key,))
+            part.kernels.decode_sum(wire, how, decoded, (key,), self.find_scales())
         else:
-            kernels.decode(wire.view(1, -1), part.blocks, decoded, link.quantiser, (key,))
+            part.kernels.decode(wire.view(1, -1), how, decoded, (key,))
         link.rotate_back(decoded, part, self._rotation)
         return partial(self._remember_lost, decoded)
 

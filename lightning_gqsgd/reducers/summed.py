@@ -81,7 +81,7 @@ class Summed(Reducer):
         remember = outgoing.encode(codes, keys.up[rank])
         yield from self._added(codes, layout, rank, keys)
 
-        bad = part.kernels.decode_sum(codes, scales, part.blocks, x, self.link.quantiser, keys.up)
+        bad = part.kernels.decode_sum(codes, self.link.coding(part, keys.rotation), x, keys.up, scales)
         self.link.restore(x, part, keys.rotation, store)
         remember(x)
         return bad

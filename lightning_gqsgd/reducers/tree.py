@@ -132,7 +132,7 @@ class Tree(Summed):
 
             if hop.adds:
                 part = layout.shards_from(*hop.takes)
-                part.kernels.combine(mine, received, part.blocks, self.link.quantiser, keys.node(number, rank))
+                part.kernels.combine(mine, received, self.link.coding(part, keys.rotation), keys.node(number, rank))
             else:
                 mine.copy_(received)
 

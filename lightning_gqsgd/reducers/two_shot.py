@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec, CompandedCodec, FloatCodec
 from lightning_gqsgd.kernels.layout import BlockRun, Layout, place_by_owner, sizes_by_owner
-from lightning_gqsgd.kernels.protocol import Own
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
 from lightning_gqsgd.reducers.link import Link, Remember, remember_nothing
@@ -103,11 +102,9 @@ class TwoShot(Reducer):
             A function that changes the memory after the step.
         """
         part = layout.shard(rank)
-        q = self.up.quantiser
         # If both links are plain, one kernel decodes, averages and encodes, and the mean is not written in between.
         if self.up.plain and self.down.plain:
-            own = Own(rank, x, keys.rotation if self.up.fuses else None)
-            part.kernels.reduce(messages, part.blocks, out, q, keys.up, keys.down, own)
+            part.kernels.reduce(messages, self.up.coding(part, keys.rotation), x, keys.up, rank, out, keys.down)
             return remember_nothing
         mean = x.to(COMPUTE_DTYPES[x.dtype], copy=True)
         self.up.decode(messages, part, mean, keys.up, keys.rotation, store, own=rank)

@@ -17,7 +17,7 @@ from lightning_gqsgd.codecs.top_k.sparsifier import Sparsifier
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu, kernels_for, reference
 from lightning_gqsgd.kernels.layout import START, Segment, cut, place
-from lightning_gqsgd.kernels.protocol import Own, Quantiser
+from lightning_gqsgd.kernels.protocol import Coding, Quantiser
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, scale_format
 from tests.gpu.card import CPU, DEVICE, difference, differences, is_waiting, keep_busy, marks, needs_card, synchronise
 from tests.unit.test_kernels import DITHERS, DTYPES, KEYS, gradient, layout_of, norms, other_codecs, quantiser
@@ -86,19 +86,19 @@ def _all_stages(
         for rank, (x, key) in enumerate(zip(xs, keys, strict=True)):
             wire, blocks = torch.zeros(one.message_bytes, dtype=torch.uint8, device=device), one.blocks
             maxima = (norms(kernels, x, blocks),) if given else ()
-            kernels.encode(x, blocks, wire, q, key, *maxima)
+            kernels.encode(x, Coding(blocks, q), wire, key, *maxima)
             found[f"{name}: message of rank {rank}"] = wire
     for rank in range(ranks):
         wires = [found[f"two shots: message of rank {source}"].view(ranks, -1)[rank] for source in range(ranks)]
         shard = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device)
         owned = layout.shard(rank).blocks
-        kernels.reduce(torch.stack(wires), owned, shard, q, keys, KEYS[3], Own(rank, xs[rank]))
+        kernels.reduce(torch.stack(wires), Coding(owned, q), xs[rank], keys, rank, shard, KEYS[3])
         found[f"two shots: shard {rank}"] = shard
     shards = torch.cat([found[f"two shots: shard {rank}"] for rank in range(ranks)])[None]
     messages = torch.stack([found[f"gather: message of rank {rank}"] for rank in range(ranks)])
     for name, wires, one, sources in (("two shots", shards, layout, KEYS[3:]), ("gather", messages, whole, keys)):
         mean = torch.zeros_like(xs[0])
-        bad = kernels.decode(wires, one.blocks, mean, q, sources)
+        bad = kernels.decode(wires, Coding(one.blocks, q), mean, sources)
         found |= {f"{name}: mean": mean, f"{name}: non-finite blocks": _number(bad)}
     return found
 
@@ -165,11 +165,11 @@ def _sums(kernels: ModuleType, device: torch.device, segments: list[Segment], xs
     lane, wires = torch.uint8 if 8 % q.bits == 0 else torch.int64, []
     for rank, (x, key) in enumerate(zip(xs, keys, strict=True)):
         wires.append(torch.zeros(layout.message_bytes, dtype=torch.uint8, device=device))
-        kernels.encode(x, blocks, wires[-1], q, key, maxima)
+        kernels.encode(x, Coding(blocks, q), wires[-1], key, maxima)
         found[f"message of rank {rank}"] = wires[-1]
     total = torch.stack([wire.view(lane) for wire in wires]).sum(0, dtype=lane).view(torch.uint8)
     mean = torch.full_like(xs[0], 7)
-    bad = kernels.decode_sum(total, maxima, blocks, mean, q, keys)
+    bad = kernels.decode_sum(total, Coding(blocks, q), mean, keys, maxima)
     return {**found, "maxima": maxima, "mean": mean, "non-finite blocks": _number(bad)}
 
 
@@ -196,11 +196,11 @@ def _tree(kernels: ModuleType, device: torch.device, xs: list[Tensor], q: Quanti
     maxima = torch.stack([kernels.block_maxima(x, blocks) for x in xs]).amax(0)
     mine, theirs = (torch.zeros(layout.message_bytes, dtype=torch.uint8, device=device) for _ in xs)
     for x, key, wire in zip(xs, KEYS, (mine, theirs), strict=False):
-        kernels.encode(x, blocks, wire, q, key, maxima)
+        kernels.encode(x, Coding(blocks, q), wire, key, maxima)
     found = {"mine": mine.clone(), "theirs": theirs}
-    kernels.combine(mine, theirs, blocks, q, KEYS[2])
+    kernels.combine(mine, theirs, Coding(blocks, q), KEYS[2])
     mean = torch.zeros_like(xs[0])
-    bad = kernels.decode_sum(mine, maxima, blocks, mean, q, KEYS[:2])
+    bad = kernels.decode_sum(mine, Coding(blocks, q), mean, KEYS[:2], maxima)
     return {**found, "sum": mine, "mean": mean, "non-finite blocks": _number(bad)}
 
 
@@ -241,17 +241,17 @@ def test_a_rotation_on_the_way_is_one_before_and_one_after(rows: list, block: in
     expected, rotated = {}, x.to(compute, copy=True)
     reference.rotate(rotated, layout.blocks, rotation, block)
     expected["message"] = torch.zeros(layout.message_bytes, dtype=torch.uint8)
-    reference.encode(rotated, layout.blocks, expected["message"], q, key)
+    reference.encode(rotated, Coding(layout.blocks, q), expected["message"], key)
     mean = torch.zeros(x.shape, dtype=compute)
-    reference.decode(expected["message"][None], layout.blocks, mean, q, [key])
+    reference.decode(expected["message"][None], Coding(layout.blocks, q), mean, [key])
     reference.rotate(mean, layout.blocks, rotation, block, inverse=True)
     expected["mean"] = mean.to(dtype)
 
     kernels, blocks = kernels_for(DEVICE), layout.blocks
     wire = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=DEVICE)
-    kernels.encode(x.to(DEVICE), blocks, wire, q, key, rotation=rotation)
+    kernels.encode(x.to(DEVICE), Coding(blocks, q, rotation=rotation), wire, key)
     found = torch.zeros(x.shape, dtype=dtype, device=DEVICE)
-    kernels.decode(wire[None], blocks, found, q, [key], rotation=rotation)
+    kernels.decode(wire[None], Coding(blocks, q, rotation=rotation), found, [key])
     assert differences({"message": wire, "mean": found}, expected) == {}
 
 
@@ -287,13 +287,13 @@ def test_a_tensor_that_begins_anywhere(q: Quantiser, offset: int, dtype: torch.d
     view = torch.zeros(numel + 20, dtype=dtype, device=DEVICE)[offset : offset + numel]
     view.copy_(x)
     wire = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=DEVICE)
-    kernels.encode(view, layout.blocks, wire, q, KEYS[0])
+    kernels.encode(view, Coding(layout.blocks, q), wire, KEYS[0])
     around = torch.full((numel + 20,), 7.0, dtype=dtype, device=DEVICE)
-    kernels.decode(wire[None], layout.blocks, around[offset : offset + numel], q, [KEYS[0]])
+    kernels.decode(wire[None], Coding(layout.blocks, q), around[offset : offset + numel], [KEYS[0]])
 
     expected, mean = torch.zeros(layout.message_bytes, dtype=torch.uint8), torch.full((numel + 20,), 7.0, dtype=dtype)
-    reference.encode(x, layout.blocks, expected, q, KEYS[0])
-    reference.decode(expected[None], layout.blocks, mean[offset : offset + numel], q, [KEYS[0]])
+    reference.encode(x, Coding(layout.blocks, q), expected, KEYS[0])
+    reference.decode(expected[None], Coding(layout.blocks, q), mean[offset : offset + numel], [KEYS[0]])
     assert difference(wire, expected) == "", "the message"
     assert difference(around, mean) == "", "the mean, or what is around it"
 
@@ -309,9 +309,9 @@ def test_positions_beyond_31_bits() -> None:
     blocks = layout.blocks
     x = torch.randn(numel, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE, dtype=dtype)
     wire = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=DEVICE)
-    kernels.encode(x, blocks, wire, q, key)
+    kernels.encode(x, Coding(blocks, q), wire, key)
     y = torch.zeros_like(x)
-    bad = kernels.decode(wire[None], blocks, y, q, [key])
+    bad = kernels.decode(wire[None], Coding(blocks, q), y, [key])
     assert int(bad) == 0, f"{int(bad)} blocks are said not to be finite"
 
     for name, rows in {"first": slice(0, tail // block), "last": slice(len(blocks) - tail // block, None)}.items():
@@ -322,8 +322,8 @@ def test_positions_beyond_31_bits() -> None:
         alone = place(table, q, shards=1, scale_bytes=form.nbytes, raw_bytes=form.raw_bytes)
         part = x[first : first + count].cpu()
         message, expected = torch.zeros(alone.message_bytes, dtype=torch.uint8), torch.zeros_like(part)
-        cpu.encode(part, alone.blocks, message, q, key)
-        cpu.decode(message[None], alone.blocks, expected, q, [key])
+        cpu.encode(part, Coding(alone.blocks, q), message, key)
+        cpu.decode(message[None], Coding(alone.blocks, q), expected, [key])
         worst = float((y[first : first + count].cpu().double() - part.double()).abs().max())
         assert difference(y[first : first + count], expected) == "", f"{name} blocks; largest error {worst}"
         step = 2 * float(part.abs().max()) * (1 + 2**-7) / (q.levels - 1)
@@ -350,9 +350,9 @@ class _Buffers:
         kernels, q = kernels_for(DEVICE), self.q
         keys, down = [(step, rank) for rank in range(self.ranks)], (step, 99)
         return {
-            "encode": lambda: kernels.encode(self.x, self.blocks, self.wire, q, keys[0], **rotation),
-            "reduce": lambda: kernels.reduce(self.wires, self.owned, self.shard, q, keys, down, Own(0, self.x)),
-            "decode": lambda: kernels.decode(self.wire[None], self.blocks, self.y, q, [down], **rotation),
+            "encode": lambda: kernels.encode(self.x, Coding(self.blocks, q, **rotation), self.wire, keys[0]),
+            "reduce": lambda: kernels.reduce(self.wires, Coding(self.owned, q), self.x, keys, 0, self.shard, down),
+            "decode": lambda: kernels.decode(self.wire[None], Coding(self.blocks, q, **rotation), self.y, [down]),
         }
 
 
@@ -422,10 +422,10 @@ def test_what_one_stream_encodes_another_decodes() -> None:
     for step in range(3):
         with torch.cuda.stream(here):
             keep_busy()
-            kernels.encode(buffers.x, buffers.blocks, buffers.wire, q, (step, 1))
+            kernels.encode(buffers.x, Coding(buffers.blocks, q), buffers.wire, (step, 1))
         there.wait_stream(here)
         with torch.cuda.stream(there):
-            kernels.decode(buffers.wire[None], buffers.blocks, buffers.y, q, [(step, 1)])
+            kernels.decode(buffers.wire[None], Coding(buffers.blocks, q), buffers.y, [(step, 1)])
         here.wait_stream(there)
         synchronise()
         worst.append(float((buffers.y - buffers.x).abs().max()))

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec, ExponentialCodec, LinearCodec
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import Segment, cut, place
+from lightning_gqsgd.kernels.protocol import Coding
 from tests.gpu.card import DEVICE, marks
 
 pytestmark = marks
@@ -36,8 +37,8 @@ def _errors(codec: Codec, x: Tensor) -> Tensor:
     errors = torch.empty(REPEATS, NUMEL, dtype=torch.float64, device=DEVICE)
     for repeat in range(REPEATS):
         key = (repeat * 7919, repeat + 1)
-        kernels.encode(x, blocks, wire, q, key)
-        kernels.decode(wire[None], blocks, y, q, [key])
+        kernels.encode(x, Coding(blocks, q), wire, key)
+        kernels.decode(wire[None], Coding(blocks, q), y, [key])
         errors[repeat] = y.double() - x.double()
     return errors.view(REPEATS, -1, BLOCK)[:, :, 1:].flatten(1)
 

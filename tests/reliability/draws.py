@@ -18,6 +18,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import Segment, cut, place
+from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.reducers.base import step_key
 from tests.reliability.knobs import SEED, scaled
 
@@ -100,8 +101,8 @@ def _mean_of_messages(config: GQSGDConfig, x: Tensor, keys: list[tuple[int, int]
     layout = place(table, q, shards=1, scale_bytes=2, raw_bytes=4)
     wires, mean = torch.zeros(len(keys), layout.message_bytes, dtype=torch.uint8), torch.empty_like(x)
     for wire, key in zip(wires, keys, strict=True):
-        cpu.encode(x, layout.blocks, wire, q, key)
-    cpu.decode(wires, layout.blocks, mean, q, keys)
+        cpu.encode(x, Coding(layout.blocks, q), wire, key)
+    cpu.decode(wires, Coding(layout.blocks, q), mean, keys)
     return mean
 
 

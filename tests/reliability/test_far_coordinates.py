@@ -16,6 +16,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import CODES, SCALE, START, Segment, cut, place
+from lightning_gqsgd.kernels.protocol import Coding
 
 CODECS: dict[str, dict[str, Any]] = {
     "linear": {"codec": "linear", "bits": 8},
@@ -56,10 +57,10 @@ def test_blocks_beyond_two_to_the_31_have_the_bits_of_the_same_blocks_in_a_small
     values = torch.randn(NUMEL - first, generator=torch.Generator().manual_seed(1)).to(dtype)
 
     def sent(x: Tensor, blocks: np.ndarray, wire: Tensor) -> None:
-        cpu.encode(x, torch.from_numpy(blocks), wire, q, KEY, None, rotation)
+        cpu.encode(x, Coding(torch.from_numpy(blocks), q, rotation), wire, KEY)
 
     def received(x: Tensor, blocks: np.ndarray, wire: Tensor) -> None:
-        cpu.decode(wire[None], torch.from_numpy(blocks), x, q, [KEY], rotation)
+        cpu.decode(wire[None], Coding(torch.from_numpy(blocks), q, rotation), x, [KEY])
 
     far, far_wire = torch.empty(NUMEL, dtype=dtype), torch.empty(layout.message_bytes, dtype=torch.uint8)
     far[first:] = values

@@ -18,6 +18,7 @@ from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import Segment, cut, place
+from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.predict.costs import KINDS, Collective, Costs, Gamma
 from lightning_gqsgd.predict.probe import Probe
 from lightning_gqsgd.predict.timeline import Bucket, Timeline
@@ -214,7 +215,7 @@ def check_elias(count: int) -> None:
         layout = place(cut(segments, q.block_size), q, shards=1, scale_bytes=2, raw_bytes=4)
         numel = sum(segment.numel for segment in segments)
         wire = torch.zeros(layout.message_bytes, dtype=torch.uint8)
-        cpu.encode(torch.randn(numel), layout.blocks, wire, q, (1, 2))
+        cpu.encode(torch.randn(numel), Coding(layout.blocks, q), wire, (1, 2))
         valid = elias.compress(wire, layout.blocks, q).numpy().tobytes()
         kind = numbers.randrange(3)
         data = numbers.randbytes(numbers.randrange(2 * len(valid) + 2)) if kind == 0 else mutated_bytes(numbers, valid)
@@ -227,7 +228,7 @@ def check_elias(count: int) -> None:
             refusal = str(error)
         else:
             decoded = torch.zeros(numel)
-            cpu.decode(message[None], layout.blocks, decoded, q, [(1, 2)])
+            cpu.decode(message[None], Coding(layout.blocks, q), decoded, [(1, 2)])
             continue
         assert "corrupt stream" in refusal
 

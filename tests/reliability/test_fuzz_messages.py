@@ -18,7 +18,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import CODES, Layout, Segment, cut, place
-from lightning_gqsgd.kernels.protocol import Own, Quantiser
+from lightning_gqsgd.kernels.protocol import Coding, Quantiser
 from lightning_gqsgd.kernels.wire import scale_format
 from tests.reliability.knobs import chance, scaled
 
@@ -98,20 +98,20 @@ def check_message(numbers: random.Random, fields: dict[str, object], dtypes: Seq
     valid = []
     for key in keys:
         wire = torch.zeros(layout.message_bytes, dtype=torch.uint8)
-        cpu.encode(x, layout.blocks, wire, q, key)
+        cpu.encode(x, Coding(layout.blocks, q), wire, key)
         valid.append(wire)
     wires = drawn_messages(numbers, layout.message_bytes, valid)
     for kernels in KERNELS:
         decoded, whole = guarded(numel, dtype)
-        kernels.decode(wires, layout.blocks, decoded, q, keys)
+        kernels.decode(wires, Coding(layout.blocks, q), decoded, keys)
         assert is_intact(whole)
         own, whole = guarded(numel, dtype)
         own.copy_(x)
-        kernels.decode(wires, layout.blocks, own, q, keys, own=sources - 1)
+        kernels.decode(wires, Coding(layout.blocks, q), own, keys, own=sources - 1)
         assert is_intact(whole)
         out = torch.full((layout.message_bytes + 2 * GUARD_NUMEL,), GUARD_BYTE, dtype=torch.uint8)
         message = out[GUARD_NUMEL : GUARD_NUMEL + layout.message_bytes]
-        kernels.reduce(wires, layout.blocks, message, q, keys, keys[0], Own(0, x))
+        kernels.reduce(wires, Coding(layout.blocks, q), x, keys, 0, message, keys[0])
         assert (out[:GUARD_NUMEL] == GUARD_BYTE).all()
         assert (out[GUARD_NUMEL + layout.message_bytes :] == GUARD_BYTE).all()
 
@@ -141,10 +141,10 @@ def test_a_place_beyond_its_block_makes_the_block_nan_in_all_kernels() -> None:
     for place_sent in (72, 127, 128, 65535):  # the second block has 72 coordinates
         for kernels in KERNELS:
             wire = torch.zeros(layout.message_bytes, dtype=torch.uint8)
-            kernels.encode(torch.randn(200), layout.blocks, wire, q, (1, 2))
+            kernels.encode(torch.randn(200), Coding(layout.blocks, q), wire, (1, 2))
             at = int(layout.blocks[1, CODES]) + 4 * q.kept_of(72)
             wire[at : at + 2] = torch.tensor([place_sent & 0xFF, place_sent >> 8], dtype=torch.uint8)
             decoded = torch.zeros(200)
-            assert kernels.decode(wire[None], layout.blocks, decoded, q, [(1, 2)]) == 1
+            assert kernels.decode(wire[None], Coding(layout.blocks, q), decoded, [(1, 2)]) == 1
             assert decoded[:128].isfinite().all()
             assert decoded[128:].isnan().all()

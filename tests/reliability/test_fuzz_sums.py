@@ -14,6 +14,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut, place
+from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.sparse import row_numbers
 from lightning_gqsgd.sparse.logarithmic import LogarithmicRows
 from lightning_gqsgd.sparse.tables import Table, Touched
@@ -39,7 +40,7 @@ def check_sums(numbers: random.Random, fields: dict[str, object]) -> None:
     for kernels in (reference, cpu):
         for dtype in (torch.float32, torch.float16):
             mean, whole = guarded(sum(sizes), dtype)
-            kernels.decode_sum(wire, scales, layout.blocks, mean, q, keys)
+            kernels.decode_sum(wire, Coding(layout.blocks, q), mean, keys, scales)
             assert is_intact(whole)
 
 
@@ -64,7 +65,7 @@ def test_any_bytes_are_combined_and_nothing_else_is_touched(bits: int) -> None:
             whole = torch.full((layout.message_bytes + 2 * GUARD_NUMEL,), GUARD_BYTE, dtype=torch.uint8)
             middle = whole[GUARD_NUMEL:-GUARD_NUMEL]
             middle.copy_(mine)
-            kernels.combine(middle, theirs, layout.blocks, q, (1, 2))
+            kernels.combine(middle, theirs, Coding(layout.blocks, q), (1, 2))
             assert (whole[:GUARD_NUMEL] == GUARD_BYTE).all()
             assert (whole[-GUARD_NUMEL:] == GUARD_BYTE).all()
 

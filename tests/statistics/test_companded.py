@@ -11,6 +11,7 @@ from lightning_gqsgd.codecs.companded.codec import SLOPE
 from lightning_gqsgd.codecs.variance import mean_variance_companded, variance_companded
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import Segment, cut, place
+from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.research.simulation import average, relative_error
@@ -26,8 +27,8 @@ def errors_of(x: Tensor, codec: CompandedCodec, block_size: int, repeats: int = 
     errors, y = torch.empty(repeats, x.numel(), dtype=torch.float64), torch.empty_like(x)
     for repeat in range(repeats):
         wire, key = torch.zeros(layout.message_bytes, dtype=torch.uint8), (repeat * 7919, repeat + 1)
-        cpu.encode(x, layout.blocks, wire, q, key)
-        cpu.decode(wire[None], layout.blocks, y, q, [key])
+        cpu.encode(x, Coding(layout.blocks, q), wire, key)
+        cpu.decode(wire[None], Coding(layout.blocks, q), y, [key])
         errors[repeat] = y.double() - x.double()
     return errors
 

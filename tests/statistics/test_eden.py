@@ -17,6 +17,7 @@ from lightning_gqsgd.codecs import EdenCodec, TrellisCodec
 from lightning_gqsgd.codecs.eden import codec as eden
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut, place
+from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.kernels.rotation import FEW, smallness
 from lightning_gqsgd.kernels.wire import ScaleFormat
 from lightning_gqsgd.reducers import REDUCERS
@@ -37,8 +38,8 @@ def decoded(x: Tensor, codec: EdenCodec, repeats: int = REPEATS, kernels: Module
     q = codec.quantiser(size)
     layout = place(cut(segments, size), q, shards=1, scale_bytes=2, raw_bytes=4)
     wire, y = torch.zeros(layout.message_bytes, dtype=torch.uint8), torch.empty_like(many)
-    kernels.encode(many, layout.blocks, wire, q, (5, 77))
-    kernels.decode(wire[None], layout.blocks, y, q, [(5, 77)])
+    kernels.encode(many, Coding(layout.blocks, q), wire, (5, 77))
+    kernels.decode(wire[None], Coding(layout.blocks, q), y, [(5, 77)])
     return y.view(repeats, len(x)).double()
 
 

@@ -11,6 +11,7 @@ from benchmarks.accuracy import gaussian, heavy_tailed
 from lightning_gqsgd.codecs import LinearCodec
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut, place
+from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.research.simulation import VirtualRanks, average, relative_error
 
@@ -34,8 +35,8 @@ def test_codec_is_unbiased_with_the_variance_of_theory(kernels, dither: str, bit
     for repeat in range(REPEATS):
         wire = torch.zeros(layout.message_bytes, dtype=torch.uint8)
         key = (repeat * 7919, repeat + 1)
-        kernels.encode(x, layout.blocks, wire, q, key)
-        kernels.decode(wire[None], layout.blocks, y, q, [key])
+        kernels.encode(x, Coding(layout.blocks, q), wire, key)
+        kernels.decode(wire[None], Coding(layout.blocks, q), y, [key])
         errors[repeat] = y.double() - x.double()
     free = torch.ones(4096, dtype=torch.bool)
     free[::256] = False

@@ -12,6 +12,7 @@ from lightning_gqsgd.codecs import ExponentialCodec
 from lightning_gqsgd.codecs.variance import relative_variance
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut, place
+from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.reducers.tree import hops_of
 from lightning_gqsgd.research.simulation import average, relative_error
 
@@ -30,7 +31,7 @@ def combined(one: int, other: int, magnitudes: int) -> Tensor:
     q = ExponentialCodec(8, most=magnitudes).quantiser(BLOCK)
     layout = place(cut([Segment(0, DRAWS, False)], BLOCK), q, shards=1, scale_bytes=0, raw_bytes=0)
     mine, theirs = (torch.full((layout.message_bytes,), code, dtype=torch.uint8) for code in (one, other))
-    cpu.combine(mine, theirs, layout.blocks, q, (one * 256 + other, 77))
+    cpu.combine(mine, theirs, Coding(layout.blocks, q), (one * 256 + other, 77))
     assert layout.message_bytes == DRAWS
     return torch.bincount(mine, minlength=256)
 
@@ -88,8 +89,8 @@ def test_codec_is_unbiased_with_the_variance_of_theory(kernels, mantissa: int) -
     errors, y = torch.empty(repeats, 2560, dtype=torch.float64), torch.empty_like(x)
     for repeat in range(repeats):
         wire, key = torch.zeros(layout.message_bytes, dtype=torch.uint8), (repeat * 7919, repeat + 1)
-        kernels.encode(x, layout.blocks, wire, q, key)
-        kernels.decode(wire[None], layout.blocks, y, q, [key])
+        kernels.encode(x, Coding(layout.blocks, q), wire, key)
+        kernels.decode(wire[None], Coding(layout.blocks, q), y, [key])
         errors[repeat] = (y.double() - x.double()) / x.double().abs()
     random = errors.std(0) > 0.02 * 2.0**-mantissa
     z = (errors.mean(0) / (errors.std(0) / math.sqrt(repeats)))[random]

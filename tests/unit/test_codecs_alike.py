@@ -12,6 +12,7 @@ from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.choosing import choose_reducer
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.research.simulation import average
 from tests.errors import error_text
 from tests.unit.test_kernels import BOTH, DITHERS, DTYPES, layout_of, there_and_back
@@ -156,8 +157,9 @@ def test_codes_are_never_added(codec, size: int) -> None:
         codec.quantiser(size, summed=4)
     q = codec.quantiser(size)
     blocks = layout_of([Segment(0, size, False)], q, torch.float32).blocks
+    wire = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(NotImplementedError, match="cannot be added up"):
-        cpu.decode_sum(torch.zeros(64, dtype=torch.uint8), torch.ones(1), blocks, torch.zeros(size), q, [(1, 2)])
+        cpu.decode_sum(wire, Coding(blocks, q), torch.zeros(size), [(1, 2)], torch.ones(1))
 
 
 def test_auto_takes_a_reducer_that_adds_no_codes() -> None:

@@ -106,8 +106,8 @@ def _spoil_decoding(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tens
     """Let the kernel for CPUs that decodes change what it has written, as one that was compiled wrongly might."""
     decode = cpu.decode
 
-    def decode_wrongly(wires: Any, blocks: Any, out: torch.Tensor, *args: Any) -> Any:
-        bad = decode(wires, blocks, out, *args)
+    def decode_wrongly(wires: Any, how: Any, out: torch.Tensor, *args: Any) -> Any:
+        bad = decode(wires, how, out, *args)
         spoil(out)
         return bad
 

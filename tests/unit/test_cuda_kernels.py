@@ -43,7 +43,7 @@ pytest.importorskip("triton", minversion=".".join(map(str, kernels.MIN_TRITON)))
 pytest.importorskip("triton.runtime.interpreter")
 from lightning_gqsgd.kernels import cuda
 from lightning_gqsgd.kernels.cuda import launch
-from lightning_gqsgd.kernels.protocol import Own
+from lightning_gqsgd.kernels.protocol import Coding
 
 PAIR = [cpu, cuda]
 pytestmark = [
@@ -266,7 +266,7 @@ def test_what_is_not_finite_stays_so_and_touches_no_other_block(q: plain.Quantis
     maxima = cuda.block_maxima(x, layout.blocks)
     y = torch.zeros_like(x)
     wire = plain.message(cuda, x, layout, (1, 2), q, maxima)
-    assert cuda.decode(wire[None], layout.blocks, y, q, [(1, 2)]) == 2
+    assert cuda.decode(wire[None], Coding(layout.blocks, q), y, [(1, 2)]) == 2
     assert y[64:128].isnan().all()
     assert y[:64].isfinite().all()
     assert y[128:1000].isfinite().all()
@@ -277,7 +277,7 @@ def test_tensors_without_blocks_are_left_alone() -> None:
     q, x = LinearCodec(8, "adaptive").quantiser(64), torch.ones(5)
     layout = plain.layout_of([], q, x.dtype)
     wire = plain.message(cuda, x, layout, (1, 2), q)
-    assert cuda.decode(wire[None], layout.blocks, x, q, [(1, 2)]) == 0
+    assert cuda.decode(wire[None], Coding(layout.blocks, q), x, [(1, 2)]) == 0
     assert (x == 1).all()
 
 
@@ -355,9 +355,9 @@ def test_stages_work_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch
     wire, shard = (torch.zeros(layout.message_bytes, dtype=torch.uint8) for _ in range(2))
     torch.set_default_device("meta")
     try:
-        cuda.encode(x, layout.blocks, wire, q, (90, 91), cuda.block_maxima(x, layout.blocks))
-        cuda.reduce(wire[None], layout.blocks, shard, q, [(90, 91)], (92, 93), Own(0, x))
-        bad = cuda.decode(shard[None], layout.blocks, y, q, [(92, 93)], rotation=None)
+        cuda.encode(x, Coding(layout.blocks, q), wire, (90, 91), cuda.block_maxima(x, layout.blocks))
+        cuda.reduce(wire[None], Coding(layout.blocks, q), x, [(90, 91)], 0, shard, (92, 93))
+        bad = cuda.decode(shard[None], Coding(layout.blocks, q, rotation=None), y, [(92, 93)])
     finally:
         torch.set_default_device(None)
     assert bad == 0

@@ -17,6 +17,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.dither import words
 from lightning_gqsgd.kernels.layout import CODES, Segment
+from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.kernels.rotation import SHORTEST, padded
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS, SCALE_PLACE
 from lightning_gqsgd.research import theory
@@ -81,7 +82,7 @@ def check_blocks_side_by_side(codec: type[EdenCodec], length: int, dtype: torch.
         assert torch.equal(slow, fast), bits
         mean = [torch.full_like(x, 7) for _ in BOTH]
         wires = torch.stack([slow, message(cpu, x.flip(0), layout, (3, 4), q)])
-        bad = [k.decode(wires, layout.blocks, y, q, [(1, 2), (3, 4)]) for k, y in zip(BOTH, mean, strict=True)]
+        bad = [k.decode(wires, Coding(layout.blocks, q), y, [(1, 2), (3, 4)]) for k, y in zip(BOTH, mean, strict=True)]
         assert bad[0] == bad[1] > 0
         assert torch.equal(mean[0].isnan(), mean[1].isnan())
         assert torch.equal(mean[0].nan_to_num(), mean[1].nan_to_num()), bits

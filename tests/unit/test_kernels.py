@@ -13,7 +13,7 @@ from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.dither import uniform
 from lightning_gqsgd.kernels.layout import INDEX, LENGTH, PARAMETER, RAW, START, Layout, Segment, cut, place
 from lightning_gqsgd.kernels.packing import unpack
-from lightning_gqsgd.kernels.protocol import Own, Quantiser
+from lightning_gqsgd.kernels.protocol import Coding, Quantiser
 from lightning_gqsgd.kernels.wire import Origin, scale_format
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -52,7 +52,7 @@ def message(
     kernels, x: Tensor, layout: Layout, key: tuple[int, int], q: Quantiser, *maxima: Tensor, **rotation
 ) -> Tensor:
     wire = torch.zeros(layout.message_bytes, dtype=torch.uint8)
-    kernels.encode(x, layout.blocks, wire, q, key, *maxima, **rotation)
+    kernels.encode(x, Coding(layout.blocks, q, **rotation), wire, key, *maxima)
     return wire
 
 
@@ -62,7 +62,7 @@ def there_and_back(
     """A gradient after encoding and decoding, and the number of blocks that are not finite."""
     layout = layout_of([Segment(0, len(x), raw)], q, x.dtype)
     y = torch.full_like(x, 7)
-    bad = kernels.decode(message(kernels, x, layout, key, q)[None], layout.blocks, y, q, [key])
+    bad = kernels.decode(message(kernels, x, layout, key, q)[None], Coding(layout.blocks, q), y, [key])
     return y, int(bad)
 
 
@@ -154,21 +154,22 @@ def check_messages(segments: list[Segment], xs: list[Tensor], q: Quantiser, scal
         for rank in range(ranks):
             received = torch.stack([wire.view(ranks, -1)[rank] for wire in wires])
             shards.append(torch.zeros(layout.shard_bytes, dtype=torch.uint8))
-            own = Own(rank, xs[rank], rotation.get("rotation"))
-            kernels.reduce(received, layout.shard(rank).blocks, shards[-1], q, keys, KEYS[3], own)
+            how = Coding(layout.shard(rank).blocks, q, **rotation)
+            kernels.reduce(received, how, xs[rank], keys, rank, shards[-1], KEYS[3])
         two_shot, gathered = torch.zeros_like(xs[0]), torch.zeros_like(xs[0])
-        bad = kernels.decode(torch.cat(shards)[None], layout.blocks, two_shot, q, KEYS[3:], **rotation)
+        bad = kernels.decode(torch.cat(shards)[None], Coding(layout.blocks, q, **rotation), two_shot, KEYS[3:])
         whole = layout_of(segments, q, dtype)
         wires += [
             message(kernels, x, whole, key, q, *m, **rotation) for x, key, m in zip(xs, keys, maxima, strict=True)
         ]
         counted, origin = from_origin(kernels, whole.blocks)
+        how = Coding(counted, q, origin=origin, **rotation)
         again = torch.zeros_like(wires[ranks])
-        kernels.encode(xs[0], counted, again, q, keys[0], *maxima[0], **rotation, origin=origin)
+        kernels.encode(xs[0], how, again, keys[0], *maxima[0])
         assert torch.equal(again, wires[ranks])
-        bad += kernels.decode(torch.stack(wires[ranks:]), counted, gathered, q, keys, **rotation, origin=origin)
+        bad += kernels.decode(torch.stack(wires[ranks:]), how, gathered, keys)
         scattered = xs[-1].clone()
-        bad += kernels.decode(torch.stack(wires[ranks:]), whole.blocks, scattered, q, keys, **rotation, own=ranks - 1)
+        bad += kernels.decode(torch.stack(wires[ranks:]), how, scattered, keys, own=ranks - 1)
         assert bad == 0
         results.append([*wires, *shards, two_shot, gathered, scattered])
     assert all(torch.equal(slow, fast) for slow, fast in zip(*results, strict=True))
@@ -183,8 +184,8 @@ def test_a_rotation_within_encoding_is_that_of_rotate() -> None:
         wire = message(kernels, x, layout, (1, 2), q, rotation=(3, 4))
         assert torch.equal(wire, message(kernels, rotated, layout, (1, 2), q))
         y, z = torch.zeros(300), torch.zeros(300)
-        kernels.decode(wire[None], layout.blocks, y, q, [(1, 2)], rotation=(3, 4))
-        kernels.decode(wire[None], layout.blocks, z, q, [(1, 2)])
+        kernels.decode(wire[None], Coding(layout.blocks, q, rotation=(3, 4)), y, [(1, 2)])
+        kernels.decode(wire[None], Coding(layout.blocks, q), z, [(1, 2)])
         kernels.rotate(z, layout.blocks, (3, 4), 64, inverse=True)
         assert torch.equal(y, z)
 
@@ -212,7 +213,7 @@ def check_sums(case: dict, both=BOTH) -> None:
         wires = [message(kernels, x, layout, key, q, maxima) for x, key in zip(xs, keys, strict=True)]
         total = torch.stack([wire.view(lane) for wire in wires]).sum(0, dtype=lane).view(torch.uint8)
         mean = torch.full_like(xs[0], 7)
-        assert kernels.decode_sum(total, maxima, layout.blocks, mean, q, keys) == 0
+        assert kernels.decode_sum(total, Coding(layout.blocks, q), mean, keys, maxima) == 0
         untouched = torch.cat([torch.full((s.numel,), s.raw) for s in segments])
         assert (mean[untouched] == 7).all()
         results.append([*wires, mean])
@@ -281,8 +282,8 @@ def test_dither_does_not_depend_on_the_rest_of_the_bucket() -> None:
     alone = layout_of([Segment(7, 500, False)], q, x.dtype)
     among = layout_of([Segment(3, 300, True), Segment(7, 500, False), Segment(9, 200, False)], q, x.dtype, shards=3)
     y, z = torch.zeros(500), torch.zeros(1000)
-    cpu.decode(message(cpu, x[300:800].clone(), alone, (1, 2), q)[None], alone.blocks, y, q, [(1, 2)])
-    cpu.decode(message(cpu, x, among, (1, 2), q)[None], among.blocks, z, q, [(1, 2)])
+    cpu.decode(message(cpu, x[300:800].clone(), alone, (1, 2), q)[None], Coding(alone.blocks, q), y, [(1, 2)])
+    cpu.decode(message(cpu, x, among, (1, 2), q)[None], Coding(among.blocks, q), z, [(1, 2)])
     assert torch.equal(y, z[300:800])
 
 
@@ -294,8 +295,8 @@ def test_a_gradient_with_gaps_in_memory_is_like_one_without(dtype: torch.dtype) 
     wire = message(cpu, x, layout, (1, 2), q)
     assert torch.equal(wire, message(cpu, x.contiguous(), layout, (1, 2), q))
     y, z = torch.zeros(400, dtype=dtype), torch.zeros(200, dtype=dtype)
-    cpu.decode(wire[None], layout.blocks, y[::2], q, [(1, 2)])
-    cpu.decode(wire[None], layout.blocks, z, q, [(1, 2)])
+    cpu.decode(wire[None], Coding(layout.blocks, q), y[::2], [(1, 2)])
+    cpu.decode(wire[None], Coding(layout.blocks, q), z, [(1, 2)])
     assert torch.equal(y[::2], z)
     assert (y[1::2] == 0).all()
 

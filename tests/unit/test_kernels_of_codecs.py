@@ -9,7 +9,7 @@ from lightning_gqsgd.codecs import CODECS, Codec, ExponentialCodec, LinearCodec,
 from lightning_gqsgd.codecs.variance import smallest_level
 from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.kernels.packing import unpack
-from lightning_gqsgd.kernels.protocol import Kind, Quantiser
+from lightning_gqsgd.kernels.protocol import Coding, Kind, Quantiser
 from lightning_gqsgd.research.simulation import average
 from tests.unit.test_kernels import BOTH, DTYPES, gradient, layout_of, message, there_and_back
 
@@ -43,7 +43,7 @@ def test_top_k_with_a_place_outside_of_the_block_is_nan_there(kernels, codec: To
     wire = message(kernels, torch.randn(100), layout, (1, 2), q)
     wire[place : place + 2] = 255  # the first place of the first block
     y = torch.zeros(100)
-    assert kernels.decode(wire[None], layout.blocks, y, q, [(1, 2)]) == 1
+    assert kernels.decode(wire[None], Coding(layout.blocks, q), y, [(1, 2)]) == 1
     assert y[:64].isnan().all()
     assert y[64:].isfinite().all()
 
@@ -55,7 +55,7 @@ def test_sign_decodes_to_the_scale(kernels) -> None:
     layout = layout_of([Segment(0, 256, False)], q, x.dtype)
     scales = torch.tensor([1.0, 0.5, 2.0, 0.0]).view(torch.int32)
     y = torch.empty_like(x)
-    kernels.decode(message(kernels, x, layout, (1, 2), q, scales)[None], layout.blocks, y, q, [(1, 2)])
+    kernels.decode(message(kernels, x, layout, (1, 2), q, scales)[None], Coding(layout.blocks, q), y, [(1, 2)])
     assert torch.equal(y, torch.sign(x) * torch.tensor([1.0, 0.5, 2.0, 0.0]).repeat_interleave(64))
 
 
@@ -108,7 +108,7 @@ def test_combine_adds_powers_of_two() -> None:
     for kernels in BOTH:
         mine, theirs = (torch.zeros(layout.message_bytes, dtype=torch.uint8) for _ in range(2))
         mine[: len(cases)], theirs[: len(cases)] = pairs.T
-        kernels.combine(mine, theirs, layout.blocks, q, (1, 2))
+        kernels.combine(mine, theirs, Coding(layout.blocks, q), (1, 2))
         assert mine[: len(cases)].tolist() == list(cases.values())
 
 
@@ -128,7 +128,7 @@ def check_combined(seed: int, bits: int, numel: int, both=BOTH) -> None:
     results = []
     for kernels in both:
         mine, theirs = pair.clone()
-        kernels.combine(mine, theirs, layout.blocks, q, (seed % 2**32, 2))
+        kernels.combine(mine, theirs, Coding(layout.blocks, q), (seed % 2**32, 2))
         results.append(unpack(mine, layout.blocks, q.bits, q.block_size, summable=False))
     assert torch.equal(*results)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec, CompandedCodec, ExponentialCodec, LinearCodec, TopKCodec
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Layout, Segment
-from lightning_gqsgd.kernels.protocol import Own
+from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.reducers.two_shot import TwoShot
 from lightning_gqsgd.research.simulation import VirtualRanks
 from tests.unit.test_kernels import KEYS, gradient, layout_of, message
@@ -41,16 +41,16 @@ def test_an_owner_does_not_read_its_own_codes(kernels: Any, codec: Codec) -> Non
     shards = []
     for received in (wires, broken):
         out = torch.zeros(layout.shard_bytes, dtype=torch.uint8)
-        kernels.reduce(received, layout.blocks, out, q, KEYS[:3], KEYS[3], Own(1, xs[1]))
+        kernels.reduce(received, Coding(layout.blocks, q), xs[1], KEYS[:3], 1, out, KEYS[3])
         mean = xs[1].clone()
-        assert kernels.decode(received, layout.blocks, mean, q, KEYS[:3], own=1) == 0
+        assert kernels.decode(received, Coding(layout.blocks, q), mean, KEYS[:3], own=1) == 0
         shards.append((out, mean))
     assert torch.equal(shards[0][0], shards[1][0])
     assert torch.equal(shards[0][1], shards[1][1])
     through_messages = torch.zeros_like(xs[0])
-    kernels.decode(wires, layout.blocks, through_messages, q, KEYS[:3])
+    kernels.decode(wires, Coding(layout.blocks, q), through_messages, KEYS[:3])
     alone = torch.zeros_like(xs[0])
-    kernels.decode(wires[1:2], layout.blocks, alone, q, KEYS[1:2])
+    kernels.decode(wires[1:2], Coding(layout.blocks, q), alone, KEYS[1:2])
     expected = through_messages + (xs[1] - alone) / 3
     assert torch.allclose(shards[0][1], expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
@@ -79,12 +79,12 @@ def test_an_owners_block_that_is_not_finite_becomes_nan(
     q, layout, wires = messages(kernels, codec, xs)
     xs[1][70] = bad
     mean = xs[1].clone()
-    assert kernels.decode(wires, layout.blocks, mean, q, KEYS[:3], own=1) == 1
+    assert kernels.decode(wires, Coding(layout.blocks, q), mean, KEYS[:3], own=1) == 1
     assert mean[64:128].isnan().all()
     assert mean.isfinite().sum() == 418 - 64
     out, decoded = torch.zeros(layout.shard_bytes, dtype=torch.uint8), torch.zeros_like(xs[0])
-    kernels.reduce(wires, layout.blocks, out, q, KEYS[:3], KEYS[3], Own(1, xs[1]))
-    assert kernels.decode(out[None], layout.blocks, decoded, q, KEYS[3:]) == 1
+    kernels.reduce(wires, Coding(layout.blocks, q), xs[1], KEYS[:3], 1, out, KEYS[3])
+    assert kernels.decode(out[None], Coding(layout.blocks, q), decoded, KEYS[3:]) == 1
     assert decoded[64:128].isnan().all()
     assert decoded.isfinite().sum() == 418 - 64
 

@@ -21,6 +21,7 @@ from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.errors import CollectiveError
 from lightning_gqsgd.kernels import cuda
 from lightning_gqsgd.kernels.layout import Segment, cut
+from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.local_steps.merges.fixed import FixedMembers
 from lightning_gqsgd.membership.members import Gather, Sum
 from lightning_gqsgd.presets import FIXED
@@ -355,7 +356,7 @@ def test_a_message_that_is_sent_before_it_is_copied_is_found(
 
 def _on_the_host(x: Tensor, blocks: Tensor) -> Any:
     q = LinearCodec(8, "adaptive").quantiser(128)
-    return cuda.encode(x, blocks, torch.zeros(4096, dtype=torch.uint8), q, (1, 2))
+    return cuda.encode(x, Coding(blocks, q), torch.zeros(4096, dtype=torch.uint8), (1, 2))
 
 
 def _mixed(x: Tensor, blocks: Tensor) -> Any:

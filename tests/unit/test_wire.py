@@ -10,6 +10,7 @@ import torch
 from lightning_gqsgd.codecs import LinearCodec
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut, place
+from lightning_gqsgd.kernels.protocol import Coding
 
 NUMEL = 3000
 
@@ -41,5 +42,5 @@ def test_messages_are_those_of_version_0_1(kernels, bits: int, dither: str, dige
     q = LinearCodec(bits, dither).quantiser(256)
     layout = place(table, q, shards=2, scale_bytes=2, raw_bytes=4)
     message = torch.zeros(layout.message_bytes, dtype=torch.uint8)
-    kernels.encode(gradient(), layout.blocks, message, q, (0x01234567, 0x89ABCDEF))
+    kernels.encode(gradient(), Coding(layout.blocks, q), message, (0x01234567, 0x89ABCDEF))
     assert hashlib.blake2b(message.numpy().tobytes(), digest_size=8).hexdigest() == digest

@@ -18,8 +18,8 @@ from lightning_gqsgd.kernels.cuda import launch
 from lightning_gqsgd.kernels.cuda.constants import Constants, Mean, mean_of, number_of, shape_of
 from lightning_gqsgd.kernels.cuda.floats import divided, in_finite_range, is_finite, magnitudes
 from lightning_gqsgd.kernels.cuda.tiles import RAGGED, count_rows, message_at, record, record_places, tile_of
-from lightning_gqsgd.kernels.protocol import Own, Quantiser
-from lightning_gqsgd.kernels.wire import NO_ORIGIN, Key, Origin
+from lightning_gqsgd.kernels.protocol import Coding
+from lightning_gqsgd.kernels.wire import Key
 
 
 class Share(NamedTuple):
@@ -188,54 +188,24 @@ def _place_of(places, k, coded, count, c: tl.constexpr):
 class TopKFamily:
     """The top-k family. Its records have no scale, and encoding needs no dither."""
 
-    def encode(
-        self,
-        x: Tensor,
-        blocks: Tensor,
-        wire: Tensor,
-        q: Quantiser,
-        key: Key,
-        scales: Tensor | None = None,
-        rotation: Key | None = None,
-        origin: Origin = NO_ORIGIN,
-    ) -> None:
+    def encode(self, x: Tensor, how: Coding, wire: Tensor, key: Key, scales: Tensor | None = None) -> None:
         """Encode blocks into a message; see `protocol.Kernels.encode`. The codec has no scales and no rotation."""
-        c = _constants(q, x.dtype)
-        launch.run(encode_kernel, c, blocks, x, wire, splits=False)
+        launch.run(encode_kernel, _constants(how.q, x.dtype), how.blocks, x, wire, splits=False)
 
     def reduce(
-        self,
-        wires: Tensor,
-        blocks: Tensor,
-        out: Tensor,
-        q: Quantiser,
-        keys: Sequence[Key],
-        out_key: Key,
-        own: Own,
+        self, wires: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], own: int, out: Tensor, out_key: Key
     ) -> None:
-        """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. The codec has no
-        rotation."""
-        c = _constants(q, own.x.dtype, mean_of(len(keys), own.x.dtype, encoded=True, has_own=True))
-        arguments = (wires, launch.stride_of(wires), len(keys), own.source, out)
-        launch.run(reduce_kernel, c, blocks, own.x, *arguments, splits=False)
+        """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`."""
+        c = _constants(how.q, x.dtype, mean_of(len(keys), x.dtype, encoded=True, has_own=True))
+        arguments = (wires, launch.stride_of(wires), len(keys), own, out)
+        launch.run(reduce_kernel, c, how.blocks, x, *arguments, splits=False)
 
-    def decode(
-        self,
-        wires: Tensor,
-        blocks: Tensor,
-        x: Tensor,
-        q: Quantiser,
-        keys: Sequence[Key],
-        rotation: Key | None = None,
-        own: int | None = None,
-        origin: Origin = NO_ORIGIN,
-    ) -> Tensor:
-        """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. The codec has no
-        rotation."""
-        c = _constants(q, x.dtype, mean_of(len(keys), x.dtype, has_own=own is not None))
+    def decode(self, wires: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], own: int | None = None) -> Tensor:
+        """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`."""
+        c = _constants(how.q, x.dtype, mean_of(len(keys), x.dtype, has_own=own is not None))
         bad = launch.counter(x.device)
         arguments = (wires, launch.stride_of(wires), len(keys), -1 if own is None else own, bad)
-        launch.run(decode_kernel, c, blocks, x, *arguments, splits=False)
+        launch.run(decode_kernel, c, how.blocks, x, *arguments, splits=False)
         return bad
 
 

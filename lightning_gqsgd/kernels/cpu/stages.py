@@ -24,7 +24,7 @@ from lightning_gqsgd.kernels.cpu.statistics import maxima, moments
 from lightning_gqsgd.kernels.cpu.vectors import VECTOR_BYTES
 from lightning_gqsgd.kernels.families import cpu_family
 from lightning_gqsgd.kernels.layout import LENGTH, START
-from lightning_gqsgd.kernels.protocol import Own, Quantiser
+from lightning_gqsgd.kernels.protocol import Coding, Quantiser
 from lightning_gqsgd.kernels.wire import (
     COMPUTE_DTYPES,
     NO_ORIGIN,
@@ -60,13 +60,13 @@ def rotate(
     rotate_blocks(x.numpy(), blocks.numpy(), _rotation_of(key, origin, block_size, x.dtype), inverse, u)
 
 
-def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
+def combine(mine: Tensor, theirs: Tensor, how: Coding, key: Key) -> None:
     """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
-    family = cpu_family(q.kind)
+    family = cpu_family(how.q.kind)
     if family is None:
-        reference.combine(mine, theirs, blocks, q, key)
+        reference.combine(mine, theirs, how, key)
         return
-    family.combine(mine.numpy(), theirs.numpy(), blocks.numpy(), q, _keys_of([key])[0])
+    family.combine(mine.numpy(), theirs.numpy(), how.blocks.numpy(), how.q, _keys_of([key], how.origin)[0])
 
 
 def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, factor: float, limit: int) -> None:
@@ -76,75 +76,48 @@ def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, fa
     round_blocks(values, blocks.numpy(), _keys_of([key])[0], np.float32(factor), np.uint32(limit), bits)
 
 
-def encode(
-    x: Tensor,
-    blocks: Tensor,
-    wire: Tensor,
-    q: Quantiser,
-    key: Key,
-    scales: Tensor | None = None,
-    rotation: Key | None = None,
-    origin: Origin = NO_ORIGIN,
-) -> None:
+def encode(x: Tensor, how: Coding, wire: Tensor, key: Key, scales: Tensor | None = None) -> None:
     """Encode blocks into a message; see `protocol.Kernels.encode`."""
-    coder = _coder(q, x.dtype, 1)
+    coder = _coder(how.q, x.dtype, 1)
     if coder is None:
-        reference.encode(x, blocks, wire, q, key, scales, rotation, origin)
+        reference.encode(x, how, wire, key, scales)
         return
     given = coder.nothing_sent.scales if scales is None else scales.numpy()
-    sent = Sent(wire.numpy(), _keys_of([key], origin)[0], given)
-    coder.run(_widened(x, blocks), coder.nothing_received, sent, coder.rotation(rotation, origin))
+    sent = Sent(wire.numpy(), _keys_of([key], how.origin)[0], given)
+    coder.run(_widened(x, how.blocks), how, coder.nothing_received, sent)
 
 
-def reduce(
-    wires: Tensor,
-    blocks: Tensor,
-    out: Tensor,
-    q: Quantiser,
-    keys: Sequence[Key],
-    out_key: Key,
-    own: Own,
-) -> None:
+def reduce(wires: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], own: int, out: Tensor, out_key: Key) -> None:
     """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`."""
-    coder = _coder(q, own.x.dtype, len(keys))
+    coder = _coder(how.q, x.dtype, len(keys))
     if coder is None:
-        reference.reduce(wires, blocks, out, q, keys, out_key, own)
+        reference.reduce(wires, how, x, keys, own, out, out_key)
         return
-    sent = Sent(out.numpy(), _keys_of([out_key])[0], coder.nothing_sent.scales)
-    received = _received(wires, _keys_of(keys), own.source)
-    coder.run(_widened(own.x, blocks), received, sent, coder.rotation(own.rotation, NO_ORIGIN))
+    sent = Sent(out.numpy(), _keys_of([out_key], how.origin)[0], coder.nothing_sent.scales)
+    coder.run(_widened(x, how.blocks), how, _received(wires, _keys_of(keys, how.origin), own), sent)
 
 
-def decode(
-    wires: Tensor,
-    blocks: Tensor,
-    x: Tensor,
-    q: Quantiser,
-    keys: Sequence[Key],
-    rotation: Key | None = None,
-    own: int | None = None,
-    origin: Origin = NO_ORIGIN,
-) -> int:
+def decode(wires: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], own: int | None = None) -> int:
     """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`."""
-    coder = _coder(q, x.dtype, len(keys))
+    coder = _coder(how.q, x.dtype, len(keys))
     if coder is None:
-        return reference.decode(wires, blocks, x, q, keys, rotation, own, origin)
-    wide = _widened(x, blocks)
-    received = _received(wires, _keys_of(keys, origin), own)
-    not_finite = coder.run(wide, received, coder.nothing_sent, coder.rotation(rotation, origin))
+        return reference.decode(wires, how, x, keys, own)
+    wide = _widened(x, how.blocks)
+    not_finite = coder.run(wide, how, _received(wires, _keys_of(keys, how.origin), own), coder.nothing_sent)
     _write_back(wide)
     return not_finite
 
 
-def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> int:
+def decode_sum(wire: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], scales: Tensor) -> int:
     """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`."""
-    decoder = _sum_decoder(q, x.dtype, len(keys))
+    decoder = _sum_decoder(how.q, x.dtype, len(keys))
     if decoder is None:
-        return reference.decode_sum(wire, scales, blocks, x, q, keys)
+        return reference.decode_sum(wire, how, x, keys, scales)
     kernel, constants = decoder
-    scratch = _scratch.of(q.block_size, x.dtype)
-    wide = _widened(x, blocks)
-    not_finite: int = kernel(wire.numpy(), scales.numpy(), wide.table, wide.values, _keys_of(keys), constants, scratch)
+    wide = _widened(x, how.blocks)
+    streams = _keys_of(keys, how.origin)
+    scratch = _scratch.of(how.q.block_size, x.dtype)
+    not_finite: int = kernel(wire.numpy(), scales.numpy(), wide.table, wide.values, streams, constants, scratch)
     _write_back(wide)
     return not_finite
 
@@ -168,12 +141,9 @@ class _Coder(NamedTuple):
     nothing_received: Received | None
     nothing_sent: Sent
 
-    def rotation(self, key: Key | None, origin: Origin) -> Rotation | None:
-        """Returns the rotation with a key; None: no rotation."""
-        return None if key is None else _rotation_of(key, origin, self.block_size, self.dtype)
-
-    def run(self, wide: _Widened, received: Received | None, sent: Sent, rotation: Rotation | None) -> int:
+    def run(self, wide: _Widened, how: Coding, received: Received | None, sent: Sent) -> int:
         """Call the kernel. Returns the number of blocks that are not finite after decoding."""
+        rotation = None if how.rotation is None else _rotation_of(how.rotation, how.origin, self.block_size, self.dtype)
         scratch = _scratch.of(self.block_size, self.dtype)
         not_finite: int = self.kernel(wide.values, wide.table, received, sent, rotation, self.constants, scratch)
         return not_finite

@@ -25,7 +25,7 @@ from lightning_gqsgd.kernels.cuda.measures import maxima_kernel, moments_kernel
 from lightning_gqsgd.kernels.cuda.narrow import Narrowing, narrow_kernel
 from lightning_gqsgd.kernels.cuda.rotation import Rotation, rotate_kernel
 from lightning_gqsgd.kernels.families import cuda_family
-from lightning_gqsgd.kernels.protocol import Count, Kernels, Own, Quantiser
+from lightning_gqsgd.kernels.protocol import Coding, Count, Kernels, Quantiser
 from lightning_gqsgd.kernels.wire import NO_ORIGIN, Key, Origin, scale_format
 
 
@@ -76,54 +76,28 @@ def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, fa
     launch.run(narrow_kernel, c, blocks, out.view(torch.int16), x, launch.packed(key))
 
 
-def encode(
-    x: Tensor,
-    blocks: Tensor,
-    wire: Tensor,
-    q: Quantiser,
-    key: Key,
-    scales: Tensor | None = None,
-    rotation: Key | None = None,
-    origin: Origin = NO_ORIGIN,
-) -> None:
+def encode(x: Tensor, how: Coding, wire: Tensor, key: Key, scales: Tensor | None = None) -> None:
     """Encode blocks into a message; see `protocol.Kernels.encode`."""
-    _kernels_of(q).encode(x, blocks, wire, q, key, scales, rotation, origin)
+    _kernels_of(how.q).encode(x, how, wire, key, scales)
 
 
-def reduce(
-    wires: Tensor,
-    blocks: Tensor,
-    out: Tensor,
-    q: Quantiser,
-    keys: Sequence[Key],
-    out_key: Key,
-    own: Own,
-) -> None:
+def reduce(wires: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], own: int, out: Tensor, out_key: Key) -> None:
     """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`."""
-    _kernels_of(q).reduce(wires, blocks, out, q, keys, out_key, own)
+    _kernels_of(how.q).reduce(wires, how, x, keys, own, out, out_key)
 
 
-def decode(
-    wires: Tensor,
-    blocks: Tensor,
-    x: Tensor,
-    q: Quantiser,
-    keys: Sequence[Key],
-    rotation: Key | None = None,
-    own: int | None = None,
-    origin: Origin = NO_ORIGIN,
-) -> Count:
+def decode(wires: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], own: int | None = None) -> Count:
     """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. The number is a tensor on the
     device, int32 []."""
-    return _kernels_of(q).decode(wires, blocks, x, q, keys, rotation, own, origin)
+    return _kernels_of(how.q).decode(wires, how, x, keys, own)
 
 
-def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> Count:
+def decode_sum(wire: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], scales: Tensor) -> Count:
     """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`. The number
     is a tensor on the device, int32 []."""
-    return _kernels_of(q).decode_sum(wire, scales, blocks, x, q, keys)
+    return _kernels_of(how.q).decode_sum(wire, how, x, keys, scales)
 
 
-def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
+def combine(mine: Tensor, theirs: Tensor, how: Coding, key: Key) -> None:
     """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
-    _kernels_of(q).combine(mine, theirs, blocks, q, key)
+    _kernels_of(how.q).combine(mine, theirs, how, key)

@@ -43,8 +43,8 @@ from lightning_gqsgd.kernels.cuda.tiles import (
     store_tile,
     tile_of,
 )
-from lightning_gqsgd.kernels.protocol import Own, Quantiser
-from lightning_gqsgd.kernels.wire import NO_ORIGIN, Key, Origin
+from lightning_gqsgd.kernels.protocol import Coding, Quantiser
+from lightning_gqsgd.kernels.wire import Key
 
 # --- encode -----------------------------------------------------------------------------------------------------------
 
@@ -202,77 +202,52 @@ class ScaledFamily:
     sums_to_values: Any = None
     pairs_to_codes: Any = None
 
-    def encode(
-        self,
-        x: Tensor,
-        blocks: Tensor,
-        wire: Tensor,
-        q: Quantiser,
-        key: Key,
-        scales: Tensor | None = None,
-        rotation: Key | None = None,
-        origin: Origin = NO_ORIGIN,
-    ) -> None:
+    def encode(self, x: Tensor, how: Coding, wire: Tensor, key: Key, scales: Tensor | None = None) -> None:
         """Encode blocks into a message; see `protocol.Kernels.encode`."""
-        c = _constants(self.numbers, q, x.dtype, None, rotation is not None)
+        rotation = how.rotation
+        c = _constants(self.numbers, how.q, x.dtype, None, rotation is not None)
         dither = launch.packed(key)
         arguments = (wire, scales, dither, dither if rotation is None else launch.packed(rotation))
-        launch.run(encode_kernel, c, blocks, x, *arguments, origin=origin, to_codes=self.to_codes)
+        launch.run(encode_kernel, c, how.blocks, x, *arguments, origin=how.origin, to_codes=self.to_codes)
 
     def reduce(
-        self,
-        wires: Tensor,
-        blocks: Tensor,
-        out: Tensor,
-        q: Quantiser,
-        keys: Sequence[Key],
-        out_key: Key,
-        own: Own,
+        self, wires: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], own: int, out: Tensor, out_key: Key
     ) -> None:
         """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`."""
-        mean = mean_of(len(keys), own.x.dtype, encoded=True, has_own=True)
-        c = _constants(self.numbers, q, own.x.dtype, mean, own.rotation is not None)
-        on_device = launch.keys_on(wires.device, (*keys, out_key, *([own.rotation] if own.rotation else [])))
-        arguments = (wires, launch.stride_of(wires), len(keys), on_device, own.source, out)
+        rotation = how.rotation
+        mean = mean_of(len(keys), x.dtype, encoded=True, has_own=True)
+        c = _constants(self.numbers, how.q, x.dtype, mean, rotation is not None)
+        on_device = launch.keys_on(x.device, (*keys, out_key) if rotation is None else (*keys, out_key, rotation))
+        arguments = (wires, launch.stride_of(wires), len(keys), on_device, own, out)
         functions = {"to_values": self.to_values, "to_codes": self.to_codes}
-        launch.run(reduce_kernel, c, blocks, own.x, *arguments, **functions)
+        launch.run(reduce_kernel, c, how.blocks, x, *arguments, origin=how.origin, **functions)
 
-    def decode(
-        self,
-        wires: Tensor,
-        blocks: Tensor,
-        x: Tensor,
-        q: Quantiser,
-        keys: Sequence[Key],
-        rotation: Key | None = None,
-        own: int | None = None,
-        origin: Origin = NO_ORIGIN,
-    ) -> Tensor:
+    def decode(self, wires: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], own: int | None = None) -> Tensor:
         """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`."""
-        rotates = rotation is not None
-        mean = mean_of(len(keys), x.dtype, rotated=rotates, has_own=own is not None)
-        c = _constants(self.numbers, q, x.dtype, mean, rotates)
+        rotation = how.rotation
+        mean = mean_of(len(keys), x.dtype, rotated=rotation is not None, has_own=own is not None)
+        c = _constants(self.numbers, how.q, x.dtype, mean, rotation is not None)
         bad = launch.counter(x.device)
         on_device = launch.keys_on(x.device, keys if rotation is None else (*keys, rotation))
         arguments = (wires, launch.stride_of(wires), len(keys), on_device, -1 if own is None else own, bad)
-        launch.run(decode_kernel, c, blocks, x, *arguments, origin=origin, to_values=self.to_values)
+        launch.run(decode_kernel, c, how.blocks, x, *arguments, origin=how.origin, to_values=self.to_values)
         return bad
 
-    def decode_sum(
-        self, wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]
-    ) -> Tensor:
+    def decode_sum(self, wire: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], scales: Tensor) -> Tensor:
         """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`."""
-        c = _constants(self.numbers, q, x.dtype, mean_of(len(keys), x.dtype, summed=True), False)
+        c = _constants(self.numbers, how.q, x.dtype, mean_of(len(keys), x.dtype, summed=True), False)
         bad = launch.counter(x.device)
         arguments = (wire, scales, launch.keys_on(x.device, keys), len(keys), bad)
-        launch.run(decode_sum_kernel, c, blocks, x, *arguments, sums_to_values=self.sums_to_values)
+        functions = {"sums_to_values": self.sums_to_values}
+        launch.run(decode_sum_kernel, c, how.blocks, x, *arguments, origin=how.origin, **functions)
         return bad
 
-    def combine(self, mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
+    def combine(self, mine: Tensor, theirs: Tensor, how: Coding, key: Key) -> None:
         """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
-        c = _constants(self.numbers, q, torch.float32, None, False)
+        c = _constants(self.numbers, how.q, torch.float32, None, False)
+        functions = {"pairs_to_codes": self.pairs_to_codes}
         arguments = (mine, theirs, launch.packed(key))
-        launch.run(combine_kernel, c, blocks, None, *arguments, splits=False, pairs_to_codes=self.pairs_to_codes)
+        launch.run(combine_kernel, c, how.blocks, None, *arguments, origin=how.origin, splits=False, **functions)
 
 
 @lru_cache(maxsize=256)
