@@ -234,9 +234,10 @@ class Reducer(ABC):
         """Raise ConfigError if the setting does not work for tensors on the device."""
 
     @staticmethod
-    @abstractmethod
     def stages(setting: Setting) -> int:
-        """Returns the number of stages, which is the largest number of times that `steps` yields."""
+        """Returns the number of stages, which is the largest number of times that `steps` yields: two, unless a reducer
+        says otherwise."""
+        return 2
 
     @classmethod
     def scopes(cls, setting: Setting) -> list[tuple[Scope, ...]]:

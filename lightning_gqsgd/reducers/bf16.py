@@ -45,11 +45,6 @@ class Bf16(Reducer):
             raise ConfigError(f"reducer='bf16' is for bits=16, not bits={codec.bits}; leave reducer out")
 
     @staticmethod
-    def stages(setting: Setting) -> int:
-        """Returns the number of stages; see `reducers.base.Reducer.stages`."""
-        return 1
-
-    @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
         """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. It does not include the
         rounding of sums within the all-reduce."""

@@ -21,11 +21,6 @@ class Native(WholeNumbers):
         self.message_bytes = int(table[:, LENGTH].sum()) * setting.dtype.itemsize
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
 
-    @staticmethod
-    def stages(setting: Setting) -> int:
-        """Returns the number of stages; see `reducers.base.Reducer.stages`."""
-        return 1
-
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         x.mul_(1.0 / self.ranks)  # before the sum, as DDP does: sums of fp16 numbers overflow otherwise

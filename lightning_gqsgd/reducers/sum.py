@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Layout, place
-from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, ring_bytes
+from lightning_gqsgd.reducers.base import Exchange, StepKeys, ring_bytes
 from lightning_gqsgd.reducers.summed import Summed
 
 
@@ -39,11 +39,6 @@ class Sum(Summed):
                 f"reducer='sum' cannot add codes of codec={codec.name!r}; take codec='linear', or reducer={others}"
             )
         codec.check_room_for_sums()
-
-    @staticmethod
-    def stages(setting: Setting) -> int:
-        """Returns the number of stages; see `reducers.base.Reducer.stages`."""
-        return 2
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:

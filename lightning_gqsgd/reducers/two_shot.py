@@ -44,11 +44,6 @@ class TwoShot(Reducer):
         self.message_bytes = self.layout.message_bytes
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
 
-    @staticmethod
-    def stages(setting: Setting) -> int:
-        """Returns the number of stages; see `reducers.base.Reducer.stages`."""
-        return 2
-
     @classmethod
     def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
         """Returns the sizes of the piece and of rank 0's shard; see `reducers.base.Reducer.alike`."""
