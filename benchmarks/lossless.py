@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.report import Report, command_line, present
 from benchmarks.virtual_characters import VirtualCharacters
-from lightning_gqsgd.reducers.elias.codewords import omega_code
+from lightning_gqsgd.reducers.elias.tables import omega_code
 from lightning_gqsgd.reducers.lossless import pack, unpack
 from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP, Problem

@@ -1,1 +1,1 @@
-"""Elias omega codes for the messages of `reducers.gather`: code words, tables, a writer and a reader."""
+"""Elias omega codes for the messages of `reducers.gather`: streams, tables, a writer and a reader."""

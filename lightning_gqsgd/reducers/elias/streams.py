@@ -1,6 +1,23 @@
 """QSGD's entropy coder for messages: converts codes of a fixed width to Elias omega codes, and back, without loss.
 
-`codewords` describes the codes of one block, and their sources. A stream has these parts, one after the other:
+Sources: P. Elias, Universal codeword sets and representations of the integers, IEEE Trans. Inf. Theory 21(2), 1975;
+D. Alistarh et al., QSGD, NIPS 2017, arXiv 1610.02132, which describes the code of sparse vectors. The paper only cites
+the code of dense vectors. Elias(|l| + 1) is our choice, and meets the paper's bound of 2.8 bits per coordinate at
+s = sqrt(d).
+
+A code c is an integer 0 to K-1, K odd, and stands for level l = c - K//2. Let Elias(k) be the omega code of k >= 1. A
+sign bit is 1 for l < 0. The record of a block of n coordinates is the shortest of these forms. It is "sparse" if the
+sparse and the dense form are equally short:
+
+    void     11                                                                     all codes are 0, not all levels
+    sparse   0   Elias(non-zeros + 1), then per non-zero: Elias(gap), sign bit, Elias(|l|)
+    dense    10  per coordinate: Elias(|l| + 1), then for a non-zero: sign bit
+
+A gap counts from the previous non-zero. The first gap counts from position -1. Blocks whose scale is zero or not finite
+have codes 0 in a message. The void form exists for them, because code 0 is the lowest level, which has the longest
+omega code.
+
+A stream has these parts, one after the other:
 
 1. The bytes of the message that are not in a code record: scales, raw records and padding, unchanged and in order.
 2. The records of all coded blocks, in the order of the table, bit after bit without alignment. The first bit is the

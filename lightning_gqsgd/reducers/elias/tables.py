@@ -1,4 +1,4 @@
-"""Tables of short omega codes, so that the entropy coder need not build and read these codes bit by bit."""
+"""Elias omega codes, and tables of the short ones, so that no code in them has to be built or read bit by bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 
 from lightning_gqsgd.kernels.protocol import Quantiser
-from lightning_gqsgd.reducers.elias.codewords import omega_code, sign_bit
 
 #: The codes of integers below this number are in a table. Codes of larger integers have 16 bits or more.
 SHORT = 256
@@ -57,6 +56,30 @@ def levels_of(q: Quantiser) -> int:
     if levels % 2 != 1 or not 1 <= levels <= 2**q.bits:
         raise ValueError(f"Elias codes need an odd number of linear levels in separate words of 1 to 8 bits, not {q}")
     return levels
+
+
+def omega_code(k: int) -> str:
+    """Returns the Elias omega code of ``k`` >= 1 as a string of 0 and 1.
+
+    The last digit is 0. It is preceded by k in binary. Each binary number is preceded by its number of digits minus
+    one, in binary, down to 1, which is not written.
+
+    Raises:
+        ValueError: if ``k`` < 1, which has no code.
+    """
+    if k < 1:
+        raise ValueError(f"the Elias omega code has integers from 1 on, not {k}")
+    code = "0"
+    while k > 1:
+        binary = f"{k:b}"
+        code = binary + code
+        k = len(binary) - 1
+    return code
+
+
+def sign_bit(level: int) -> str:
+    """Returns the sign bit of a level as a string; empty for level 0."""
+    return {-1: "1", 0: "", 1: "0"}[(level > 0) - (level < 0)]
 
 
 @lru_cache
