@@ -419,7 +419,7 @@ def divided(
 
 def place(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int) -> Layout:
     """Returns a layout that divides the blocks among ``shards`` shards with nearly equal bytes. Each shard has
-    consecutive blocks.
+    consecutive blocks. If the table consists of ``shards`` runs of blocks with equal lengths, each run is a shard.
 
     Args:
         table: block table, [blocks, COLUMNS].
@@ -433,16 +433,6 @@ def place(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw
     total = int(ends[-1]) if len(table) else 0
     inner = np.searchsorted(ends, [total * k / shards for k in range(1, shards)], side="left") + 1
     first = [0, *np.minimum(inner, len(table)).tolist(), len(table)]
-    return _placed(table, np.arange(len(table)), first, record, scale_bytes, q.block_size)
-
-
-def place_alike(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int) -> Layout:
-    """Returns the layout of a table that consists of ``shards`` runs of blocks with equal lengths: one run a shard.
-
-    See `place` for the arguments.
-    """
-    first = [len(table) // shards * shard for shard in range(shards + 1)]
-    record = _records(table, q, raw_bytes)
     return _placed(table, np.arange(len(table)), first, record, scale_bytes, q.block_size)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.kernels.layout import LENGTH, START, place_alike
+from lightning_gqsgd.kernels.layout import LENGTH, START, place
 from lightning_gqsgd.reducers.base import Exchange, Scope, Setting, StepKeys, Steps, in_scope, reduced
 from lightning_gqsgd.reducers.hierarchical import between_nodes, mean_of_rows
 from lightning_gqsgd.reducers.link import Link
@@ -33,7 +33,7 @@ class _Shards:
         self.ranks = setting.ranks
         self.link = Link(setting, direction)
         self.needs_copy = self.link.needs_copy
-        self.layout = place_alike(table, self.link.quantiser, shards=self.ranks, **setting.record_sizes)
+        self.layout = place(table, self.link.quantiser, shards=self.ranks, **setting.record_sizes)
         self.message_bytes = self.layout.message_bytes
         # A rank keeps its own shard.
         self.sent_bytes = self.message_bytes - self.layout.shard_bytes
