@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,22 +35,6 @@ def remember_nothing(result: Tensor) -> None:
     """Do nothing, because there is no memory."""
 
 
-class Recursion(NamedTuple):
-    """The numbers of a direction's memory; see `spec.memories.Memory`."""
-
-    alpha: float
-    beta: float
-    rho: float
-    shared: bool
-
-    @classmethod
-    def of(cls, memory: Memory) -> Recursion:
-        """Returns the numbers of a memory. None of them may be None; `config.resolving` fills them in."""
-        if memory.alpha is None or memory.rho is None:
-            raise RuntimeError(f"the numbers of {memory} have to be resolved first")
-        return cls(memory.alpha, memory.beta, memory.rho, memory.shared)
-
-
 class Link:
     """One direction of a reducer: up, to the ranks that average messages, or down, back from these ranks.
 
@@ -64,9 +48,10 @@ class Link:
         self.quantiser = setting.codec.quantiser(setting.block_size, summed=setting.ranks if adds else None)
         self.direction = direction
         self.adds = adds
-        memory = setting.up if direction is UP else setting.down
-        self.recursion = None if memory is None else Recursion.of(memory)
-        self.sent, self.received = direction.references(memory)
+        self.memory = setting.up if direction is UP else setting.down
+        if self.memory is not None and None in (self.memory.alpha, self.memory.rho):
+            raise RuntimeError(f"the numbers of {self.memory} have to be resolved first")
+        self.sent, self.received = direction.references(self.memory)
         self.codec = setting.codec
         self.scale_rule = setting.scale_rule
         self.ranks = setting.ranks
@@ -77,17 +62,17 @@ class Link:
     @cached_property
     def plain(self) -> bool:
         """True if kernels compute the scales and there is no memory. There may be a rotation."""
-        return self.recursion is None and self.kernels_find_scales
+        return self.memory is None and self.kernels_find_scales
 
     @cached_property
     def remembers(self) -> bool:
         """True if there is a memory."""
-        return self.recursion is not None
+        return self.memory is not None
 
     @cached_property
     def shares(self) -> bool:
         """True if all ranks share one reference. No rank has an error memory then."""
-        return self.recursion is not None and self.recursion.shared
+        return self.memory is not None and self.memory.shared
 
     @cached_property
     def fuses(self) -> bool:
@@ -125,9 +110,9 @@ class Link:
             rotation: key of the rotation's signs, equal on all ranks.
             store: the memories of this rank.
         """
-        if self.recursion is None:
+        if self.memory is None:
             return Outgoing(self, x, part, rotation)
-        return _Remembering(self, self.recursion, x, part, rotation, store)
+        return _Remembering(self, self.memory, x, part, rotation, store)
 
     def decode(
         self,
@@ -168,15 +153,15 @@ class Link:
     def restore(self, decoded: Tensor, part: Part, rotation: Key, store: MemoryStore) -> None:
         """Finish decoded coordinates: rotate them back, add the mean of the references, and move this mean."""
         self.rotate_back(decoded, part, rotation)
-        recursion = self.recursion
-        if recursion is None or not recursion.rho:
+        memory = self.memory
+        if memory is None or not memory.rho:
             return
         reference = store.load(self.received, part.runs, decoded)
-        if recursion.shared:
+        if memory.shared:
             decoded += reference
             return
         # The reference moves by the decoded difference alone, so `moved` is computed before `decoded` becomes the sum.
-        moved = torch.add(reference, decoded, alpha=recursion.rho)
+        moved = torch.add(reference, decoded, alpha=memory.rho)
         decoded += reference
         store.store(self.received, part.runs, _where_finite(decoded, moved, reference))
 
@@ -245,18 +230,16 @@ class _Remembering(Outgoing):
     The message has its own tensor, because the result of the step overwrites ``x``.
     """
 
-    def __init__(
-        self, link: Link, recursion: Recursion, x: Tensor, part: Part, rotation: Key, store: MemoryStore
-    ) -> None:
-        self.recursion = recursion
+    def __init__(self, link: Link, memory: Memory, x: Tensor, part: Part, rotation: Key, store: MemoryStore) -> None:
+        self.memory = memory
         self.store = store
         self.runs = part.runs
         self.target = x.clone()  # x - h
-        self.reference = store.load(link.sent, part.runs, x) if recursion.rho else None
-        self.error = store.load(link.direction.error, part.runs, x) if recursion.alpha else None
+        self.reference = store.load(link.sent, part.runs, x) if memory.rho else None
+        self.error = store.load(link.direction.error, part.runs, x) if memory.alpha else None
         if self.reference is not None:
             self.target -= self.reference
-        u = self.target.clone() if self.error is None else self.target.add(self.error, alpha=recursion.alpha)
+        u = self.target.clone() if self.error is None else self.target.add(self.error, alpha=memory.alpha)
         super().__init__(link, u, part, rotation)
 
     def encode(self, wire: Tensor, key: Key) -> Remember:
@@ -265,7 +248,7 @@ class _Remembering(Outgoing):
         A sender with an error memory or its own reference also decodes the message, to compute the message's error.
         """
         super().encode(wire, key)
-        if self.recursion.shared:
+        if self.memory.shared:
             return self._remember_result if self._link.direction is UP else remember_nothing
         link = self._link
         part = self._part
@@ -285,19 +268,19 @@ class _Remembering(Outgoing):
         it."""
         if self.reference is None:
             return
-        old = self.reference * self.recursion.beta
-        moved = old.add_(result.to(self.reference.dtype), alpha=self.recursion.rho)
+        old = self.reference * self.memory.beta
+        moved = old.add_(result.to(self.reference.dtype), alpha=self.memory.rho)
         self.store.store(Keeps.SHARED, self.runs, _where_finite(result, moved, self.reference))
 
     def _remember_lost(self, decoded: Tensor, result: Tensor) -> None:
         """Update the error memory and the reference after a message. ``decoded`` is Q(u), a tensor like the input."""
         kinds = self._link.direction
         if self.error is not None:
-            error = (self.error * self.recursion.beta).add_(self.target).sub_(decoded)
+            error = (self.error * self.memory.beta).add_(self.target).sub_(decoded)
             self.store.store(kinds.error, self.runs, _where_finite(result, error, self.error))
         # The reference of the way back moves in `restore`, when messages are decoded. The sender decodes them, too.
         if self.reference is not None and kinds.sent != kinds.received:
-            reference = torch.add(self.reference, decoded, alpha=self.recursion.rho)
+            reference = torch.add(self.reference, decoded, alpha=self.memory.rho)
             self.store.store(kinds.sent, self.runs, _where_finite(result, reference, self.reference))
 
 
