@@ -3,8 +3,8 @@
 The kind of a quantiser (`protocol.Kind`) names the package of its family, so nothing here depends on a family. The
 package has two modules beside its codec:
 
-* ``cpu`` has the functions that `cpu.stages` calls: ``constants(q, dtype, sources)`` returns the numbers of a
-  quantiser, typed for kernels, and ``codec(q)`` returns the kernel that encodes, reduces and decodes
+* ``cpu`` has the functions that `cpu.stages` calls: ``numbers_of(q, dtype, sources)`` returns the family's
+  constants for a quantiser, typed for kernels, and ``codec(q)`` returns the kernel that encodes, reduces and decodes
   (`cpu.blocks.codec_kernel`). Families whose codes can be added also have ``is_for_sums(q)``, which returns whether the
   messages of a quantiser are added, ``summed(q)``, which returns the kernel that decodes sums, and, for sums of pairs,
   ``combine``.

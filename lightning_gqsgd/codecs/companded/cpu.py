@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,8 +16,7 @@ from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.cpu.loops import fill
 from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
 from lightning_gqsgd.kernels.cpu.records import record_reader, record_writer
-from lightning_gqsgd.kernels.cpu.scales import Form, form_of
-from lightning_gqsgd.kernels.wire import Share, float_type
+from lightning_gqsgd.kernels.wire import float_type
 
 if TYPE_CHECKING:
     from lightning_gqsgd.codecs.companded.codec import CompandedQuantiser
@@ -28,29 +26,20 @@ class Companded(NamedTuple):
     """A companded quantiser, typed for the kernels. Numbers without a type below are of the compute dtype.
 
     Attributes:
-        form: number formats.
-        bits: bits of a code.
-        each, rest: see `kernels.wire.Share`.
         zero: K // 2, the number of the first level above zero.
         odd_zero: the number of the level at zero, in blocks that are rounded stochastically.
         middle: (K - 1) / 2.
         odd_middle: (K - 1) / 2 for the K of blocks that are rounded stochastically.
         stochastic_from: see `codecs.companded.codec.CompandedQuantiser`.
-        up: 1 + 2 ulp.
         half: 1/2.
         slope, shrink, stretch, root, root_squared: see `codecs.companded.codec.Curve`.
     """
 
-    form: Form
-    bits: int
-    each: np.floating
-    rest: np.floating
     zero: np.int32
     odd_zero: np.int32
     middle: np.floating
     odd_middle: np.floating
     stochastic_from: np.floating
-    up: np.floating
     half: np.floating
     slope: np.floating
     shrink: np.floating
@@ -59,23 +48,16 @@ class Companded(NamedTuple):
     root_squared: np.floating
 
 
-@lru_cache
-def constants(q: CompandedQuantiser, dtype: torch.dtype, sources: int) -> Companded:
-    """Returns the constants of a quantiser, for messages of ``sources`` sources."""
-    share = Share.of(sources)
+def numbers_of(q: CompandedQuantiser, dtype: torch.dtype, sources: int) -> Companded:
+    """Returns the family's constants for a quantiser."""
     real = float_type(dtype)
     curve = q.curve
     return Companded(
-        form=form_of(dtype),
-        bits=q.bits,
-        each=real(share.each),
-        rest=real(share.rest),
         zero=np.int32(q.levels // 2),
         odd_zero=np.int32(q.odd_levels // 2),
         middle=real(curve.middle),
         odd_middle=real((q.odd_levels - 1) / 2),
         stochastic_from=real(q.stochastic_from),
-        up=real(1 + 2 * np.finfo(real).eps),
         half=real(0.5),
         slope=real(curve.slope),
         shrink=real(curve.shrink),
@@ -93,9 +75,9 @@ def codec(q: CompandedQuantiser) -> Any:
 @inlined
 def _encode(values, scale, stochastic, block, key, c, s):
     """Write codes into ``s.codes``."""
-    middle = c.odd_middle if stochastic else c.middle
-    zero = c.odd_zero if stochastic else c.zero
-    inverse = levels_per_unit(scale, middle, c.up)
+    middle = c.family.odd_middle if stochastic else c.family.middle
+    zero = c.family.odd_zero if stochastic else c.family.zero
+    inverse = levels_per_unit(scale, middle, c.form.up)
     dither(key, block, values.size, FIRST - float32(zero - middle), s.u)
     if stochastic:
         quantise(values, inverse, middle, s.u, zero, s.codes)
@@ -107,20 +89,20 @@ def _encode(values, scale, stochastic, block, key, c, s):
 def _quantise(values, inverse, u, c, codes):
     """Write the numbers of the levels on the companded axis into ``codes``. ``inverse`` is 1/Δ."""
     for j in range(values.size):
-        y = np.sqrt(abs(values[j] * inverse) * c.stretch + c.root_squared) - c.root
-        y = clamped(with_sign_of(y, values[j]), c.middle)
-        codes[j] = uint8(int32(np.floor(y + u[j])) + c.zero)
+        y = np.sqrt(abs(values[j] * inverse) * c.family.stretch + c.family.root_squared) - c.family.root
+        y = clamped(with_sign_of(y, values[j]), c.family.middle)
+        codes[j] = uint8(int32(np.floor(y + u[j])) + c.family.zero)
 
 
 @inlined
 def _decode(scale, stochastic, block, key, c, s, add, out):
     """Decode ``s.codes``, and write the coordinates into ``out``, or add them if ``add`` is true."""
     if stochastic:
-        fill(part(s.u, 0, out.size), float32(c.odd_middle))
-        dequantise(s.codes, s.u, step_of(scale, c.odd_middle, stochastic, c.up), scale, add, out)
+        fill(part(s.u, 0, out.size), float32(c.family.odd_middle))
+        dequantise(s.codes, s.u, step_of(scale, c.family.odd_middle, stochastic, c.form.up), scale, add, out)
     else:
-        dither(key, block, out.size, float32(c.middle) + (FIRST - float32(0.5)), s.u)
-        _dequantise(s.codes, s.u, scale / c.middle, c, add, out)
+        dither(key, block, out.size, float32(c.family.middle) + (FIRST - float32(0.5)), s.u)
+        _dequantise(s.codes, s.u, scale / c.family.middle, c, add, out)
 
 
 @loop
@@ -140,8 +122,8 @@ def _dequantise(codes, u, step, c, add, out):
 def _expanded(code, u, step, limit, c):
     """Returns the coordinate of a code, clamped to ``limit``."""
     z = float32(int32(code)) - u
-    r = np.floor(z + c.half)
-    value = (z * c.slope + abs(r) * (z + (z - r))) * c.shrink
+    r = np.floor(z + c.family.half)
+    value = (z * c.family.slope + abs(r) * (z + (z - r))) * c.family.shrink
     return clamped(value * step, limit)
 
 

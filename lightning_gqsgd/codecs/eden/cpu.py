@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,15 +15,15 @@ from lightning_gqsgd.kernels.cpu.casts import bits_of, float_of, larger, numbers
 from lightning_gqsgd.kernels.cpu.dither import block_keys, hashes, word
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.cpu.loops import add_scaled, fill, maximum
-from lightning_gqsgd.kernels.cpu.rotation import load_in_a_row, load_quarters, roots_of, store_quarters, transform
-from lightning_gqsgd.kernels.cpu.scales import Form, form_of, received, rounded_up, sent
+from lightning_gqsgd.kernels.cpu.rotation import load_in_a_row, load_quarters, store_quarters, transform
+from lightning_gqsgd.kernels.cpu.scales import received, rounded_up, sent
 from lightning_gqsgd.kernels.cpu.vectors import clamped, filled, flipped, folded, lanes, load, load_like, store
 from lightning_gqsgd.kernels.layout import CODES, LENGTH, SCALE
 from lightning_gqsgd.kernels.rotation import FEW, SHORTEST, smallness
-from lightning_gqsgd.kernels.wire import SCALE_PLACE, Share, float_type, scale_format
+from lightning_gqsgd.kernels.wire import SCALE_PLACE, float_type
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.codecs.eden.codec import EdenQuantiser, RotatingQuantiser
+    from lightning_gqsgd.codecs.eden.codec import EdenQuantiser
 
 _SHORTEST_EXPONENT = SHORTEST.bit_length() - 1
 #: Places of the signs of D2 and of D1 in a coordinate's half of a hash, counted from the highest bit, see
@@ -37,49 +36,20 @@ _smallness = inlined(smallness)
 
 
 class Eden(NamedTuple):
-    """An EDEN quantiser, typed for the kernels. Numbers without a type below are of the compute dtype.
+    """The levels of an EDEN quantiser, typed for the kernels.
 
     Attributes:
-        form: number formats.
-        bits: bits of a code.
-        each, rest: see `kernels.wire.Share`.
-        mantissa: bits of the compute dtype's mantissa.
         thresholds, magnitudes: see `codecs.eden.codec.EdenQuantiser`; each is one vector, see `cpu_codes.table_of`.
-        roots: see `kernels.cpu.rotation.roots_of`.
     """
 
-    form: Form
-    bits: int
-    each: np.floating
-    rest: np.floating
-    mantissa: int
     thresholds: np.ndarray
     magnitudes: np.ndarray
-    roots: np.ndarray
 
 
-@lru_cache
-def constants(q: EdenQuantiser, dtype: torch.dtype, sources: int) -> Eden:
-    """Returns the constants of a quantiser, for messages of ``sources`` sources."""
+def numbers_of(q: EdenQuantiser, dtype: torch.dtype, sources: int) -> Eden:
+    """Returns the family's constants for a quantiser."""
     real = float_type(dtype)
-    thresholds = table_of(q.thresholds, real)
-    magnitudes = table_of(q.magnitudes, real)
-    return Eden(thresholds=thresholds, magnitudes=magnitudes, **rotating_constants(q, dtype, sources))
-
-
-def rotating_constants(q: RotatingQuantiser, dtype: torch.dtype, sources: int) -> dict[str, Any]:
-    """Returns the constants that `rotating_kernel` reads, by name: the attributes of `Eden` up to ``mantissa``, and
-    ``roots``."""
-    share = Share.of(sources)
-    real = float_type(dtype)
-    return {
-        "form": form_of(dtype),
-        "bits": q.bits,
-        "each": real(share.each),
-        "rest": real(share.rest),
-        "mantissa": scale_format(dtype).mantissa,
-        "roots": roots_of(q.block_size, dtype),
-    }
+    return Eden(table_of(q.thresholds, real), table_of(q.magnitudes, real))
 
 
 def codec(q: EdenQuantiser) -> Any:
@@ -90,16 +60,16 @@ def codec(q: EdenQuantiser) -> Any:
 @inlined
 def _choose(z, moved, deviation, terms, c, s, wire, at):
     """Write the codes of the levels nearest to the coordinates of a block; see `rotating_kernel`."""
-    thresholds = load(c.thresholds, 0)
+    thresholds = load(c.family.thresholds, 0)
     thresholds = thresholds * filled(deviation, thresholds)
-    choose_levels(c.bits, z, moved, thresholds, load(c.magnitudes, 0), terms, s.codes, wire, at)
+    choose_levels(c.bits, z, moved, thresholds, load(c.family.magnitudes, 0), terms, s.codes, wire, at)
     return folded_sum(terms)
 
 
 @inlined
 def _look_up(wire, block, at, key, c, s, z):
     """Write the levels of the codes of a block into ``z``; see `rotating_kernel`."""
-    look_up_levels(c.bits, wire, at + block[CODES], load(c.magnitudes, 0), z)
+    look_up_levels(c.bits, wire, at + block[CODES], load(c.family.magnitudes, 0), z)
 
 
 @inlined
@@ -112,8 +82,6 @@ def rotating_kernel(
     name: str, choose: Callable[..., Any], look_up: Callable[..., Any], arrange: Callable[..., Any] = _as_they_are
 ) -> Any:
     """Returns the kernel that encodes, reduces and decodes the codes of rotated blocks.
-
-    The constants ``c`` of the family have the attributes of `Eden` up to ``mantissa``, and ``roots``.
 
     Args:
         name: name of the kernel.
@@ -207,8 +175,8 @@ def _rotate(values, blocks, k, number, key, exponent, c, s):
 @inlined
 def _power_of_two(largest, c):
     """Returns the power of two by which a block is multiplied, see `codecs.eden.codec.powers_of_two`."""
-    infinity = c.form.infinity >> c.mantissa
-    return float_of((infinity - 1 - _power(largest, c)) << c.mantissa, c.form.zero)
+    infinity = c.form.infinity >> c.form.mantissa
+    return float_of((infinity - 1 - _power(largest, c)) << c.form.mantissa, c.form.zero)
 
 
 @inlined
@@ -219,31 +187,33 @@ def _power(largest, c):
         largest: bits of the largest magnitude, rounded up to the wire's format.
         c: the constants.
     """
-    infinity = c.form.infinity >> c.mantissa
-    return smaller(larger(largest >> c.mantissa, int64(c.form.tiny >> c.mantissa)), int64(infinity - 2))
+    infinity = c.form.infinity >> c.form.mantissa
+    return smaller(larger(largest >> c.form.mantissa, int64(c.form.tiny >> c.form.mantissa)), int64(infinity - 2))
 
 
 @inlined
 def _small(largest, down, exponent, c):
     """Returns the magnitude below which a coordinate is small, in a block of 2^exponent coordinates; see
     `kernels.rotation.smallness`."""
-    factor = float_of(((c.form.infinity >> c.mantissa) // 2 - _smallness(exponent)) << c.mantissa, c.form.zero)
+    factor = float_of(
+        ((c.form.infinity >> c.form.mantissa) // 2 - _smallness(exponent)) << c.form.mantissa, c.form.zero
+    )
     return float_of(largest, c.form.zero) * down * factor
 
 
 @inlined
 def _deviation(squares, exponent, c):
     """Returns the root mean square of a block of 2^exponent coordinates, from the sum of their squares."""
-    infinity = c.form.infinity >> c.mantissa
-    return np.sqrt(squares * float_of((infinity // 2 - exponent) << c.mantissa, c.form.zero))
+    infinity = c.form.infinity >> c.form.mantissa
+    return np.sqrt(squares * float_of((infinity // 2 - exponent) << c.form.mantissa, c.form.zero))
 
 
 @inlined
 def _dither_width(exponent, i, c, s):
     """Returns the width of the dither of rotated block number ``i``, see `codecs.eden.codec.dither_widths`."""
-    infinity = c.form.infinity >> c.mantissa
+    infinity = c.form.infinity >> c.form.mantissa
     width = float_of(s.largest[i], c.form.zero) * s.factors[i]
-    return width * float_of((infinity // 2 + 2 - exponent) << c.mantissa, c.form.zero)
+    return width * float_of((infinity // 2 + 2 - exponent) << c.form.mantissa, c.form.zero)
 
 
 @inlined
@@ -252,7 +222,7 @@ def _finish_record(squares, products, exponent, i, block, key, c, s, wire):
     scale_bits = s.largest[i]
     if 0 < scale_bits < c.form.infinity:
         a, b = block_keys(key, block)
-        scale = squares / products * float_of(_power(scale_bits, c) << c.mantissa, c.form.zero)
+        scale = squares / products * float_of(_power(scale_bits, c) << c.form.mantissa, c.form.zero)
         scale_bits = _rounded_at_random(scale, int64(word(uint32(SCALE_PLACE), a, b)), c)
     if scale_bits == 0 or scale_bits == c.form.infinity:  # codes have no meaning in such a block
         fill(part(wire, block[CODES], ((1 << exponent) * c.bits) // 8), 0)
@@ -272,8 +242,8 @@ def _rounded_at_random(scale, random, c):
     bits = int64(bits_of(scale))
     tiny = int64(c.form.tiny)
     if bits < tiny:
-        infinity = c.form.infinity >> c.mantissa
-        tiny_inverse = float_of((infinity - 1 << c.mantissa) - tiny, c.form.zero)
+        infinity = c.form.infinity >> c.form.mantissa
+        tiny_inverse = float_of((infinity - 1 << c.form.mantissa) - tiny, c.form.zero)
         return tiny if scale * tiny_inverse > (random >> 8) * 2.0**-24 else int64(0)
     rounded = (bits + (random >> (32 - c.form.shift))) >> c.form.shift << c.form.shift
     return smaller(rounded, int64(c.form.infinity - 1))

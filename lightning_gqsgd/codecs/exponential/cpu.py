@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,9 +23,8 @@ from lightning_gqsgd.kernels.cpu.dither import FIRST, block_keys, dither, word
 from lightning_gqsgd.kernels.cpu.jit import inlined, kernel, loop
 from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
 from lightning_gqsgd.kernels.cpu.records import record_reader, record_writer, sum_reader
-from lightning_gqsgd.kernels.cpu.scales import Form, form_of
 from lightning_gqsgd.kernels.layout import CODES, LENGTH
-from lightning_gqsgd.kernels.wire import Share, float_type, integer_type
+from lightning_gqsgd.kernels.wire import float_type, integer_type
 
 if TYPE_CHECKING:
     from lightning_gqsgd.codecs.exponential.codec import ExponentialQuantiser
@@ -36,9 +34,6 @@ class Exponential(NamedTuple):
     """An exponential quantiser, typed for the kernels. Numbers without a type below are of the compute dtype.
 
     Attributes:
-        form: number formats.
-        bits: bits of a code; the highest bit is the sign.
-        each, rest: see `kernels.wire.Share`.
         cut: number of mantissa bits that codes drop, as an integer as wide as the float.
         offset: the bits of 1.0 without the dropped bits, minus the code of 1.0, as an integer as wide as the float.
         cut_off: 2^cut.
@@ -49,10 +44,6 @@ class Exponential(NamedTuple):
         top: 1, the largest level.
     """
 
-    form: Form
-    bits: int
-    each: np.floating
-    rest: np.floating
     cut: np.signedinteger
     offset: np.signedinteger
     cut_off: np.floating
@@ -63,20 +54,14 @@ class Exponential(NamedTuple):
     top: np.floating
 
 
-@lru_cache
-def constants(q: ExponentialQuantiser, dtype: torch.dtype, sources: int) -> Exponential:
-    """Returns the constants of a quantiser, for messages or sums of ``sources`` sources."""
-    share = Share.of(sources)
+def numbers_of(q: ExponentialQuantiser, dtype: torch.dtype, sources: int) -> Exponential:
+    """Returns the family's constants for a quantiser, and messages or sums of ``sources`` sources."""
     real = float_type(dtype)
     wide = integer_type(dtype)
     cut = np.finfo(real).nmant - q.mantissa
     offset = ((1 << (np.finfo(real).nexp - 1)) - 1 << q.mantissa) - q.magnitudes
     smallest = wide((offset + 1) << cut).view(real)
     return Exponential(
-        form=form_of(dtype),
-        bits=q.bits,
-        each=real(share.each),
-        rest=real(share.rest),
         cut=wide(cut),
         offset=wide(offset),
         cut_off=real(2.0**cut),
@@ -119,7 +104,7 @@ def _no_flag(zeros, n, c):
 def _encode(values, scale, flag, block, key, c, s):
     """Write codes into ``s.codes``."""
     dither(key, block, values.size, FIRST, s.u)
-    _quantise(values, c.top / scale, s.u, c, s.codes)
+    _quantise(values, c.family.top / scale, s.u, c, s.codes)
 
 
 @loop
@@ -127,24 +112,26 @@ def _quantise(values, inverse, u, c, codes):
     """Write the sign and the magnitude of each value into ``codes``. ``inverse`` is 1 / scale."""
     sign = int32(c.bits - 1)
     for j in range(values.size):
-        y = clamped(abs(values[j] * inverse), c.top) * c.shrink
-        rounded = narrowed(bits_of(y) + integer_of(u[j] * c.cut_off, c.cut), c.cut)
-        magnitude = int32(shifted_down(rounded, c.cut)) - int32(c.offset)
-        smallest = int32(y * c.per_smallest > u[j])  # u times the smallest level might be denormal, which is slow
-        magnitude = smallest if y < c.smallest else magnitude
+        y = clamped(abs(values[j] * inverse), c.family.top) * c.family.shrink
+        rounded = narrowed(bits_of(y) + integer_of(u[j] * c.family.cut_off, c.family.cut), c.family.cut)
+        magnitude = int32(shifted_down(rounded, c.family.cut)) - int32(c.family.offset)
+        smallest = int32(
+            y * c.family.per_smallest > u[j]
+        )  # u times the smallest level might be denormal, which is slow
+        magnitude = smallest if y < c.family.smallest else magnitude
         codes[j] = uint8(magnitude | (int32(values[j] < 0) << sign)) if magnitude > 0 else uint8(0)
 
 
 @inlined
 def _decode(scale, flag, block, key, c, s, add, out):
     """Decode ``s.codes``, and write the coordinates into ``out``, or add them if ``add`` is true."""
-    _dequantise(s.codes, c.top, scale, c, add, out)
+    _dequantise(s.codes, c.family.top, scale, c, add, out)
 
 
 @inlined
 def _decode_sum(scale, block, keys, c, s, out):
     """Decode the sums of codes in ``s.codes``, and write the mean into ``out``. Sums are codes, see `combine`."""
-    _dequantise(s.codes, c.sum_factor, scale, c, False, out)
+    _dequantise(s.codes, c.family.sum_factor, scale, c, False, out)
 
 
 @loop
@@ -164,8 +151,8 @@ def _expanded(code, share, scale, c):
     """Returns the coordinate of a code, times ``share``."""
     sign = uint8(c.bits - 1)
     mask = uint8((1 << (c.bits - 1)) - 1)
-    bits = shifted_up(narrowed((code & mask) + c.offset, c.cut), c.cut)
-    value = float_of(bits, c.top) * share * scale  # in this order: a scale times a share may be infinite
+    bits = shifted_up(narrowed((code & mask) + c.family.offset, c.family.cut), c.family.cut)
+    value = float_of(bits, c.family.top) * share * scale  # in this order: a scale times a share may be infinite
     value = clamped(-value if code >> sign else value, c.form.largest)
     return value if code & mask else value * 0
 

@@ -16,8 +16,7 @@ from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.cpu.loops import add_scaled, fill
 from lightning_gqsgd.kernels.cpu.packing import pack_lanes, pack_planes, unpack_lanes, unpack_planes
 from lightning_gqsgd.kernels.cpu.records import record_reader, record_writer, sum_reader
-from lightning_gqsgd.kernels.cpu.scales import Form, form_of
-from lightning_gqsgd.kernels.wire import Share, float_type
+from lightning_gqsgd.kernels.wire import float_type
 
 if TYPE_CHECKING:
     from lightning_gqsgd.codecs.linear.codec import LinearQuantiser
@@ -27,9 +26,6 @@ class Linear(NamedTuple):
     """A linear quantiser, typed for the kernels. Numbers without a type below are of the compute dtype.
 
     Attributes:
-        form: number formats.
-        bits: bits of a code.
-        each, rest: see `kernels.wire.Share`.
         zero: K // 2, the number of the level at zero, or of the first level above zero.
         odd_zero: K // 2 for the K of stochastic rounding.
         middle: (K - 1) / 2.
@@ -37,13 +33,8 @@ class Linear(NamedTuple):
         sum_middle: (K - 1) / 2 times the number of ranks.
         stochastic_from: see `codecs.linear.codec.LinearQuantiser`.
         nearest: see `codecs.linear.codec.LinearQuantiser`.
-        up: 1 + 2 ulp.
     """
 
-    form: Form
-    bits: int
-    each: np.floating
-    rest: np.floating
     zero: np.int32
     odd_zero: np.int32
     middle: np.floating
@@ -51,19 +42,12 @@ class Linear(NamedTuple):
     sum_middle: np.floating
     stochastic_from: np.floating
     nearest: bool
-    up: np.floating
 
 
-@lru_cache
-def constants(q: LinearQuantiser, dtype: torch.dtype, sources: int) -> Linear:
-    """Returns the constants of a quantiser, for messages of ``sources`` sources."""
-    share = Share.of(sources)
+def numbers_of(q: LinearQuantiser, dtype: torch.dtype, sources: int) -> Linear:
+    """Returns the family's constants for a quantiser, and messages of ``sources`` sources."""
     real = float_type(dtype)
     return Linear(
-        form=form_of(dtype),
-        bits=q.bits,
-        each=real(share.each),
-        rest=real(share.rest),
         zero=np.int32(q.levels // 2),
         odd_zero=np.int32(q.odd_levels // 2),
         middle=real((q.levels - 1) / 2),
@@ -71,7 +55,6 @@ def constants(q: LinearQuantiser, dtype: torch.dtype, sources: int) -> Linear:
         sum_middle=real((q.levels - 1) / 2) * real(sources),
         stochastic_from=real(q.stochastic_from),
         nearest=q.nearest,
-        up=real(1 + 2 * np.finfo(real).eps),
     )
 
 
@@ -113,7 +96,7 @@ def _summed(*, lanes: bool) -> Any:
 @inlined
 def is_stochastic(zeros, n, c):
     """Returns the flag of a block. It is set if the block has so many zeros that it is rounded stochastically."""
-    return zeros > c.stochastic_from * n
+    return zeros > c.family.stochastic_from * n
 
 
 @inlined
@@ -150,12 +133,12 @@ def step_of(scale, middle, stochastic, up):
 @inlined
 def _encode(values, scale, stochastic, block, key, c, s):
     """Write codes into ``s.codes``."""
-    middle = c.odd_middle if stochastic else c.middle
-    zero = c.odd_zero if stochastic else c.zero
-    inverse = levels_per_unit(scale, middle, c.up)
+    middle = c.family.odd_middle if stochastic else c.family.middle
+    zero = c.family.odd_zero if stochastic else c.family.zero
+    inverse = levels_per_unit(scale, middle, c.form.up)
     first = FIRST - float32(zero - middle)
-    dither(key, block, values.size, FIRST if c.nearest else first, s.u)
-    if c.nearest:
+    dither(key, block, values.size, FIRST if c.family.nearest else first, s.u)
+    if c.family.nearest:
         _keep_dither_of_zeros(values, float32(zero - middle), s.u)
     quantise(values, inverse, middle, s.u, zero, s.codes)
 
@@ -180,13 +163,13 @@ def quantise(values, inverse, middle, u, zero, codes):
 def _decode(scale, stochastic, block, key, c, s, add, out):
     """Decode ``s.codes``, and write the coordinates into ``out``, or add them if ``add`` is true."""
     if stochastic:
-        fill(part(s.u, 0, out.size), c.odd_middle)
-    elif c.nearest:
-        fill(part(s.u, 0, out.size), c.middle)
+        fill(part(s.u, 0, out.size), c.family.odd_middle)
+    elif c.family.nearest:
+        fill(part(s.u, 0, out.size), c.family.middle)
     else:
-        dither(key, block, out.size, float32(c.middle) + (FIRST - float32(0.5)), s.u)
+        dither(key, block, out.size, float32(c.family.middle) + (FIRST - float32(0.5)), s.u)
     limit = scale if stochastic else c.form.largest * c.each  # the sum of all messages stays finite
-    step = step_of(scale, c.odd_middle if stochastic else c.middle, stochastic, c.up)
+    step = step_of(scale, c.family.odd_middle if stochastic else c.family.middle, stochastic, c.form.up)
     dequantise(s.codes, s.u, step, limit, add, out)
 
 
@@ -194,14 +177,14 @@ def _decode(scale, stochastic, block, key, c, s, add, out):
 def _decode_sum(scale, block, keys, c, s, out):
     """Decode the sums of codes in ``s.codes``, take off the dither of all ranks, and write the mean into ``out``."""
     u = part(s.u, 0, out.size)
-    fill(u, c.sum_middle)
-    stochastic = c.stochastic_from < 0  # if codes are added, all blocks have the same dither
-    if not (stochastic or c.nearest):
+    fill(u, c.family.sum_middle)
+    stochastic = c.family.stochastic_from < 0  # if codes are added, all blocks have the same dither
+    if not (stochastic or c.family.nearest):
         for rank in range(keys.shape[0]):
             dither(keys[rank], block, out.size, FIRST - float32(0.5), s.other)
             add_scaled(part(s.other, 0, out.size), float32(1), True, u)
     limit = scale if stochastic else c.form.largest
-    dequantise(s.codes, s.u, step_of(scale, c.sum_middle, stochastic, c.up), limit, False, out)
+    dequantise(s.codes, s.u, step_of(scale, c.family.sum_middle, stochastic, c.form.up), limit, False, out)
 
 
 @loop

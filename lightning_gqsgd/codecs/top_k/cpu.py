@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,9 +12,8 @@ from lightning_gqsgd.kernels.cpu.blocks import codec_kernel
 from lightning_gqsgd.kernels.cpu.casts import narrowed, numbers
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.cpu.loops import fill
-from lightning_gqsgd.kernels.cpu.scales import Form, form_of
 from lightning_gqsgd.kernels.layout import CODES
-from lightning_gqsgd.kernels.wire import Share, float_type
+from lightning_gqsgd.kernels.wire import scale_format
 
 if TYPE_CHECKING:
     from lightning_gqsgd.codecs.top_k.codec import TopKQuantiser
@@ -25,25 +23,17 @@ class TopK(NamedTuple):
     """A top-k quantiser, typed for the kernels.
 
     Attributes:
-        form: number formats.
-        each, rest: see `kernels.wire.Share`; in the compute dtype.
         kept: number of coordinates that are kept out of 65536.
         raw_bytes: bytes of a coordinate on the wire.
     """
 
-    form: Form
-    each: np.floating
-    rest: np.floating
     kept: int
     raw_bytes: int
 
 
-@lru_cache
-def constants(q: TopKQuantiser, dtype: torch.dtype, sources: int) -> TopK:
-    """Returns the constants of a quantiser, for messages of ``sources`` sources."""
-    share = Share.of(sources)
-    real = float_type(dtype)
-    return TopK(form_of(dtype), real(share.each), real(share.rest), q.kept, np.dtype(real).itemsize)
+def numbers_of(q: TopKQuantiser, dtype: torch.dtype, sources: int) -> TopK:
+    """Returns the family's constants for a quantiser."""
+    return TopK(q.kept, scale_format(dtype).raw_bytes)
 
 
 def codec(q: TopKQuantiser) -> Any:
@@ -54,7 +44,7 @@ def codec(q: TopKQuantiser) -> Any:
 @inlined
 def _kept_of(length, c):
     """Returns the number of coordinates that a block keeps, see `codecs.top_k.codec.TopKQuantiser.kept_of`."""
-    return (length * c.kept + 65535) >> 16
+    return (length * c.family.kept + 65535) >> 16
 
 
 @inlined
@@ -63,7 +53,7 @@ def _write(values, given, block, key, c, s, wire):
     bits = numbers(values, 0, values.size, c.form.mask)
     count = _kept_of(values.size, c)
     kept = numbers(wire, block[CODES], count, c.form.zero)
-    places = numbers(wire, block[CODES] + count * c.raw_bytes, count, uint16(0))
+    places = numbers(wire, block[CODES] + count * c.family.raw_bytes, count, uint16(0))
     _write_largest(values, bits, c.form.mask, kept, places)
 
 
@@ -111,7 +101,7 @@ def _read(wire, at, block, key, c, s, add, out):
     """
     count = _kept_of(out.size, c)
     kept = numbers(wire, at + block[CODES], count, c.form.zero)
-    places = numbers(wire, at + block[CODES] + count * c.raw_bytes, count, uint16(0))
+    places = numbers(wire, at + block[CODES] + count * c.family.raw_bytes, count, uint16(0))
     if not add:
         fill(out, 0)
     for i in range(count):

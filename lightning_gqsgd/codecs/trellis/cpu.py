@@ -7,13 +7,12 @@ step of several sequences, one sequence for each number.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from numba import int32, int64, uint32
 
-from lightning_gqsgd.codecs.eden.cpu import folded_sum, rotating_constants, rotating_kernel
+from lightning_gqsgd.codecs.eden.cpu import folded_sum, rotating_kernel
 from lightning_gqsgd.codecs.trellis.codec import LANES, MEMORY, SEGMENT, STATES
 from lightning_gqsgd.codecs.trellis.cpu_vectors import (
     advanced,
@@ -31,7 +30,6 @@ from lightning_gqsgd.kernels.cpu.casts import numbers
 from lightning_gqsgd.kernels.cpu.dither import block_keys, word
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
-from lightning_gqsgd.kernels.cpu.scales import Form
 from lightning_gqsgd.kernels.cpu.vectors import (
     both,
     either,
@@ -54,29 +52,8 @@ if TYPE_CHECKING:
 _SEGMENT_NUMEL = SEGMENT * LANES
 
 
-class Trellis(NamedTuple):
-    """A trellis quantiser, typed for the kernels. Levels are not here, because they are constants of the machine code.
-
-    Attributes:
-        form: number formats.
-        bits: bits of a code.
-        each, rest: see `kernels.wire.Share`.
-        mantissa: bits of the compute dtype's mantissa.
-        roots: see `kernels.cpu.rotation.roots_of`.
-    """
-
-    form: Form
-    bits: int
-    each: np.floating
-    rest: np.floating
-    mantissa: int
-    roots: np.ndarray
-
-
-@lru_cache
-def constants(q: TrellisQuantiser, dtype: torch.dtype, sources: int) -> Trellis:
-    """Returns the constants of a quantiser, for messages of ``sources`` sources."""
-    return Trellis(**rotating_constants(q, dtype, sources))
+def numbers_of(q: TrellisQuantiser, dtype: torch.dtype, sources: int) -> None:
+    """Returns None: levels are constants of the machine code, so the family has no others."""
 
 
 def codec(q: TrellisQuantiser) -> Any:

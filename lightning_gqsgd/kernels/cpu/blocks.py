@@ -16,6 +16,7 @@ from lightning_gqsgd.kernels.cpu.casts import numbers, part
 from lightning_gqsgd.kernels.cpu.jit import inlined, kernel
 from lightning_gqsgd.kernels.cpu.loops import add_scaled, clamp, copy, divide, fetch_ahead, fill, is_finite
 from lightning_gqsgd.kernels.cpu.rotation import rotate_block
+from lightning_gqsgd.kernels.cpu.scales import Form
 from lightning_gqsgd.kernels.layout import CODES, LENGTH, RAW, START
 
 #: The largest number of blocks that a family handles together, and the largest length of such blocks. Each step of a
@@ -23,6 +24,25 @@ from lightning_gqsgd.kernels.layout import CODES, LENGTH, RAW, START
 #: another block waits. Longer blocks would not fit into the fastest cache together.
 TOGETHER = 4
 LONGEST_TOGETHER = 512
+
+
+class Constants(NamedTuple):
+    """The constants of a kernel.
+
+    Attributes:
+        form: number formats.
+        bits: bits of a code.
+        each, rest: see `kernels.wire.Share`; in the compute dtype.
+        roots: see `rotation.roots_of`. None: the codec does not rotate by itself.
+        family: the constants of the family, a named tuple that the family's file defines, or None.
+    """
+
+    form: Form
+    bits: int
+    each: np.floating
+    rest: np.floating
+    roots: np.ndarray | None
+    family: Any
 
 
 class Received(NamedTuple):
@@ -189,7 +209,7 @@ def group_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any],
             received: the messages to decode, `Received`. None: the kernel is compiled without the code for decoding.
             sent: the message to write, `Sent`.
             rotation: the rotation, `Rotation`. None: no rotation.
-            c: constants of the family.
+            c: `Constants`.
             s: `Scratch`.
 
         Returns:
@@ -260,7 +280,7 @@ def sum_kernel(name: str, read_sum: Callable[..., Any]) -> Any:
             blocks: block table.
             x: coordinates in the compute dtype.
             keys: dither keys of each rank, see `dither.block_keys`.
-            c: constants of the family.
+            c: `Constants`.
             s: `Scratch`.
         """
         not_finite = 0

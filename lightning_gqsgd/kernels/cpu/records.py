@@ -1,7 +1,7 @@
 """Records that consist of a scale and codes of a fixed width, for the families with such records.
 
 Each function here returns a compiled function, built from the functions of a family for the numbers of a block. Common
-arguments of the compiled functions: ``c``, the constants of the family; ``s``, a `blocks.Scratch`; ``block``, the
+arguments of the compiled functions: ``c``, a `blocks.Constants`; ``s``, a `blocks.Scratch`; ``block``, the
 block's row of the table.
 """
 

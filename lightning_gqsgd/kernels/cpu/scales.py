@@ -21,15 +21,18 @@ class Form(NamedTuple):
         largest: the largest finite number of the compute dtype.
         limit: the largest finite number of the gradient dtype, in the compute dtype.
         mask: all bits of the compute dtype except for the sign, as a signed integer of the same width.
+        up: 1 + 2 ulp, see `codecs.linear.codec`.
         scale: 0 in the unsigned integer type of a scale on the wire.
-        shift, infinity, tiny: see `kernels.wire.ScaleFormat`.
+        mantissa, shift, infinity, tiny: see `kernels.wire.ScaleFormat`.
     """
 
     zero: np.floating
     largest: np.floating
     limit: np.floating
     mask: np.signedinteger
+    up: np.floating
     scale: np.unsignedinteger
+    mantissa: int
     shift: int
     infinity: int
     tiny: int
@@ -45,7 +48,9 @@ def form_of(dtype: torch.dtype) -> Form:
         largest=real(np.finfo(real).max),
         limit=real(torch.finfo(dtype).max),
         mask=wide(np.iinfo(wide).max),
+        up=real(1 + 2 * np.finfo(real).eps),
         scale={2: np.uint16, 4: np.uint32}[fields.nbytes](0),
+        mantissa=fields.mantissa,
         shift=fields.shift,
         infinity=fields.infinity,
         tiny=fields.tiny,

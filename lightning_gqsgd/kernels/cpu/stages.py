@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels import reference
-from lightning_gqsgd.kernels.cpu.blocks import LONGEST_TOGETHER, TOGETHER, Received, Scratch, Sent
+from lightning_gqsgd.kernels.cpu.blocks import LONGEST_TOGETHER, TOGETHER, Constants, Received, Scratch, Sent
 from lightning_gqsgd.kernels.cpu.narrow import round_blocks
 from lightning_gqsgd.kernels.cpu.rotation import Rotation, roots_of, rotate_blocks
 from lightning_gqsgd.kernels.cpu.scales import form_of
@@ -30,6 +31,7 @@ from lightning_gqsgd.kernels.wire import (
     NO_ORIGIN,
     Key,
     Origin,
+    Share,
     float_type,
     integer_type,
     scale_format,
@@ -66,14 +68,14 @@ def combine(mine: Tensor, theirs: Tensor, how: Coding, key: Key) -> None:
     if family is None:
         reference.combine(mine, theirs, how, key)
         return
-    family.combine(mine.numpy(), theirs.numpy(), how.blocks.numpy(), how.q, _keys_of([key], how.origin)[0])
+    family.combine(mine.numpy(), theirs.numpy(), how.blocks.numpy(), how.q, _key_of(key, how.origin))
 
 
 def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, factor: float, limit: int) -> None:
     """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`."""
     values = x.detach().numpy()
     bits = out.view(torch.int16).numpy().view(np.uint16)
-    round_blocks(values, blocks.numpy(), _keys_of([key])[0], np.float32(factor), np.uint32(limit), bits)
+    round_blocks(values, blocks.numpy(), _key_of(key), np.float32(factor), np.uint32(limit), bits)
 
 
 def encode(x: Tensor, how: Coding, wire: Tensor, key: Key, scales: Tensor | None = None) -> None:
@@ -83,7 +85,7 @@ def encode(x: Tensor, how: Coding, wire: Tensor, key: Key, scales: Tensor | None
         reference.encode(x, how, wire, key, scales)
         return
     given = coder.nothing_sent.scales if scales is None else scales.numpy()
-    sent = Sent(wire.numpy(), _keys_of([key], how.origin)[0], given)
+    sent = Sent(wire.numpy(), _key_of(key, how.origin), given)
     coder.run(_widened(x, how.blocks), how, coder.nothing_received, sent)
 
 
@@ -93,7 +95,7 @@ def reduce(wires: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], own: int,
     if coder is None:
         reference.reduce(wires, how, x, keys, own, out, out_key)
         return
-    sent = Sent(out.numpy(), _keys_of([out_key], how.origin)[0], coder.nothing_sent.scales)
+    sent = Sent(out.numpy(), _key_of(out_key, how.origin), coder.nothing_sent.scales)
     coder.run(_widened(x, how.blocks), how, _received(wires, _keys_of(keys, how.origin), own), sent)
 
 
@@ -135,7 +137,7 @@ class _Coder(NamedTuple):
     """
 
     kernel: Any
-    constants: Any
+    constants: Constants
     block_size: int
     dtype: torch.dtype
     nothing_received: Received | None
@@ -157,16 +159,16 @@ def _coder(q: Quantiser, dtype: torch.dtype, sources: int) -> _Coder | None:
         return None
     # With an empty list of messages, encoding uses the same machine code as decoding. Families whose messages are added
     # decode with another kernel, and None leaves the decoder out of this kernel.
-    no_messages = Received(np.empty(0, np.uint8), 0, _keys_of([]), -1)
-    no_message = Sent(np.empty(0, np.uint8), _keys_of([(0, 0)])[0], np.empty(0, integer_type(dtype)))
-    constants = family.constants(q, dtype, sources)
+    no_messages = Received(np.empty(0, np.uint8), 0, _keys_of([], NO_ORIGIN), -1)
+    no_message = Sent(np.empty(0, np.uint8), _key_of((0, 0)), np.empty(0, integer_type(dtype)))
     is_for_sums = hasattr(family, "is_for_sums") and family.is_for_sums(q)
     nothing_received = None if is_for_sums else no_messages
+    constants = _constants(family, q, dtype, sources)
     return _Coder(family.codec(q), constants, q.block_size, dtype, nothing_received, no_message)
 
 
 @lru_cache
-def _sum_decoder(q: Quantiser, dtype: torch.dtype, sources: int) -> tuple[Any, Any] | None:
+def _sum_decoder(q: Quantiser, dtype: torch.dtype, sources: int) -> tuple[Any, Constants] | None:
     """Returns the kernel that decodes sums of ``sources`` messages, and its constants, or None if the family has no
     kernels for CPUs.
 
@@ -178,7 +180,17 @@ def _sum_decoder(q: Quantiser, dtype: torch.dtype, sources: int) -> tuple[Any, A
         return None
     if not hasattr(family, "summed"):
         raise NotImplementedError(f"messages of {q} cannot be added up: take a linear or an exponential codec")
-    return family.summed(q), family.constants(q, dtype, sources)
+    return family.summed(q), _constants(family, q, dtype, sources)
+
+
+def _constants(family: ModuleType, q: Quantiser, dtype: torch.dtype, sources: int) -> Constants:
+    """Returns the constants of a quantiser, for messages or sums of ``sources`` sources."""
+    share = Share.of(sources)
+    real = float_type(dtype)
+    roots = roots_of(q.block_size, dtype) if q.kind.is_padded else None
+    return Constants(
+        form_of(dtype), q.bits, real(share.each), real(share.rest), roots, family.numbers_of(q, dtype, sources)
+    )
 
 
 class _Widened(NamedTuple):
@@ -221,15 +233,19 @@ def _received(wires: Tensor, keys: np.ndarray, own: int | None) -> Received:
     return Received(wires.flatten().numpy(), wires.shape[1], keys, -1 if own is None else own)
 
 
-def _keys_of(streams: Sequence[Key], origin: Origin = NO_ORIGIN) -> np.ndarray:
-    """Returns the keys of streams as `dither.block_keys` takes them, uint32 [streams, 4]."""
-    rows = [(low, high, origin.parameter, origin.block) for low, high in streams]
-    return np.array(rows, dtype=np.uint32).reshape(-1, 4)
+def _key_of(key: Key, origin: Origin = NO_ORIGIN) -> np.ndarray:
+    """Returns the keys of a stream as `dither.block_keys` takes them, uint32 [4]."""
+    return np.array((*key, *origin), np.uint32)
+
+
+def _keys_of(streams: Sequence[Key], origin: Origin) -> np.ndarray:
+    """Returns the keys of several streams, uint32 [streams, 4]; see `_key_of`."""
+    return np.array([(*key, *origin) for key in streams], np.uint32).reshape(-1, 4)
 
 
 def _rotation_of(key: Key, origin: Origin, block_size: int, dtype: torch.dtype) -> Rotation:
     """Returns the rotation with a key, for blocks of at most ``block_size`` coordinates and a gradient dtype."""
-    return Rotation(_keys_of([key], origin)[0], roots_of(block_size, dtype))
+    return Rotation(_key_of(key, origin), roots_of(block_size, dtype))
 
 
 class _ScratchByThread(threading.local):
