@@ -36,7 +36,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve_each
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.fsdp_changes import ModelChanges
-from lightning_gqsgd.frameworks.fsdp_hooks import Hooks, check_hooks, set_hooks
+from lightning_gqsgd.frameworks.fsdp_hooks import check_hooks, set_hooks
 from lightning_gqsgd.frameworks.fsdp_modules import (
     Partial,
     ShardedGroup,
@@ -574,7 +574,7 @@ class GQSGDFSDPState:
 
     def _install(self, model: nn.Module) -> None:
         self._said: set[tuple[str, int]] = set()  # warnings, and groups about which users have had them
-        self._hooks = Hooks(self._average is not None, self._scatter is not None, self._gather is not None)
+        self._hooks = [one is not None for one in (self._average, self._scatter, self._gather)]
         if self._average is not None:
             for group in self._groups:
                 group.leave_replicas_to_hook()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,24 +12,14 @@ from torch import Tensor
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.fsdp_modules import ShardedGroup
 
-
-class Reduces(Protocol):
-    """The object that the hooks call: `fsdp.GQSGDFSDPState`."""
-
-    def average(self, group: ShardedGroup, reduced: Tensor) -> None:
-        """Replace a module's gradient by its mean over replicas."""
-
-    def scatter(self, group: ShardedGroup, output: Tensor, gradients: Tensor, op: Any) -> None:
-        """Write this rank's shard of a module's reduced gradient."""
-
-    def gather(self, group: ShardedGroup, weights: Tensor, own: Tensor, ranks: dist.ProcessGroup) -> None:
-        """Write all ranks' shards of a module's weights."""
+if TYPE_CHECKING:
+    from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState
 
 
-class _Comm:
-    """Stands in for a collective of the backend, behind torch's `Comm` interface."""
+class _Hook:
+    """What FSDP calls for one module: its all-reduce hook, or, behind torch's `Comm` interface, another collective."""
 
-    def __init__(self, state: Reduces, group: ShardedGroup) -> None:
+    def __init__(self, state: GQSGDFSDPState, group: ShardedGroup) -> None:
         self.state = state
         self._group = group
 
@@ -39,67 +28,56 @@ class _Comm:
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
 
-class _AllGather(_Comm):
-    """Stands in for the backend's all-gather."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        """Gather by `GQSGDFSDPState.gather`. With ``async_op``, FSDP also accepts that nothing is left to wait for."""
-        self.state.gather(self._group, output_tensor, input_tensor, group)
+class _AllReduce(_Hook):
+    def __call__(self, reduced: Tensor) -> None:
+        self.state.average(self._group, reduced)
 
 
-class _ReduceScatter(_Comm):
-    """Stands in for the backend's reduce-scatter."""
-
+class _ReduceScatter(_Hook):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Reduce by `GQSGDFSDPState.scatter`. FSDP never asks for ``async_op``."""
-        assert not async_op
+        assert not async_op  # FSDP never asks for it
         self.state.scatter(self._group, output_tensor, input_tensor, op)
 
 
-class Hooks(NamedTuple):
-    """The collectives of FSDP that a state stands in for.
+class _AllGather(_Hook):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        # With ``async_op``, FSDP also accepts that nothing is left to wait for.
+        self.state.gather(self._group, output_tensor, input_tensor, group)
 
-    Attributes:
-        averages: whether there is an all-reduce hook.
-        scatters: whether there is a reduce-scatter.
-        gathers: whether there is an all-gather.
+
+#: The hooks in the order of `ShardedGroup.hooks`, each with its name, and the method of torch that replaces it.
+_KINDS = (
+    (_AllReduce, "all-reduce hook", "set_all_reduce_hook"),
+    (_ReduceScatter, "custom reduce-scatter", "set_custom_reduce_scatter"),
+    (_AllGather, "custom all-gather", "set_custom_all_gather"),
+)
+
+
+def set_hooks(state: GQSGDFSDPState, groups: Sequence[ShardedGroup], wanted: Sequence[bool]) -> None:
+    """Set the hooks of all modules, which call ``state``.
+
+    Args:
+        state: the state.
+        groups: the modules.
+        wanted: whether there is an all-reduce hook, a reduce-scatter and an all-gather.
     """
-
-    averages: bool
-    scatters: bool
-    gathers: bool
-
-
-def set_hooks(state: Reduces, groups: Sequence[ShardedGroup], hooks: Hooks) -> None:
-    """Set the hooks of all modules, which call ``state``."""
     for group in groups:
-        group.set_hooks(
-            partial(state.average, group) if hooks.averages else None,
-            _ReduceScatter(state, group) if hooks.scatters else None,
-            _AllGather(state, group) if hooks.gathers else None,
-        )
+        kinds = zip(_KINDS, wanted, strict=True)
+        group.set_hooks([kind(state, group) if is_wanted else None for (kind, *_), is_wanted in kinds])
 
 
-def check_hooks(state: Reduces, groups: Sequence[ShardedGroup], hooks: Hooks) -> None:
+def check_hooks(state: GQSGDFSDPState, groups: Sequence[ShardedGroup], wanted: Sequence[bool]) -> None:
     """Raise ConfigError if a module has lost a hook to a later one; the arguments are those of `set_hooks`."""
     for group in groups:
-        all_reduce, reduce_scatter, all_gather = group.hooks
-        if hooks.averages and getattr(getattr(all_reduce, "func", None), "__self__", None) is not state:
-            raise ConfigError(_lost(group, "all-reduce hook", "set_all_reduce_hook"))
-        if hooks.scatters and getattr(reduce_scatter, "state", None) is not state:
-            raise ConfigError(_lost(group, "custom reduce-scatter", "set_custom_reduce_scatter"))
-        if hooks.gathers and getattr(all_gather, "state", None) is not state:
-            raise ConfigError(_lost(group, "custom all-gather", "set_custom_all_gather"))
-
-
-def _lost(group: ShardedGroup, kind: str, setter: str) -> str:
-    return (
-        f"module {group.name!r} no longer has the {kind} of register_gqsgd_fsdp, and FSDP calls one only, so nobody "
-        f"would reduce its gradients, or gather its weights, as agreed: do not call {setter} afterwards, and do what "
-        "that hook is for after the backward pass; to let the other hook do it, close the state of register_gqsgd_fsdp "
-        "first"
-    )
+        for (_, name, setter), hook, is_wanted in zip(_KINDS, group.hooks, wanted, strict=True):
+            if is_wanted and getattr(hook, "state", None) is not state:
+                raise ConfigError(
+                    f"module {group.name!r} no longer has the {name} of register_gqsgd_fsdp, and FSDP calls one only, "
+                    "so nobody would reduce its gradients, or gather its weights, as agreed: do not call "
+                    f"{setter} afterwards, and do what that hook is for after the backward pass; to let the other hook "
+                    "do it, close the state of register_gqsgd_fsdp first"
+                )

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 #: Largest number of lengths of selections of parameters that `present` compares.
 MOST_LENGTHS = 1 << 12
 
+#: Where FSDP has its all-reduce hook, its reduce-scatter and its all-gather; torch before 2.9 has only the first.
+_HOOKS = ("_all_reduce_hook", "_reduce_scatter_comm", "_all_gather_comm")
+
 
 @dataclass(frozen=True)
 class ShardedParameter(Parameter):
@@ -153,11 +156,9 @@ class ShardedGroup:
 
     @property
     def hooks(self) -> tuple[Any, Any, Any]:
-        """The all-reduce hook, the reduce-scatter and the all-gather that FSDP calls now; torch before 2.9 has only the
-        first."""
-        inner = self.inner
-        comms = (getattr(inner, name, None) for name in ("_reduce_scatter_comm", "_all_gather_comm"))
-        return inner._all_reduce_hook, *comms
+        """The all-reduce hook, the reduce-scatter and the all-gather that FSDP calls now."""
+        all_reduce, reduce_scatter, all_gather = (getattr(self.inner, name, None) for name in _HOOKS)
+        return all_reduce, reduce_scatter, all_gather
 
     @property
     def trained(self) -> str:
@@ -176,18 +177,14 @@ class ShardedGroup:
         order = getattr(inner, "_reduce_scatter_param_indices", None) or range(len(self.parameters))
         return [self.parameters[i] for i in order if inner.fsdp_params[i].sharded_param.requires_grad]
 
-    def set_hooks(self, all_reduce: Any = None, reduce_scatter: Any = None, all_gather: Any = None) -> None:
-        """Set what FSDP calls, see `hooks`; None leaves it as it is.
+    def set_hooks(self, hooks: Sequence[Any]) -> None:
+        """Set `hooks`; None leaves one as it is.
 
         FSDP's own setters refuse modules of which it reduces the parameters in several groups.
         """
-        inner = self.inner
-        if all_reduce is not None:
-            inner._all_reduce_hook = all_reduce
-        if reduce_scatter is not None:
-            inner._reduce_scatter_comm = reduce_scatter
-        if all_gather is not None:
-            inner._all_gather_comm = all_gather
+        for name, hook in zip(_HOOKS, hooks, strict=True):
+            if hook is not None:
+                setattr(self.inner, name, hook)
 
     def weights(self, number: int, step: int) -> Weights | None:
         """Returns some weights of this rank's shard of a parameter, others in each step, for replicas to compare."""

@@ -54,7 +54,7 @@ def _trained(rank: int) -> dict[str, Any]:
     }.items():
         model, state = quantised(on, hooks)
         groups = [group.inner for group in state._groups]
-        assert [group._all_reduce_hook.func for group in groups] == [state.average] * 3
+        assert [group._all_reduce_hook.state for group in groups] == [state] * 3
         comms = {type(group._reduce_scatter_comm).__name__ for group in groups}
         assert comms == {"_ReduceScatter" if name == "both" else "DefaultReduceScatter"}
         losses[name], found[name] = train(model, rank, range(12)), weight_bits(model)
