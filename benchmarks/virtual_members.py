@@ -25,6 +25,7 @@ from lightning_gqsgd.local_steps.choosing import make_local
 from lightning_gqsgd.local_steps.fragments import fragments_of
 from lightning_gqsgd.local_steps.merges.contribution import Contribution
 from lightning_gqsgd.local_steps.merges.merge import Member, Merge, Requests, merge
+from lightning_gqsgd.local_steps.merges.rows import Flag
 from lightning_gqsgd.local_steps.merges.shared import SharedState
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import make_outer
@@ -135,10 +136,11 @@ class VirtualMember:
             positions = [bundle.flat_tensors() for bundle in self._fragment.bundles]
             samples = self._steps * self._training.batch
             self._pending = Contribution(
-                self._contributions, self._starts, positions, samples, self._steps, _NO_INTEGERS, is_last
+                self._contributions, self._starts, positions, samples, self._steps, _NO_INTEGERS
             )
             self._steps = 0
-        return merge(self.shared, self.member, self._pending, outlier=outlier, has_finished=is_last)
+        flags = Flag.HAS_FINISHED if is_last else Flag(0)
+        return merge(self.shared, self.member, self._pending, outlier=outlier, flags=flags)
 
     @torch.no_grad()
     def end_merge(self, found: Merge) -> None:

@@ -240,7 +240,7 @@ class TorchftMembers(Members):
             if isinstance(request, Rejoin):
                 return self.start_after(0)
             assert isinstance(request, Commit)
-            if not request.is_good:
+            if request.problem:
                 raise MergeFailed(request.problem)
             manager = self._connected()
             is_merged = bool(manager.should_commit())

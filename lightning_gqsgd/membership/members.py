@@ -72,11 +72,9 @@ class Commit:
     """A request to decide whether the merge is valid on this member. The answer is True or False.
 
     Attributes:
-        is_good: False if it is not valid, because the members do not fit together.
-        problem: what does not fit, for messages.
+        problem: what does not fit if it is not valid because the members do not fit together; empty otherwise.
     """
 
-    is_good: bool = True
     problem: str = ""
 
 

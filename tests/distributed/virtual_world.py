@@ -342,7 +342,7 @@ class VirtualWorld:
             return
         if isinstance(request, Commit):
             # The vote is a member's own: it is lost with the member, or not at all.
-            self._answer(member, request.is_good and not self._happens(self.schedule.losses))
+            self._answer(member, not request.problem and not self._happens(self.schedule.losses))
             return
         waiting = self._exchange.setdefault("waiting", {})
         waiting[member.name] = (member, request)

@@ -189,7 +189,7 @@ def test_ranks_of_a_process_group_come_so_late_in_a_long_round_that_none_waits_f
     members: Any = SimpleNamespace(waits_for_all=True, patience_s=30.0)
     thread = MergeThread(members, state_of(0.0), Member(1, "one"), rounds, 10.0, torch.device("cpu"))
     if is_ready:
-        thread.finish()
+        thread._has_finished = True
     assert thread._due_after_s() == due_after_s
 
 
@@ -434,7 +434,7 @@ def test_an_outer_optimizer_that_one_member_has_changed_is_named(
                 FixedMembers(engine, GQSGDConfig()).answer(answer)
         assert not caplog.records  # none of them takes what the other one has
     else:
-        assert merges[1].send(None) == Commit(False, answers[1].problem)
+        assert merges[1].send(None) == Commit(answers[1].problem)
         assert "member m1 is not one of the largest group of 2 members, and takes their state" in caplog.text
 
 
@@ -529,10 +529,11 @@ def merged(
     sent: Sequence[Contribution | None],
     overflow: float = 0.0,
     sums: list[int] | None = None,
+    **options: Any,
 ) -> list[Any]:
     """The merge of each of several members, which ask at once; ``overflow`` is added to each sum, whose number is
     noted."""
-    members = [merge(state, Member(own, f"host-{own}"), sent[own]) for own, state in enumerate(states)]
+    members = [merge(state, Member(own, f"host-{own}"), sent[own], **options) for own, state in enumerate(states)]
     answers: list[Any] = [None] * len(members)
     found: list[Merge | None] = []
     while not found:
@@ -551,7 +552,7 @@ def merged(
             elif isinstance(request, Sum):
                 answers[own] = torch.stack([each.x for each in requests]).sum(0) + overflow
             else:
-                answers[own] = request.is_good
+                answers[own] = not request.problem
         if sums is not None:
             sums += [request.number for request in requests if isinstance(request, Sum)]
     return found
@@ -604,13 +605,13 @@ def test_members_with_other_anchors_than_most_load_those_in_the_next_merge() -> 
     assert [state.merges for state in states] == [5, 0, 5]
 
 
-@pytest.mark.parametrize(("has_finished", "end"), [(False, 2.0), (True, 1.0)])
-def test_the_last_merge_is_the_mean_of_models_whatever_the_outer_optimizer(has_finished: bool, end: float) -> None:
+@pytest.mark.parametrize(("flags", "end"), [(Flag(0), 2.0), (Flag.HAS_FINISHED, 1.0)])
+def test_the_last_merge_is_the_mean_of_models_whatever_the_outer_optimizer(flags: Flag, end: float) -> None:
     states = [state_of(3.0), state_of(3.0)]
     for state in states:
         state.outer.param_groups[0]["lr"] = 0.5
-    found = merged(states, [went(1.0, has_finished=has_finished)] * 2)
-    assert [one.is_last for one in found] == [has_finished] * 2
+    found = merged(states, [went(1.0)] * 2, flags=flags)
+    assert [one.is_last for one in found] == [bool(flags)] * 2
     assert anchors(states) == [end] * 2
 
 

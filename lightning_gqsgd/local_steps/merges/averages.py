@@ -384,7 +384,6 @@ class MergedAverages:
             self._settle()
         if not self._must_leave:
             self._hand_over(has_finished=True)
-            self._thread.finish()
         while not (self._must_leave or self._thread.wait_finished(_LOOK_S)):
             pass
         if self._must_leave:
@@ -598,11 +597,10 @@ class MergedAverages:
                 weight,
                 self._steps_since,
                 self._integers.read(),
-                has_finished,
             )
             self._samples_since = 0
             self._steps_since = 0
-            self._thread.hand_over(self._pending)
+            self._thread.hand_over(self._pending, has_finished=has_finished)
 
     @contextmanager
     def _or_closed(self) -> Iterator[None]:

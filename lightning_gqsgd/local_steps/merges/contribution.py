@@ -23,7 +23,6 @@ class Contribution:
         samples: number of samples that the steps in between have used, or another weight if there were no steps.
         steps: number of those steps.
         integers: the member's buffers that are not averaged, as int64 numbers; see `buffers.IntegerValues`.
-        has_finished: whether the member makes no more steps.
     """
 
     number: int
@@ -32,7 +31,6 @@ class Contribution:
     samples: int
     steps: int
     integers: Tensor
-    has_finished: bool = False
 
     def changes(self, bundles: Sequence[Bundle]) -> list[Tensor]:
         """Returns the change of each bundle, [numel].

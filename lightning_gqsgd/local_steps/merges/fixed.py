@@ -57,7 +57,7 @@ class FixedMembers(Members):
                 return communicator.gather(row, "gathering what ranks tell each other in a merge").cpu()
         if isinstance(request, Sum):
             return self._sum(request)
-        if isinstance(request, Commit) and request.is_good:
+        if isinstance(request, Commit) and not request.problem:
             return True
         assert isinstance(request, Commit | Rejoin)
         raise CollectiveError(

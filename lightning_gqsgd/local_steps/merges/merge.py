@@ -15,13 +15,14 @@ import logging
 import math
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_gqsgd.errors import CollectiveError, counted
+from lightning_gqsgd.local_steps.fragments import Bundle
 from lightning_gqsgd.local_steps.merges.contribution import Contribution, norm_of, parameters_in
 from lightning_gqsgd.local_steps.merges.rows import Flag, Row, Shares, are_last, majority, shares_of
 from lightning_gqsgd.local_steps.merges.shared import SharedState
@@ -89,8 +90,7 @@ def merge(
     *,
     step_s: float = 0.0,
     outlier: float = math.inf,
-    has_finished: bool = False,
-    is_idle: bool = False,
+    flags: int = 0,
 ) -> Requests:
     """Make one merge: yield all requests that it needs, and apply it.
 
@@ -100,8 +100,7 @@ def merge(
         contribution: its change; None if it sends none in this merge.
         step_s: seconds that one of its steps takes.
         outlier: see `rows.shares_of`.
-        has_finished: whether it makes no more steps, and has no other change to send.
-        is_idle: see `rows.Flag`.
+        flags: HAS_FINISHED or IS_IDLE, see `rows.Flag`.
     """
     quorum: Quorum = yield Meet()
     if quorum.state is not None:
@@ -109,8 +108,17 @@ def merge(
     was_counted = contribution is not None and shared.has_settled(member.identity, contribution.number)
     sent = None if was_counted else contribution
     changes = [] if sent is None else sent.changes(shared.fragment.bundles)
-    flags = Flag.HAS_FINISHED if has_finished else Flag.IS_IDLE if is_idle else Flag(0)
-    row = _row(shared, member, sent, changes, step_s, flags)
+    row = Row(
+        member.identity,
+        member.name,
+        shared.merges,
+        shared.checksum(),
+        digest_of(describe_outer(shared.outer)),
+        step_s=step_s,
+        flags=Flag(flags),
+    )
+    if sent is not None:
+        row = _with_change(row, sent, shared.fragment.bundles, changes)
     rows = [Row.of(each) for each in (yield Gather(row.tensor()))]
     gathered_at = time.monotonic()
     if len({each.known for each in rows}) > 1:
@@ -173,40 +181,13 @@ def _part(shared: SharedState, own: Row, rows: Sequence[Row]) -> Generator[Reque
             len(rows),
         )
         shared.forget()
-    yield Commit(is_good=False, problem=f"members have different {what}")
+    yield Commit(f"members have different {what}")
 
 
-def _row(
-    shared: SharedState,
-    member: Member,
-    sent: Contribution | None,
-    changes: Sequence[Tensor],
-    step_s: float,
-    flags: Flag,
-) -> Row:
-    """Returns the row of this member. ``flags`` are those that do not follow from what it sends."""
-    norm = 0.0
-    if sent is not None:
-        cut = [
-            change.tensor_split([parameters_in(bundle)])
-            for bundle, change in zip(shared.fragment.bundles, changes, strict=True)
-        ]
-        norm = norm_of([of_parameters for of_parameters, _ in cut])
-        flags |= Flag.HAS_CHANGE
-        if math.isfinite(norm + norm_of([of_buffers for _, of_buffers in cut])):
-            flags |= Flag.IS_FINITE
-    if sent is not None and sent.has_finished:
-        flags |= Flag.HAS_FINISHED
-    return Row(
-        member.identity,
-        member.name,
-        shared.merges,
-        shared.checksum(),
-        digest_of(describe_outer(shared.outer)),
-        contribution=0 if sent is None else sent.number,
-        samples=0 if sent is None else sent.samples,
-        steps=0 if sent is None else sent.steps,
-        step_s=step_s,
-        norm=norm,
-        flags=flags,
-    )
+def _with_change(row: Row, sent: Contribution, bundles: Sequence[Bundle], changes: Sequence[Tensor]) -> Row:
+    """Returns the row of a member that sends the change of a contribution."""
+    cut = [change.tensor_split([parameters_in(bundle)]) for bundle, change in zip(bundles, changes, strict=True)]
+    norm = norm_of([of_parameters for of_parameters, _ in cut])
+    is_finite = math.isfinite(norm + norm_of([of_buffers for _, of_buffers in cut]))
+    flags = row.flags | Flag.HAS_CHANGE | (Flag.IS_FINITE if is_finite else 0)
+    return replace(row, contribution=sent.number, samples=sent.samples, steps=sent.steps, norm=norm, flags=flags)

@@ -104,25 +104,23 @@ class MergeThread:
             self._thread.start()
             return
         while True:
-            found = self._merge(None, has_finished=False)
+            found = self._merge(None, Flag(0))
             if found is not None:
                 self._take(found, None)
                 self._thread.start()
                 return
 
-    def hand_over(self, contribution: Contribution) -> None:
-        """Merge a contribution as soon as the others merge. The previous contribution must be settled."""
+    def hand_over(self, contribution: Contribution, *, has_finished: bool) -> None:
+        """Merge a contribution as soon as the others merge. The previous contribution must be settled.
+
+        ``has_finished``: whether this member makes no more steps.
+        """
         with self._changed:
             assert self._contribution is None
             self._contribution = contribution
+            self._has_finished = has_finished
             self._rests = False  # if the others have left this member behind
             self._settled_by = None
-            self._changed.notify_all()
-
-    def finish(self) -> None:
-        """Say in the next merges that this member makes no more steps."""
-        with self._changed:
-            self._has_finished = True
             self._changed.notify_all()
 
     def go_on(self) -> None:
@@ -195,10 +193,8 @@ class MergeThread:
             while self._wait_until_due():
                 with self._changed:
                     contribution = self._contribution
-                    # A contribution has its own flag that says whether it is the last.
-                    has_finished = self._has_finished and contribution is None
-                    is_idle = self._is_idle() and contribution is None
-                found = self._merge(contribution, has_finished, is_idle)
+                    flags = Flag.HAS_FINISHED if self._has_finished else Flag.IS_IDLE if self._is_idle() else Flag(0)
+                found = self._merge(contribution, flags)
                 if found is not None:
                     self._take(found, contribution)
         except BaseException as error:
@@ -233,13 +229,13 @@ class MergeThread:
 
     def _is_idle(self) -> bool:
         """Returns whether members that have finished have waited in vain for a step of this one."""
-        if self._others_wait_since is None or self._has_finished:
+        if self._others_wait_since is None or self._contribution is not None:
             return False
         since = max(self._others_wait_since, self._rounds.latest_step)
         # A step may take longer than members wait for each other's messages.
         return time.monotonic() - since > self._members.patience_s + self._rounds.step_s
 
-    def _merge(self, contribution: Contribution | None, has_finished: bool, is_idle: bool = False) -> Merge | None:
+    def _merge(self, contribution: Contribution | None, flags: Flag) -> Merge | None:
         """Try to make a merge. Returns None if it failed.
 
         Raises:
@@ -251,8 +247,7 @@ class MergeThread:
             contribution,
             step_s=self._rounds.step_s,
             outlier=self._outlier,
-            has_finished=has_finished,
-            is_idle=is_idle,
+            flags=flags,
         )
         problem: Exception | None = None
         try:
