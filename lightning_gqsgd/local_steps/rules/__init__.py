@@ -9,6 +9,7 @@ from lightning_gqsgd.errors import ConfigError, check_one_of
 from lightning_gqsgd.local_steps.rules.base import (
     Averager,
     Exchanges,
+    Mean,
     MeanOf,
     PendingMean,
     Rule,
@@ -16,7 +17,6 @@ from lightning_gqsgd.local_steps.rules.base import (
     RuleRequests,
 )
 from lightning_gqsgd.local_steps.rules.censored import Censored
-from lightning_gqsgd.local_steps.rules.mean import Mean
 from lightning_gqsgd.local_steps.rules.multi_step import MultiStep
 from lightning_gqsgd.local_steps.rules.predicted import Predicted
 

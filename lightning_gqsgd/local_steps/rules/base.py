@@ -7,7 +7,6 @@ same objects run over process groups (`PendingMean`) and over virtual workers of
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -69,10 +68,18 @@ RuleRequest = MeanOf | Exchanges
 RuleRequests = Generator[RuleRequest, Tensor, Tensor]
 
 
-class Averager(ABC):
-    """Makes the requests of one rank to average one bundle, and keeps its memory between averages."""
+class Averager:
+    """Makes the requests of one rank to average one bundle, and keeps its memory between averages.
 
-    @abstractmethod
+    This one has no memory, and asks for the mean in one message.
+
+    Args:
+        bundle: the tensors that are averaged, with their anchors.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+
     def requests(self, change: Tensor) -> RuleRequests:
         """Ask for the mean of all ranks' changes.
 
@@ -81,6 +88,7 @@ class Averager(ABC):
         Args:
             change: the change of this rank, [numel]; it may be overwritten.
         """
+        return (yield MeanOf(change, self._bundle.segments))
 
     def state(self) -> dict[str, Tensor]:
         """Returns the memory by name: the tensors themselves, not copies."""
@@ -93,7 +101,7 @@ class Averager(ABC):
 
 
 @dataclass(frozen=True)
-class Rule(ABC):
+class Rule:
     """Base class of rules, which compute one mean change of a bundle from the ranks' changes.
 
     Attributes:
@@ -107,10 +115,9 @@ class Rule(ABC):
         """The largest number of requests of one average. Steps wait for all requests after the first."""
         return 1
 
-    def check(self, config: GQSGDConfig) -> None:  # noqa: B027  # most rules support every configuration
+    def check(self, config: GQSGDConfig) -> None:
         """Raise ConfigError for a compression, with the chosen reducer, that the rule does not support."""
 
-    @abstractmethod
     def averager(self, bundle: Bundle, ranks: int) -> Averager:
         """Returns the averager of a rank.
 
@@ -118,6 +125,12 @@ class Rule(ABC):
             bundle: the tensors that are averaged, with their anchors.
             ranks: number of ranks.
         """
+        return Averager(bundle)
+
+
+@dataclass(frozen=True)
+class Mean(Rule):
+    """The default rule `mean`: the mean of all changes, in one message of each rank."""
 
 
 class PendingMean:

@@ -53,20 +53,18 @@ class Censored(Rule):
         check_real("threshold", self.threshold, 0, float("inf"))
 
     def check(self, config: GQSGDConfig) -> None:
-        """Raise ConfigError for a compression that the rule does not support."""
         if config.reducer != "native":
             raise ConfigError(
                 f"rule='censored' sends differences as they are, without reducer={config.reducer!r}; take bits=32"
             )
 
     def averager(self, bundle: Bundle, ranks: int) -> Averager:
-        """Returns the averager of one bundle, as `Rule.averager` specifies."""
         return _CensoredAverager(self, bundle, ranks)
 
 
 class _CensoredAverager(Averager):
     def __init__(self, rule: Censored, bundle: Bundle, ranks: int) -> None:
-        self._bundle = bundle
+        super().__init__(bundle)
         self._ranks = ranks
         self._threshold = rule.threshold
         anchors = bundle.flat_anchors()
@@ -84,7 +82,6 @@ class _CensoredAverager(Averager):
         super().take({"anchors": self._bundle.flat_anchors(), **state})
 
     def requests(self, change: Tensor) -> RuleRequests:
-        """Yield the requests of one average, as `Averager.requests` specifies."""
         anchors = self._bundle.flat_anchors()
         moved = float((anchors - self._anchors).double().square().sum())
         difference = change - self._sent

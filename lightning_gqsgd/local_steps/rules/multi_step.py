@@ -47,11 +47,9 @@ class MultiStep(Rule):
 
     @property
     def most_requests(self) -> int:
-        """Returns the largest number of requests of one average; see `Rule.most_requests`."""
         return self.messages
 
     def check(self, config: GQSGDConfig) -> None:
-        """Raise ConfigError for a compression that the rule does not support."""
         memories = {"memory": config.up}
         if config.reducer == "two_shot":
             memories["memory_down"] = config.down
@@ -63,18 +61,16 @@ class MultiStep(Rule):
                 )
 
     def averager(self, bundle: Bundle, ranks: int) -> Averager:
-        """Returns the averager of one bundle, as `Rule.averager` specifies."""
         return _MultiStepAverager(bundle, self.messages)
 
 
 class _MultiStepAverager(Averager):
     def __init__(self, bundle: Bundle, messages: int) -> None:
-        self._segments = bundle.segments
+        super().__init__(bundle)
         self._messages = messages
 
     def requests(self, change: Tensor) -> RuleRequests:
-        """Yield the requests of one average, as `Averager.requests` specifies."""
-        total = (yield MeanOf(change, self._segments)).clone()
+        total = (yield MeanOf(change, self._bundle.segments)).clone()
         for _ in range(self._messages - 1):
-            total += yield MeanOf(torch.zeros_like(total), self._segments)
+            total += yield MeanOf(torch.zeros_like(total), self._bundle.segments)
         return total

@@ -43,12 +43,12 @@ class Predicted(Rule):
     remembers: ClassVar[bool] = True
 
     def averager(self, bundle: Bundle, ranks: int) -> Averager:
-        """Returns the averager of one bundle, as `Rule.averager` specifies."""
         return _PredictedAverager(bundle)
 
 
 class _PredictedAverager(Averager):
     def __init__(self, bundle: Bundle) -> None:
+        super().__init__(bundle)
         self._sizes = [segment.numel for segment in bundle.segments]
         # The number of a parameter that no model has, for the chosen predictions.
         told = Segment(2**31 - 1 - bundle.segments[0].parameter, len(self._sizes) * _PREDICTIONS, raw=True)
@@ -63,7 +63,6 @@ class _PredictedAverager(Averager):
         return {"last": self._last, "count": self._count, "averages": self._averages}
 
     def requests(self, change: Tensor) -> RuleRequests:
-        """Yield the requests of one average, as `Averager.requests` specifies."""
         predictions = self._predictions()
         parts = [prediction.split(self._sizes) for prediction in predictions]
         wanted = change.split(self._sizes)
