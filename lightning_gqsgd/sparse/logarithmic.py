@@ -26,7 +26,7 @@ _HEAD = 2
 
 
 class LogarithmicRows:
-    """Rows as signs and powers of a base; see `rows.Rows`.
+    """Rows as signs and powers of a base; see `rows.Rows`. A message begins with the exponent of M.
 
     Args:
         table: the table.
@@ -47,11 +47,9 @@ class LogarithmicRows:
         self._middles = np.array([2 ** -((step + 0.5) / steps) for step in reversed(range(steps))])
 
     def nbytes(self, count: int) -> int:
-        """Returns the bytes of ``count`` rows, including the exponent of M."""
         return _HEAD + -(-count * self._width * self._bits // 8) if count else 0
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
-        """Write the exponent of M and the codes of a rank's rows into ``message``, uint8 [nbytes]."""
         values = touched.values.double().numpy()
         if not len(values):
             return
@@ -69,7 +67,6 @@ class LogarithmicRows:
         message.copy_(torch.from_numpy(np.concatenate([head, np.packbits(bits.astype(np.uint8))])))
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """Returns the decoded rows, [rows, width], in the compute dtype; ``rows`` are their numbers."""
         if not len(rows):
             return torch.zeros(0, self._width, dtype=self._dtype)
         received = message.numpy()

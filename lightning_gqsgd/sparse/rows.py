@@ -55,15 +55,12 @@ class RowsAsTheyAre:
         self._dtype = dtype
 
     def nbytes(self, count: int) -> int:
-        """Returns the bytes of so many rows."""
         return count * self._width * self._dtype.itemsize
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
-        """Write a rank's rows into ``message``, uint8 [nbytes], unchanged."""
         message.copy_(touched.values.contiguous().view(torch.uint8).view(-1))
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """Returns the rows that a rank has written, [rows, width], in the compute dtype."""
         return message.view(self._dtype).view(len(rows), self._width)
 
 
@@ -84,11 +81,9 @@ class RowsOfBf16:
         self._limit = largest(1)  # rows are added in the compute dtype, so no sum in bf16 can overflow
 
     def nbytes(self, count: int) -> int:
-        """Returns the bytes of so many rows."""
         return count * self._table.width * torch.bfloat16.itemsize
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
-        """Write a rank's rows into ``message``, uint8 [nbytes], as bf16 numbers, rounded at random."""
         # The kernels round only fp32 numbers. fp64 numbers that are too large for fp32 are clamped, to stay finite.
         wide = in_finite_range(touched.values, torch.float32).float().view(-1)
         small = torch.empty(len(wide), dtype=torch.bfloat16)
@@ -97,7 +92,6 @@ class RowsOfBf16:
         message.copy_(small.view(torch.uint8))
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """Returns the rows that a rank has written, [rows, width], in the compute dtype."""
         return message.view(torch.bfloat16).to(self._dtype).view(len(rows), self._table.width)
 
 
@@ -120,17 +114,14 @@ class CodedRows:
         self._store = new_store(setting, {}, torch.device("cpu"))
 
     def nbytes(self, count: int) -> int:
-        """Returns the bytes of so many rows."""
         return count * record_bytes(self._table, self._link.quantiser, self._scale_bytes, self._raw_bytes)
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
-        """Write a rank's rows into ``message``, uint8 [nbytes], as codes."""
         x = touched.values.contiguous().view(-1)
         outgoing = self._link.outgoing(x, self._part(touched.rows), self._keys.rotation, self._store)
         outgoing.encode(message, self._keys.up[rank])
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """Returns the rows that a rank has written, [rows, width], in the compute dtype."""
         out = torch.zeros(len(rows) * self._table.width, dtype=self._dtype)
         keys = (self._keys.up[rank],)
         self._link.decode(message.view(1, -1), self._part(rows), out, keys, self._keys.rotation, self._store)
