@@ -127,11 +127,12 @@ class GQSGDState:
         one_or_all = config if len(self._candidates) > 1 else self.config
         self._facts = facts_of(one_or_all, own_facts(config, model, numbered, post_local_sgd))
         self._digest = digest_of_facts(self._facts)
-        tables = tables_of(model.module, frozen=True, ignored=model.parameters_to_ignore)
-        sends_rows = bool(tables) and config.sparse != "refuse"
+        tables = {}
+        if config.sparse != "refuse":
+            tables = tables_of(model.module, frozen=True, ignored=model.parameters_to_ignore)
         # The calling thread starts all collectives of a step, or none. For post-local SGD, steps have a stamp.
         is_native = not self._compresses and post_local_sgd is None
-        direct = not sends_rows and (steering is not None or is_native)
+        direct = not tables and (steering is not None or is_native)
         sides = [Side(self._group, self._facts, self._candidates, direct=direct)]
         prepare = partial(self._prepare, list(tables.values()), dtypes[0])
         with open_engines(
@@ -142,7 +143,7 @@ class GQSGDState:
     def _prepare(self, tables: list[Tensor], dtype: torch.dtype, engine: Engine) -> None:
         """Make the parts for sparse gradients and for the noise of dense ones, and compile their kernels."""
         entries = [self._parameters.entries[id(table)] for table in tables]
-        self._sparse = SparseGradients.of(engine, self._candidates, entries, dtype)
+        self._sparse = SparseGradients(engine, self._candidates, entries, dtype) if entries else None
         if self._steering is not None:
             self._steering.compile(dtype, self._device)
 

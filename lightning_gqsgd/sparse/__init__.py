@@ -2,6 +2,6 @@
 
 The hook calls one entry point, `gradients.SparseGradients`. Every other file has one reason to exist: `options` (fields
 and refusals), `tables` (a table and its touched rows), `row_numbers` (how row numbers are written), `rows` (how rows
-are written), `logarithmic` (rows as powers of a base), `gathering` (the exchange of messages), `dense` (a table of
-which most rows are touched), `sketching` (sums of sketches), `missing` (a rank that has not used a table).
+are written), `logarithmic` (rows as powers of a base), `gathering` (the exchange of messages), `sketching` (sums of
+sketches), `missing` (a rank that has not used a table).
 """

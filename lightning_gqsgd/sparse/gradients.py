@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,11 +18,10 @@ from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, in_finite_range
 from lightning_gqsgd.reducers import StepKeys, Steps, new_store
-from lightning_gqsgd.reducers.base import ALL
+from lightning_gqsgd.reducers.base import ALL, side_by_side
 from lightning_gqsgd.session.parameters import Parameter
 from lightning_gqsgd.sparse import row_numbers
-from lightning_gqsgd.sparse.dense import dense_gradient, dense_mean
-from lightning_gqsgd.sparse.gathering import LENGTH_BYTES, Mean, gathered_lengths, gathered_mean
+from lightning_gqsgd.sparse.gathering import LENGTH_BYTES, Mean, gathered_lengths, gathered_mean, gathered_unions
 from lightning_gqsgd.sparse.rows import rows_for
 from lightning_gqsgd.sparse.sketching import sketched_mean
 from lightning_gqsgd.sparse.tables import Table, Touched, gradient_of, touched_rows
@@ -34,23 +31,19 @@ from lightning_gqsgd.wire.telemetry import BucketCounters
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class _Outcome:
-    """The gradient that a job computes; None if there was nothing to reduce."""
-
-    gradient: Tensor | None = None
-
-
 class SparseGradients:
     """Replaces sparse gradients by their mean over ranks.
 
     Args:
         engine: the engine that runs jobs. Creating this object may be a collective, so all ranks have to create one.
         configs: the configurations that steps may have, with the chosen reducers.
-        tables: the tables, for the log and the report.
+        tables: the tables of the model that may have sparse gradients.
+        dtype: dtype of the gradients. Kernels are compiled for its compute dtype, in which rows are encoded.
     """
 
-    def __init__(self, engine: Engine, configs: list[GQSGDConfig], tables: Sequence[Parameter]) -> None:
+    def __init__(
+        self, engine: Engine, configs: list[GQSGDConfig], tables: Sequence[Parameter], dtype: torch.dtype
+    ) -> None:
         self._engine = engine
         self._method = configs[0].sparse
         self._limit = configs[0].sparse_limit
@@ -61,32 +54,8 @@ class SparseGradients:
             setting = setting_of(config, engine.world_size, torch.float32)  # any dtype will do: the stages are the same
             later = [tuple(dict.fromkeys((ALL, *scopes))) for scopes in setting.reducer.scopes(setting)]
             engine.communicator.extend([(ALL,), *later])  # at least three stages
-
-    @classmethod
-    def of(
-        cls, engine: Engine, configs: list[GQSGDConfig], tables: Sequence[Parameter], dtype: torch.dtype
-    ) -> SparseGradients | None:
-        """Build the reducer of a model's sparse gradients, and compile its kernels.
-
-        Args:
-            engine: see the class.
-            configs: see the class.
-            tables: the tables of the model that may have sparse gradients.
-            dtype: dtype of the gradients.
-
-        Returns:
-            None if there are no tables, or the configuration refuses sparse gradients.
-        """
-        if not tables or configs[0].sparse == "refuse":
-            return None
-        made = cls(engine, configs, tables)
         for config in configs:
-            made.compile(config, dtype)
-        return made
-
-    def compile(self, config: GQSGDConfig, dtype: torch.dtype) -> None:
-        """Compile the kernels for rows, which are encoded in the compute dtype of ``dtype``, the gradients' dtype."""
-        self._engine.compile(config, COMPUTE_DTYPES[dtype])
+            engine.compile(config, COMPUTE_DTYPES[dtype])
 
     @property
     def numbers(self) -> frozenset[int]:
@@ -124,21 +93,21 @@ class SparseGradients:
             A future that completes with a coalesced sparse gradient with the same bits on every rank.
         """
         request = request.alone()
-        outcome = _Outcome()
-        start = partial(self._steps, gradient, request, outcome)
-        job = self._engine.run(gradient._values(), request, start)
+        means: list[Tensor] = []
+
+        def steps(counters: BucketCounters) -> Steps:
+            mean = yield from self._mean(gradient, request, counters)
+            values = in_finite_range(mean.values, gradient.dtype).to(gradient.dtype)
+            means.append(gradient_of(mean.rows, values, gradient))
+            return int((~values.isfinite()).any(dim=1).sum())
+
+        job = self._engine.run(gradient._values(), request, steps)
 
         def result(future: torch.futures.Future[Tensor]) -> Tensor:
             future.value()  # raises the job's error
-            return gradient.coalesce() if outcome.gradient is None else outcome.gradient
+            return means[0] if means else gradient.coalesce()  # no mean if there was nothing to reduce
 
         return job.future.then(result)
-
-    def _steps(self, gradient: Tensor, request: Request, outcome: _Outcome, counters: BucketCounters) -> Steps:
-        mean = yield from self._mean(gradient, request, counters)
-        values = in_finite_range(mean.values, gradient.dtype).to(gradient.dtype)
-        outcome.gradient = gradient_of(mean.rows, values, gradient)
-        return int((~values.isfinite()).any(dim=1).sum())
 
     def _mean(self, gradient: Tensor, request: Request, counters: BucketCounters) -> Mean:
         engine = self._engine
@@ -170,14 +139,29 @@ class SparseGradients:
     def _dense(
         self, table: Table, touched: Touched, dtype: torch.dtype, request: Request, counters: BucketCounters
     ) -> Mean:
+        """Reduce the whole table like the gradient of an embedding without ``sparse=True``, with the same bits.
+
+        Ranks also gather a bit for each row, so that all ranks know which rows were touched. The mean has only these
+        rows, because a dense reduction adds noise to other rows that share a block with them.
+        """
         engine = self._engine
-        x = dense_gradient(table, touched, dtype)
+        whole = torch.zeros(table.height, table.width, dtype=dtype)
+        whole[touched.rows] = touched.values.to(dtype)
+        x = whole.view(-1)
         plan = engine.plan(x, request)
         store = request.store or new_store(plan.setting, {}, x.device)
         pieces = [start() for start in plan.starts(x, engine.rank, request.step, store, counters, engine.telemetry)]
         counters.calls -= 1  # the plan counts this call and its coordinates
         counters.numel -= touched.values.numel()
-        return (yield from dense_mean(table, touched, x, pieces, engine.world_size, counters))
+        unions: list[Tensor] = []
+
+        def gathered() -> Steps:
+            unions.extend((yield from gathered_unions(table, [touched.rows], engine.world_size, counters)))
+            return 0
+
+        yield from side_by_side(gathered(), *pieces)
+        (union,) = unions
+        return Touched(union, whole[union])
 
     def _say(self, table: Table, rows: int, config: GQSGDConfig) -> None:
         if self._engine.rank == 0 and table.number not in self._said:
