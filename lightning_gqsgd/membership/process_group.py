@@ -142,11 +142,10 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             RuntimeError: if there are no ranks, because of an earlier error.
         """
         try:
-            engine = self._engine_for(flat)
-            if flat.dtype not in self._prepared:
-                self._prepare(engine, flat.dtype, _card(flat, number))
-            request = Request(f"sum number {number}", (self.resolved,), tuple(segments), number)
-            return self._started(engine, request, flat, flat, is_sum=True).take()
+            engine = self._engine_for(flat, _card(flat, number))
+            job = engine.reduce(flat, Request(f"sum number {number}", (self.resolved,), tuple(segments), number))
+            engine.plans.trim()
+            return job.wait().mul_(engine.world_size)
         except Exception as error:
             self._note(error)
             raise
@@ -242,9 +241,10 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
                 config = resolve(self.config, ranks)
             except ConfigError:  # it is raised by `configure`, if so many ranks ever come
                 return
-            if not self._is_compiled(config, ranks):
+            kernels = self._kernels_of(config, ranks)
+            if kernels not in self._compiled:
                 compile_kernels(config, torch.float32, self._device, ranks)
-                self._compiled.add(self._kernels_of(config, ranks))
+                self._compiled.add(kernels)
 
     def _close_beside(self) -> None:
         """Close the engines of the current ranks in another thread, while this rank connects to new ranks.
@@ -311,7 +311,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             side: the side of this rank; None if its compression cannot work for these ranks.
         """
         digest = 0 if side is None else digest_of_facts(side.facts)
-        is_ready = side is not None and self._is_compiled(side.configs[0], self._peers.size())
+        is_ready = side is not None and self._kernels_of(side.configs[0], self._peers.size()) in self._compiled
         rows = self.rows_of_all(torch.tensor([digest, self._calls, int(is_ready), secrets.randbits(62)]))
         digests, calls, ready, tokens = rows.T.tolist()
         # The largest number of calls is used, so that no dither is used twice.
@@ -337,29 +337,27 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         """Returns a key for compiled kernels. Kernels of a GPU are for one number of ranks."""
         return config, ranks if self._device.type == "cuda" else 0
 
-    def _is_compiled(self, config: GQSGDConfig, ranks: int) -> bool:
-        return self._kernels_of(config, ranks) in self._compiled
-
     def _reduce(self, tensor: Tensor, is_sum: bool) -> _Result:
         """Start to replace one tensor, which has no name."""
         # Kernels read memory directly, so a lazy negation has to be resolved.
         flat = tensor.detach().resolve_neg().contiguous().view(-1)
         segment = Segment(0, flat.numel(), raw=flat.numel() < self.resolved.min_numel)
-        engine = self._engine_for(tensor)
         number = self._calls
-        self._calls += 1
         card = _card(tensor, number)
-        if tensor.dtype not in self._prepared:
-            self._prepare(engine, tensor.dtype, card)
+        engine = self._engine_for(tensor, card)
+        self._calls += 1
         request = Request(f"all-reduce number {number}", (self.resolved,), (segment,), number, agreement=card)
-        return self._started(engine, request, tensor, flat, is_sum=is_sum)
+        job = engine.reduce(flat, request)
+        engine.plans.trim()
+        return _Result(job, tensor, flat, engine.world_size if is_sum else 1)
 
-    def _engine_for(self, tensor: Tensor) -> Engine:
-        """Returns the engine of the current ranks.
+    def _engine_for(self, tensor: Tensor, card: Card) -> Engine:
+        """Returns the engine of the current ranks. For a new dtype, it compiles kernels, after all ranks have compared
+        their cards; this is a collective.
 
         Raises:
             RuntimeError: if there is none, because of an earlier error.
-            ConfigError: if the tensor is on another device than the engine's tensors.
+            ConfigError: if the tensor is on another device than the engine's tensors, or if the ranks do not agree.
         """
         if not self._engines:
             raise self._error or RuntimeError("gqsgd: there are no ranks; configure the process group first")
@@ -369,23 +367,14 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
                 f"quantised(..., device={tensor.device.type!r})"
             )
         (engine,) = self._engines
+        if tensor.dtype not in self._prepared:
+            try:
+                prepare_later(engine, self._peers, card, self.resolved, tensor.dtype)
+            except Exception as error:
+                self._note(error)
+                raise
+            self._prepared.add(tensor.dtype)
         return engine
-
-    @staticmethod
-    def _started(engine: Engine, request: Request, tensor: Tensor, flat: Tensor, *, is_sum: bool) -> _Result:
-        """Start to replace one tensor, whose values are in a flat one."""
-        job = engine.reduce(flat, request)
-        engine.plans.trim()
-        return _Result(job, tensor, flat, engine.world_size if is_sum else 1)
-
-    def _prepare(self, engine: Engine, dtype: torch.dtype, card: Card) -> None:
-        """Compile kernels for another dtype, after all ranks have agreed on it. A collective."""
-        try:
-            prepare_later(engine, self._peers, card, self.resolved, dtype)
-        except Exception as error:
-            self._note(error)
-            raise
-        self._prepared.add(dtype)
 
     def _note(self, error: Exception) -> None:
         """Remember the first error, for `errored`."""
@@ -406,31 +395,20 @@ class _Greeting(NamedTuple):
     key: str
 
 
-class _Result:
+class _Result(NamedTuple):
     """The result of one all-reduce under way.
 
-    Args:
+    Attributes:
         job: the mean of a flat tensor.
         tensor: the tensor that receives the result.
         flat: the flat tensor, which may share its memory.
         scale: the number by which the mean is multiplied.
     """
 
-    def __init__(self, job: Job, tensor: Tensor, flat: Tensor, scale: int) -> None:
-        self._job = job
-        self._tensor = tensor
-        self._flat = flat
-        self._scale = scale
-
-    @property
-    def future(self) -> torch.futures.Future[Tensor]:
-        """The future that completes once there is a mean or an error."""
-        return self._job.future
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensor."""
-        return self._tensor.device
+    job: Job
+    tensor: Tensor
+    flat: Tensor
+    scale: int
 
     @torch.no_grad()
     def take(self) -> Tensor:
@@ -441,12 +419,12 @@ class _Result:
             CollectiveError: if a collective failed. The tensor is then all NaN.
         """
         try:
-            self._job.wait()
-            self._flat.mul_(self._scale)
+            self.job.wait()
+            self.flat.mul_(self.scale)
         finally:
-            if self._flat.data_ptr() != self._tensor.data_ptr():
-                self._tensor.detach().copy_(self._flat.view(self._tensor.shape))
-        return self._tensor
+            if self.flat.data_ptr() != self.tensor.data_ptr():
+                self.tensor.detach().copy_(self.flat.view(self.tensor.shape))
+        return self.tensor
 
 
 class _Work(dist._Work):
@@ -466,12 +444,12 @@ class _Work(dist._Work):
         self._lock = threading.Lock()
         self._left = 1 + len(results)  # 1 for the end of this method
         # A future lets streams wait only for devices that it knows, and that of `collect_all` knows none.
-        devices: list[Any] = list({result.device for result in results if result.device.type == "cuda"})
+        devices: list[Any] = list({result.tensor.device for result in results if result.tensor.device.type == "cuda"})
         self._taken: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices or None)
         self._together: Any = self._taken.then(self._result)
         self._together.add_done_callback(lambda _: self._over.set())
         for result in results:
-            result.future.add_done_callback(self._arrived)
+            result.job.future.add_done_callback(self._arrived)
         self._arrived(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
