@@ -179,45 +179,20 @@ def merges_at(lighthouse: str, timeout_s: float) -> int:
 
 
 def latest_merges_of(lighthouse: str, name: str, timeout_s: float) -> int:
-    """Returns the number of merges before the latest merge of members with a name, also if they are gone; 0 if none has
-    merged.
-
-    Args:
-        lighthouse: its address.
-        name: see `name_for`.
-        timeout_s: how long to wait for it.
-
-    Raises:
-        ConfigError: if no lighthouse answers at this address.
-    """
+    """Returns the same of members with a name (see `name_for`), also if they are gone."""
     merged = _MERGED.findall(_page_of(lighthouse, timeout_s))
     return max((int(merges) for member, merges, _ in merged if member.partition(":")[0] == name), default=0)
 
 
 def members_at(lighthouse: str, timeout_s: float, alive_s: float = _ALIVE_S) -> list[str]:
-    """Returns the members that have given a lighthouse a sign of life, sorted: the name, a colon, and a unique suffix.
-
-    Args:
-        lighthouse: its address.
-        timeout_s: how long to wait for it.
-        alive_s: seconds since the sign of life.
-
-    Raises:
-        ConfigError: if no lighthouse answers at this address.
-    """
+    """Returns the members that have given a lighthouse a sign of life within ``alive_s`` seconds, sorted: the name, a
+    colon, and a unique suffix. Otherwise as `merges_at`."""
     return _alive_on(_page_of(lighthouse, timeout_s), alive_s)
 
 
 def shortage_at(lighthouse: str, timeout_s: float) -> str | None:
-    """Returns a line if a lighthouse waits for more members than there are; None if it does not.
-
-    Args:
-        lighthouse: its address.
-        timeout_s: how long to wait for it.
-
-    Raises:
-        ConfigError: if no lighthouse answers at this address.
-    """
+    """Returns a line if a lighthouse waits for more members than there are; None if it does not. Otherwise as
+    `merges_at`."""
     match = _TOO_FEW.search(_page_of(lighthouse, timeout_s))
     if match is None:
         return None

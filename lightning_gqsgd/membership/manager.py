@@ -179,34 +179,31 @@ class TorchftMembers(Members):
         self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self.timeout)
         transport = PlainTransport(self.timeout, self._host, self._state)
         try:
-            return self._made_with(transport)
+            manager = Manager(
+                pg=self._group,
+                load_state_dict=self._receive,
+                state_dict=self._state,
+                min_replica_size=self._min_replicas,
+                use_async_quorum=False,
+                timeout=self.timeout,
+                quorum_timeout=self._patience,
+                connect_timeout=self.timeout,
+                rank=0,
+                world_size=1,
+                store_addr=self._host,
+                store_port=self._store.port,
+                lighthouse_addr=self._lighthouse,
+                replica_id=self._name,
+                hostname=in_brackets(self._host),  # it becomes part of an address
+                heartbeat_interval=timedelta(milliseconds=HEARTBEAT_MS),
+                # Without retries, torchft's Manager waits for the whole patience after a failed call, although the
+                # lighthouse may have been restarted.
+                quorum_retries=max(1, round(self._patience / _CALL_AGAIN)),
+                checkpoint_transport=transport,
+            )
         except BaseException:
             transport.shutdown()  # otherwise each further attempt would leave a server
             raise
-
-    def _made_with(self, transport: PlainTransport) -> Manager:
-        manager = Manager(
-            pg=self._group,
-            load_state_dict=self._receive,
-            state_dict=self._state,
-            min_replica_size=self._min_replicas,
-            use_async_quorum=False,
-            timeout=self.timeout,
-            quorum_timeout=self._patience,
-            connect_timeout=self.timeout,
-            rank=0,
-            world_size=1,
-            store_addr=self._host,
-            store_port=self._store.port,
-            lighthouse_addr=self._lighthouse,
-            replica_id=self._name,
-            hostname=in_brackets(self._host),  # it becomes part of an address
-            heartbeat_interval=timedelta(milliseconds=HEARTBEAT_MS),
-            # Without retries, torchft's Manager waits for the whole patience after a failed call, although the
-            # lighthouse may have been restarted.
-            quorum_retries=max(1, round(self._patience / _CALL_AGAIN)),
-            checkpoint_transport=transport,
-        )
         manager._client = DistinctQuorums(manager._client)
         manager._executor = _DaemonExecutor()
         manager.load_state_dict({"step": self._merges, "batches_committed": 0})
