@@ -232,22 +232,14 @@ class TrainerMixin(StrategyMixin):
         """Restore the optimizers, and the hook if there already is one; with local steps, the optimizers and the
         parameters of this rank."""
         super().load_optimizer_state_dict(checkpoint)
-        if self._local is None:
-            self._restore_hook()
-        elif self._loaded is not None:
+        if self._loaded is not None and self._local is not None:
             self._local.trained[0].load_state_dict(self._loaded)
             self._has_ended = False  # LearningRateFinder goes back to before its own training
+        elif self._loaded is not None and self._gqsgd_state is not None:
+            # LearningRateFinder goes back, and what the hook remembers belongs to the weights and to the optimizers.
+            self._gqsgd_state.load_state_dict(self._loaded)
+            self._restore_averager()
         self._loaded = None
-
-    def _restore_hook(self) -> None:
-        """Take the hook back to a checkpoint that was loaded after the hook was made, as LearningRateFinder loads one.
-
-        What the hook remembers belongs to the weights and to the optimizers, which go back as well.
-        """
-        if self._loaded is None or self._gqsgd_state is None:
-            return
-        self._gqsgd_state.load_state_dict(self._loaded)
-        self._restore_averager()
 
     def _restore_averager(self) -> None:
         """Continue the periodic averaging of a checkpoint."""
