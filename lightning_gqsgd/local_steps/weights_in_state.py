@@ -44,7 +44,9 @@ class WeightsInState:
     def __init__(self, optimizers: Sequence[Optimizer], options: LocalOptions) -> None:
         self._optimizers = list(optimizers) if options.inner_state == "keep" else []
         self._delay = options.delay
-        self._seen: dict[tuple[int, str], _Seen] = {}
+        # By the optimizer's number and the state's name: of what may be weights, the distance to the parameters and the
+        # `_sums`, as they were when it was first seen; and what is something else.
+        self._seen: dict[tuple[int, str], tuple[float, dict[int, tuple[float, float]]]] = {}
         self._others: set[tuple[int, str]] = set()
 
     @torch.no_grad()
@@ -63,8 +65,11 @@ class WeightsInState:
                     continue
                 if key not in self._seen:
                     self._judge(key, kept)
-                elif self._seen[key].has_moved(kept):
-                    raise ConfigError(_refusal(optimizer, name, len(kept), self._seen[key].distance, self._delay))
+                    continue
+                distance, before = self._seen[key]
+                now = _sums(kept)
+                if any(now.get(parameter, sums) != sums for parameter, sums in before.items()):
+                    raise ConfigError(_refusal(optimizer, name, len(kept), distance, self._delay))
 
     def _judge(self, key: tuple[int, str], kept: list[tuple[Tensor, Tensor]]) -> None:
         """Decide whether new state may be weights. If it also looks like gradients, decide later."""
@@ -72,25 +77,7 @@ class WeightsInState:
         if not distance <= _FAR:
             self._others.add(key)
         elif not _cosine_to_gradients(kept) >= _LIKE_GRADIENTS:
-            self._seen[key] = _Seen(kept, distance)
-
-
-class _Seen:
-    """State that may be weights, with its values when it was first seen.
-
-    Args:
-        kept: pairs of a parameter and its state.
-        distance: the distance between both, relative to the parameters.
-    """
-
-    def __init__(self, kept: list[tuple[Tensor, Tensor]], distance: float) -> None:
-        self.distance = distance
-        self._sums = _sums(kept)
-
-    def has_moved(self, kept: list[tuple[Tensor, Tensor]]) -> bool:
-        """Returns whether one of these tensors has other values now."""
-        now = _sums(kept)
-        return any(now.get(parameter, sums) != sums for parameter, sums in self._sums.items())
+            self._seen[key] = (distance, _sums(kept))
 
 
 def _tensors_by_name(optimizer: Optimizer) -> dict[str, list[tuple[Tensor, Tensor]]]:
