@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import dropwhile, islice
+from types import FrameType
 from typing import Any
 
 import torch
@@ -32,28 +34,23 @@ _MOST_FRAMES = 8
 
 def is_called_by_it() -> bool:
     """Returns True if a function of torch.distributed.checkpoint.state_dict calls the optimizer."""
-    frame = sys._getframe(1)
-    for _ in range(_MOST_FRAMES):
-        if frame.f_globals.get("__name__") == _MODULE:
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
+    return _MODULE in islice(_modules_above(), _MOST_FRAMES)
 
 
 def package_that_calls_it() -> str:
     """Returns the package whose function calls torch.distributed.checkpoint.state_dict, such as ``"accelerate"``; empty
     if none does."""
-    frame = sys._getframe(1)
-    is_inside = False
-    while frame.f_back is not None:
-        package, _, _ = frame.f_globals.get("__name__", "").partition(".")
-        if is_inside and package != "torch":
-            return package
-        is_inside |= frame.f_globals.get("__name__") == _MODULE
+    above = dropwhile(lambda module: module != _MODULE, _modules_above())
+    packages = (module.partition(".")[0] for module in above)
+    return next((package for package in packages if package != "torch"), "")
+
+
+def _modules_above() -> Iterator[str]:
+    """Yields the modules of the calling functions, from the caller of the caller on."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame.f_globals.get("__name__", "")
         frame = frame.f_back
-    return ""
 
 
 def packed(inner: Mapping[str, Any], own: Mapping[str, Any], names: Sequence[str | None]) -> dict[str, Any]:
