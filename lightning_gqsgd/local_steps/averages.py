@@ -283,7 +283,7 @@ class LocalAverages(AveragingLoop[Average]):
         self._check_changes()
         self._notice_changes()
         super().finish()
-        if self._is_preserved():
+        if is_preserved(self.config, self.outer):
             with self._or_broken():
                 take_off_anchors(self.fragments, self._errors())
                 self.store.forget(Keeps.DOWN_ERROR)
@@ -374,7 +374,7 @@ class LocalAverages(AveragingLoop[Average]):
         """
         self.check_open()
         with self.at_anchor():
-            if self._is_preserved() and not self.under_way:
+            if is_preserved(self.config, self.outer) and not self.under_way:
                 take_off_tensors(self.fragments, self._errors())
             yield
 
@@ -456,6 +456,12 @@ class LocalAverages(AveragingLoop[Average]):
         return self.sharding.sum_of_bits(entry.whole for entry in entries if not entry.is_buffer)
 
     @torch.no_grad()
+    def is_at_anchor(self) -> bool:
+        """Returns whether this rank's parameters equal the anchors."""
+        bundles = [bundle for fragment in self.fragments for bundle in fragment.bundles]
+        return not any(bundle.has_changed(buffers=False, tolerance=0.0) for bundle in bundles)
+
+    @torch.no_grad()
     def start_from_anchors(self) -> None:
         """Copy the anchors to this rank's parameters and buffers."""
         self._reshard()
@@ -475,10 +481,7 @@ class LocalAverages(AveragingLoop[Average]):
             self._was_loaded = False
             self._agree_on_averages()
         if self.watched.expects is not None:
-            bundles = [bundle for fragment in self.fragments for bundle in fragment.bundles]
-            with torch.no_grad():
-                is_at_anchor = not any(bundle.has_changed(buffers=False, tolerance=0.0) for bundle in bundles)
-            self.watched.say_if_others_were_loaded(is_at_anchor=is_at_anchor)
+            self.watched.say_if_others_were_loaded(is_at_anchor=self.is_at_anchor())
         expected = self.expected_sum
         self.expected_sum = None
         if expected is not None and expected != self.sum_of_weights():
@@ -550,9 +553,6 @@ class LocalAverages(AveragingLoop[Average]):
             self._engine.reduce(sums, request).wait()
         # The ranks of a replica go on alike, also if only one of its shards has changed.
         return [not self.sharding.all_have(not share) for share in sums.tolist()]
-
-    def _is_preserved(self) -> bool:
-        return is_preserved(self.config, self.outer)
 
     @torch.no_grad()
     def _errors(self) -> dict[int, Tensor]:

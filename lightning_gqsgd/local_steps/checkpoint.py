@@ -59,6 +59,8 @@ def state_of(averages: LocalAverages, *, in_parts: bool = False) -> dict[str, An
             a collective on the ranks of the replica.
     """
     saved = [_saved(average, averages.fragments[average.fragment]) for average in averages.succeeded()]
+    weights = {_REPLICA_WEIGHTS: averages.sum_of_weights()} if in_parts else {_WEIGHTS: averages.watched.digest()}
+    shard = {_SHARD: averages.sharding.shard} if averages.sharding.size > 1 and not in_parts else {}
     state = {
         "schema": STATE_SCHEMA,
         "seed": averages.config.seed,
@@ -72,7 +74,8 @@ def state_of(averages: LocalAverages, *, in_parts: bool = False) -> dict[str, An
         "rounds": averages.rounds.state_dict(),
         "settled_after": [fragment.settled_after for fragment in averages.fragments],
         "anchors": {entry.name: anchor.clone() for part in averages.fragments for entry, anchor in part.entries()},
-        **(_of_replica(averages) if in_parts else _of_rank(averages)),
+        **weights,
+        **shard,
         "outer": averages.outer.state_dict(),
         "under_way": saved,
         MEMORY_LAYOUT: averages.store.layout,
@@ -83,17 +86,6 @@ def state_of(averages: LocalAverages, *, in_parts: bool = False) -> dict[str, An
         "rule": tree_map_only(Tensor, Tensor.clone, [averager.state() for averager in _averagers(averages)]),
     }
     return divided(averages, state) if in_parts else state
-
-
-def _of_rank(averages: LocalAverages) -> dict[str, Any]:
-    """Returns the entries of a state that say whose weights it was saved beside."""
-    shard = {_SHARD: averages.sharding.shard} if averages.sharding.size > 1 else {}
-    return {_WEIGHTS: averages.watched.digest(), **shard}
-
-
-def _of_replica(averages: LocalAverages) -> dict[str, Any]:
-    """Returns these entries for the weights of the whole replica. A collective on its ranks."""
-    return {_REPLICA_WEIGHTS: averages.sum_of_weights()}
 
 
 @torch.inference_mode(False)  # training changes tensors that are created here

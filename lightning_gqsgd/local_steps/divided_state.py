@@ -83,7 +83,8 @@ def divided(averages: LocalAverages, state: Mapping[str, Any]) -> dict[str, Any]
                 owner[key] = _ELSEWHERE
         parts[entry.name] = {kind: divided_like(entry.whole, tensor) for kind, tensor in tensors.items()}
     # Buffers may differ between the ranks of a replica, of which DCP keeps one. All replicas have to keep the same.
-    averages.sharding.take_from_first(_tensors_in([own["anchors"], own["under_way"]]))
+    shared = tree_leaves([own["anchors"], own["under_way"]])
+    averages.sharding.take_from_first(leaf for leaf in shared if isinstance(leaf, Tensor))
     return {**own, PARTS: parts}
 
 
@@ -94,8 +95,7 @@ def _say_if_replicas_mix(averages: LocalAverages) -> None:
     is_first = averages.rank == averages.sharding.place == 0
     if framework not in _FRAMEWORKS or averages.world_size == 1 or not is_first or not averages.step:
         return  # before the first step, it asks for what to load into
-    bundles = [bundle for fragment in averages.fragments for bundle in fragment.bundles]
-    if any(bundle.has_changed(buffers=False, tolerance=0.0) for bundle in bundles):
+    if not averages.is_at_anchor():
         logger.warning(
             "gqsgd: %s saves all replicas under the same names, and they have different weights until the next "
             "average. If it saves shards (a folder), some are of one replica and some of another: a resumed "
@@ -134,10 +134,6 @@ def _with_own_dictionaries(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of a state with the same tensors."""
     own: dict[str, Any] = tree_map_only(Tensor, Tensor.detach, dict(state))
     return own
-
-
-def _tensors_in(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _parameters_of(averages: LocalAverages) -> Iterator[tuple[Entry, Tensor]]:

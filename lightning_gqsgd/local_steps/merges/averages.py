@@ -588,7 +588,12 @@ class MergedAverages:
                 self._samples_before = weight
             elif self._has_changed():
                 weight = max(weight, self._samples_before, 1)
-                self._say_not_counted()
+                if not self.step:
+                    logger.warning(
+                        "gqsgd: no optimizer step was counted, and the model has changed: it is merged now, for the "
+                        "first time. Call step() of LocalSteps, or of the optimizer that fabric.setup returns, and not "
+                        "that of the inner optimizer"
+                    )
             self._contributions += 1
             self._pending = Contribution(
                 self._contributions,
@@ -620,15 +625,6 @@ class MergedAverages:
             if not torch.equal(bundle.flat_tensors()[:count], start[:count]):
                 return True
         return False
-
-    def _say_not_counted(self) -> None:
-        """Warn if the model was trained, as it seems, by steps that were not counted."""
-        if not self.step:
-            logger.warning(
-                "gqsgd: no optimizer step was counted, and the model has changed: it is merged now, for the first "
-                "time. Call step() of LocalSteps, or of the optimizer that fabric.setup returns, and not that of the "
-                "inner optimizer"
-            )
 
     def _settle(self) -> None:
         """Wait until the handed-over change is merged, and use the merge. After SIGTERM, `leave` waits instead, because
