@@ -155,12 +155,15 @@ class GQSGDFSDPState:
         check_replicas(shards, replicate)
         check_request(config, replicate, reduce_scatter, all_gather_bits)
         check_groups(self._groups, replicate, gathers=all_gather_bits is not None)
-        gathered = [] if all_gather_bits is None else [_for_gather(all_gather_bits)]
+        gathered = []
+        if all_gather_bits is not None:
+            gathered = [replace(make_config(None, bits=all_gather_bits), reducer="two_shot", sample_every=0)]
         of_shards, *of_replicas = layouts(meeting, device)
         numel = sum(p.numel for group in self._groups for p in group.parameters)
         fit = fitted_scatter(config, of_shards, numel) if reduce_scatter else Fit(config)
         self._note = fit.note
-        scattered = _for_scatter(fit.config) if reduce_scatter else []
+        widths = fit.config.by_bits().values() if reduce_scatter else ()
+        scattered = [replace(one_width, memory_down="none") for one_width in widths]
         shard_numel = numel // dist.get_world_size(shards)
         averaged = [one for layout in of_replicas for one in _for_average(config, layout, shard_numel)]
         own = {
@@ -712,20 +715,9 @@ def _lacks_gradients(name: str) -> str:
     )
 
 
-def _for_scatter(config: GQSGDConfig) -> list[GQSGDConfig]:
-    """Returns the configurations of reduce-scatters, in the order of their bits in ``bits``, from one with the chosen
-    reducer."""
-    return [replace(one_width, memory_down="none") for one_width in config.by_bits().values()]
-
-
 def _reducers_of(configs: Sequence[GQSGDConfig]) -> list[list[Any]]:
     """Returns the reducers that were chosen for the ranks of a group, as plain values."""
     return [[config.reducer, config.node_size] for config in configs]
-
-
-def _for_gather(bits: int) -> GQSGDConfig:
-    """Returns the configuration of all-gathers of weights."""
-    return replace(make_config(None, bits=bits), reducer="two_shot", sample_every=0)
 
 
 def _divisor(group: ShardedGroup) -> float | None:

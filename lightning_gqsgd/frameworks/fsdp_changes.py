@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from lightning_gqsgd.errors import ConfigError, counted, listed
-from lightning_gqsgd.frameworks.fsdp_modules import SeenGroups, unreduced_parameters
+from lightning_gqsgd.frameworks.fsdp_modules import seen_groups, sharded_since, unreduced_parameters
 
 
 class _Seen(NamedTuple):
@@ -42,7 +42,7 @@ class ModelChanges:
     """
 
     def __init__(self, model: nn.Module, averages: bool) -> None:
-        self._sharded = SeenGroups(model)
+        self._sharded = seen_groups(model)
         self._averages = averages
         self._look_through(model)
         # Registering has warned of those that require a gradient already.
@@ -54,10 +54,14 @@ class ModelChanges:
         Raises:
             ConfigError: a module was sharded since, or a parameter that FSDP does not reduce requires a gradient now.
         """
-        changed = _has_changed(self._seen)
-        if changed and self._averages:
-            self._check_that_all_have_hooks(model)
-        if changed:
+        if _has_changed(self._seen):
+            added = sharded_since(model, self._sharded) if self._averages else []
+            if added:
+                raise ConfigError(
+                    f"{counted(len(added), 'module')} ({listed(added)}) became sharded after register_gqsgd_fsdp, so "
+                    "replicas would not average the gradients there; call register_gqsgd_fsdp after the last "
+                    "fully_shard, which is that of the root"
+                )
             self._look_through(model)
         later = [
             name
@@ -72,18 +76,9 @@ class ModelChanges:
                 "it; if you average their gradients yourself, let them require a gradient before register_gqsgd_fsdp"
             )
 
-    def _check_that_all_have_hooks(self, model: nn.Module) -> None:
-        later = self._sharded.later(model)
-        if later:
-            raise ConfigError(
-                f"{counted(len(later), 'module')} ({listed(later)}) became sharded after register_gqsgd_fsdp, so "
-                "replicas would not average the gradients there; call register_gqsgd_fsdp after the last fully_shard, "
-                "which is that of the root"
-            )
-
     def _look_through(self, model: nn.Module) -> None:
         self._seen = [
-            _Seen(weakref.ref(module), type(module), _ids_of_children(module), len(module._parameters))
+            _Seen(weakref.ref(module), type(module), [*map(id, module._modules.values())], len(module._parameters))
             for module in model.modules()
         ]
         self._unreduced = [
@@ -103,10 +98,6 @@ def _has_changed(every: Sequence[_Seen]) -> bool:
         if len(modules) != len(children) or (children and [*map(id, modules.values())] != children):
             return True
     return False
-
-
-def _ids_of_children(module: nn.Module) -> list[int]:
-    return [*map(id, module._modules.values())]
 
 
 def _is_trained(module: nn.Module | None, parameter: str) -> bool:

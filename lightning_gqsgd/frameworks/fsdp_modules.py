@@ -22,6 +22,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.checks import wrapped_otherwise
 from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.local_steps.sharding import sum_of_bits
 from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters
 from lightning_gqsgd.wire.agreement import Weights
 
@@ -194,7 +195,7 @@ class ShardedGroup:
 
     def bit_sums(self) -> list[int]:
         """Returns the sum of the bits of this rank's shard of each parameter. Waits for the device."""
-        return torch.stack([_bit_sum(param.sharded_param.to_local()) for param in self.inner.fsdp_params]).tolist()
+        return torch.stack([sum_of_bits(param.sharded_param.to_local()) for param in self.inner.fsdp_params]).tolist()
 
 
 def shard_group(model: nn.Module, wanted: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -251,17 +252,14 @@ def sharded_groups(model: nn.Module, config: GQSGDConfig, ranks: dist.ProcessGro
     ]
 
 
-class SeenGroups:
-    """The groups of a model at one time."""
+def seen_groups(model: nn.Module) -> weakref.WeakSet[Any]:
+    """Returns FSDP's objects for the groups of a model, and does not keep the model alive."""
+    return weakref.WeakSet(inner for _, _, inner in _param_groups(model))
 
-    def __init__(self, model: nn.Module) -> None:
-        # This must not keep the model alive.
-        self._seen = [weakref.ref(inner) for _, _, inner in _param_groups(model)]
 
-    def later(self, model: nn.Module) -> list[str]:
-        """Returns the names of the modules that were sharded since then."""
-        seen = {id(reference()) for reference in self._seen}
-        return [name or "the root" for name, _, inner in _param_groups(model) if id(inner) not in seen]
+def sharded_since(model: nn.Module, seen: weakref.WeakSet[Any]) -> list[str]:
+    """Returns the names of the modules that were sharded since `seen_groups` was called."""
+    return [name or "the root" for name, _, inner in _param_groups(model) if inner not in seen]
 
 
 def unreduced_parameters(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
@@ -407,8 +405,3 @@ def _alive(reference: weakref.ref[Any]) -> Any:
     referred = reference()
     assert referred is not None
     return referred
-
-
-def _bit_sum(tensor: Tensor) -> Tensor:
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().contiguous().view(integer).sum(dtype=torch.int64)

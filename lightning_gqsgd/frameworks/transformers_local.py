@@ -11,7 +11,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from accelerate.utils import DistributedType, gather
-from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from lightning_gqsgd.config import GQSGDConfig
@@ -35,7 +34,7 @@ from lightning_gqsgd.wire.telemetry import Meter
 logger = logging.getLogger(__name__)
 
 #: Attribute of the models that Accelerate has prepared, and prepares no second time.
-PREPARED = "_is_accelerate_prepared"
+_PREPARED = "_is_accelerate_prepared"
 
 #: Where a checkpoint's mark is: in the state's file, and among the states of callbacks in trainer_state.json.
 _MARK = "gqsgd_mark"
@@ -145,7 +144,10 @@ class LocalStepsCallback(MeteredCallback):
             return
         destroy_at_exit()
         module = accelerator.unwrap_model(self._trainer.model)
-        _let_others_wrap(module)
+        if getattr(module, _PREPARED, False):
+            # With the mark, no other Trainer or Accelerator of this process would wrap the module, which was prepared
+            # without DistributedDataParallel, and without a word each rank would train a model of its own.
+            delattr(module, _PREPARED)
         inner: Any = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)  # AcceleratedOptimizer's
         trained = self._local.begin(module, [inner], self._config, self._local.given_timeout)
         saved = self.read()
@@ -179,16 +181,6 @@ class LocalStepsCallback(MeteredCallback):
         """Add all processes' states to a checkpoint. A collective."""
         if self._local.trained:
             self.write(self._local.trained[0].state_dict(), folder)
-
-
-def _let_others_wrap(module: nn.Module) -> None:
-    """Take Accelerate's mark of prepared models from a module that was prepared without DistributedDataParallel.
-
-    With the mark, no other Trainer or Accelerator of this process would wrap the module, and without a word each rank
-    would train a model of its own.
-    """
-    if getattr(module, PREPARED, False):
-        delattr(module, PREPARED)
 
 
 def enable_local_steps(trainer: Trainer, local: LocalTraining, config: GQSGDConfig) -> LocalStepsCallback:

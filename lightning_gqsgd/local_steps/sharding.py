@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.session.first_rank import take_from_first_rank
 
-#: Integer dtypes by the number of their bytes.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def is_divided(tensor: Tensor) -> bool:
     """Returns whether a tensor is divided among ranks (a DTensor)."""
@@ -33,6 +30,12 @@ def own_part(tensor: Tensor) -> Tensor:
         return tensor
     part: Tensor = cast(Any, tensor.detach()).to_local()
     return part
+
+
+def sum_of_bits(part: Tensor) -> Tensor:
+    """Returns the sum of a tensor's bits, taken as integers."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()]
+    return part.detach().contiguous().view(integers).sum(dtype=torch.int64)
 
 
 def divided_like(whole: Tensor, part: Tensor) -> Tensor:
@@ -117,8 +120,7 @@ class Sharding:
 
         The sum does not depend on how tensors are divided over one dimension of a mesh.
         """
-        own = [own_part(tensor) for tensor in tensors if is_divided(tensor) or self.place == 0]
-        sums = [part.contiguous().view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64) for part in own]
+        sums = [sum_of_bits(own_part(tensor)) for tensor in tensors if is_divided(tensor) or self.place == 0]
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         for one in sums:
             total += one.to(self.device)
