@@ -661,18 +661,9 @@ def register_gqsgd_fsdp(
         ConfigError: if the configuration, the model or the version of torch cannot work, or if ranks do not agree.
         CollectiveError: if not all ranks call this within the timeout.
     """
-    if isinstance(replicate, DeviceMesh):
-        if replicate.ndim != 1:
-            raise ConfigError(
-                f"replicate is a mesh of {replicate.ndim} dimensions; give the one of replicas: mesh['replicate']"
-            )
-        replicate = replicate.get_group()
-    if replicate is not None and not isinstance(replicate, dist.ProcessGroup):
-        raise ConfigError(
-            f"replicate={replicate!r:.100} is neither a process group nor a mesh; give the mesh of replicas: "
-            "mesh['replicate']"
-        )
-    shards = shard_group(model, _group_of_shards(mesh))
+    replicate = _group_of(replicate, "replicate", 1, "the mesh of replicas: mesh['replicate']")
+    # `fully_shard` shards parameters over the last dimension of a mesh.
+    shards = shard_group(model, _group_of(mesh, "mesh", 2, "the one that fully_shard was given, which has one or two"))
     groups = [shards, *([replicate] if replicate is not None else [])]
     patience = patience_of(timeout, shards, next(model.parameters()).device)
     with Meeting("register_gqsgd_fsdp", groups, patience) as meeting:
@@ -683,19 +674,18 @@ def register_gqsgd_fsdp(
     return state
 
 
-def _group_of_shards(mesh: Any) -> dist.ProcessGroup | None:
-    """Returns the process group over which `fully_shard` shards parameters on a mesh: that of its last dimension."""
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim > 2:
-            raise ConfigError(
-                f"mesh has {mesh.ndim} dimensions; give the one that fully_shard was given, which has one or two"
-            )
-        return mesh.get_group(mesh.ndim - 1)
-    if mesh is not None and not isinstance(mesh, dist.ProcessGroup):
-        raise ConfigError(
-            f"mesh={mesh!r:.100} is neither a process group nor a mesh; give the mesh that fully_shard was given"
-        )
-    return mesh
+def _group_of(given: Any, name: str, most: int, instead: str) -> dist.ProcessGroup | None:
+    """Returns a process group as it is, or that of the last dimension of a mesh, which has ``most`` at most.
+
+    ``name`` and ``instead`` are for errors.
+    """
+    if isinstance(given, DeviceMesh):
+        if given.ndim > most:
+            raise ConfigError(f"{name} has {given.ndim} dimensions; give {instead}")
+        return given.get_group(given.ndim - 1)
+    if given is not None and not isinstance(given, dist.ProcessGroup):
+        raise ConfigError(f"{name}={given!r:.100} is neither a process group nor a mesh; give {instead}")
+    return given
 
 
 def _for_average(config: GQSGDConfig, layout: Layout, numel: int) -> list[GQSGDConfig]:
