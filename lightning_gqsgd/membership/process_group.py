@@ -28,7 +28,7 @@ from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.membership.requirement import torch_is_new_enough
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_agreed, open_engines, prepare_later
+from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines, prepare_later
 from lightning_gqsgd.session.parameters import check_for_tensors
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Card
@@ -229,7 +229,8 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         """Start to replace tensors. Returns None for operations and tensors that are not quantised."""
         operation = getattr(opts, "reduceOp", opts)
         is_sum = operation == dist.ReduceOp.SUM
-        if not (is_sum or operation == dist.ReduceOp.AVG) or not all(map(_is_reducible, tensors)):
+        are_reducible = all(one.dtype in COMPUTE_DTYPES and one.layout is torch.strided for one in tensors)
+        if not (is_sum or operation == dist.ReduceOp.AVG) or not are_reducible:
             return None
         return _Work([self._reduce(tensor, is_sum) for tensor in tensors], self._note)
 
@@ -283,7 +284,12 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             side = self._side()
         seen = self._greet(side)
         if side is not None and seen.are_ready:
-            engine = open_agreed(side, seen.key, self._device, timeout=timeout, messages=_MESSAGES)
+            engine = Engine(self._device, side.group, seen.key, timeout=timeout, messages=_MESSAGES)
+            try:
+                engine.connect(*side.configs)
+            except BaseException:
+                engine.close()
+                raise
         else:
             with Meeting("torchft's quorum", [peers], timeout) as meeting:
                 side = self._side()
@@ -553,10 +559,6 @@ def _card(tensor: Tensor, number: int) -> Card:
     """Returns the card that ranks compare before they reduce a tensor without a name."""
     facts = {"numel": tensor.numel(), "dtype": str(tensor.dtype), "number of the call": number}
     return Card("torchft's all-reduce", facts)
-
-
-def _is_reducible(tensor: Tensor) -> bool:
-    return tensor.dtype in COMPUTE_DTYPES and tensor.layout is torch.strided
 
 
 def _peers_of(process_group: ProcessGroup, device: torch.device) -> Peers:

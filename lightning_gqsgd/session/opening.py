@@ -110,31 +110,6 @@ def open_engines(
         undo.pop_all()
 
 
-def open_agreed(side: Side, key: str, device: torch.device, *, timeout: timedelta, messages: Messages) -> Engine:
-    """Create an engine for ranks that have agreed in another way, and have compiled all kernels. A collective.
-
-    It takes fewer round trips than `open_engines`. If a rank cannot connect, it does not tell the others, so the caller
-    has to close the connections on which they wait.
-
-    Args:
-        side: the ranks.
-        key: see `Engine`.
-        device: device of the tensors.
-        timeout: timeout of collectives.
-        messages: the words for the caller in errors.
-
-    Raises:
-        CollectiveError: if a rank did not arrive in time.
-    """
-    engine = Engine(device, side.group, key, timeout=timeout, messages=messages)
-    try:
-        engine.connect(*side.configs)
-    except BaseException:
-        engine.close()
-        raise
-    return engine
-
-
 class Kernels(NamedTuple):
     """The kernels that the requests of an engine need.
 
