@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -183,12 +183,12 @@ def check_group(post_local_sgd: PostLocalSGDState | None, model: DistributedData
         )
 
 
-def parameters_of(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """Returns the parameters of the module, by name, without those that DDP was told to ignore.
+def parameters_in(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Parameter]:
+    """Returns the parameters of a module, by name, without those that DDP was told to ignore.
 
     An ignored parameter is each rank's own, so ranks may have different ones.
     """
-    return {name: p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore}
+    return {name: p for name, p in module.named_parameters() if name not in ignored}
 
 
 def trained_by(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
@@ -196,7 +196,7 @@ def trained_by(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
 
     There is at least one, because DDP refuses models without any.
     """
-    return {name: p for name, p in parameters_of(model).items() if p.requires_grad}
+    return {name: p for name, p in parameters_in(model.module, model.parameters_to_ignore).items() if p.requires_grad}
 
 
 def device_of(model: DistributedDataParallel) -> torch.device:

@@ -34,6 +34,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from lightning_gqsgd.ddp.checks import parameters_in
 from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.session.copies import on_gradients, remove_all
 from lightning_gqsgd.session.ddp_models import DDPModels
@@ -87,7 +88,7 @@ class TrainedParameters:
     def __init__(self, model: DistributedDataParallel, entries: Mapping[int, Parameter]) -> None:
         self._model = weakref.ref(model)
         self._ignored = set(model.parameters_to_ignore)
-        parameters = self._of(model.module)
+        parameters = parameters_in(model.module, self._ignored)
         self.reduced: dict[str, nn.Parameter] = {name: p for name, p in parameters.items() if p.requires_grad}
         self._names = list(self.reduced)
         self._unreduced: dict[str, nn.Parameter] = {name: p for name, p in parameters.items() if not p.requires_grad}
@@ -165,7 +166,7 @@ class TrainedParameters:
     def new_in(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Returns the parameters of a module that this object has not seen, by name, without those that DDP ignores."""
         seen = {id(p) for known in (self.reduced, self._unreduced) for p in known.values()}
-        return {name: p for name, p in self._of(module).items() if id(p) not in seen}
+        return {name: p for name, p in parameters_in(module, self._ignored).items() if id(p) not in seen}
 
     def weights(self, step: int) -> Weights | None:
         """Returns some weights of a parameter that DDP reduces, another one in each step, for ranks to compare.
@@ -186,16 +187,12 @@ class TrainedParameters:
         self._tree = None
         self._accumulators = _Accumulators({})
 
-    def _of(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Returns the parameters of a module that DDP was not told to ignore, by name."""
-        return {name: p for name, p in module.named_parameters() if name not in self._ignored}
-
     def _look(self) -> None:
         """Note which parameters are new in the module, and which have left it."""
         if self._tree is None or not self._tree.has_changed():
             return
         module = self._tree.module
-        now = self._of(module)
+        now = parameters_in(module, self._ignored)
         known = {**self._unreduced, **self.reduced}
         self._tree = _Tree(module)
         self._accumulators.ask_all()
@@ -322,8 +319,9 @@ class _Accumulators:
         if not self._gone:
             return []
         asked = {name: p for name in sorted(self._gone) if (p := self._parameters.get(name)) is not None}
-        lost = [name for name, p in asked.items() if p.requires_grad and not self._has_its_own(name, p)]
-        kept = {name: p for name, p in asked.items() if p.requires_grad and name not in lost}
+        trained = {name: p for name, p in asked.items() if p.requires_grad}
+        lost = [name for name, p in trained.items() if get_gradient_edge(p).node is not self._nodes[name]]
+        kept = {name: p for name, p in trained.items() if name not in lost}
         self._mark(kept)  # it may free tokens that name the same parameters
         self._gone.difference_update(kept)  # those that are frozen are asked again once they are trained
         return lost
@@ -334,9 +332,6 @@ class _Accumulators:
 
     def _addresses_now(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._parameters.values()))
-
-    def _has_its_own(self, name: str, parameter: nn.Parameter) -> bool:
-        return get_gradient_edge(parameter).node is self._nodes[name]
 
     def _mark(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Let the storage of each parameter carry a token; several parameters may share one."""
@@ -481,7 +476,7 @@ class BackwardWatch:
         self._mean_version = None
         model = self._model()
         has_news = self._stray_version is not None or self.is_waiting or bool(self._local)
-        if model is None or not has_news or not self._trains(optimizer):
+        if model is None or not has_news or self._reduced.isdisjoint(map(id, parameters_of([optimizer]))):
             return
         if torch._C._current_graph_task_id() != -1:
             self._say(
@@ -576,9 +571,6 @@ class BackwardWatch:
             "each rank would train its own. The model was changed after it was wrapped, for example cast to another "
             "dtype and back: wrap anew, `model = state.rewrap(DistributedDataParallel)`"
         )
-
-    def _trains(self, optimizer: Optimizer) -> bool:
-        return any(id(parameter) in self._reduced for parameter in parameters_of([optimizer]))
 
     def _version(self) -> int:
         """Returns a number that grows whenever a watched parameter is changed in place."""
