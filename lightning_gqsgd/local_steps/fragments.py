@@ -179,11 +179,6 @@ class Bundle:
             else:
                 anchor.grad = _like(part, anchor)
 
-    def clear_gradients(self) -> None:
-        """Set the gradients of the anchors to None."""
-        for anchor in self.anchors:
-            anchor.grad = None
-
     def set_tensors(self, weight: float = 0.0) -> None:
         """Move the tensors to their anchors: x ← weight x + (1 − weight) anchor."""
         for entry, anchor in self._pairs():
@@ -253,8 +248,8 @@ class Fragment:
         for bundle, mean in zip(self.bundles, means, strict=True):
             bundle.set_gradients(mean, plain, frozen)
         outer.step()
-        for bundle in self.bundles:
-            bundle.clear_gradients()
+        for _, anchor in self.entries():
+            anchor.grad = None
 
     def set_tensors(self, weight: float = 0.0) -> None:
         """Move the tensors to their anchors: x ← weight x + (1 − weight) anchor."""
