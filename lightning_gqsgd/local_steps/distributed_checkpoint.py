@@ -63,7 +63,7 @@ def packed(inner: Mapping[str, Any], own: Mapping[str, Any], names: Sequence[str
     """
     parts = own.get(PARTS, {})
     state = dict(inner["state"])
-    for key, name in zip(_keys(inner), names, strict=False):
+    for key, name in zip(keys_in(inner), names, strict=False):
         if name in parts:
             state[key] = {**state.get(key, {}), STATE_KEY: parts[name]}
     file = io.BytesIO()
@@ -89,13 +89,13 @@ def unpacked(state: Mapping[str, Any], names: Sequence[str | None]) -> Mapping[s
     entries: Mapping[Any, Mapping[str, Any]] = state.get("state", {})
     parts = {key: values[STATE_KEY] for key, values in entries.items() if STATE_KEY in values}
     if parts:
-        name_of = dict(zip(_keys(state), names, strict=False))
+        name_of = dict(zip(keys_in(state), names, strict=False))
         own[PARTS] = {name_of.get(key, key): values for key, values in parts.items()}
         rests = {key: {name: values[name] for name in values if name != STATE_KEY} for key, values in entries.items()}
         loaded["state"] = {key: rest for key, rest in rests.items() if rest}
     return loaded
 
 
-def _keys(state: Mapping[str, Any]) -> Iterable[Any]:
+def keys_in(state: Mapping[str, Any]) -> Iterable[Any]:
     """Returns the keys of an optimizer's parameters in its state, in order: numbers, or names."""
     return [key for group in state["param_groups"] for key in group["params"]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_gqsgd.errors import ConfigError, check_one_of, counted, describe_difference
 from lightning_gqsgd.kernels.wire import is_in_range
+from lightning_gqsgd.local_steps.distributed_checkpoint import keys_in
 from lightning_gqsgd.session.parameters import parameters_of
 
 logger = logging.getLogger(__name__)
@@ -104,8 +105,7 @@ def load_outer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
             f"({error}); resume with the one that wrote it"
         ) from error
     # torch has cast the saved values, in the order of parameters.
-    numbers = _parameters(state["param_groups"])
-    for number, tensor in zip(numbers, _parameters(optimizer.param_groups), strict=True):
+    for number, tensor in zip(keys_in(state), parameters_of([optimizer]), strict=True):
         for name, value in state["state"].get(number, {}).items():
             if isinstance(value, Tensor) and not is_in_range(value, tensor.dtype):
                 optimizer.load_state_dict(before)
@@ -123,11 +123,6 @@ def load_outer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
                 {name: repr(value) for name, value in asked.items()},
             ),
         )
-
-
-def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Returns the parameters of an optimizer's groups, or their numbers in the groups of its state."""
-    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _numbers(optimizer: Optimizer) -> dict[str, Any]:
