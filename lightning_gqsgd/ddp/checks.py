@@ -18,12 +18,6 @@ from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.session.parameters import Parameter, digest
 from lightning_gqsgd.wire.plan import check_parameters
 
-#: The error of a step within torch's `Join` that asks for another divisor than the number of ranks.
-OTHER_DIVISOR = (
-    "Join with divide_by_initial_world_size=False divides by the number of ranks that still have inputs, which a "
-    "communication hook is not told; gqsgd divides by the number of all ranks: leave it at True"
-)
-
 #: Classes that average gradients, and what to do with a model that has one.
 _WRAPPED = {
     re.compile(kind): remedy

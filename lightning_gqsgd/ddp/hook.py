@@ -28,7 +28,6 @@ from lightning_gqsgd.adaptive.steering import Steering
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve_each, setting_of
 from lightning_gqsgd.ddp.checks import (
-    OTHER_DIVISOR,
     check_group,
     check_is_ddp,
     check_model,
@@ -230,7 +229,10 @@ class GQSGDState:
         attachment = self._attachment
         model = attachment.model()
         if getattr(model, "_divide_by_initial_world_size", True) is False:
-            raise ConfigError(OTHER_DIVISOR)
+            raise ConfigError(
+                "Join with divide_by_initial_world_size=False divides by the number of ranks that still have inputs, "
+                "which a communication hook is not told; gqsgd divides by the number of all ranks: leave it at True"
+            )
         ids = tuple(map(id, bucket.parameters()))
         # In the first step of a static graph, DDP hands over all buckets at the end of the backward pass, and each of
         # them has index 0.
