@@ -79,7 +79,7 @@ class ShardedGroup:
         self.replicas: dist.ProcessGroup | None = getattr(inner.mesh_info, "replicate_process_group", None)
         self._own_partials: dict[Any, Partial] = {}
         # hooks must not keep the model alive
-        self._module = weakref.ref(module)
+        self._state = weakref.ref(module._get_fsdp_state())
         self._inner = weakref.ref(inner)
 
     def leave_replicas_to_hook(self) -> None:
@@ -106,11 +106,6 @@ class ShardedGroup:
         self.replicas = None
 
     @property
-    def module(self) -> Any:
-        """The module, an `FSDPModule`."""
-        return _alive(self._module)
-
-    @property
     def inner(self) -> Any:
         """FSDP's own object, an `FSDPParamGroup`."""
         return _alive(self._inner)
@@ -119,7 +114,7 @@ class ShardedGroup:
     def awaits_end(self) -> bool:
         """True from when FSDP begins a backward pass until it ends it, also if an exception has ended the pass before.
         False before the first forward pass."""
-        context = self.module._get_fsdp_state()._state_ctx
+        context = _alive(self._state)._state_ctx
         return bool(getattr(context, "post_backward_final_callback_queued", False))
 
     @property
