@@ -7,12 +7,15 @@ either each rank saves its own file, or the first rank gathers the states (`gath
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -21,7 +24,6 @@ from lightning_gqsgd.local_steps.averages import Average, LocalAverages
 from lightning_gqsgd.local_steps.checking import check_local_state, check_tensors, rows_of
 from lightning_gqsgd.local_steps.divided_state import divided, joined
 from lightning_gqsgd.local_steps.fragments import Fragment
-from lightning_gqsgd.local_steps.gathering import gathered
 from lightning_gqsgd.local_steps.inner_state import all_or_nothing
 from lightning_gqsgd.local_steps.outer import load_outer
 from lightning_gqsgd.local_steps.rules import Averager
@@ -44,6 +46,8 @@ _SHARD = "shard"
 _REPLICA_WEIGHTS = "replica_weights"
 #: Entries of each rank in the result of `gathered_state`.
 _OWN_ENTRIES = ("memory", "rule", "model", "optimizers")
+#: Bytes of all ranks that the first rank has on the device of the messages at once.
+BYTES_AT_ONCE = 1 << 28
 
 
 def state_of(averages: LocalAverages, *, in_parts: bool = False) -> dict[str, Any]:
@@ -188,6 +192,41 @@ def gathered_state(averages: LocalAverages, model: nn.Module, optimizers: Sequen
     }
     everyone = gathered(_on_cpu(own), averages.group, averages.device)
     return None if everyone is None else {**_on_cpu(state), "ranks": everyone}
+
+
+def gathered(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any] | None:
+    """Returns the values of all ranks, by rank, on the first rank of a group, without pickles that could run code; None
+    on the others.
+
+    A collective on the group. The first rank holds the values of all ranks at once, in host memory.
+
+    Args:
+        value: plain values and tensors on the CPU, as ``torch.load(..., weights_only=True)`` reads them.
+        group: process group.
+        device: device of the messages.
+
+    Raises:
+        pickle.UnpicklingError: if a rank sent something else.
+    """
+    own = io.BytesIO()
+    torch.save(value, own)
+    mine = torch.frombuffer(bytearray(own.getbuffer()), dtype=torch.uint8)
+    length = torch.tensor([mine.numel()], device=device)
+    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, length, group=group)
+    numbers = [int(number) for number in lengths]
+    mine = F.pad(mine, (0, max(numbers) - mine.numel()))  # a gather needs messages of one size
+    files = [io.BytesIO() for _ in numbers] if dist.get_rank(group) == 0 else []
+    for some in mine.split(max(1, BYTES_AT_ONCE // len(numbers))):
+        part = some.to(device)
+        rows = [torch.empty_like(part) for _ in files] or None
+        dist.gather(part, rows, dist.get_global_rank(group, 0), group=group)
+        for file, row in zip(files, rows or (), strict=True):
+            file.write(row.cpu().numpy().tobytes())
+    for file, number in zip(files, numbers, strict=False):
+        file.truncate(number)
+        file.seek(0)
+    return [torch.load(file, map_location="cpu", weights_only=True) for file in files] or None
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -345,3 +346,29 @@ class IntegerBuffers:
         """Copy the first rank's values to the buffers."""
         for buffer, value in zip(self._buffers, values, strict=True):
             buffer.copy_(value)
+
+
+class IntegerValues:
+    """The same buffers as one row of numbers, which is sent with a merge."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = integer_buffers(model)
+
+    def read(self) -> Tensor:
+        """Returns the buffers' bytes as int64 numbers on the CPU, [numel]; empty if there is no such buffer."""
+        parts = [buffer.detach().cpu().contiguous().view(-1).view(torch.uint8) for buffer in self._buffers]
+        if not parts:
+            return torch.empty(0, dtype=torch.int64)
+        together = torch.cat(parts)
+        return F.pad(together, (0, -together.numel() % 8)).view(torch.int64)
+
+    @torch.no_grad()
+    def write(self, numbers: Tensor) -> None:
+        """Copy the result of `read` to the buffers."""
+        place = 0
+        together = numbers.contiguous().view(torch.uint8)
+        for buffer in self._buffers:
+            # A copy, because the part may not be aligned for this dtype.
+            part = together[place : place + buffer.nbytes].clone()
+            buffer.copy_(part.view(buffer.dtype).view(buffer.shape))
+            place += buffer.nbytes

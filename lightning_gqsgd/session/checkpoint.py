@@ -32,7 +32,7 @@ MEMORY_LAYOUT = "memory_layout"
 REMEDY = "load what state_dict has written"
 
 #: Coordinates of all ranks that are exchanged at once for a checkpoint, beside a model that may fill its GPU.
-MOST_AT_ONCE = 1 << 26
+COORDINATES_AT_ONCE = 1 << 26
 #: Why the memory of all ranks is gathered, for errors.
 _GATHERING = "gathering what ranks remember (every rank calls state_dict)"
 #: Entries of every state.
@@ -145,8 +145,8 @@ def gathered_memory(
 
 def parts_of_row(numel: int, ranks: int) -> list[slice]:
     """Returns the parts of a parameter's memory, of ``numel`` coordinates on each rank, that ranks exchange one after
-    the other: those of all ranks have at most `MOST_AT_ONCE` coordinates together."""
-    length = max(1, MOST_AT_ONCE // ranks)
+    the other: those of all ranks have at most `COORDINATES_AT_ONCE` coordinates together."""
+    length = max(1, COORDINATES_AT_ONCE // ranks)
     return [slice(start, min(numel, start + length)) for start in range(0, numel, length)]
 
 

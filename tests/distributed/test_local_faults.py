@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.errors import CollectiveError, ConfigError
-from lightning_gqsgd.local_steps import gathering
+from lightning_gqsgd.local_steps import checkpoint
 from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
 from tests.bits import bits_of
 from tests.distributed.local_models import bits_of_model, local_steps, trained
@@ -332,7 +332,7 @@ def _bad_states(rank: int) -> list[str]:
 
 
 def _gathered_in_parts(rank: int) -> list[bool]:
-    gathering.MOST_AT_ONCE = 3000
+    checkpoint.BYTES_AT_ONCE = 3000
     longest = []
     gather = dist.gather
 
@@ -342,7 +342,7 @@ def _gathered_in_parts(rank: int) -> list[bool]:
 
     dist.gather = noted
     values = [{"rank": number, "values": torch.arange(1000.0 * (number + 1))} for number in range(3)]
-    found = gathering.gathered(values[rank], dist.group.WORLD, torch.device("cpu"))
+    found = checkpoint.gathered(values[rank], dist.group.WORLD, torch.device("cpu"))
     is_alike = found is None
     if found is not None:
         pairs = zip(found, values, strict=True)

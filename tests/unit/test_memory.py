@@ -478,7 +478,7 @@ class Ranks:
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_memories_of_all_ranks_are_gathered_in_parts(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "MOST_AT_ONCE", 100)
+    monkeypatch.setattr(checkpoint, "COORDINATES_AT_ONCE", 100)
     (store,) = stores_of(1, {0: 70, 4: 33})
     communicator = Ranks(rank)
     found = gathered_memory(communicator, store, [4, 0])  # type: ignore[arg-type]

@@ -41,7 +41,6 @@ from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.averages import open_meeting
 from lightning_gqsgd.local_steps.fragments import kept, refuse_kept
 from lightning_gqsgd.local_steps.inner_state import InnerState, all_or_nothing
-from lightning_gqsgd.local_steps.merges.buffers import IntegerValues
 from lightning_gqsgd.local_steps.merges.contribution import Contribution, parameters_in
 from lightning_gqsgd.local_steps.merges.fixed import FixedMembers
 from lightning_gqsgd.local_steps.merges.merge import Member, Merge
@@ -53,6 +52,7 @@ from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer
 from lightning_gqsgd.local_steps.starting import (
     ROUNDING,
+    IntegerValues,
     OwnBuffers,
     Trained,
     fitted_to_ranks,

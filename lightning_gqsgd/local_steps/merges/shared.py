@@ -41,7 +41,7 @@ class SharedState:
         fragment: the whole model, with its anchors.
         outer: the outer optimizer of the anchors.
         options: the options, which say when the outer optimizer begins.
-        integers: the buffers that are not averaged, as int64 numbers; see `buffers.IntegerValues`.
+        integers: the buffers that are not averaged, as int64 numbers; see `starting.IntegerValues`.
 
     Attributes:
         fragment: see above.
