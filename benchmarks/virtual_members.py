@@ -129,7 +129,7 @@ class VirtualMember:
         self._training.step(self.model, self._optimizer, self._batches, seen)
         self._steps += 1
 
-    def begin_merge(self, outlier: float, is_last: bool) -> Requests:
+    def begin_merge(self, is_last: bool) -> Requests:
         """Hand over what was learnt, and return the requests of a merge."""
         if not self.waits and self._steps:
             self._contributions += 1
@@ -140,7 +140,7 @@ class VirtualMember:
             )
             self._steps = 0
         flags = Flag.HAS_FINISHED if is_last else Flag(0)
-        return merge(self.shared, self.member, self._pending, outlier=outlier, flags=flags)
+        return merge(self.shared, self.member, self._pending, flags=flags)
 
     @torch.no_grad()
     def end_merge(self, found: Merge) -> None:
@@ -248,7 +248,7 @@ class VirtualMembers:
     def _merge(self, is_last: bool = False) -> None:
         members = self._alive()
         before = self.samples
-        requests = [member.begin_merge(self._options.outlier, is_last) for member in members]
+        requests = [member.begin_merge(is_last) for member in members]
         found = answer(requests, [member.shared for member in members], self._sum)
         self.merges += 1
         if is_last:

@@ -156,7 +156,7 @@ class VirtualMember:
                 self.contributions, self.starts, positions, self.steps, self.steps, torch.empty(0, dtype=torch.int64)
             )
             self.steps = 0
-        self.requests = merge(self.shared, self.member, self.pending, step_s=self.step_s, outlier=10.0)
+        self.requests = merge(self.shared, self.member, self.pending, step_s=self.step_s)
 
     def end_merge(self, found: Merge) -> None:
         """Go on from the anchors, as `MergedAverages` does."""

@@ -187,7 +187,7 @@ def test_ranks_of_a_process_group_come_so_late_in_a_long_round_that_none_waits_f
     rounds.end_step()
     rounds.begin(now[0], [row(1)])
     members: Any = SimpleNamespace(waits_for_all=True, patience_s=30.0)
-    thread = MergeThread(members, state_of(0.0), Member(1, "one"), rounds, 10.0, torch.device("cpu"))
+    thread = MergeThread(members, state_of(0.0), Member(1, "one"), rounds, torch.device("cpu"))
     if is_ready:
         thread._has_finished = True
     assert thread._due_after_s() == due_after_s
@@ -356,7 +356,7 @@ def test_a_member_starts_from_what_another_one_knows_and_merges_beside_its_train
     there, own = state_of(3.0), state_of(0.0)
     there.merges = 5
     members = OnlyOne(there.state_dict(), threading.Event())
-    thread = MergeThread(members, own, Member(1, "one"), ByClock(3600.0), None, torch.device("cpu"))
+    thread = MergeThread(members, own, Member(1, "one"), ByClock(3600.0), torch.device("cpu"))
     thread.join()
     assert (own.merges, members.started_after, thread.latest) == (5, 5, None)
     assert own.checksum() == there.checksum()
@@ -372,7 +372,7 @@ def test_a_member_that_finds_nothing_of_use_meets_the_others(state: Mapping[str,
     own = state_of(0.0)
     members = OnlyOne(state, threading.Event())
     members.meets.set()
-    thread = MergeThread(members, own, Member(1, "one"), ByClock(3600.0), None, torch.device("cpu"))
+    thread = MergeThread(members, own, Member(1, "one"), ByClock(3600.0), torch.device("cpu"))
     thread.join()
     assert thread.latest is not None
     assert own.merges == 1

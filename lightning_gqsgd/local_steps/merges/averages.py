@@ -159,7 +159,7 @@ class MergedAverages:
         self._counts_samples = False
         self._has_said_lost = False
         self._members = members
-        self._thread = MergeThread(members, self._shared, member, self._rounds, options.outlier, self.device)
+        self._thread = MergeThread(members, self._shared, member, self._rounds, self.device)
         try:
             self._thread.join()
         except BaseException:

@@ -89,7 +89,6 @@ def merge(
     contribution: Contribution | None,
     *,
     step_s: float = 0.0,
-    outlier: float = math.inf,
     flags: int = 0,
 ) -> Requests:
     """Make one merge: yield all requests that it needs, and apply it.
@@ -99,7 +98,6 @@ def merge(
         member: this member.
         contribution: its change; None if it sends none in this merge.
         step_s: seconds that one of its steps takes.
-        outlier: see `rows.shares_of`.
         flags: HAS_FINISHED or IS_IDLE, see `rows.Flag`.
     """
     quorum: Quorum = yield Meet()
@@ -126,7 +124,7 @@ def merge(
         return None
     if len({each.identity for each in rows}) < len(rows):
         raise CollectiveError("gqsgd: two members have one identity, as after a fork; make LocalSteps after the fork")
-    shares = shares_of(rows, outlier)
+    shares = shares_of(rows, shared.options.outlier)
     means = []
     if any(shares.of_members):
         share = shares.of_members[quorum.own]

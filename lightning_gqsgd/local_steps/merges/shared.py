@@ -40,12 +40,13 @@ class SharedState:
     Args:
         fragment: the whole model, with its anchors.
         outer: the outer optimizer of the anchors.
-        options: the options, which say when the outer optimizer begins.
+        options: the options, which say when the outer optimizer begins, and which changes are left out.
         integers: the buffers that are not averaged, as int64 numbers; see `starting.IntegerValues`.
 
     Attributes:
         fragment: see above.
         outer: see above.
+        options: see above.
         merges: number of merges so far.
         samples: number of samples that have entered the anchors, of all members together.
         mean_steps: number of steps that have entered the anchors, as a mean over members.
@@ -58,7 +59,7 @@ class SharedState:
     def __init__(self, fragment: Fragment, outer: Optimizer, options: LocalOptions, integers: Tensor) -> None:
         self.fragment = fragment
         self.outer = outer
-        self._options = options
+        self.options = options
         self.merges = 0
         self.samples = 0
         self.mean_steps = 0.0
@@ -128,7 +129,7 @@ class SharedState:
                 self.mean_steps += sum(row.steps for row in used) / len(used)
                 # At the end, the anchor becomes the mean of the members' models, because momentum would move it too
                 # far.
-                plain = are_last(rows) or self._options.leaves_outer_out(int(self.mean_steps))
+                plain = are_last(rows) or self.options.leaves_outer_out(int(self.mean_steps))
                 self.fragment.move_anchors(means, self.outer, plain=plain)
                 self.integers = integers
             self.merges += 1

@@ -38,7 +38,6 @@ class MergeThread:
         shared: the state that all members share.
         member: this member.
         rounds: the rounds, which say when merges are due.
-        outlier: see `rows.shares_of`.
         device: device of the model.
 
     Attributes:
@@ -53,7 +52,6 @@ class MergeThread:
         shared: SharedState,
         member: Member,
         rounds: MergeRounds,
-        outlier: float,
         device: torch.device,
     ) -> None:
         self._members = members
@@ -61,7 +59,6 @@ class MergeThread:
         self._shared = shared
         self._member = member
         self._rounds = rounds
-        self._outlier = outlier
         self._changed = threading.Condition()
         self.between_merges = threading.Lock()
         self._contribution: Contribution | None = None
@@ -241,14 +238,7 @@ class MergeThread:
         Raises:
             CollectiveError: if no merge has succeeded for longer than the patience of the rounds.
         """
-        requests = merge(
-            self._shared,
-            self._member,
-            contribution,
-            step_s=self._rounds.step_s,
-            outlier=self._outlier,
-            flags=flags,
-        )
+        requests = merge(self._shared, self._member, contribution, step_s=self._rounds.step_s, flags=flags)
         problem: Exception | None = None
         try:
             with self.between_merges:
