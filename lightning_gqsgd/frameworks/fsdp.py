@@ -41,7 +41,6 @@ from lightning_gqsgd.frameworks.fsdp_modules import (
     Partial,
     ShardedGroup,
     ShardedParameter,
-    parameter_bits,
     present,
     row,
     shard_group,
@@ -59,7 +58,7 @@ from lightning_gqsgd.session.opening import Kernels, Side, compile_together, dig
 from lightning_gqsgd.session.parameters import digest
 from lightning_gqsgd.session.report import in_tensors, in_words, ring_bytes_in_fp32, summary
 from lightning_gqsgd.sparse.options import refuse_for
-from lightning_gqsgd.wire.agreement import Stamp, Weights, digest_of
+from lightning_gqsgd.wire.agreement import Stamp, digest_of
 from lightning_gqsgd.wire.communicator import patience_of
 from lightning_gqsgd.wire.engine import Engine, Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
@@ -393,13 +392,11 @@ class GQSGDFSDPState:
         counts = json.dumps(self._reductions, sort_keys=True)
         facts = f"{self._digest} {counts} {self._trained} {self._used}"
         stamp = Stamp(collective.configs[0].seed, step, digest_of(facts))
-        # Ranks of one replica have other shards, and nothing to compare.
-        return stamp._replace(weights=self._weights()) if collective is self._average else stamp
-
-    def _weights(self) -> Weights | None:
-        """Returns some weights of a parameter, another one in each step, which training keeps equal on all replicas."""
+        if collective is not self._average:
+            return stamp  # ranks of one replica have other shards, and nothing more to compare
+        # Training keeps weights equal on all replicas. Those of another parameter are compared in each step.
         group, number = self._places[self.step % len(self._places)]
-        return group.weights(number, self.step)
+        return stamp._replace(weights=group.weights(number, self.step))
 
     def _count(self, group: ShardedGroup) -> bool:
         """End telemetry's step with the backward pass; where FSDP reduces outside of one, with the next round of
@@ -461,7 +458,8 @@ class GQSGDFSDPState:
             facts = {"dtype of gradients or weights": str(x.dtype)}
             replicas = dict(facts)
             if self._average is not None and not self._has_met:
-                replicas["values of parameters (replicas have to start alike)"] = parameter_bits(self._groups)
+                sums = (group.bit_sums() for group in self._groups)
+                replicas["values of parameters (replicas have to start alike)"] = digest(sums)
             meeting.agree([facts, *([replicas] if self._replicas is not None else [])])
             needed = [Kernels(one.engine, one.to_compile, one.plan) for one in self._collectives]
             compile_together(meeting, needed, [x.dtype])

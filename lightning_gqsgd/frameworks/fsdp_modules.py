@@ -23,7 +23,7 @@ from lightning_gqsgd.ddp.checks import wrapped_otherwise
 from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.local_steps.sharding import sum_of_bits
-from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters
+from lightning_gqsgd.session.parameters import Parameter, number_parameters
 from lightning_gqsgd.wire.agreement import Weights
 
 logger = logging.getLogger(__name__)
@@ -323,11 +323,6 @@ def _places(shares: tuple[int, ...], numel: int) -> tuple[int, ...] | None:
             return None
     selections = found.get(numel, [])
     return selections[0] if len(selections) == 1 else None
-
-
-def parameter_bits(groups: list[ShardedGroup]) -> str:
-    """Returns a digest of the values of this rank's shards of all parameters. Waits for the device."""
-    return digest(group.bit_sums() for group in groups)
 
 
 def _param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:

@@ -72,7 +72,7 @@ def _refused(rank: int) -> None:
     replicas = {"replicate": on["replicate"]}
     refuses("no module of this Sequential is sharded; apply fully_shard first", mlp(), **replicas)
     refuses("nothing would be compressed: give replicate=")
-    refuses("mesh of 2 dimensions; give the one of replicas", replicate=on)
+    refuses("replicate has 2 dimensions; give the mesh of replicas", replicate=on)
     refuses("replicas hold the same shards, so give the other dimension", replicate=on["shard"])
     refuses("is neither a process group nor a mesh; give the mesh", replicate="replicate")
     alone = mesh(4)  # each rank has all parameters
