@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -88,9 +88,8 @@ class Average(Pending):
         frozen: names of the parameters that did not require a gradient when it was started.
         changes: the mean change of each bundle of the fragment, a flat tensor; empty while the average is under way.
         pending_means: for each bundle, the object that computes its mean change; empty once the means are complete.
-        inner_job: the job that averages the inner optimizers' tensors; None if there is none, or if it has ended.
         integers: the first rank's values of buffers that are not averaged.
-        works: the broadcasts that send them.
+        waits: functions that wait for these values and for the inner optimizers' tensors; empty once they have come.
         inner: the inner optimizers' tensors, and their mean as one flat tensor; None if they are not averaged.
         errors: the error memories before the average, by kind and parameter number; empty once the mean is complete.
         sharding: how the parameters are divided among the ranks of a replica.
@@ -99,9 +98,8 @@ class Average(Pending):
     frozen: tuple[str, ...]
     changes: list[Tensor] = field(default_factory=list)
     pending_means: list[PendingMean] = field(default_factory=list)
-    inner_job: Job | None = None
     integers: list[Tensor] = field(default_factory=list)
-    works: list[dist.Work] = field(default_factory=list)
+    waits: list[Callable[[], object]] = field(default_factory=list)
     inner: tuple[list[Tensor], Tensor] | None = None
     errors: dict[tuple[Keeps, int], Tensor] = field(default_factory=dict)
     sharding: Sharding = WHOLE
@@ -114,16 +112,12 @@ class Average(Pending):
             CollectiveError: if a collective failed.
         """
         self.changes = [pending.wait() for pending in self.pending_means]
-        if self.inner_job is not None:
-            self.inner_job.wait()
-        for work in self.works:
-            work.wait()
+        for wait in self.waits:
+            wait()
         self.pending_means = []
-        self.inner_job = None
-        self.works = []
+        self.waits = []
 
     def is_finite(self) -> bool:
-        """Returns whether all means are finite, as `Pending.is_finite` specifies."""
         means = self.changes if self.inner is None else [*self.changes, self.inner[1]]
         return self.sharding.all_have(all(bool(mean.isfinite().all()) for mean in means))
 
@@ -584,7 +578,6 @@ class LocalAverages(AveragingLoop[Average]):
     # --- one average -------------------------------------------------------------------------------------------------
 
     def _start(self, number: int, delay: int) -> Average:
-        """Start to average a fragment. The average is used ``delay`` steps later."""
         self._check_changes()
         self._buffers.take_back()
         fragment = self.fragments[number]
@@ -598,7 +591,8 @@ class LocalAverages(AveragingLoop[Average]):
             if self.options.inner_state == "average":
                 self._start_inner(average)
             if number == len(self.fragments) - 1:
-                average.integers, average.works = self._integers.start()
+                average.integers, works = self._integers.start()
+                average.waits += [work.wait for work in works]
         return average
 
     def _start_inner(self, average: Average) -> None:
@@ -612,7 +606,7 @@ class LocalAverages(AveragingLoop[Average]):
         card = Card("LocalSteps(inner_state='average')", facts)
         average.inner = (tensors, flat)
         request = self._request((Segment(0, flat.numel(), raw=True),), average.fragment, average.frozen)
-        average.inner_job = self._engine.reduce(flat, request._replace(agreement=card))
+        average.waits.append(self._engine.reduce(flat, request._replace(agreement=card)).wait)
 
     def _put(self, asked: RuleRequest, count: int, average: Average) -> Job:
         """Start to answer a rule's request; ``count`` is the number of the request in one bundle's average."""
@@ -654,8 +648,6 @@ class LocalAverages(AveragingLoop[Average]):
             self.telemetry.end_step()
 
     def _apply(self, average: Average, weight: float) -> None:
-        """Move the anchor by an average, and the parameters to the anchor; ``weight`` is the share of their own
-        values."""
         fragment = self.fragments[average.fragment]
         self._buffers.take_back()
         self._reshard()
@@ -673,7 +665,6 @@ class LocalAverages(AveragingLoop[Average]):
             self._inner.forget(entry.whole for entry, _ in fragment.entries())
 
     def _go_back(self, average: Average) -> None:
-        """Return to the anchor, because an average is not finite."""
         self.start_from_anchors()
         cleared = self._inner.clear_what_is_not_finite()
         own = f" and cleared its optimizer's state of {counted(cleared, 'parameter')}" if cleared else ""
