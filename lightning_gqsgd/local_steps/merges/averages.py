@@ -92,17 +92,11 @@ class MergedAverages:
     ``options.elastic``, this process copies the state of a member that the lighthouse knows, and does not wait for the
     next merge.
 
-    Args:
-        model: the module that each member trains.
-        optimizers: the inner optimizers. A parameter is averaged if one or more of them have it.
-        options: when to merge, and how to use the mean.
-        config: the compression.
-        group: process group; None is the default group. With ``options.elastic``, there is none.
-        timeout: timeout of collectives. None uses the timeout of the group, or 60 s with ``options.elastic``.
-        meeting: a meeting that the caller has opened; None opens one.
+    The arguments are those of `averages.LocalAverages`. With ``options.elastic``, there is no process group, and a
+    timeout of None is 60 s.
 
     Attributes:
-        options: see above.
+        options: when to merge, and how to use the mean.
         requested: the compression that was passed.
         outer: the outer optimizer; its tensors are the anchors.
         device: device of the model.

@@ -118,7 +118,6 @@ class ByClock(MergeRounds):
 
     @property
     def round_s(self) -> float:
-        """Seconds of a round."""
         return self._every_s
 
     def _is_over(self, steps: int) -> bool:
@@ -131,7 +130,6 @@ class ByClock(MergeRounds):
         return max(0.0, self._ends + self._grace_s + min(self.step_s / 2, most_s) - time.monotonic())
 
     def _plan(self, began: float, rows: Sequence[Row]) -> None:
-        """Plan the next round, with the grace of the fastest member."""
         self._ends = began + self.round_s
         self._grace_s = min(fastest_step_s(rows), self.round_s / 2)
 
@@ -161,7 +159,6 @@ class BySteps(MergeRounds):
         self._number = max(merges - 1, 0)
 
     def _is_over(self, steps: int) -> bool:
-        """Returns whether the round's steps have been made."""
         return steps >= self._steps_of_round(self._number)
 
     def late_after_s(self, most_s: float = math.inf) -> float | None:
