@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -64,15 +63,10 @@ class Bundle:
         self._dtype = COMPUTE_DTYPES[entries[0].tensor.dtype]
         self._device = entries[0].tensor.device
         device = options.anchor_device or self._device
-        self._runs = [list(run) for _, run in groupby(self.entries, partial(self._anchor_dtype, options=options))]
-        # Of the anchors of one run, which are views of it.
-        self._flats = [
-            torch.empty(
-                sum(entry.segment.numel for entry in run), dtype=self._anchor_dtype(run[0], options), device=device
-            )
-            for run in self._runs
+        self.anchors = [
+            torch.empty(entry.tensor.shape, dtype=self._anchor_dtype(entry, options), device=device)
+            for entry in self.entries
         ]
-        self.anchors = list(self._views())
         self.take_anchors()
         self._check_range()
 
@@ -105,14 +99,9 @@ class Bundle:
                     "take torch.bfloat16 or torch.float32"
                 )
 
-    def bits(self) -> Tensor:
-        """Returns the anchors as bytes, uint8: a view of their memory, or a copy if they have two dtypes."""
-        flats = [flat.view(torch.uint8) for flat in self._gathered()]
-        return flats[0] if len(flats) == 1 else torch.cat(flats)
-
     def flat_anchors(self) -> Tensor:
         """Returns a copy of the anchors as one flat tensor on the tensors' device, in the compute dtype, [numel]."""
-        return torch.cat([flat.to(self._device, self._dtype) for flat in self._gathered()])
+        return torch.cat([anchor.flatten().to(self._device, self._dtype) for anchor in self.anchors])
 
     def zeros(self) -> Tensor:
         """Returns zeros for all tensors, in the compute dtype, [numel]."""
@@ -192,19 +181,8 @@ class Bundle:
 
     def split(self, flat: Tensor) -> Iterator[Tensor]:
         """Returns the part of each tensor in a flat tensor, as a view with the tensor's shape."""
-        return _split(flat, self.entries)
-
-    def _views(self) -> Iterator[Tensor]:
-        """Returns the place of each anchor in the flat tensors, as a view with the tensor's shape."""
-        for run, flat in zip(self._runs, self._flats, strict=True):
-            yield from _split(flat, run)
-
-    def _gathered(self) -> list[Tensor]:
-        """Returns the anchors as flat tensors, one for each run of one dtype, without a copy."""
-        for anchor, view in zip(self.anchors, self._views(), strict=True):
-            if anchor.data_ptr() != view.data_ptr():  # an outer optimizer has replaced its memory
-                view.copy_(anchor)
-        return self._flats
+        parts = flat.split([entry.segment.numel for entry in self.entries])
+        return (part.view(entry.tensor.shape) for entry, part in zip(self.entries, parts, strict=True))
 
     def _pairs(self) -> Iterator[tuple[Entry, Tensor]]:
         return zip(self.entries, self.anchors, strict=True)
@@ -309,12 +287,6 @@ def fragments_of(parameters: Sequence[Entry], buffers: Sequence[Entry], options:
     parts = [list(parameters[start:end]) for start, end in zip(cuts, cuts[1:], strict=False)]
     parts[-1] += buffers
     return [Fragment(part, options) for part in parts]
-
-
-def _split(flat: Tensor, entries: Sequence[Entry]) -> Iterator[Tensor]:
-    """Returns the part of each tensor in a flat tensor, as a view with the tensor's shape."""
-    parts = flat.split([entry.segment.numel for entry in entries])
-    return (part.view(entry.tensor.shape) for entry, part in zip(entries, parts, strict=True))
 
 
 def is_same(first: Tensor, second: Tensor) -> Tensor:

@@ -85,7 +85,8 @@ class SharedState:
             return found
 
     def _sum_of_bits(self) -> int:
-        memories = [bundle.bits() for bundle in self.fragment.bundles]
+        anchors = [anchor for _, anchor in self.fragment.entries()]
+        memories = [anchor.contiguous().view(-1).view(torch.uint8) for anchor in anchors]
         # Weighted by place, so that two swapped values change the sum.
         places = torch.arange(1, _CHUNK + 1, device=memories[0].device)
         sums = []
