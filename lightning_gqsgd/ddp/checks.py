@@ -177,7 +177,7 @@ def check_group(post_local_sgd: PostLocalSGDState | None, model: DistributedData
         )
 
 
-def parameters_in(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Parameter]:
+def unignored(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Parameter]:
     """Returns the parameters of a module, by name, without those that DDP was told to ignore.
 
     An ignored parameter is each rank's own, so ranks may have different ones.
@@ -190,7 +190,7 @@ def trained_by(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
 
     There is at least one, because DDP refuses models without any.
     """
-    return {name: p for name, p in parameters_in(model.module, model.parameters_to_ignore).items() if p.requires_grad}
+    return {name: p for name, p in unignored(model.module, model.parameters_to_ignore).items() if p.requires_grad}
 
 
 def device_of(model: DistributedDataParallel) -> torch.device:

@@ -35,7 +35,7 @@ from lightning_gqsgd.ddp.checks import (
     device_of,
     dtypes_of,
     own_facts,
-    parameters_in,
+    unignored,
 )
 from lightning_gqsgd.ddp.model import Attachment, NumberedParameters
 from lightning_gqsgd.ddp.unaveraged import average
@@ -105,7 +105,7 @@ class GQSGDState:
         check_tables(model, config, post_local_sgd)
         check_group(post_local_sgd, model)
         ranks = dist.get_world_size(self._group)
-        named = parameters_in(model.module, model.parameters_to_ignore)
+        named = unignored(model.module, model.parameters_to_ignore)
         numbered = number_parameters(named, config)
         dtypes = dtypes_of(model)
         numel = sum(entry.numel for entry in numbered if not entry.raw)
@@ -426,7 +426,7 @@ class GQSGDState:
             raise RuntimeError(f"gqsgd: the model is gone; {_MESSAGES.remedy}")
         module = old.module
         with self._meeting("rewrap") as meeting:
-            named = parameters_in(module, old.parameters_to_ignore)
+            named = unignored(module, old.parameters_to_ignore)
             numbered = number_parameters(named, self.requested)
             if self._sparse is not None and numbered != self._parameters.numbered:
                 raise ConfigError(

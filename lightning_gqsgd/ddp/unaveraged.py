@@ -34,7 +34,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from lightning_gqsgd.ddp.checks import parameters_in
+from lightning_gqsgd.ddp.checks import unignored
 from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.session.copies import on_gradients, remove_all
 from lightning_gqsgd.session.ddp_models import DDPModels
@@ -88,7 +88,7 @@ class TrainedParameters:
     def __init__(self, model: DistributedDataParallel, entries: Mapping[int, Parameter]) -> None:
         self._model = weakref.ref(model)
         self._ignored = set(model.parameters_to_ignore)
-        parameters = parameters_in(model.module, self._ignored)
+        parameters = unignored(model.module, self._ignored)
         self.reduced: dict[str, nn.Parameter] = {name: p for name, p in parameters.items() if p.requires_grad}
         self._names = list(self.reduced)
         self._unreduced: dict[str, nn.Parameter] = {name: p for name, p in parameters.items() if not p.requires_grad}
@@ -166,7 +166,7 @@ class TrainedParameters:
     def new_in(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Returns the parameters of a module that this object has not seen, by name, without those that DDP ignores."""
         seen = {id(p) for known in (self.reduced, self._unreduced) for p in known.values()}
-        return {name: p for name, p in parameters_in(module, self._ignored).items() if id(p) not in seen}
+        return {name: p for name, p in unignored(module, self._ignored).items() if id(p) not in seen}
 
     def weights(self, step: int) -> Weights | None:
         """Returns some weights of a parameter that DDP reduces, another one in each step, for ranks to compare.
@@ -192,7 +192,7 @@ class TrainedParameters:
         if self._tree is None or not self._tree.has_changed():
             return
         module = self._tree.module
-        now = parameters_in(module, self._ignored)
+        now = unignored(module, self._ignored)
         known = {**self._unreduced, **self.reduced}
         self._tree = _Tree(module)
         self._accumulators.ask_all()
