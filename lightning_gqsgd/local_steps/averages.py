@@ -168,7 +168,7 @@ class LocalAverages(AveragingLoop[Average]):
         self.group = parent_group(group)
         self.requested = config
         with meeting or open_meeting(model, self.group, timeout) as start:
-            model, trained = trained_by(model, optimizers, options, config, self.group)
+            trained = trained_by(model, optimizers, options, config, self.group)
             parameters = trained.parameters
             self.device = trained.device
             self.config, self._note = fitted_to_ranks(start, trained, config)

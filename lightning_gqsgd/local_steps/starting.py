@@ -72,29 +72,29 @@ class Trained(NamedTuple):
 
 
 def trained_by(
-    model: object,
+    model: nn.Module,
     optimizers: Sequence[Optimizer],
     options: LocalOptions,
     config: GQSGDConfig,
     group: dist.ProcessGroup | None,
-) -> tuple[nn.Module, Trained]:
-    """Returns the model, and its parts that local steps train. ``group`` has the ranks that average; None: they are not
+) -> Trained:
+    """Returns the parts of a model that local steps train. ``group`` has the ranks that average; None: they are not
     known yet.
 
     Raises:
         ConfigError: if the model, an optimizer or the configuration cannot work.
     """
     check_optimizers(optimizers, options)
-    module = check_module(model)
-    reshard(module)  # after a forward pass without a backward pass, FSDP2 shows whole parameters in place of shards
-    trained = trained_parameters(module, optimizers)
+    check_module(model)
+    reshard(model)  # after a forward pass without a backward pass, FSDP2 shows whole parameters in place of shards
+    trained = trained_parameters(model, optimizers)
     refuse_for(config, "local steps, which average whole models")
     check_anchor_device(options.anchor_device)
-    sharding = _checked_sharding(module, options, config, group)
-    facts, parameters, buffers = numbered(module, trained, config, sharding)
+    sharding = _checked_sharding(model, options, config, group)
+    facts, parameters, buffers = numbered(model, trained, config, sharding)
     fragments = fragments_of(parameters, buffers, options)
     anchors = [anchor for part in fragments for entry, anchor in part.entries() if not entry.is_buffer]
-    return module, Trained(parameters, buffers, facts, fragments, make_outer(options.outer, anchors), sharding)
+    return Trained(parameters, buffers, facts, fragments, make_outer(options.outer, anchors), sharding)
 
 
 def _checked_sharding(
@@ -122,12 +122,9 @@ def _checked_sharding(
     return sharding_of(model, group)
 
 
-def check_module(model: object) -> nn.Module:
-    """Returns the model if local steps can train it.
-
-    Raises:
-        ConfigError: if the model is no module, is wrapped in DistributedDataParallel, or has an expanded buffer.
-    """
+def check_module(model: object) -> None:
+    """Raise ConfigError for a model that local steps cannot train: no module, one that is wrapped in
+    DistributedDataParallel, or one with an expanded buffer."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
     for module in model.modules():
@@ -143,7 +140,6 @@ def check_module(model: object) -> nn.Module:
                 "number in memory, and no average can be put there; register a copy: buffer.clone("
                 "memory_format=torch.contiguous_format)"
             )
-    return model
 
 
 def check_anchor_device(device: torch.device | str | None) -> None:

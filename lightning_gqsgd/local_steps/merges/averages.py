@@ -176,7 +176,7 @@ class MergedAverages:
     def _train(self, model: nn.Module) -> Trained:
         """Prepare the model, and return its trained parts; raises ConfigError if the model or an optimizer cannot
         work."""
-        model, trained = trained_by(model, self._optimizers, self.options, self.requested, group=None)
+        trained = trained_by(model, self._optimizers, self.options, self.requested, group=None)
         self.device = trained.device
         (self._fragment,) = trained.fragments
         self._integers = IntegerValues(model)
