@@ -152,22 +152,6 @@ class Bundle:
                 return True
         return False
 
-    def set_gradients(self, change: Tensor, plain: bool, frozen: Collection[str]) -> None:
-        """Set a mean change as the gradient of the parameters' anchors, and subtract it from the buffers' anchors.
-
-        Args:
-            change: the mean change, [numel].
-            plain: also subtract it from the parameters' anchors, which become the mean of the ranks' parameters.
-            frozen: see `Fragment.move_anchors`.
-        """
-        for (entry, anchor), part in zip(self._pairs(), self.split(change), strict=True):
-            if entry.is_buffer or plain:
-                anchor.sub_(_like(part, anchor))
-            elif entry.name in frozen and not bool(part.any()):
-                continue
-            else:
-                anchor.grad = _like(part, anchor)
-
     def set_tensors(self, weight: float = 0.0) -> None:
         """Move the tensors to their anchors: x ← weight x + (1 − weight) anchor."""
         for entry, anchor in self._pairs():
@@ -223,8 +207,12 @@ class Fragment:
                 move it. The change is not zero if the parameter was frozen within the round, or if it was frozen for a
                 moment only, as other optimizers' parameters are by Lightning's ``toggle_optimizer``.
         """
-        for bundle, mean in zip(self.bundles, means, strict=True):
-            bundle.set_gradients(mean, plain, frozen)
+        changes = (part for bundle, mean in zip(self.bundles, means, strict=True) for part in bundle.split(mean))
+        for (entry, anchor), change in zip(self.entries(), changes, strict=True):
+            if entry.is_buffer or plain:
+                anchor.sub_(_like(change, anchor))
+            elif entry.name not in frozen or bool(change.any()):
+                anchor.grad = _like(change, anchor)
         outer.step()
         for _, anchor in self.entries():
             anchor.grad = None

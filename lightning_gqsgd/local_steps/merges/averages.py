@@ -633,14 +633,12 @@ class MergedAverages:
         self._catch_up()
         return True
 
+    @torch.no_grad()
     def _catch_up(self) -> None:
         """If the anchors have moved, continue from them, and keep the change since the handover."""
         # Most steps end here, so without the lock: what this step does not see yet, the next one sees.
-        if self._shared.version != self._known_version:
-            self._follow_anchors()
-
-    @torch.no_grad()
-    def _follow_anchors(self) -> None:
+        if self._shared.version == self._known_version:
+            return
         settled = self._thread.wait_settled(0.0) if self._pending is not None else None
         if self._pending is not None and settled is None:
             return  # its change starts at the previous anchors
