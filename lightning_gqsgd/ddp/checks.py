@@ -149,14 +149,6 @@ def check_unchanged(model: DistributedDataParallel) -> None:
         )
 
 
-def check_wrapped_anew(model: DistributedDataParallel, module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Raise ConfigError for what cannot have the hook instead of an earlier DDP model of a module and a group."""
-    check_is_ddp(model)
-    check_model(model)
-    if model.module is not module or model.process_group is not group:
-        raise ConfigError("`build` wrapped another module, or for another process group; give both as before")
-
-
 def check_group(post_local_sgd: PostLocalSGDState | None, model: DistributedDataParallel) -> None:
     """Raise ConfigError if post-local SGD averages over other ranks than DDP does, or could not count its steps."""
     if post_local_sgd is None:

@@ -176,7 +176,8 @@ def all_reduce(
     step = plain_integer(step)
     reductions = _usable(parent, tensor)
     number = 0
-    known = reductions or _any_of(parent)
+    # Earlier calls for any device are enough to tell ranks of an error.
+    known = reductions or next((one for (group, _), one in list(_reductions.items()) if group is parent), None)
     if known is not None:
         number = next(known.numbers)  # counted on all ranks, also where one refuses
         try:
@@ -221,11 +222,6 @@ def _usable(group: dist.ProcessGroup, tensor: object) -> _Reductions | None:
         if not reductions.is_usable() and _reductions.pop(key, None) is not None:
             reductions.engine.close()
     return _reductions.get((group, tensor.device)) if isinstance(tensor, Tensor) else None
-
-
-def _any_of(group: dist.ProcessGroup) -> _Reductions | None:
-    """Returns the engine and layout of earlier calls on a group, for any device: enough to tell ranks of an error."""
-    return next((reductions for (other, _), reductions in list(_reductions.items()) if other is group), None)
 
 
 def _checked(

@@ -31,7 +31,6 @@ from lightning_gqsgd.ddp.checks import (
     check_group,
     check_is_ddp,
     check_model,
-    check_wrapped_anew,
     device_of,
     dtypes_of,
     own_facts,
@@ -472,7 +471,10 @@ class GQSGDState:
         before.detach()
         try:
             model = build(module)
-            check_wrapped_anew(model, module, self._group)
+            check_is_ddp(model)
+            check_model(model)
+            if model.module is not module or model.process_group is not self._group:
+                raise ConfigError("`build` wrapped another module, or for another process group; give both as before")
             check_tables(model, self.requested, self._post_local_sgd)
         except BaseException:
             self.close()
