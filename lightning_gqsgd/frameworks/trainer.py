@@ -166,8 +166,7 @@ class TrainerMixin(StrategyMixin):
         if self._ddp_comm_state is not None:
             self._ddp_comm_state.iter = 0  # of an earlier fit; Lightning makes the averager anew, too
         config = self.gqsgd_config
-        patience = self._timeout
-        state = register_gqsgd(self.model, config, timeout=patience, post_local_sgd=self._ddp_comm_state)
+        state = register_gqsgd(self.model, config, timeout=self._timeout, post_local_sgd=self._ddp_comm_state)
         self._check_installed()
         if self._loaded is not None:
             state.load_state_dict(self._loaded)

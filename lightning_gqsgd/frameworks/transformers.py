@@ -75,7 +75,6 @@ class GQSGDCallback(MeteredCallback):
             print_to_stderr(self._hook.summary_line())
 
     def save(self, folder: Path) -> None:
-        """Add the hook's state to a checkpoint. Perhaps a collective."""
         self.write(self._handler.state_dict(), folder)
 
     def _hook_in_use(self) -> GQSGDState | None:

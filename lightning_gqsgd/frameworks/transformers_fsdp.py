@@ -67,7 +67,6 @@ class FSDPCallback(MeteredCallback):
             print_to_stderr(self.state.summary_line())
 
     def save(self, folder: Path) -> None:
-        """Add the hooks' state to a checkpoint."""
         if self.state is not None:
             self.write(self.state.state_dict(), folder)
 

@@ -200,7 +200,8 @@ class MergedAverages:
                 # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
                 # broadcast.
                 take_from_first_rank((*model.parameters(), *model.buffers()), group)
-                self._shared.start_anew()
+                for bundle in self._fragment.bundles:
+                    bundle.take_anchors()
                 self._shared.integers = self._integers.read()
         return FixedMembers(engine, config), trained
 

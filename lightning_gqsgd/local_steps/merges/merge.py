@@ -178,7 +178,8 @@ def _part(shared: SharedState, own: Row, rows: Sequence[Row]) -> Generator[Reque
             own.name,
             len(rows),
         )
-        shared.forget()
+        with shared.lock:
+            shared.merges = 0  # so that this member loads another member's state before its next merge
     yield Commit(f"members have different {what}")
 
 

@@ -101,13 +101,6 @@ class SharedState:
             total = total * 31 + one
         return (total + 2**63) % 2**64 - 2**63
 
-    def start_anew(self) -> None:
-        """Set the anchors to the current values of the tensors."""
-        with self.lock:
-            for bundle in self.fragment.bundles:
-                bundle.take_anchors()
-            self.version += 1
-
     @torch.no_grad()
     def apply(self, means: Sequence[Tensor], rows: Sequence[Row], shares: Shares, integers: Tensor) -> bool:
         """Move the anchors by the mean change, and record the merge.
@@ -163,11 +156,6 @@ class SharedState:
                 for who, (contribution, merge) in self._settled.items()
                 if merge >= remembered
             )
-
-    def forget(self) -> None:
-        """Set the number of merges to 0, so that this member loads another member's state before its next merge."""
-        with self.lock:
-            self.merges = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of everything that a joining member needs: plain values and tensors."""
