@@ -15,23 +15,27 @@ a:
 
 with the smoothness L, the bound of gradients G, the deviation of a sample's gradient σ and the step γ. The formulas
 are those of the released code, CuiYing123456/GenQSGD, which solves the problem by geometric programming. Here, workers
-with equal numbers make equally many steps, and all combinations of K_i are tried. For each of them, the best real
-numbers of rounds and samples have a closed form, and the integers around it are searched, see `_Search`.
+with equal numbers make equally many steps, and all combinations of K_i are tried. For each of them, the least energy
+and time of real numbers of rounds and samples have a closed form, and integers are tried where these keep the limits.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import numpy as np
 
 from lightning_gqsgd.errors import ConfigError, check_real
 from lightning_gqsgd.predict import files
 
 #: The largest number of combinations of steps that are tried.
 _MOST_COMBINATIONS = 2_000_000
+#: The largest number of integers that are tried for rounds, and for the batch.
+_MOST_INTEGERS = 1_000_000
 #: Plans whose energies differ by less than this share count as equal.
 _CLOSE = 1e-6
 
@@ -171,20 +175,37 @@ class LocalProblem:
             batch: B; None means the best one.
             below: the energy of another plan, in joules; plans that need as much are not returned.
         """
-        c = self._errors(steps)
-        left = self.limits.error - c.fixed
-        if left <= 0:
+        errors = self._errors(steps)
+        each = self._round(steps)
+        left = self.limits.error - errors.fixed
+        if left <= 0 or _least(errors, left, each.batch_seconds, each.seconds) > self.limits.seconds:
             return None
-        search = _Search(self._round(steps), c, left, self.limits.seconds, below)
+        if _least(errors, left, each.batch_energy, each.energy) > below * (1 - _CLOSE):
+            return None
+        fewest = errors.by_rounds / left
+        smallest = errors.by_batch / left
         if batch is None:
-            search.over_batches()
-            search.over_rounds()
+            # The fewest rounds of each small batch, and the smallest batch of each small number of rounds. The real
+            # numbers that keep the limit of the error have (K_0 - fewest) (B - smallest) = fewest smallest.
+            spread = math.sqrt(fewest * smallest)
+            batches = _integers(smallest, spread)
+            rounds = _integers(fewest, spread)
+            others = np.maximum(1.0, np.ceil(errors.by_batch / (left - errors.by_rounds / rounds)))
+        elif batch > smallest:
+            batches = np.array([float(batch)])
+            rounds = others = np.array([])
         else:
-            search.try_batch(batch)
-        if search.found is None:
             return None
-        rounds, size = search.found
-        return LocalPlan(rounds, tuple(steps), size, *self.cost(rounds, steps, size))
+        rounds = np.append(np.ceil(errors.by_rounds / (left - errors.by_batch / batches)), rounds)
+        batches = np.append(batches, others)
+        energies = rounds * (batches * each.batch_energy + each.energy)
+        is_late = rounds * (batches * each.batch_seconds + each.seconds) > self.limits.seconds
+        energies[is_late] = math.inf
+        place = energies.argmin()
+        if not energies[place] < below:
+            return None
+        size = int(batches[place])
+        return LocalPlan(int(rounds[place]), tuple(steps), size, *self.cost(int(rounds[place]), steps, size))
 
     def most_steps(self) -> int:
         """Returns the largest number of steps of a worker that the limit of the error allows, for any other choices."""
@@ -256,121 +277,24 @@ class _Round:
     seconds: float
 
 
-class _Search:
-    """Searches the integers K_0 and B of least energy, for given steps of all workers.
+def _least(errors: _Errors, left: float, by_sample: float, by_round: float) -> float:
+    """Returns the least of K_0 (B ``by_sample`` + ``by_round``) over the real numbers that keep the limit of the error.
 
-    Let R be the error that is left for rounds and batches, r/K_0 + c/B <= R. A round takes (a B + b) joules. As real
-    numbers, K_0 = r B / (R B - c), so the energy is r (a B + b) B / (R B - c), with its minimum at the positive root of
-    a R B² - 2 a c B - b c = 0. On both sides of it, the energy rises.
-
-    An integer plan needs at least as much energy and time as the real numbers at the same B or K_0. So the search goes
-    from the root to both sides, until the energy of the real numbers exceeds that of the best plan, or until their time
-    exceeds the limit. Where B is small, it goes over B, and where K_0 is small, over K_0, because the smaller number
-    changes most by being rounded up. They meet at (K_0 - r/R) = (B - c/R).
-
-    Args:
-        each: energy and seconds of a round.
-        c: the errors.
-        left: R.
-        seconds: the limit of time.
-        below: the energy of the best plan so far, in joules.
-
-    Attributes:
-        found: K_0 and B of the best plan; None if there is none.
+    Let r and c be the errors of rounds and batches, and R be ``left``, which the limit leaves for r/K_0 + c/B. With
+    K_0 = r B / (R B - c) and u = R B - c, it is r/R² (x u + y/u + z), where x, y and z do not depend on u.
     """
-
-    def __init__(self, each: _Round, c: _Errors, left: float, seconds: float, below: float) -> None:
-        self.found: tuple[int, int] | None = None
-        self._each = each
-        self._c = c
-        self._left = left
-        self._seconds = seconds
-        self._below = below
-        self._root = c.by_batch / left * (1 + math.sqrt(1 + left * each.energy / (each.batch_energy * c.by_batch)))
-        self._spread = math.sqrt(c.by_rounds * c.by_batch) / left
-
-    def over_batches(self) -> None:
-        """Search over B, where it is small."""
-        c = self._c
-        each = self._each
-        window = _between_roots(
-            c.by_rounds * each.batch_seconds / self._seconds,
-            c.by_rounds * each.seconds / self._seconds - self._left,
-            c.by_batch,
-        )
-        self._outward(self._root, c.by_batch / self._left, window, self.try_batch)
-
-    def over_rounds(self) -> None:
-        """Search over K_0, where it is small."""
-        c = self._c
-        each = self._each
-        window = _between_roots(
-            (c.by_batch * each.batch_seconds + each.seconds * self._left) / self._seconds,
-            -c.by_rounds * each.seconds / self._seconds - self._left,
-            c.by_rounds,
-        )
-        start = c.by_rounds / (self._left - c.by_batch / self._root)
-        self._outward(start, c.by_rounds / self._left, window, self._try_rounds)
-
-    def try_batch(self, batch: int) -> float:
-        """Try B with the fewest rounds. Returns the energy of the real numbers."""
-        remaining = self._left - self._c.by_batch / batch
-        if remaining <= 0:
-            return 0.0
-        rounds = self._c.by_rounds / remaining
-        self._try(max(1, math.ceil(rounds)), batch)
-        return self._energy(max(1.0, rounds), batch)
-
-    def _try_rounds(self, rounds: int) -> float:
-        """Try K_0 with the smallest batch. Returns the energy of the real numbers."""
-        remaining = self._left - self._c.by_rounds / rounds
-        if remaining <= 0:
-            return 0.0
-        batch = self._c.by_batch / remaining
-        self._try(rounds, max(1, math.ceil(batch)))
-        return self._energy(rounds, max(1.0, batch))
-
-    def _try(self, rounds: int, batch: int) -> None:
-        """Keep a plan that keeps the limit of time and needs less energy than the best one."""
-        each = self._each
-        energy = self._energy(rounds, batch)
-        if energy < self._below and rounds * (batch * each.batch_seconds + each.seconds) <= self._seconds:
-            self._below = energy
-            self.found = rounds, batch
-
-    def _energy(self, rounds: float, batch: float) -> float:
-        return rounds * (batch * self._each.batch_energy + self._each.energy)
-
-    def _outward(
-        self, start: float, above: float, window: tuple[float, float] | None, attempt: Callable[[int], float]
-    ) -> None:
-        """Try integers from ``start`` to both sides.
-
-        Args:
-            start: the real number of least energy.
-            above: all numbers have to be larger.
-            window: the smallest and the largest number that may keep the limit of time; None if there are none.
-            attempt: tries a number, and returns the energy of the real numbers.
-        """
-        if window is None:
-            return
-        first = max(1, math.floor(above) + 1, math.floor(window[0]))
-        last = math.ceil(min(above + self._spread, window[1]))
-        begin = max(first, math.ceil(min(start, last)))
-        for numbers in (range(begin, last + 1), range(min(begin, last + 1) - 1, first - 1, -1)):
-            for number in numbers:
-                if attempt(number) > self._below * (1 - _CLOSE):
-                    break
+    inner = by_sample * errors.by_batch
+    return errors.by_rounds * ((math.sqrt(inner) + math.sqrt(inner + left * by_round)) / left) ** 2
 
 
-def _between_roots(square: float, linear: float, constant: float) -> tuple[float, float] | None:
-    """Returns the positive numbers x with ``square`` x² + ``linear`` x + ``constant`` <= 0, as an interval; None if
-    there are none. ``square`` is at least 0, and ``constant`` is above 0."""
-    inner = linear * linear - 4 * square * constant
-    if linear >= 0 or inner < 0:
-        return None
-    numerator = -linear + math.sqrt(inner)
-    return 2 * constant / numerator, numerator / (2 * square) if square else math.inf
+def _integers(above: float, spread: float) -> np.ndarray:
+    """Returns the integers above a number, up to one at a distance of ``spread``; of more than `_MOST_INTEGERS`, some
+    whose distances grow with that from the first."""
+    first = math.floor(above) + 1
+    count = max(1, math.ceil(above + spread) - first + 1)
+    if count <= _MOST_INTEGERS:
+        return first + np.arange(float(count))
+    return first - 1 + np.unique(np.geomspace(1, count, _MOST_INTEGERS).round())
 
 
 def plan(problem: LocalProblem, *, batch: int | None = None, most_steps: int | None = None) -> LocalPlan:
