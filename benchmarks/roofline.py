@@ -11,8 +11,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from pictures.labels import label_points
 from pictures.style import COLOURS, drawn
 
 #: Size of the buckets that are drawn, in 10^6 bytes, if this size was measured.
@@ -28,9 +30,6 @@ FAMILIES = {
     "torch.compile": (COLOURS["powersgd"], "the same, torch.compile"),
     "Global-QSGD": (COLOURS["ddp"], "Global-QSGD's code, counted"),
 }
-#: Distance between names, in points, and the looks of the lines between names and points.
-LINE = 10.5
-LEADER: dict[str, Any] = {"arrowstyle": "-", "lw": 0.6, "color": "#999999", "shrinkA": 1, "shrinkB": 3}
 MARKERS = {"encode": "^", "reduce": "o", "decode": "v", "all": "D"}
 
 
@@ -82,18 +81,18 @@ def save_figure(facts: Sequence[Fact], device: str, file: Path) -> None:
         for axes, dtype in zip(panels, dtypes, strict=True):
             _draw_points(axes, [fact for fact in shown if fact.dtype == dtype and fact.stage != "copy_"])
         roofs = {fact.dtype: fact.nbytes / fact.seconds / 1e9 for fact in shown if fact.stage == "copy_"}
+        words = [_draw_roof(axes, roofs[dtype]) for axes, dtype in zip(panels, dtypes, strict=True)]
         for axes, dtype in zip(panels, dtypes, strict=True):
-            _draw_roof(axes, roofs[dtype])
             axes.set(title=dtype, xlabel="bytes moved per coordinate")
         figure.suptitle(
             f"Kernels on {device}, buckets of {megabytes:g} MB", x=0.01, ha="left", fontsize=11, fontweight="bold"
         )
         panels[0].set_ylabel("billions of coordinates per second")
         _draw_legend(figure, {fact.family for fact in shown}, {fact.stage for fact in shown})
-        figure.draw_without_rendering()  # the layout decides where the points are
-        figure.set_layout_engine("none")
-        for axes, dtype in zip(panels, dtypes, strict=True):
-            _label(axes, [fact for fact in shown if fact.dtype == dtype and fact.stage != "copy_"], roofs[dtype])
+        for axes, dtype, said in zip(panels, dtypes, words, strict=True):
+            own = [fact for fact in shown if fact.dtype == dtype and fact.stage != "copy_"]
+            colours = [FAMILIES[fact.family][0] for fact in own]
+            label_points(figure, axes, [*map(_point, own)], [fact.case for fact in own], colours, size=8, taken=[said])
 
 
 def common_sizes(facts: Sequence[Fact]) -> set[float]:
@@ -123,8 +122,9 @@ def _draw_points(axes: Axes, facts: Sequence[Fact]) -> None:
     axes.margins(x=0.2, y=0.07)
 
 
-def _draw_roof(axes: Axes, bandwidth: float) -> None:
-    """Draw the rate of a copy, in GB/s, as a line over bytes per coordinate, and a second line a little below."""
+def _draw_roof(axes: Axes, bandwidth: float) -> Text:
+    """Draw the rate of a copy, in GB/s, as a line over bytes per coordinate, and a second line a little below; returns
+    the words that say so."""
     left, right = axes.get_xlim()
     left /= 2  # room for the names beside the points
     bottom, top = axes.get_ylim()
@@ -133,7 +133,7 @@ def _draw_roof(axes: Axes, bandwidth: float) -> None:
     axes.plot(x, SHARE * bandwidth / x, color="#999999", lw=0.8, zorder=2)
     axes.fill_between(x, bandwidth / x, 10 * top, color="#f0f0f3", lw=0, zorder=0)
     axes.set(xlim=(left, right), ylim=(bottom, top))
-    axes.text(
+    return axes.text(
         0.98,
         0.98,
         f"roof: copy_, {bandwidth:,.0f} GB/s\nthin line: {SHARE:.0%} of it",
@@ -143,85 +143,6 @@ def _draw_roof(axes: Axes, bandwidth: float) -> None:
         fontsize=8,
         color="#555555",
     )
-
-
-def _label(axes: Axes, facts: Sequence[Fact], bandwidth: float) -> None:
-    """Write names with a line to their points.
-
-    Names of this package stand on the left of their points, other names on the right of the roof if there is room.
-    """
-    unit = axes.figure.dpi / 72
-    right, to_pixels = axes.get_window_extent().x1, axes.transData
-    named = _merged([(fact, to_pixels.transform(_point(fact))) for fact in facts], 2.5 * unit)
-    ours = [entry for entry in named if entry[1].family == "gqsgd" or entry[2][0] + 5 * len(entry[0]) * unit > right]
-    others = [entry for entry in named if entry not in ours]
-    for side, on_left in ((ours, True), (others, False)):
-        side = sorted(side, key=lambda entry: entry[2][1])
-        heights = spread([place[1] for *_, place in side], LINE * unit)
-        roofs = [
-            to_pixels.transform((bandwidth / to_pixels.inverted().transform((0, height))[1], 1))[0]
-            for height in heights
-        ]
-        pairs = [(place[0], roof) for (*_, place), roof in zip(side, roofs, strict=True)]
-        edges = [min(pair) - 16 * unit if on_left else max(pair) + 14 * unit for pair in pairs]
-        if on_left:  # names that touch each other end at one line, left of all their points
-            edges = [min(_touching(edges, heights, number, LINE * unit)) for number in range(len(edges))]
-        for (name, fact, place), height, edge in zip(side, heights, edges, strict=True):
-            axes.annotate(
-                name,
-                place,
-                (edge, height),
-                xycoords="figure pixels",
-                textcoords="figure pixels",
-                ha="right" if on_left else "left",
-                va="center",
-                fontsize=8,
-                color=FAMILIES[fact.family][0],
-                arrowprops={**LEADER, "relpos": (1.0 if on_left else 0.0, 0.5)},
-                zorder=3,
-            )
-
-
-def _touching(values: Sequence[float], heights: Sequence[float], number: int, step: float) -> Sequence[float]:
-    """The values around ``number`` whose heights, in ascending order, follow each other at a step."""
-    first = last = number
-    while first and heights[first] - heights[first - 1] < 1.01 * step:
-        first -= 1
-    while last + 1 < len(heights) and heights[last + 1] - heights[last] < 1.01 * step:
-        last += 1
-    return values[first : last + 1]
-
-
-def _merged(facts: Sequence[tuple[Fact, Any]], near: float) -> list[tuple[str, Fact, Any]]:
-    """Name, fact and place in pixels of every label.
-
-    Points of others that have the same family and stage, and nearly the same place, share a label with all their names.
-    """
-    merged: list[tuple[str, Fact, Any]] = []
-    for fact, place in facts:
-        for number, (names, other, there) in enumerate(merged):
-            same = (other.family, other.stage) == (fact.family, fact.stage)
-            if same and fact.family != "gqsgd" and np.hypot(*(there - place)) < near:
-                merged[number] = (f"{names}, {fact.case}", other, there)
-                break
-        else:
-            merged.append((fact.case, fact, place))
-    return merged
-
-
-def spread(values: Sequence[float], step: float) -> list[float]:
-    """The numbers, in ascending order, moved as little as possible until they are at least ``step`` apart."""
-    groups: list[
-        tuple[float, int]
-    ] = []  # for each group that touches: mean of the numbers less their steps, and the size of the group
-    for number, value in enumerate(values):
-        mean, count = value - number * step, 1
-        while groups and groups[-1][0] > mean:
-            other, many = groups.pop()
-            mean, count = (mean * count + other * many) / (count + many), count + many
-        groups.append((mean, count))
-    every = [mean for mean, count in groups for _ in range(count)]
-    return [mean + number * step for number, mean in enumerate(every)]
 
 
 def _draw_legend(figure: Figure, families: set[str], stages: set[str]) -> None:

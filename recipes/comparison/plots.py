@@ -16,15 +16,13 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.patheffects import withStroke
-from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
 from lightning_gqsgd.predict.model import Prediction
 from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.research.theory import bits_at
+from pictures.labels import label_points
 from pictures.style import DPI, STYLE, colours
-from recipes.comparison.labels import place_labels
 from recipes.comparison.results import Curve, Line, Run, seeds_in_words, target_text
 from recipes.measuring.metrics import Metric
 
@@ -200,7 +198,10 @@ def save_family(lines: Sequence[Line], title: str, file: Path) -> bool:
         axes.set_ylabel("relative L2 error of the gradients' mean, r")
         axes.set_title(fill(title, FAMILY_TITLE))
         axes.grid(visible=False, axis="x")
-        _label_family(figure, axes, sampled, chosen, _family_legend(axes, sampled))
+        names = [line.variant for line in sampled]
+        points = [(line.message_bits, line.rel_l2) for line in sampled]
+        legend = _family_legend(axes, sampled)
+        label_points(figure, axes, points, names, [chosen[name] for name in names], taken=[legend])
         figure.savefig(file, dpi=DPI)
     return True
 
@@ -233,42 +234,6 @@ def _family_legend(axes: Axes, sampled: Sequence[Line]) -> Legend:
     if any(_has_memory(line.variant) for line in sampled):
         handles.append(Line2D([], [], marker="D", ms=6, label="with a memory of earlier steps", **grey))
     return axes.legend(handles=handles, loc="upper right", fontsize=8)
-
-
-def _label_family(figure: Figure, axes: Axes, sampled: Sequence[Line], chosen: dict[str, str], legend: Legend) -> None:
-    """Write names next to their points; a name that finds no room near its point gets a leader."""
-    labels: list[Annotation] = [
-        axes.annotate(
-            line.variant, (line.message_bits, line.rel_l2), color=chosen[line.variant], fontsize=8.5, zorder=5
-        )
-        for line in sampled
-    ]
-    for label in labels:
-        label.set_in_layout(False)
-        label.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
-    figure.draw_without_rendering()  # the layout decides where the points are
-    figure.set_layout_engine("none")
-    points = [tuple(axes.transData.transform((line.message_bits, line.rel_l2))) for line in sampled]
-    frames = [label.get_window_extent() for label in labels]
-    bounds, corner = axes.get_window_extent(), legend.get_window_extent()
-    places = place_labels(
-        points,
-        [(frame.width + 4, frame.height + 2) for frame in frames],
-        (bounds.x0, bounds.y0, bounds.x1, bounds.y1),
-        gap=figure.dpi / 72 * 7,
-        taken=[(corner.x0, corner.y0, corner.x1, corner.y1)],
-    )
-    for label, point, (left, bottom, right, top), line in zip(labels, points, places, sampled, strict=True):
-        to_points = 72 / figure.dpi
-        middle = (left + right) / 2, (bottom + top) / 2
-        label.set_position(((middle[0] - point[0]) * to_points, (middle[1] - point[1]) * to_points))
-        label.set_anncoords("offset points")
-        label.set_horizontalalignment("center")
-        label.set_verticalalignment("center")
-        edge = min(max(point[0], left), right), min(max(point[1], bottom), top)
-        if math.dist(edge, point) > figure.dpi / 72 * 9:
-            ends = axes.transData.inverted().transform([point, edge])
-            axes.plot(*ends.T, color=chosen[line.variant], lw=0.6, alpha=0.8, zorder=3)
 
 
 def _has_memory(variant: str) -> bool:

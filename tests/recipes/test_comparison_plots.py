@@ -13,9 +13,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 from lightning_gqsgd.predict.model import Prediction
+from pictures.labels import place_labels
 from pictures.style import COLOURS
 from recipes.comparison import plots
-from recipes.comparison.labels import place_labels
 from recipes.comparison.page import STEP_WIDTHS
 from recipes.comparison.plots import MANY, save_curves, save_family, save_step_times
 from recipes.comparison.results import Run, compare

@@ -169,12 +169,6 @@ def test_the_picture_can_be_drawn_and_needs_a_common_size(tmp_path: Path) -> Non
         roofline.save_figure([*_made_up("float32", 1), *_made_up("bfloat16", 2)], "a card", tmp_path / "two.png")
 
 
-def test_names_are_moved_apart() -> None:
-    assert roofline.spread([0, 100], 10) == [0, 100]
-    assert roofline.spread([0, 0, 0, 100], 10) == pytest.approx([-10, 0, 10, 100])
-    assert roofline.spread([0, 12, 12], 10) == pytest.approx([-2, 8, 18])
-
-
 def _main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
     monkeypatch.setattr(sys, "argv", ["kernels.py", *arguments])
     return error_text(SystemExit, kernels.main)

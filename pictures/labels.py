@@ -1,9 +1,15 @@
-"""Places for the labels of a scatter plot: no label covers another label or a point."""
+"""Labels of a scatter plot, at places where none covers another label or a point."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Point = tuple[float, float]
 #: Left, bottom, right and top of a rectangle.
@@ -11,6 +17,64 @@ Rectangle = tuple[float, float, float, float]
 
 DIRECTIONS = 16
 RINGS = 24
+#: Distances in points: from a point to its label, and that from which on a line leads from one to the other.
+GAP, FAR = 7, 9
+
+
+def label_points(
+    figure: Figure,
+    axes: Axes,
+    points: Sequence[Point],
+    names: Sequence[str],
+    colours: Sequence[str],
+    *,
+    size: float = 8.5,
+    taken: Sequence[Artist] = (),
+) -> None:
+    """Write names next to their points; a name that finds no room near its point gets a line to it.
+
+    Everything else has to be drawn, because the layout of the figure stays as it is from here on.
+
+    Args:
+        figure: the whole picture.
+        axes: where the points are.
+        points: in the units of the axes.
+        names: of the points.
+        colours: of the names.
+        size: of the text, in points.
+        taken: what names have to leave free, e.g. a legend.
+    """
+    from matplotlib.patheffects import withStroke
+
+    labels = [
+        axes.annotate(name, point, color=colour, fontsize=size, zorder=5)
+        for name, point, colour in zip(names, points, colours, strict=True)
+    ]
+    for label in labels:
+        label.set_in_layout(False)
+        label.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
+    figure.draw_without_rendering()  # the layout decides where the points are
+    figure.set_layout_engine("none")
+    to_pixels = axes.transData
+    places = [tuple(to_pixels.transform(point)) for point in points]
+    frames = [label.get_window_extent() for label in labels]
+    found = place_labels(
+        places,
+        [(frame.width + 4, frame.height + 2) for frame in frames],
+        axes.get_window_extent().extents,
+        gap=figure.dpi / 72 * GAP,
+        taken=[one.get_window_extent().extents for one in taken],
+    )
+    to_points = 72 / figure.dpi
+    for label, place, (left, bottom, right, top), colour in zip(labels, places, found, colours, strict=True):
+        middle = (left + right) / 2, (bottom + top) / 2
+        label.set_position(((middle[0] - place[0]) * to_points, (middle[1] - place[1]) * to_points))
+        label.set_anncoords("offset points")
+        label.set_horizontalalignment("center")
+        label.set_verticalalignment("center")
+        edge = min(max(place[0], left), right), min(max(place[1], bottom), top)
+        if math.dist(edge, place) * to_points > FAR:
+            axes.plot(*to_pixels.inverted().transform([place, edge]).T, color=colour, lw=0.6, alpha=0.8, zorder=3)
 
 
 def place_labels(
