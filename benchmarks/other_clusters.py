@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.paper import tree_seconds
 from benchmarks.report import Cell, Report, command_line, present
 from lightning_gqsgd.predict.costs import LATENCY_S, Link, estimated_costs
 from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, interval
 from lightning_gqsgd.predict.model import NATIVE, predict
-from lightning_gqsgd.predict.paper import tree_seconds
 from lightning_gqsgd.predict.tcp import Factors
 from lightning_gqsgd.predict.timeline import Timeline, estimated
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.paper import tree_gains, tree_seconds
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.errors import ConfigError
@@ -29,7 +30,6 @@ from lightning_gqsgd.predict import (
     predict,
 )
 from lightning_gqsgd.predict.costs import BF16_HOOK, ESTIMATES, KINDS, at_ranks, on_faster_link
-from lightning_gqsgd.predict.paper import tree_gains, tree_seconds
 from lightning_gqsgd.predict.probe import measure
 from lightning_gqsgd.predict.profile import bucket_profiles
 from lightning_gqsgd.presets import FIXED, make_config

@@ -17,7 +17,7 @@ def tree_seconds(
 ) -> float:
     """Returns the seconds of an all-reduce along a binary tree, T = 2 L α + 2 L S/(ρ β) + L ω S/(ρ γ) with L = log2 n.
 
-    The formula has five errors that `model.predict` does not have:
+    The formula has five errors that `lightning_gqsgd.predict` does not have:
 
     * Nothing overlaps: neither a bucket with the backward pass, nor encoding with sending.
     * The baseline is the same tree, which sends log2 n times as much as a ring: against a ring, gains are smaller.
