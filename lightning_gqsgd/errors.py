@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import math
 import numbers
@@ -19,6 +20,33 @@ class ConfigError(ValueError):
 
 class CollectiveError(RuntimeError):
     """Raised if a collective fails. The message names the rank, the collective and the remedy."""
+
+
+class PackageError(ConfigError, ImportError):
+    """Raised if a package that a feature needs is not installed, or cannot be loaded."""
+
+
+def import_optional(module: str, package: str, feature: str, instead: str) -> Any:
+    """Returns a module of a package that few features need.
+
+    Args:
+        module: the module's full name.
+        package: the package's name on PyPI.
+        feature: what needs it, for the message.
+        instead: what to do without it, for the message.
+
+    Raises:
+        PackageError: the package is not installed, or cannot be loaded.
+    """
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # e.g. a RuntimeError of torchvision next to another torch
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if (missing or "").partition(".")[0] == module.partition(".")[0]:
+            why, remedy = "is not installed", "pip install"
+        else:
+            why, remedy = f"cannot be loaded ({first_line(error)})", "pip install --force-reinstall"
+        raise PackageError(f"{feature} needs {package}, which {why}: {remedy} {package}, or {instead}") from error
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

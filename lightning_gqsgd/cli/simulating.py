@@ -77,10 +77,7 @@ def outcomes(
         raise ConfigError(f"unknown problem {problem!r} (problems: {', '.join(PROBLEMS)})")
     if not 0 < lr <= _LARGEST_RATE:
         raise ConfigError(f"--lr {lr} is out of range: above 0 to {_LARGEST_RATE:g}, e.g. --lr 0.1")
-    try:
-        made = PROBLEMS[problem]()
-    except ImportError as error:
-        raise ConfigError(f"--problem {problem}: {error}, or take --problem least_squares") from error
+    made = PROBLEMS[problem]()
     return [_outcome(name, made, workers, steps, lr, say) for name in presets]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_gqsgd.errors import ConfigError, did_you_mean
+from lightning_gqsgd.errors import ConfigError, did_you_mean, import_optional
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 
 #: The forms of a model's name, for messages.
@@ -194,7 +194,7 @@ def _shape(value: Any) -> str:
 
 
 def _torchvision(name: str) -> Callable[[], Any]:
-    models = _imported("torchvision.models", "torchvision")
+    models = import_optional("torchvision.models", "torchvision", f"model torchvision:{name}", "name your own factory")
     if name not in models.list_models():
         raise ConfigError(
             f"torchvision has no model {name!r}{did_you_mean(name, models.list_models())} "
@@ -207,7 +207,7 @@ def _torchvision(name: str) -> Callable[[], Any]:
 
 
 def _transformers(name: str) -> Callable[[], Any]:
-    package = _imported("transformers", "transformers")
+    package = import_optional("transformers", "transformers", f"model transformers:{name}", "name your own factory")
     types = list(package.CONFIG_MAPPING)
     try:
         if os.path.exists(name):
@@ -255,12 +255,3 @@ def _factory(module: str, name: str) -> Callable[[], Any]:
         raise ConfigError(f"module {module!r} has no function {name!r}; name one that returns a model")
     result: Callable[[], Any] = function
     return result
-
-
-def _imported(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"{package} is not installed ({error}); pip install {package}, or name your own factory"
-        ) from error

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, import_optional
 from lightning_gqsgd.predict.advice import Candidate, Cluster, Sweeps, break_even
 from lightning_gqsgd.predict.files import check_writable
 from lightning_gqsgd.predict.model import Prediction
@@ -159,13 +159,7 @@ def _rate(cluster: Cluster, factor: float) -> float:
 
 
 def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError(
-            f"pictures need matplotlib ({error}); pip install matplotlib, or leave out --plot and --gantt"
-        ) from error
-    matplotlib.use("Agg")
+    import_optional("matplotlib", "matplotlib", "a picture", "leave out --plot and --gantt").use("Agg")
     import matplotlib.pyplot as plt
 
     return plt

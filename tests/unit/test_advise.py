@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -276,6 +277,28 @@ def test_a_module_computes_on_the_usual_device_while_it_is_imported(
     monkeypatch.syspath_prepend(tmp_path)
     built = models.build("module_of_user:make", 1, torch.device("meta"))
     assert built.model.weight.is_meta
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("raise RuntimeError('no operator')", r"cannot be loaded \(no operator\): pip install --force-reinstall"),
+        ("import no_such_module", r"cannot be loaded \(No module named 'no_such_module'\): pip"),
+        (None, "is not installed: pip install torchvision, or name your own factory$"),
+    ],
+)
+def test_a_package_that_cannot_be_loaded_is_told_from_one_that_is_not_there(
+    source: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, module)
+    if source is None:
+        monkeypatch.setitem(sys.modules, "torchvision", None)
+    else:
+        (tmp_path / "torchvision.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=f"^model torchvision:resnet18 needs torchvision, which {words}"):
+        models.build("torchvision:resnet18", 1, torch.device("meta"))
 
 
 def test_a_configuration_without_a_model_names_its_type() -> None:

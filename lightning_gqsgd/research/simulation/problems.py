@@ -7,7 +7,6 @@ batches depend only on the step.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_gqsgd.errors import ConfigError, check_at_least
+from lightning_gqsgd.errors import ConfigError, check_at_least, import_optional
 from lightning_gqsgd.kernels.layout import Segment
 
 #: Parameters with fewer coordinates are sent uncompressed, as by default in training.
@@ -286,7 +285,7 @@ class DigitsMLP:
     The loss is the cross entropy of the training samples. Metrics: ``accuracy`` on the test samples.
 
     Raises:
-        ImportError: if scikit-learn is missing.
+        PackageError: if scikit-learn is missing.
     """
 
     batch: int = 32
@@ -299,11 +298,8 @@ class DigitsMLP:
 
     def __post_init__(self) -> None:
         check_at_least(1, batch=self.batch, hidden=self.hidden)
-        try:
-            datasets = importlib.import_module("sklearn.datasets")
-        except ImportError as error:
-            raise ImportError("DigitsMLP needs scikit-learn: pip install scikit-learn") from error
-        digits = datasets.load_digits()
+        instead = "take the problem least_squares"
+        digits = import_optional("sklearn.datasets", "scikit-learn", "the problem digits", instead).load_digits()
         order = torch.randperm(len(digits.target), generator=generator_of(self.seed, 0))
         images = torch.from_numpy(digits.data).to(self.dtype)[order] / 16
         labels = torch.from_numpy(digits.target).long()[order]

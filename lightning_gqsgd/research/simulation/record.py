@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import import_optional
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,27 +69,19 @@ class Record:
         """Returns all columns as a `pandas.DataFrame`.
 
         Raises:
-            ImportError: if pandas is missing.
+            PackageError: if pandas is missing.
         """
-        try:
-            pandas = importlib.import_module("pandas")
-        except ImportError as error:
-            raise ImportError("Record.to_pandas needs pandas: pip install pandas; or take Record.to_dict") from error
+        pandas = import_optional("pandas", "pandas", "Record.to_pandas", "take Record.to_dict")
         return pandas.DataFrame(self.to_dict())
 
     def plot(self, path: str | Path, *others: Record) -> None:
         """Write a picture of this and other runs: loss over steps, and over the bytes that a worker sends.
 
         Raises:
-            ImportError: if matplotlib is missing.
+            PackageError: if matplotlib is missing.
         """
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("Record.plot needs matplotlib: pip install matplotlib") from error
-        figure = Figure(figsize=(9, 3.6), layout="constrained")
-        FigureCanvasAgg(figure)
+        module = import_optional("matplotlib.figure", "matplotlib", "Record.plot", "take Record.to_dict")
+        figure = module.Figure(figsize=(9, 3.6), layout="constrained")
         by_step, by_bytes = figure.subplots(1, 2, sharey=True)
         runs = (self, *others)
         for run in runs:
