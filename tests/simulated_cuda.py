@@ -77,13 +77,14 @@ class RaceError(AssertionError):
 
 class Stream:
     """A stream: its clock has, for each stream, the number of its latest operation that comes before this stream's
-    next."""
+    next. ``waited_for`` names the streams that it was told to wait for."""
 
     def __init__(self, cuda: SimulatedCuda, name: str, priority: int = 0) -> None:
         self.device = DEVICE
         self.name = name
         self.priority = priority
         self.clock: Clock = {name: 0}
+        self.waited_for: list[str] = []
         self._cuda = cuda
 
     def __repr__(self) -> str:
@@ -100,10 +101,11 @@ class Stream:
         join(self.clock, clock)
 
     def wait_event(self, event: Event) -> None:
+        self.waited_for.append(event.where)
         self.join(event.clock)
 
     def wait_stream(self, other: Stream) -> None:
-        self.join(other.clock)
+        self.wait_event(other.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event(self._cuda)
@@ -119,13 +121,16 @@ class Event:
 
     def __init__(self, cuda: SimulatedCuda) -> None:
         self.clock: Clock = {}
+        self.where = "nowhere"
         self._cuda = cuda
 
     def record(self, stream: Stream | None = None) -> None:
-        self.clock = dict((stream or self._cuda.current_stream()).clock)
+        stream = stream or self._cuda.current_stream()
+        self.clock = dict(stream.clock)
+        self.where = stream.name
 
     def wait(self, stream: Stream | None = None) -> None:
-        (stream or self._cuda.current_stream()).join(self.clock)
+        (stream or self._cuda.current_stream()).wait_event(self)
 
     def query(self) -> bool:
         if self._cuda.events_pass:
@@ -206,6 +211,9 @@ class SimulatedCuda:
         connected: whether groups of NCCL connect to the other ranks, by Gloo.
         launches: number of launches of kernels, by their names.
         host_waits: what has made the host wait.
+        is_capturing: whether a CUDA graph is captured.
+        made: the streams that were created.
+        devices: the threads whose device was set.
         allocated: bytes of the GPU's memory that are in use, by the stream that allocated them.
         peak: the most bytes that have been in use. PyTorch keeps memory for the stream that allocated it.
     """
@@ -216,11 +224,13 @@ class SimulatedCuda:
         self.connected = False
         self.launches: dict[str, int] = {}
         self.host_waits: list[str] = []
+        self.is_capturing = False
+        self.made: list[Stream] = []
+        self.devices: list[tuple[str, torch.device]] = []
         self.allocated: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.default = Stream(self, "default")
         self.latest_collective: tuple[object, Clock] = (None, {})  # its group, and its end
-        self._made = 0
         self._local = threading.local()
         self._memory: dict[int, Memory] = {}
         # Copies of the GPU from and to memory of the host, which the host has not waited for when they began.
@@ -241,8 +251,11 @@ class SimulatedCuda:
             self._local.stream = before
 
     def new_stream(self, device: object = None, priority: int = 0) -> Stream:
-        self._made += 1
-        return Stream(self, f"stream {self._made}", priority)
+        self.made.append(Stream(self, f"stream {len(self.made) + 1}", priority))
+        return self.made[-1]
+
+    def set_device(self, device: torch.device) -> None:
+        self.devices.append((threading.current_thread().name, device))
 
     def new_event(self, **_: object) -> Event:
         return Event(self)
@@ -657,11 +670,17 @@ def _future_of(cuda: SimulatedCuda) -> type:
         def done(self) -> bool:
             return self._is_done
 
+        def value(self) -> Any:
+            return self._result
+
         def set_result(self, result: Any) -> None:
-            if isinstance(result, GpuTensor) and not self._devices:
+            if not self._devices and any(isinstance(one, GpuTensor) for one in tensors_in(result)):
                 raise RaceError("a future without devices gets a tensor of the GPU")
             self._result = result
             self._event.record()
+            self._end()
+
+        def _end(self) -> None:
             with self._lock:
                 self._is_done = True
             self._ended.set()
@@ -684,8 +703,7 @@ def _future_of(cuda: SimulatedCuda) -> type:
                 except Exception as error:
                     following._error = error
                 following._event = self._event
-                following._is_done = True
-                following._ended.set()
+                following._end()
 
             self.add_done_callback(pass_on)
             return following
@@ -712,8 +730,8 @@ def simulation(patch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
         "stream": cuda.stream,
         "Stream": cuda.new_stream,
         "Event": cuda.new_event,
-        "is_current_stream_capturing": lambda: False,
-        "set_device": lambda device: None,
+        "is_current_stream_capturing": lambda: cuda.is_capturing,
+        "set_device": cuda.set_device,
         "device": lambda device: nullcontext(),
         "get_device_name": lambda device: "a simulated GPU",
         "get_device_capability": lambda device: (8, 0),

@@ -17,9 +17,6 @@ from tests.distributed import torchft_replicas as replicas
 from tests.distributed.ranks import run, run_alike
 from tests.errors import error_text
 from tests.marks import skip_without_torchft
-from tests.unit.fake_cuda import FakeCuda, cuda, on_gpu
-
-__all__ = ["cuda"]
 
 skip_without_torchft()
 
@@ -203,36 +200,6 @@ def test_kernels_are_compiled_in_advance_for_no_more_ranks_than_can_add_their_co
     group = replicas.process_group(reducer="sum", bits=2)
     group.compile_for(8)
     assert {(config.reducer, config.bits) for config, _ in group._compiled} == {("sum", 2)}
-
-
-class _Complete:
-    """A job whose tensor is complete on a GPU's stream."""
-
-    error = None
-
-    def __init__(self) -> None:
-        self.future: torch.futures.Future[None] = torch.futures.Future()
-        self.waiting: list[str] = []
-
-    def wait(self) -> None:
-        self.waiting.append(torch.cuda.current_stream().name)  # type: ignore[attr-defined]
-
-
-def test_streams_wait_for_all_tensors_of_one_call(cuda: FakeCuda) -> None:
-    from lightning_gqsgd.membership.process_group import _Result, _Work
-
-    jobs = [_Complete(), _Complete()]
-    tensors = [on_gpu(torch.full((2,), 3.0)), on_gpu(torch.full((1,), 4.0))]
-    results = [_Result(job, x, x, 2) for job, x in zip(jobs, tensors, strict=True)]  # type: ignore[arg-type]
-    work = _Work(results, lambda _: None)
-    with cuda.stream(cuda.new_stream()):  # type: ignore[arg-type]
-        for job in reversed(jobs):
-            job.future.set_result(None)
-    work.wait()
-    work.block_current_stream()
-    assert [x.tolist() for x in tensors] == [[6, 6], [8]]
-    assert [job.waiting for job in jobs] == [["own 0"], ["own 0"]]  # before they are multiplied
-    assert cuda.results == ["own 0", "own 0"]  # for those who wait
 
 
 def test_what_torchft_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

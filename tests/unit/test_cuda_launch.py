@@ -23,13 +23,14 @@ from lightning_gqsgd.reducers import new_store, setting_for
 from lightning_gqsgd.wire import compiling
 from lightning_gqsgd.wire.compiling import settings_of
 from lightning_gqsgd.wire.plan import Plan, ScatterPlan
-from tests.unit.fake_cuda import DEVICE, FakeCuda, cuda, on_gpu
+from tests.simulated_cuda import DEVICE, GpuTensor, SimulatedCuda, simulated
 
-__all__ = ["cuda"]
+__all__ = ["simulated"]
 
 C = Constants(number_of(torch.float32), shape_of(64), None)
 CPU = torch.device("cpu")
 X = torch.zeros(256)
+START = launch.start
 
 
 class Kernel:
@@ -138,17 +139,17 @@ def test_what_is_kept_goes_with_its_block_table(kernel: Kernel, blocks: Tensor) 
 
 
 def test_streams_that_use_tables_are_named_once(
-    kernel: Kernel, blocks: Tensor, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    kernel: Kernel, blocks: Tensor, simulated: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tensor, "to", lambda tensor, device: on_gpu(tensor))
-    monkeypatch.setattr(launch, "raw_stream", lambda device: id(cuda.current_stream()))
-    x = on_gpu(X)
-    here, there = cuda.new_stream(), cuda.new_stream()
+    named: list[tuple[int, str]] = []
+    monkeypatch.setattr(launch, "start", START)
+    monkeypatch.setattr(GpuTensor, "record_stream", lambda tensor, stream: named.append((id(tensor), stream.name)))
+    x = torch.zeros(256, device=DEVICE)
+    here, there = simulated.new_stream(), simulated.new_stream()
     for stream in (here, there, here, there):
-        with cuda.stream(stream):
+        with simulated.stream(stream):
             _run(kernel, blocks, x=x)
-    for _, columns, *_ in kernel.compiled:
-        assert columns.streams == ["own 0", "own 1"]
+    assert named == [(id(columns), stream.name) for stream in (here, there) for _, columns, *_ in kernel.compiled]
     again = [id(stream) for stream in (there, here, there) for _ in kernel.compiled]
     assert kernel.streams == again, "each launch is on the stream of its time"
 

@@ -32,9 +32,6 @@ from lightning_gqsgd.local_steps.options import LocalOptions, parse_time
 from lightning_gqsgd.local_steps.outer import make_outer
 from lightning_gqsgd.local_steps.starting import numbered
 from lightning_gqsgd.membership.members import Commit, Gather, Meet, Members, Quorum, Rejoin, Request, Sum
-from tests.unit.fake_cuda import DEVICE, FakeCuda, cuda
-
-__all__ = ["cuda"]
 
 SENDS = Flag.HAS_CHANGE | Flag.IS_FINITE
 
@@ -436,32 +433,6 @@ def test_an_outer_optimizer_that_one_member_has_changed_is_named(
     else:
         assert merges[1].send(None) == Commit(answers[1].problem)
         assert "member m1 is not one of the largest group of 2 members, and takes their state" in caplog.text
-
-
-def test_over_nccl_the_training_does_not_wait_for_late_ranks(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream waits for them there, and the default one is that of all threads."""
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
-    waiting = []
-
-    def note(result: torch.Tensor) -> torch.Tensor:
-        waiting.append(cuda.current_stream().name)
-        return result
-
-    def reduce(x: torch.Tensor, asked: Any) -> Any:
-        assert cuda.current_stream() is cuda.default  # there, it is known when the tensor is complete
-        return SimpleNamespace(wait=lambda: note(x))
-
-    communicator = SimpleNamespace(control_device=DEVICE, gather=lambda row, why: note(row[None]))
-    plans = SimpleNamespace(trim=lambda: None)
-    members = FixedMembers(
-        SimpleNamespace(rank=0, world_size=2, communicator=communicator, plans=plans, reduce=reduce),  # type: ignore[arg-type]
-        GQSGDConfig(),
-    )
-    assert members.answer(Gather(torch.ones(3))).tolist() == [[1, 1, 1]]
-    assert members.answer(Sum(torch.ones(2), (), 0)).tolist() == [2, 2]
-    assert waiting == ["own 0", "own 0"]
-    assert cuda.made[0].host_has_waited  # before the default stream takes the sum
-    assert not cuda.default.waited_for
 
 
 def _decaying(anchors: list[torch.Tensor]) -> torch.optim.Optimizer:

@@ -175,12 +175,33 @@ def test_errors_that_are_sampled_in_many_steps(simulated: SimulatedCuda) -> None
 def test_the_sums_of_a_merge(simulated: SimulatedCuda) -> None:
     rank = Rank(PRESETS["gqsgd_4bit"])
     members = FixedMembers(rank.engine, rank.config)
+    simulated.default.waited_for.clear()
     for number in range(3):
         change = rank.new_bucket()
         mean = members.answer(Sum(change, rank.segments[0], number))
         mean += 1
         assert members.answer(Gather(torch.tensor([7]))).tolist() == [[7]] * RANKS
         del change, mean
+    # The training goes on meanwhile, on the default stream, which is that of all threads.
+    assert not simulated.default.waited_for
+    rank.close(simulated)
+
+
+def test_the_tensors_of_one_call_of_torchft(simulated: SimulatedCuda) -> None:
+    pytest.importorskip("torchft")
+    from lightning_gqsgd.membership.process_group import _Result, _Work
+
+    simulated.events_pass = True  # the thread that stages messages waits for the GPU
+    rank = Rank(PRESETS["gqsgd"], backend="gloo")
+    buckets = [rank.new_bucket() for _ in range(2)]
+    jobs = [rank.reduce(0, number, bucket) for number, bucket in enumerate(buckets)]
+    errors: list[Exception] = []
+    work = _Work([_Result(job, x, x, RANKS) for job, x in zip(jobs, buckets, strict=True)], errors.append)
+    work.wait()
+    work.block_current_stream()
+    assert not errors
+    for bucket in buckets:
+        bucket.mul_(0.1)
     rank.close(simulated)
 
 
