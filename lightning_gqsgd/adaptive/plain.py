@@ -73,8 +73,6 @@ def obstacle(model: DistributedDataParallel) -> str:
         return "static_graph=True"
     if getattr(model, "_delay_all_reduce_params", ()):
         return "delay_all_reduce_named_params"
-    if getattr(model, "_require_manual_backward_finalization", False):
-        return "require_manual_backward_finalization=True"
     return ""
 
 
@@ -121,6 +119,8 @@ def _build_anew(model: DistributedDataParallel, reduced: Sequence[Tensor], hook:
     try:
         names = model._build_debug_param_to_name_mapping(parameters)
         model._ddp_init_helper(parameters, expects_sparse, names, model.static_graph)
+        if getattr(model, "_require_manual_backward_finalization", False):
+            model.reducer._set_manual_finalization_required(True)
         if hook is not None:
             state, function = hook
             assert model.logger is not None  # DDP's method has created it
@@ -225,6 +225,8 @@ class PlainPath:
             return False
         if self._steering.is_plain:
             return self._goes_back or self._counted != self._seen
+        if model.static_graph:  # set by `_set_static_graph` since the hook was registered
+            self._steering.permit_plain(obstacle(model))
         return self._steering.leaves_hook
 
     def go_on(self, model: DistributedDataParallel, stamp: Stamp, hook: Hook) -> None:

@@ -306,10 +306,12 @@ def test_copies_forks_second_hooks_and_the_end_of_the_hook_are_the_same_while_pl
 
 def _stays(rank: int) -> list[tuple[str, str, str]]:
     results = []
-    for options in ({"static_graph": True}, {}):
-        if not options:
+    for options, is_set_later in (({"static_graph": True}, False), ({}, True), ({}, False)):
+        if not options and not is_set_later:
             plain_module._NEEDED = ("no_such_name",)
         model, state = auto(options)
+        if is_set_later:
+            model._set_static_graph()
         train(model, rank, range(LEAVES_AFTER + 4))
         assert state._steering is not None
         results.append((carrier(model), state._steering._plain.after_native(), fingerprint(model)))
@@ -317,10 +319,39 @@ def _stays(rank: int) -> list[tuple[str, str, str]]:
     return results
 
 
+def _finalized_by_hand(rank: int) -> dict[str, Any]:
+    facts: dict[str, Any] = {"carriers": []}
+    for name, (model, state) in {"mine": auto(SMALL_BUCKETS), "ddp": (DistributedDataParallel(mlp()), None)}.items():
+        model.require_manual_backward_finalization = True
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(LEAVES_AFTER + 14):
+            loss_of(model, rank, step).backward()
+            model.finalize_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if state is not None and step in (LEAVES_AFTER + 2, LEAVES_AFTER + 13):
+                facts["carriers"].append(carrier(model))
+                asks_for_a_trial(state)
+        facts[name] = fingerprint(model)
+        if state is not None:
+            state.close()
+    return facts
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(DistributedDataParallel, "finalize_backward"), reason="this torch finalizes each backward pass itself"
+)
+def test_backward_passes_that_are_finalized_by_hand_stay_so_whoever_carries_the_gradients(tmp_path: Path) -> None:
+    result = run_alike(_finalized_by_hand, 2, tmp_path)
+    assert result["carriers"] == ["plain", "gqsgd_hook"]
+    assert result["mine"] == result["ddp"]
+
+
 @pytest.mark.slow
 def test_the_hook_stays_where_plain_ddp_cannot_take_its_place_and_the_decision_says_why(tmp_path: Path) -> None:
     result = run_alike(_stays, 2, tmp_path)
-    for (name, why, _), reason in zip(result, ("static_graph=True", "no_such_name"), strict=True):
+    for (name, why, _), reason in zip(result, ("static_graph=True", "static_graph=True", "no_such_name"), strict=True):
         assert name == "gqsgd_hook"
         assert "the hook stays, because of " in why
         assert reason in why
