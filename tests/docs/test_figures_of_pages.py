@@ -132,9 +132,9 @@ def losses_of_sockets(rate: str) -> float:
 RING = "error of a ring's bytes (%)"
 
 
-def of_other_clusters(*links: str, column: str = "error (%)") -> list[float]:
-    """Percent by which predictions of steps on L40S are off, without signs, on links of these names, or on all."""
-    ours = [row for row in saved_rows("other_clusters") if row["measured by others"] == "4 × L40S"]
+def of_other_clusters(*links: str, column: str = "error (%)", machines: str = "4 × L40S") -> list[float]:
+    """Percent by which predictions of others' steps are off, without signs, on links of these names, or on all."""
+    ours = [row for row in saved_rows("other_clusters") if row["measured by others"] == machines]
     return [abs(row[column]) for row in ours if not links or row["link"] in links]
 
 
@@ -239,6 +239,10 @@ SENTENCES: Sentences = {
         partial(whole, strategy, "step vs ddp", heading)
         for heading in ("200 Mbit/s", "1 Gbit/s")
         for strategy in ("ddp_bf16", "gqsgd", "gqsgd_4bit")
+    ],
+    (PAPER, r"times that are (\d+) to (\d+) % shorter than those of the logs over SHM"): [
+        lambda: min(of_other_clusters("SHM", machines="4 × A100")),
+        lambda: max(of_other_clusters("SHM", machines="4 × A100")),
     ],
     (PAPER, r"the squared error is ([\d.]+), ([\d.]+) and ([\d.]+) of the mean's at 4, 16"): [
         partial(exponential_sums, place) for place in (1, 2, 3)
