@@ -115,10 +115,6 @@ SENTENCES: Sentences = {
         lambda: error("gqsgd_sum", "gaussian"),
         lambda: error("gqsgd", "gaussian"),
     ],
-    (PAGE, r"span decades \(heavy-tailed, 8 ranks\), its error is ([\d.]+) %, but `gqsgd` has \[([\d.]+) % there\]"): [
-        lambda: error("gqsgd_exponential", "heavy-tailed"),
-        lambda: error("gqsgd", "heavy-tailed"),
-    ],
 }
 
 
