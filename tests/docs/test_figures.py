@@ -193,28 +193,9 @@ def test_times_of_whole_trainings_are_those_of_the_tables() -> None:
 
 #: What rows about the quality of trainings begin with.
 QUALITIES = (
-    "ResNet-20, CIFAR-10",
     "transformer, WikiText-2: perplexity",
     "small network, CIFAR-10",
 )
-
-
-def test_qualities_over_three_seeds_are_those_of_the_tables() -> None:
-    text = (ROOT / "docs/benchmarks.md").read_text()
-    for begin, page, column, row in (
-        ("ResNet-20, CIFAR-10", "resnet_cifar_netlab", "accuracy (%)", {"heading": "Three seeds"}),
-        (
-            "transformer, WikiText-2: perplexity",
-            "transformer_wikitext_links",
-            "perplexity",
-            {"heading": "100 Mbit/s", "seeds": "3"},
-        ),
-    ):
-        match = re.search(rf"^\| {re.escape(begin)}[^|]* \| (.*) \|$", text, re.MULTILINE)
-        assert match, begin
-        for said, strategy in zip(match[1].split(" | "), ("ddp", "ddp_bf16", "gqsgd", "gqsgd_4bit"), strict=True):
-            measured = cell(page, column, strategy=strategy, **row).split(" ± ")
-            assert said == " ± ".join(rounded(value, "0.0") for value in measured), (begin, strategy)
 
 
 #: The presets of few bits, in the order of the columns of tables.

@@ -62,14 +62,6 @@ def three_seeds(strategy: str, place: int) -> str:
     return link("transformer_wikitext", "perplexity", strategy, "100 Mbit/s", "3").split(" ± ")[place]
 
 
-def by_seed(seed: int) -> float:
-    """Perplexity of 4 bits less that of ddp."""
-    four, ddp = (
-        float(cell("transformer_wikitext_links", f"seed {seed}", perplexity=name)) for name in ("gqsgd_4bit", "ddp")
-    )
-    return four - ddp
-
-
 def exponential_sums(place: int) -> str:
     """The squared error of the tree on 4, 16 and 64 ranks."""
     text = " ".join((RESULTS / "exponential_sums.md").read_text().split())
@@ -209,9 +201,6 @@ SENTENCES: Sentences = {
         r"perplexity is ([\d.]+) ± ([\d.]+) under `ddp`, ([\d.]+) ± ([\d.]+) with 8 bits and "
         r"([\d.]+) ± ([\d.]+) with 4",
     ): [partial(three_seeds, name, place) for name in ("ddp", "gqsgd", "gqsgd_4bit") for place in (0, 1)],
-    (TRANSFORMER, r"higher in all three seeds, by ([\d.]+), ([\d.]+) and ([\d.]+)\."): [
-        partial(by_seed, seed) for seed in range(3)
-    ],
     ("docs/index.md", r"\[([\d.]+) at 8 bits and ([\d.]+) at 4\]"): [
         lambda: family("gqsgd"),
         lambda: family("gqsgd_4bit"),
@@ -224,15 +213,6 @@ SENTENCES: Sentences = {
     ],
     ("docs/method.md", r"([\d.]+) to ([\d.]+) ‖mean‖² at any n for gradients that are alike"): [
         partial(tree_second_moment, n, aligned=True) for n in (2, 1024)
-    ],
-    (
-        PAPER,
-        r"at 200 Mbit/s `ddp_bf16` ([\d.]+), `gqsgd` ([\d.]+), `gqsgd_4bit` ([\d.]+); "
-        r"at 1 Gbit/s ([\d.]+), ([\d.]+), ([\d.]+)\.",
-    ): [
-        partial(whole, strategy, "step vs ddp", heading)
-        for heading in ("200 Mbit/s", "1 Gbit/s")
-        for strategy in ("ddp_bf16", "gqsgd", "gqsgd_4bit")
     ],
     (PAPER, r"times that are (\d+) to (\d+) % shorter than those of the logs over SHM"): [
         lambda: min(of_other_clusters("SHM", machines="4 × A100")),
@@ -362,21 +342,6 @@ def bucket_row(row: tuple[str, ...]) -> list[str | None]:
     return [None, *(cell(page, f"{than} / time", case=case, hosts="4", **where) for than in ("fp32", "bf16"))]
 
 
-def networks_row(row: tuple[str, ...]) -> list[str | None]:
-    """Times shorter than ddp: three tasks over 100 Mbit/s, and over 1 Gbit/s."""
-    strategy = row[0].partition(",")[0].replace("`", "")
-    said: list[str | None] = [None]
-    for heading in ("2 hosts, 100 Mbit/s", "2 hosts, 1 Gbit/s"):
-        for page in ("resnet_cifar", "transformer_wikitext", "deeplight_criteo"):
-            if row[len(said)] == "–":
-                said.append(None)
-            elif strategy == "ddp":
-                said.append(f"1 ({link(page, 'step (ms)', strategy, heading)} ms)")
-            else:
-                said.append(link(page, "times shorter than ddp", strategy, heading))
-    return said
-
-
 def quality_row(row: tuple[str, ...]) -> list[str | None]:
     """Our results beside the paper's."""
     strategies = [name.partition(" ")[0].strip("`") for name in QUALITY.table.columns[1:]]
@@ -438,7 +403,6 @@ QUALITY = Checked(PAPER, "This package's figures on small tasks", ("task", "`ddp
 TABLES = [
     Checked(PAPER, "What is claimed, and on what it rests", ("claim",), claims_row),
     Checked(PAPER, "Time per step", ("method", "against fp32"), bucket_row),
-    Checked(PAPER, "Time per step", ("method", "ResNet, 100 Mbit/s"), networks_row),
     QUALITY,
     Checked(SYSTEMS, "Adagrad with an L1 penalty", ("optimizer", "gradients"), adagrad_row),
     Checked(SYSTEMS, "DGD-DEF", ("bits",), shifted_row),

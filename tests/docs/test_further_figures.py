@@ -453,10 +453,6 @@ SENTENCES: Sentences = {
         lambda: of_rival("ddp / step", "torch bf16 hook"),
         lambda: of_rival("ddp / step", "torch PowerSGD, rank 4"),
     ],
-    ("docs/prediction.md", r"Kernels alone have ([\d.]+) to ([\d.]+) times the speed on two threads"): [
-        lambda: f"{min(speeds_of_two_threads(alone=True)):.2f}",
-        lambda: f"{max(speeds_of_two_threads(alone=True)):.2f}",
-    ],
     ("docs/prediction.md", r"two threads have ([\d.]+) to ([\d.]+) times the speed of one"): [
         lambda: f"{min(speeds_of_two_threads(alone=False)):.2f}",
         lambda: f"{max(speeds_of_two_threads(alone=False)):.2f}",
@@ -517,17 +513,6 @@ def test_local_steps_took_what_their_table_says() -> None:
         assert loss == cell("local_steps", "loss at the end", case=case, rate="none")
         if case != "ddp":
             assert less.strip() == cell("local_steps", "less ddp's", case=case, rate="none").replace("-", "−"), name
-
-
-SPARSE = re.compile(r"^\| (`\w+`)[^|]* \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
-
-
-def test_bytes_of_dense_gradients_of_tables_are_those_of_the_recipes() -> None:
-    rows = SPARSE.findall((ROOT / "docs" / "sparse.md").read_text())
-    assert [name for name, *_ in rows] == ["`ddp`", "`gqsgd`", "`gqsgd_4bit`"]
-    recipes = (ROOT / "recipes" / "README.md").read_text()
-    for name, dense, _ in rows:
-        assert re.search(rf"^\| {name} \| [^|]+ \| {dense} \|$", recipes, re.MULTILINE), name
 
 
 TABLES = re.compile(r"^\| `(\w+)` \| (dense|sparse) \| ([^|]+) \| ([\d,]+) \| ([\d,]+) \|$", re.MULTILINE)
