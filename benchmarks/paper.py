@@ -37,9 +37,3 @@ def tree_seconds(
     depth = math.log2(ranks)
     sent = nbytes / ratio
     return 2 * depth * latency_s + 2 * depth * sent / bytes_per_s + depth * slowdown * sent / reduce_bytes_per_s
-
-
-def tree_gains(*, bytes_per_s: float, reduce_bytes_per_s: float, ratio: float = 4.0, slowdown: float = 1.0) -> bool:
-    """Returns whether compression makes `tree_seconds` shorter: (2/β)(1 - 1/ρ) > (1/γ)(ω/ρ - 1), the paper's Eq. 8 at ρ
-    = 4."""
-    return 2 / bytes_per_s * (1 - 1 / ratio) > (slowdown / ratio - 1) / reduce_bytes_per_s

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.paper import tree_gains, tree_seconds
+from benchmarks.paper import tree_seconds
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.errors import ConfigError
@@ -303,10 +303,8 @@ def test_ready_times_have_to_rise() -> None:
 def test_the_papers_closed_form() -> None:
     plain = tree_seconds(1e9, 4, latency_s=1e-5, bytes_per_s=5e9, reduce_bytes_per_s=2e12)
     assert plain == pytest.approx(4e-5 + 4 * 1e9 / 5e9 + 2 * 1e9 / 2e12)
-    # Its Eq. 8 with ω = 79: a gain below 0.08 γ = 160 GB/s.
-    assert tree_gains(bytes_per_s=159e9, reduce_bytes_per_s=2e12, slowdown=79)
-    assert not tree_gains(bytes_per_s=161e9, reduce_bytes_per_s=2e12, slowdown=79)
-    assert tree_gains(bytes_per_s=1e15, reduce_bytes_per_s=2e12, slowdown=4)
+    coded = tree_seconds(1e9, 4, latency_s=1e-5, bytes_per_s=5e9, reduce_bytes_per_s=2e12, ratio=4, slowdown=79)
+    assert coded == pytest.approx(4e-5 + 4 * 0.25e9 / 5e9 + 2 * 79 * 0.25e9 / 2e12)
 
 
 @pytest.mark.parametrize(
