@@ -3,7 +3,7 @@
 Each family of codes has a folder with two classes. The codec has the numbers of the paper: the number of levels, ω, and
 what the codec can be combined with. The quantiser has the numbers that kernels need, and encodes and decodes in
 readable PyTorch. To add a family, add a folder and a line in `_ALL`; docs/extending.md has a complete example. Fast
-kernels can follow later (see `kernels.families`).
+kernels can follow later (see `kernels.protocol.Kind`).
 """
 
 from __future__ import annotations

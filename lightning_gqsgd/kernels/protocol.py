@@ -37,9 +37,18 @@ Lengths = TypeVar("Lengths", int, np.ndarray, Tensor)
 class Kind(NamedTuple):
     """A family of codes, from which kernels are chosen. Each quantiser has a kind.
 
+    The package of a family has two modules beside its codec:
+
+    * ``cpu`` has the functions that `cpu.stages` calls: ``numbers_of(q, dtype, sources)`` returns the family's
+      constants for a quantiser, typed for kernels, and ``codec(q)`` returns the kernel that encodes, reduces and
+      decodes (`cpu.blocks.codec_kernel`). Families whose codes can be added also have ``is_for_sums(q)``, which returns
+      whether the messages of a quantiser are added, ``summed(q)``, which returns the kernel that decodes sums, and, for
+      sums of pairs, ``combine``.
+    * ``cuda`` has ``FAMILY``, a `CodecKernels`.
+
     Attributes:
         name: name of the family, also in tables of costs.
-        package: the package with the family's fast kernels, see `families`; empty: `reference` is used.
+        package: the package with the family's fast kernels; empty: `reference` is used.
         is_padded: whether a record has `rotation.padded` codes, instead of one code for each coordinate of the block.
     """
 

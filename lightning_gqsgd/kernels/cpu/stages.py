@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ from lightning_gqsgd.kernels.cpu.rotation import Rotation, roots_of, rotate_bloc
 from lightning_gqsgd.kernels.cpu.scales import form_of
 from lightning_gqsgd.kernels.cpu.statistics import maxima, moments
 from lightning_gqsgd.kernels.cpu.vectors import VECTOR_BYTES
-from lightning_gqsgd.kernels.families import cpu_family
 from lightning_gqsgd.kernels.layout import LENGTH, START
 from lightning_gqsgd.kernels.protocol import Coding, Quantiser
 from lightning_gqsgd.kernels.wire import (
@@ -64,7 +64,7 @@ def rotate(
 
 def combine(mine: Tensor, theirs: Tensor, how: Coding, key: Key) -> None:
     """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
-    family = cpu_family(how.q.kind)
+    family = _family_of(how.q)
     if family is None:
         reference.combine(mine, theirs, how, key)
         return
@@ -124,6 +124,11 @@ def decode_sum(wire: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], scales
     return not_finite
 
 
+def _family_of(q: Quantiser) -> ModuleType | None:
+    """Returns the module ``cpu`` of a quantiser's family, see `protocol.Kind`; None if it has no kernels for CPUs."""
+    return import_module(f"{q.kind.package}.cpu") if q.kind.package else None
+
+
 class _Coder(NamedTuple):
     """The kernel of a quantiser, with the arguments that are the same in every call.
 
@@ -154,7 +159,7 @@ class _Coder(NamedTuple):
 @lru_cache
 def _coder(q: Quantiser, dtype: torch.dtype, sources: int) -> _Coder | None:
     """Returns the kernel for messages of ``sources`` sources, or None if the family has no kernels for CPUs."""
-    family = cpu_family(q.kind)
+    family = _family_of(q)
     if family is None:
         return None
     # With an empty list of messages, encoding uses the same machine code as decoding. Families whose messages are added
@@ -175,7 +180,7 @@ def _sum_decoder(q: Quantiser, dtype: torch.dtype, sources: int) -> tuple[Any, C
     Raises:
         NotImplementedError: if codes of the quantiser's family cannot be added.
     """
-    family = cpu_family(q.kind)
+    family = _family_of(q)
     if family is None:
         return None
     if not hasattr(family, "summed"):

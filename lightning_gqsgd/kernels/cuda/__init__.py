@@ -7,13 +7,15 @@ A program handles a tile (see `tiles`) of 4096 coordinates, or of one block. The
 compiled kernel (see `constants`), so each codec has its own kernels. Products and sums are not contracted, and
 divisions are rounded correctly, as in `reference`.
 
-Each family of codes has its own kernels, see `kernels.families`.
+Each family of codes has its own kernels, see `protocol.Kind`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +26,17 @@ from lightning_gqsgd.kernels.cuda.constants import constants_of
 from lightning_gqsgd.kernels.cuda.measures import maxima_kernel, moments_kernel
 from lightning_gqsgd.kernels.cuda.narrow import Narrowing, narrow_kernel
 from lightning_gqsgd.kernels.cuda.rotation import Rotation, rotate_kernel
-from lightning_gqsgd.kernels.families import cuda_family
-from lightning_gqsgd.kernels.protocol import Coding, Count, Kernels, Quantiser
+from lightning_gqsgd.kernels.protocol import Coding, Count, Kind
 from lightning_gqsgd.kernels.wire import NO_ORIGIN, Key, Origin, scale_format
 
 
-def _kernels_of(q: Quantiser) -> Kernels:
-    """Returns the kernels of a quantiser's family. If the family has no fast kernels, returns `reference`.
+@cache  # called at each launch
+def _kernels_of(kind: Kind) -> Any:
+    """Returns the kernels of a family. If the family has no fast kernels, returns `reference`.
 
     Only families whose codes can be added have `decode_sum` and `combine`.
     """
-    return cast(Kernels, cuda_family(q.kind) or reference)
+    return import_module(f"{kind.package}.cuda").FAMILY if kind.package else reference
 
 
 #: Number of coordinates of a block that `block_maxima` and `block_moments` read together. Blocks may be longer.
@@ -78,26 +80,28 @@ def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, fa
 
 def encode(x: Tensor, how: Coding, wire: Tensor, key: Key, scales: Tensor | None = None) -> None:
     """Encode blocks into a message; see `protocol.Kernels.encode`."""
-    _kernels_of(how.q).encode(x, how, wire, key, scales)
+    _kernels_of(how.q.kind).encode(x, how, wire, key, scales)
 
 
 def reduce(wires: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], own: int, out: Tensor, out_key: Key) -> None:
     """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`."""
-    _kernels_of(how.q).reduce(wires, how, x, keys, own, out, out_key)
+    _kernels_of(how.q.kind).reduce(wires, how, x, keys, own, out, out_key)
 
 
 def decode(wires: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], own: int | None = None) -> Count:
     """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. The number is a tensor on the
     device, int32 []."""
-    return _kernels_of(how.q).decode(wires, how, x, keys, own)
+    bad: Count = _kernels_of(how.q.kind).decode(wires, how, x, keys, own)
+    return bad
 
 
 def decode_sum(wire: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], scales: Tensor) -> Count:
     """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`. The number
     is a tensor on the device, int32 []."""
-    return _kernels_of(how.q).decode_sum(wire, how, x, keys, scales)
+    bad: Count = _kernels_of(how.q.kind).decode_sum(wire, how, x, keys, scales)
+    return bad
 
 
 def combine(mine: Tensor, theirs: Tensor, how: Coding, key: Key) -> None:
     """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
-    _kernels_of(how.q).combine(mine, theirs, how, key)
+    _kernels_of(how.q.kind).combine(mine, theirs, how, key)
