@@ -165,7 +165,6 @@ class PlainPath:
         self._steps = steps
         self._engine = engine
         self._steering = steering
-        self._rules = Rules()
         self._parameters, _ = model._build_params_for_reducer()
         self._bytes = sum(p.numel() * p.element_size() for p in self._parameters)
         self._numel = sum(p.numel() for p in self._parameters)
@@ -175,7 +174,7 @@ class PlainPath:
         self._seen = 0
         self._matches = 0
         self._since = 0  # steps since plain DDP replaced the hook
-        self._lengths: deque[int] = deque(maxlen=self._rules.window)  # in microseconds
+        self._lengths: deque[int] = deque(maxlen=Rules.window)  # in microseconds
         self._comparing: tuple[int, Job] | None = None
         self._goes_back = False
         # If DDP allows unused parameters, a backward pass may not use the last parameter, so all are watched.
@@ -212,7 +211,7 @@ class PlainPath:
         """
         self._matches = self._matches + 1 if self._counted == self._seen + 1 else 0
         self._seen = self._counted
-        self.is_countable = self._matches >= self._rules.matches
+        self.is_countable = self._matches >= Rules.matches
 
     def is_due(self, model: DistributedDataParallel) -> bool:
         """Returns whether to call `go_on` before a forward pass. The backward pass that may follow is counted.
@@ -281,7 +280,7 @@ class PlainPath:
             self._lengths.append(length)
         if self._comparing is not None:
             self._read(stamp.step)
-        if not self._goes_back and self._since % self._rules.compare_every == 0:
+        if not self._goes_back and self._since % Rules.compare_every == 0:
             period_us = self._steering.watched_us(self._lengths)
             stamp = stamp._replace(digest=self._steering.plain_digest(stamp.digest), period_us=period_us)
             self._comparing = stamp.step, self._engine.compare(stamp)
@@ -294,7 +293,7 @@ class PlainPath:
         self._comparing = None
         job.wait()
         period_us = self._engine.agreed(at_once=True)[step].period_us
-        self._steering.watch_plain(self._rules.compare_every, period_us, begins)
+        self._steering.watch_plain(Rules.compare_every, period_us, begins)
         self._engine.telemetry.choice = self._steering.choice()
         self._goes_back = not self._steering.rests
 

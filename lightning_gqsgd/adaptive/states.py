@@ -119,7 +119,6 @@ class Watch:
     """Detects that the duration of steps has changed since a decision.
 
     Args:
-        rules: the numbers.
         reference_s: the duration of steps with which others are compared, in seconds; None means the next median.
         began_s: see below.
 
@@ -131,13 +130,12 @@ class Watch:
         window: durations of the latest steps with the hook.
     """
 
-    def __init__(self, rules: Rules, reference_s: float | None = None, began_s: float | None = None) -> None:
-        self._rules = rules
+    def __init__(self, reference_s: float | None = None, began_s: float | None = None) -> None:
         self.reference_s = reference_s
         self.is_refined = False
         self.is_plain = False
         self.began_s = began_s
-        self.window: deque[float] = deque(maxlen=rules.window)
+        self.window: deque[float] = deque(maxlen=Rules.window)
 
     def length(self, lengths: Sequence[float], *, at_once: bool) -> float | None:
         """Returns the duration of steps to compare; None if too few steps are known.
@@ -146,13 +144,13 @@ class Watch:
             lengths: durations of the latest steps, in seconds, at most `Rules.window`.
             at_once: whether few steps are always enough, and not only if their duration is very different.
         """
-        if len(lengths) >= self._rules.latest:
-            now = median(list(lengths)[-self._rules.latest :])
+        if len(lengths) >= Rules.latest:
+            now = median(list(lengths)[-Rules.latest :])
             decided = self.reference_s
-            jumps = decided is not None and max(now / decided, decided / now) > 1 + self._rules.jump
+            jumps = decided is not None and max(now / decided, decided / now) > 1 + Rules.jump
             if jumps or at_once:
                 return now
-        return median(lengths) if len(lengths) == self._rules.window else None
+        return median(lengths) if len(lengths) == Rules.window else None
 
     def change(self, now: float, *, is_plain: bool) -> float | None:
         """Returns the relative change of the duration of steps if it is large enough for a trial, and otherwise None.
@@ -166,11 +164,11 @@ class Watch:
             self.reference_s = now
         change = now / self.reference_s - 1
         leaves_hook = is_plain and not self.is_plain
-        is_shorter = change < -(self._rules.hook if leaves_hook else self._rules.drift)
-        if leaves_hook and self.began_s is not None and abs(now / self.began_s - 1) <= self._rules.drift:
+        is_shorter = change < -(Rules.hook if leaves_hook else Rules.drift)
+        if leaves_hook and self.began_s is not None and abs(now / self.began_s - 1) <= Rules.drift:
             # The trial that these steps began has kept 32 bits, so the hook costs more than is assumed.
             is_shorter = False
-        if change > self._rules.drift or is_shorter:
+        if change > Rules.drift or is_shorter:
             return change
         # Once, steps after a decision replace those of the trial, because they are a better reference.
         if not self.is_refined or is_plain != self.is_plain:

@@ -94,14 +94,13 @@ class Trials:
     def __init__(self, allow: Sequence[int], predictor: Predictor | None = None) -> None:
         self.allow = tuple(sorted(allow, reverse=True))
         self.permitted = self.allow
-        self.rules = Rules()
         self._predictor = predictor
         self.bits = self.allow[0]
         self.decisions: list[Decision] = []
-        self.state: State = Settle("first trial", self.rules.settling)
-        self._watch = Watch(self.rules)
-        self._cost = self.rules.longest_trial(len(self.allow)) + (2 * LAG if predictor else 0)
-        self._credit = float(self.rules.most_trials * self._cost)
+        self.state: State = Settle("first trial", Rules.settling)
+        self._watch = Watch()
+        self._cost = Rules.longest_trial(len(self.allow)) + (2 * LAG if predictor else 0)
+        self._credit = float(Rules.most_trials * self._cost)
         self._asked: str | None = None  # why a trial is due as soon as the credit is enough
         self._counted: dict[int, int | None] = {}  # candidate of each recent step; None if its duration does not count
 
@@ -222,7 +221,7 @@ class Trials:
 
     def _earn(self, steps: int) -> None:
         """Add the share of these steps to the credit for trials."""
-        self._credit = min(self._credit + steps * self.rules.share, self.rules.most_trials * self._cost)
+        self._credit = min(self._credit + steps * Rules.share, Rules.most_trials * self._cost)
 
     def _begin_if_due(self) -> None:
         """Begin a trial if one was requested, or if the duration of steps has changed, and if the credit is enough."""
@@ -264,7 +263,7 @@ class Trials:
     def _decide(self, decision: Decision, state: State) -> None:
         """Record a decision, and watch the following steps."""
         self.decisions.append(decision)
-        self._watch = Watch(self.rules, decision.seconds.get(self.bits), self._watch.began_s)
+        self._watch = Watch(decision.seconds.get(self.bits), self._watch.began_s)
         self._enter(state)
 
     def _end_trial(self, trial: Try, step: int, plain: PlainDDP) -> None:
@@ -293,7 +292,7 @@ class Trials:
         widest = self.allow[0]
         if REDUCER_OF_BITS.get(widest) != "native" or widest not in medians:
             return False
-        return widest != self.bits and medians[self.bits] > medians[widest] * (1 - self.rules.hook)
+        return widest != self.bits and medians[self.bits] > medians[widest] * (1 - Rules.hook)
 
     def _end_challenge(self, challenge: Challenge, step: int, seconds: float | None) -> None:
         """Keep plain DDP or the bits with which it was compared. ``seconds`` is the median of plain DDP; None if it did
@@ -303,7 +302,7 @@ class Trials:
         stays = False
         if seconds is not None:
             medians[self.bits] = seconds
-            stays = seconds <= medians[challenge.bits] * (1 + self.rules.widest_tie)
+            stays = seconds <= medians[challenge.bits] * (1 + Rules.widest_tie)
             reason = f"32 bits were measured under plain DDP, {'which stays' if stays else 'whose steps are longer'}"
         if not stays:
             self.bits = challenge.bits
@@ -342,7 +341,7 @@ class Trials:
         medians = {bits: median(seconds) for bits, seconds in trial.samples.items() if len(seconds) > 1}
         if not medians:
             return
-        limit = self.rules.hopeless * min(medians.values())
+        limit = Rules.hopeless * min(medians.values())
         for bits in medians:
             if min(trial.samples[bits]) > limit:
                 trial.hopeless.add(bits)
@@ -361,12 +360,12 @@ class Trials:
                     trial.is_new_turn = True
                     # The durations from which others are predicted have to be known when the turn ends.
                     is_longer = self._predictor is not None and is_new and len(trial.tried) <= 2
-                    trial.left = self.rules.block + (LAG if is_longer else 0)
+                    trial.left = Rules.block + (LAG if is_longer else 0)
                     return
             trial.round += 1
             remaining = [bits for bits in self.permitted if bits not in trial.hopeless | trial.skipped]
             measured = all(len(trial.samples.get(bits, ())) > 1 for bits in remaining)
-            enough = trial.round >= self.rules.rounds + (not measured)
+            enough = trial.round >= Rules.rounds + (not measured)
             if enough or (len(remaining) == 1 and measured):
                 break
             trial.turns.extend(remaining)
@@ -382,7 +381,7 @@ class Trials:
             error = (standard_error(samples[bits]) ** 2 + standard_error(samples[shortest]) ** 2) ** 0.5 / medians[
                 shortest
             ]
-            tie = min(max(self.rules.tie, error), self.rules.widest_tie)
+            tie = min(max(Rules.tie, error), Rules.widest_tie)
             if medians[bits] <= medians[shortest] * (1 + tie):
                 break
         if bits == shortest:
@@ -414,7 +413,7 @@ class Trials:
             leaves_out = REDUCER_OF_BITS[bits] == "bf16" if bits in REDUCER_OF_BITS else not knows_codec
             trial.at_least = trial.at_least - {bits} | ({bits} if leaves_out and seconds is not None else set())
             # Predictions without the codec's cost are lower bounds, so they need no allowance for doubt.
-            share = 1 - self.rules.doubt if knows_codec else 1 + self.rules.tie
+            share = 1 - Rules.doubt if knows_codec else 1 + Rules.tie
             if seconds is not None and bits != self.allow[0] and seconds * share > best_s:
                 trial.skipped.add(bits)
         trial.turns = deque(sorted(trial.turns, key=lambda bits: (trial.predicted[bits] or math.inf, -bits)))
@@ -423,7 +422,7 @@ class Trials:
         """Returns whether steps were shorter than their predicted lower bound. Then something else has changed since
         the first turn, so no conclusion can be drawn from that turn."""
         pairs = [(trial.predicted.get(bits), medians.step_s) for bits, medians in measured.items()]
-        return any(seconds is not None and length < seconds * (1 - self.rules.doubt) for seconds, length in pairs)
+        return any(seconds is not None and length < seconds * (1 - Rules.doubt) for seconds, length in pairs)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -497,9 +496,9 @@ class Trials:
         trials._credit = min(credit, trials._credit)
         fresh = [candidate for candidate in trials.allow if candidate not in tried]
         if not is_same_world:
-            trials.state = Settle("another number of ranks", trials.rules.settling)
+            trials.state = Settle("another number of ranks", Rules.settling)
         elif fresh:
-            trials.state = Settle(f"{', '.join(map(str, fresh))} bits are allowed now", trials.rules.settling)
+            trials.state = Settle(f"{', '.join(map(str, fresh))} bits are allowed now", Rules.settling)
         else:
             trials._watch.reference_s = reference_s
             trials._watch.is_plain = is_plain

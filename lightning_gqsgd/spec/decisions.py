@@ -25,7 +25,6 @@ WIDTHS_IN_WORDS = "1 to 8, 16, 32"
 _REMEDY = "give a row of state.decisions, or its to_dict()"
 
 
-@dataclass(frozen=True)
 class Rules:
     """The constants of the state machine in `adaptive.trials`.
 
@@ -51,26 +50,27 @@ class Rules:
         compare_every: number of steps from one comparison between ranks to the next while plain DDP replaces the hook.
     """
 
-    settling: int = 5
-    rounds: int = 3
-    block: int = 4
-    tie: float = 0.02
-    widest_tie: float = 0.05
-    hopeless: float = 2.0
-    window: int = 50
-    drift: float = 0.15
-    latest: int = 20
-    jump: float = 0.5
-    hook: float = 0.25
-    doubt: float = 0.2
-    share: float = 0.05
-    most_trials: int = 3
-    matches: int = 5
-    compare_every: int = 10
+    settling = 5
+    rounds = 3
+    block = 4
+    tie = 0.02
+    widest_tie = 0.05
+    hopeless = 2.0
+    window = 50
+    drift = 0.15
+    latest = 20
+    jump = 0.5
+    hook = 0.25
+    doubt = 0.2
+    share = 0.05
+    most_trials = 3
+    matches = 5
+    compare_every = 10
 
-    def longest_trial(self, candidates: int) -> int:
+    @classmethod
+    def longest_trial(cls, candidates: int) -> int:
         """Returns the largest number of steps of a trial, which has one extra round if steps could not be measured."""
-        return (self.rounds + 1) * self.block * candidates + LAG
+        return (cls.rounds + 1) * cls.block * candidates + LAG
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import math
 import os
 import random
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.session.copies import DetachedState
+from lightning_gqsgd.spec.decisions import Rules
 from lightning_gqsgd.wire.telemetry import Meter
 from tests.distributed.models import Branches, batch, fingerprint, mlp, resume, save, train, wrapped
 from tests.distributed.ranks import run, run_alike
@@ -37,18 +37,15 @@ def _uneven(model: nn.Module, seed: int) -> None:
     model.register_forward_pre_hook(lambda *_: time.sleep(generator.random() * 3e-3))
 
 
-def _watches_nothing(state: GQSGDState) -> None:
+def _watches_nothing() -> None:
     """Let no second trial begin because other programs of the machine change the length of these short steps, or
     because the hook costs a larger share of them than of real ones."""
-    assert state._steering is not None
-    trials = state._steering.trials
-    assert trials is not None
-    trials.rules = trials._watch._rules = replace(trials.rules, drift=math.inf, jump=math.inf, hook=math.inf)
+    Rules.drift = Rules.jump = Rules.hook = math.inf  # in this process, which is a rank of the test
 
 
 def _try_all(state: GQSGDState) -> None:
     """Let every candidate have its turns, whatever is predicted for it, and only once."""
-    _watches_nothing(state)
+    _watches_nothing()
     assert state._steering is not None
     assert state._steering.trials is not None
     state._steering.trials._predictor = None
@@ -128,14 +125,14 @@ def test_each_candidates_step_is_that_of_the_fixed_configuration(tmp_path: Path)
 
 def _interrupted(rank: int, path: Path) -> tuple[list[int], list[int], str, str]:
     model, state = wrapped({}, {"auto": True, "allow": (16, 4)})
-    _watches_nothing(state)
+    _watches_nothing()
     train(model, rank, range(60))
     save(model, state, rank, path)
     train(model, rank, range(60, 80))
     expected, decided = fingerprint(model), [decision.bits for decision in state.decisions]
     state.close()
     again, state = resume(path, {}, {"auto": True, "allow": (16, 4)})
-    _watches_nothing(state)
+    _watches_nothing()
     assert state.config.num_bits == decided[0]
     train(again, rank, range(60, 80))
     known = [decision.bits for decision in state.decisions]
@@ -197,7 +194,7 @@ def test_bits_by_the_noise_are_equal_on_all_ranks_and_exact_on_resume_wherever_a
 def _loaded_on_one_rank(rank: int, bits: int, loading: int) -> str:
     """The state has another step, and a decision for other bits than those in use."""
     model, state = wrapped({"bucket_cap_mb": 0.03}, {"auto": True, "allow": (32, 8)})
-    _watches_nothing(state)
+    _watches_nothing()
     train(model, rank, range(60))
     saved = state.state_dict()
     saved["auto"] = {**saved["auto"], "bits": bits}

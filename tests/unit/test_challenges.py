@@ -30,8 +30,8 @@ def test_plain_ddp_has_its_turn_where_other_bits_win_by_less_than_the_hook_may_c
     assert trials.is_trying
     assert "by less than the hook may cost at 32 bits; plain DDP takes over" in trials.decisions[0].reason
     trials.begin_rest()
-    assert trials.watched([0.88] * (Rules().latest - 1)) is None
-    assert trials.watched([0.88] * Rules().latest) == 0.88
+    assert trials.watched([0.88] * (Rules.latest - 1)) is None
+    assert trials.watched([0.88] * Rules.latest) == 0.88
     trials.rest(10, None, 70)
     assert trials.is_trying
     trials.rest(10, 0.94, 80)
@@ -39,7 +39,7 @@ def test_plain_ddp_has_its_turn_where_other_bits_win_by_less_than_the_hook_may_c
     assert not trials.is_trying
     assert [(row.bits, row.seconds[32]) for row in trials.decisions] == [(32, 1.0), (32, 0.94)]
     assert "plain DDP, which stays" in trials.decisions[1].describe()
-    trials.rest(10, 0.94 * (1 + Rules().drift) + 0.01, 90)  # the watch goes by the steps of plain DDP
+    trials.rest(10, 0.94 * (1 + Rules.drift) + 0.01, 90)  # the watch goes by the steps of plain DDP
     assert not trials.is_resting
 
 
@@ -69,7 +69,7 @@ def test_bits_that_are_shorter_than_plain_ddp_are_taken_after_its_turn_which_cos
 def test_bits_that_have_won_are_taken_where_the_hook_does_not_leave_its_place() -> None:
     trials = _challenged()
     chosen = run(trials, range(100, 130), constant({32: 1.0, 4: 0.9}))
-    assert chosen == [32] * Rules().latest + [4] * (30 - Rules().latest)
+    assert chosen == [32] * Rules.latest + [4] * (30 - Rules.latest)
     assert trials.decisions[1].reason == "plain DDP could not take over"
     assert not trials.is_trying
 

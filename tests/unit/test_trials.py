@@ -89,8 +89,8 @@ def test_trials_take_a_bounded_share_of_the_steps_on_a_machine_that_never_rests(
             trials.observe(step - LAG, length(step - LAG, 0))
         trials.choose(step)
         trying += trials.is_trying
-    cost = Rules().longest_trial(len(ALLOW))
-    assert trying <= cost * (1 + Rules().most_trials) + Rules().share * steps + cost
+    cost = Rules.longest_trial(len(ALLOW))
+    assert trying <= cost * (1 + Rules.most_trials) + Rules.share * steps + cost
 
 
 def test_native_wins_ties() -> None:
@@ -155,7 +155,7 @@ def test_a_jump_is_noticed_sooner_than_a_drift() -> None:
 
 
 def test_a_disturbance_of_less_than_half_of_the_steps_is_no_jump() -> None:
-    _first_step_of_a_second_trial(lambda after: 3.0 if after < Rules().latest // 2 - 1 else 1.0, expected=False)
+    _first_step_of_a_second_trial(lambda after: 3.0 if after < Rules.latest // 2 - 1 else 1.0, expected=False)
 
 
 @given(st.lists(st.floats(1e-6, 100.0), max_size=50))
@@ -334,7 +334,7 @@ def test_a_candidate_that_is_forbidden_is_left_at_once_and_one_that_is_permitted
 
 def test_a_candidate_that_is_forbidden_during_its_turn_has_no_further_step() -> None:
     lengths, trials = constant(dict.fromkeys(ALLOW, 1.0)), Trials(ALLOW)
-    run(trials, range(Rules().settling + 3 * Rules().block + 2), lengths)
+    run(trials, range(Rules.settling + 3 * Rules.block + 2), lengths)
     assert trials.bits == 4
     trials.permit((32, 16, 8), 19, "noise")
     assert 4 not in run(trials, range(19, 100), lengths)
@@ -370,7 +370,7 @@ def test_without_the_hook_steps_may_become_shorter_at_first_and_a_later_change_b
 
 def test_without_the_hook_steps_that_are_shorter_than_the_hook_explains_begin_a_trial() -> None:
     trials = _resting()
-    trials.rest(10, 1 - Rules().hook - 0.01, 200)
+    trials.rest(10, 1 - Rules.hook - 0.01, 200)
     assert not trials.is_resting
     run(trials, range(200, 300), constant({32: 0.74, 16: 0.5, 8: 0.5, 4: 0.3}))
     assert "steps became 26% shorter" in trials.decisions[-1].reason
@@ -413,7 +413,7 @@ def test_without_the_hook_longer_steps_begin_a_trial_at_once_if_the_credit_of_st
     trials._credit = 0.0
     trials.rest(10, 1.5, 200)
     assert trials.is_resting
-    trials.rest(20 * Rules().longest_trial(len(ALLOW)), None, 200)
+    trials.rest(20 * Rules.longest_trial(len(ALLOW)), None, 200)
     trials.rest(10, 1.5, 200)
     assert not trials.is_resting
 
