@@ -18,9 +18,19 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.kernels.layout import LENGTH, BlockRun, block_runs_of, divided, table_of
-from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Share
-from lightning_gqsgd.reducers.base import ALL, Exchange, Reducer, Scope, Setting, StepKeys, Steps, in_scope, reduced
+from lightning_gqsgd.reducers.base import (
+    ALL,
+    Exchange,
+    Reducer,
+    Scope,
+    Setting,
+    StepKeys,
+    Steps,
+    in_scope,
+    reduced,
+    side_by_side,
+)
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.reducers.two_shot import TwoShot
 
@@ -97,7 +107,10 @@ class Hierarchical(Reducer):
         yield (Exchange("all_to_all", parts.view(-1), x, ([mine] * size, self.numels), self.node),)
 
         shard = mean_of_rows(parts)
-        bad = yield from self._between_nodes(shard, place, node, replace(keys, up=keys.up[:nodes]), store)
+        between = self.between[place]
+        steps = [] if between is None else [reduced(between, shard, node, replace(keys, up=keys.up[:nodes]), store)]
+        # Every place has as many stages, because all ranks have to start collectives in the same order.
+        bad = yield from in_scope(side_by_side(*steps, _idle(self.peer_stages)), self.peers)
 
         # Shards consist of whole blocks, so their lengths differ, but an all-gather needs equal lengths.
         padded = torch.zeros(max(self.numels), dtype=x.dtype, device=x.device)
@@ -107,25 +120,12 @@ class Hierarchical(Reducer):
         torch.cat([row[:numel] for row, numel in zip(everyone, self.numels, strict=True)], out=x)
         return bad
 
-    def _between_nodes(self, shard: Tensor, place: int, node: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """Average a shard over nodes. The number of stages is the same at every place, because all ranks have to start
-        collectives in the same order."""
-        between = self.between[place]
-        stages = self.peer_stages
-        bad: Count = 0
-        if between is not None:
-            steps = in_scope(reduced(between, shard, node, keys, store), self.peers)
-            while True:
-                try:
-                    exchanges = next(steps)
-                except StopIteration as end:
-                    bad = end.value
-                    break
-                stages -= 1
-                yield exchanges
-        for _ in range(stages):
-            yield ()
-        return bad
+
+def _idle(stages: int) -> Steps:
+    """Returns steps without exchanges."""
+    for _ in range(stages):
+        yield ()
+    return 0
 
 
 def between_nodes(setting: Setting) -> Setting:
