@@ -50,10 +50,6 @@ _PROBLEM_BYTES = 200
 _GREETING = struct.Struct(f"<{_TOKEN_BYTES}sI")
 _CREDENTIALS = struct.Struct("3i")  # process, user and group, as SO_PEERCRED gives them
 
-#: Sends bytes to all ranks of a process group, equally many from each rank, and returns the bytes of all ranks in rank
-#: order.
-Gather = Callable[[bytes], list[bytes]]
-
 
 @dataclass(frozen=True, eq=False)
 class Neighbour:
@@ -109,11 +105,12 @@ def is_wanted() -> bool:
     return said != "0"
 
 
-def connect(gather: Gather, rank: int, number: int, timeout_s: float) -> Neighbours | None:
+def connect(gather: Callable[[bytes], list[bytes]], rank: int, number: int, timeout_s: float) -> Neighbours | None:
     """Connect the ranks of a process group, if all of them run on one node and can share memory. A collective.
 
     Args:
-        gather: gathers bytes over the process group; see `Gather`.
+        gather: sends bytes to all ranks of the process group, equally many from each rank, and returns the bytes of all
+            ranks in rank order.
         rank: this process's number in the process group.
         number: its number among all processes.
         timeout_s: seconds that ranks wait for each other, at most.
