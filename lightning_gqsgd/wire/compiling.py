@@ -110,7 +110,7 @@ def run_once(
     where = on or device
     stores = [new_store(setting, sizes, where) for _ in range(count)]
     gradients = [_gradient(rank, numel).to(where, setting.dtype) for rank in range(count)]
-    plan(segments, setting).average(gradients, 0, stores)
+    plan(segments, setting).average(gradients, 0, stores, only_first=parts == 1)
     # Each part of the mean is taken from a rank that has it.
     return torch.cat([gradients[rank].view(parts, -1)[rank] for rank in range(min(parts, count))])
 
