@@ -255,16 +255,16 @@ class Reducer(ABC):
         return tuple(block_runs)
 
     @staticmethod
-    @abstractmethod
     def mean_error(codec: Codec, ranks: int) -> float:
         """Returns the predicted mean square error of the mean over ``ranks``, per coordinate, in units of the squared
-        scale.
+        scale. Unless a reducer says otherwise, each rank rounds once, and the roundings average out.
 
         The prediction assumes that all ranks and the mean have the same scale (aligned gradients, the worst case).
 
         Raises:
             ConfigError: if the codes of ``ranks`` ranks cannot be added.
         """
+        return codec.error_variance() / ranks
 
     @abstractmethod
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
@@ -322,11 +322,6 @@ class WholeNumbers(Reducer):
     def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
         """Returns the number of coordinates; see `Reducer.alike`."""
         return sum(run.numel for run in block_runs)
-
-    @staticmethod
-    def mean_error(codec: Codec, ranks: int) -> float:
-        """Returns 0, because nothing is quantised; see `Reducer.mean_error`."""
-        return 0.0
 
 
 def in_scope(steps: Steps, scope: Scope) -> Steps:

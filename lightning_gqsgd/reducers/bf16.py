@@ -44,12 +44,6 @@ class Bf16(Reducer):
         if not isinstance(codec, FloatCodec):
             raise ConfigError(f"reducer='bf16' is for bits=16, not bits={codec.bits}; leave reducer out")
 
-    @staticmethod
-    def mean_error(codec: Codec, ranks: int) -> float:
-        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. It does not include the
-        rounding of sums within the all-reduce."""
-        return codec.error_variance() / ranks
-
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         # fp16 and bf16 gradients already have 16 bits, so they are not rounded. They are divided before the sum,

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import BlockRun, place, sizes_by_owner
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, gathered, shared_scale_bytes
@@ -62,12 +61,6 @@ class Gather(Reducer):
         """Returns the sizes of the piece; see `reducers.base.Reducer.alike`."""
         q = setting.codec.quantiser(setting.block_size)
         return sizes_by_owner(block_runs, q, shards=1, **setting.record_sizes)
-
-    @staticmethod
-    def mean_error(codec: Codec, ranks: int) -> float:
-        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. Each rank rounds once, and
-        the roundings average out."""
-        return codec.error_variance() / ranks
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
