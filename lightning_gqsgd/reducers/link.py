@@ -9,7 +9,7 @@ one rank does not change the memory of any rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,6 +42,13 @@ class Link:
         setting: the setting, with resolved numbers of memories.
         direction: up or down.
         adds: whether the codes of all ranks are added. Scales are not part of the messages then.
+
+    Attributes:
+        shares: whether all ranks share one reference. No rank has an error memory then.
+        plain: whether kernels compute the scales, and there is no memory. There may be a rotation.
+        fuses: whether kernels rotate while they encode and decode.
+        rotates_apart: whether the rotation is a separate pass over the coordinates.
+        needs_copy: whether a sender changes its input in place, so that it needs a copy in the compute dtype.
     """
 
     def __init__(self, setting: Setting, direction: Direction, *, adds: bool = False) -> None:
@@ -56,38 +63,14 @@ class Link:
         self.scale_rule = setting.scale_rule
         self.ranks = setting.ranks
         self.shares_scales = adds or setting.global_scales
+        self.shares = self.memory is not None and self.memory.shared
         self.kernels_find_scales = kernels_find_scales(self.codec, self.scale_rule)
+        self.plain = self.memory is None and self.kernels_find_scales
         self.rotates = setting.rotates
-
-    @cached_property
-    def plain(self) -> bool:
-        """True if kernels compute the scales and there is no memory. There may be a rotation."""
-        return self.memory is None and self.kernels_find_scales
-
-    @cached_property
-    def remembers(self) -> bool:
-        """True if there is a memory."""
-        return self.memory is not None
-
-    @cached_property
-    def shares(self) -> bool:
-        """True if all ranks share one reference. No rank has an error memory then."""
-        return self.memory is not None and self.memory.shared
-
-    @cached_property
-    def fuses(self) -> bool:
-        """True if kernels rotate while they encode and decode, because nothing else needs the rotated coordinates."""
-        return self.rotates and self.plain and not self.shares_scales
-
-    @cached_property
-    def rotates_apart(self) -> bool:
-        """True if the rotation is a separate pass over the coordinates."""
-        return self.rotates and not self.fuses
-
-    @cached_property
-    def needs_copy(self) -> bool:
-        """True if a sender changes its input in place, so that it needs a copy in the compute dtype."""
-        return self.remembers or self.rotates_apart
+        # Nothing else needs the rotated coordinates then.
+        self.fuses = self.rotates and self.plain and not self.shares_scales
+        self.rotates_apart = self.rotates and not self.fuses
+        self.needs_copy = self.memory is not None or self.rotates_apart
 
     def part_for_owners(self, layout: Layout, rank: int) -> Part:
         """Returns the blocks that a rank encodes for the owners of shards.
@@ -138,7 +121,7 @@ class Link:
         """
         # The memory of this sender has the error of its message. If its exact coordinates were averaged instead of the
         # message, the error would be compensated twice.
-        if self.remembers and not self.shares:
+        if self.memory is not None and not self.shares:
             own = None
         if own is not None and self.shares:
             # Messages are rotated differences from the reference, so `x` has to be one, too.
