@@ -86,17 +86,17 @@ def narrow(x: Tensor, *_: Any, **__: Any) -> None:
 
 
 def encode(x: Tensor, how: Coding, *_: Any) -> None:
-    """Record a call of `protocol.CodecKernels.encode`."""
+    """Record a call of `protocol.Kernels.encode`."""
     _note("encode", how, x.numel())
 
 
 def reduce(wires: Tensor, how: Coding, *_: Any) -> None:
-    """Record a call of `protocol.CodecKernels.reduce`."""
+    """Record a call of `protocol.Kernels.reduce`."""
     _note("reduce", how, sources=wires.shape[0])
 
 
 def decode(wires: Tensor, how: Coding, x: Tensor, *_: Any) -> int:
-    """Record a call of `protocol.CodecKernels.decode`. Returns 0, the number of blocks that are not finite."""
+    """Record a call of `protocol.Kernels.decode`. Returns 0, the number of blocks that are not finite."""
     _note("decode", how, x.numel(), wires.shape[0])
     return 0
 

@@ -44,7 +44,8 @@ class Kind(NamedTuple):
       decodes (`cpu.blocks.codec_kernel`). Families whose codes can be added also have ``is_for_sums(q)``, which returns
       whether the messages of a quantiser are added, ``summed(q)``, which returns the kernel that decodes sums, and, for
       sums of pairs, ``combine``.
-    * ``cuda`` has ``FAMILY``, a `CodecKernels`.
+    * ``cuda`` has ``FAMILY``, an object with the functions of `Kernels` that take a `Coding`. Only families whose codes
+      can be added have `Kernels.decode_sum` and `Kernels.combine`.
 
     Attributes:
         name: name of the family, also in tables of costs.
@@ -173,8 +174,8 @@ class Coding(NamedTuple):
     origin: Origin = NO_ORIGIN
 
 
-class CodecKernels(Protocol):
-    """The functions that every family of codes has. The module's docstring describes common arguments."""
+class Kernels(Protocol):
+    """The functions of a set of kernels. The module's docstring describes common arguments."""
 
     def encode(self, x: Tensor, how: Coding, wire: Tensor, key: Key, scales: Tensor | None = None) -> None:
         """Write the record of each block: its codes, and its scale if the table has a place for it. A raw block's
@@ -213,10 +214,6 @@ class CodecKernels(Protocol):
                 all messages are decoded.
         """
         ...
-
-
-class Kernels(CodecKernels, Protocol):
-    """The functions of a set of kernels."""
 
     def block_maxima(self, x: Tensor, blocks: Tensor) -> Tensor:
         """Returns the largest magnitude of each block, in the form of ``scales``: int32 or int64 [B].

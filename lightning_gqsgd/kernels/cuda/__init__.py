@@ -32,10 +32,7 @@ from lightning_gqsgd.kernels.wire import NO_ORIGIN, Key, Origin, scale_format
 
 @cache  # called at each launch
 def _kernels_of(kind: Kind) -> Any:
-    """Returns the kernels of a family. If the family has no fast kernels, returns `reference`.
-
-    Only families whose codes can be added have `decode_sum` and `combine`.
-    """
+    """Returns the kernels of a family. If the family has no fast kernels, returns `reference`."""
     return import_module(f"{kind.package}.cuda").FAMILY if kind.package else reference
 
 

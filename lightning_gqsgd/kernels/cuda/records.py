@@ -37,7 +37,7 @@ class Messages(NamedTuple):
         stride: units of 16 bytes from the start of a message to the start of the next one, int64.
         ranks: number of messages. ``c.mean`` has this number, too, but a loop with a constant end takes more registers.
         keys: the dither key of each source, int64 [count].
-        own: number of the source whose coordinates are given, see `protocol.CodecKernels.decode`. It is used only if
+        own: number of the source whose coordinates are given, see `protocol.Kernels.decode`. It is used only if
             ``c.mean.has_own`` is true.
         to_values: the family's function, see `stages.ScaledFamily`.
     """
