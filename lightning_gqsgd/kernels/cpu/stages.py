@@ -112,14 +112,16 @@ def decode(wires: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], own: int 
 
 def decode_sum(wire: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], scales: Tensor) -> int:
     """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`."""
-    decoder = _sum_decoder(how.q, x.dtype, len(keys))
-    if decoder is None:
+    coder = _coder(how.q, x.dtype, len(keys))
+    if coder is None:
         return reference.decode_sum(wire, how, x, keys, scales)
-    kernel, constants = decoder
+    if coder.sum_kernel is None:
+        raise NotImplementedError(f"messages of {how.q} cannot be added up: take a linear or an exponential codec")
     wide = _widened(x, how.blocks)
     streams = _keys_of(keys, how.origin)
     scratch = _scratch.of(how.q.block_size, x.dtype)
-    not_finite: int = kernel(wire.numpy(), scales.numpy(), wide.table, wide.values, streams, constants, scratch)
+    arguments = (wire.numpy(), scales.numpy(), wide.table, wide.values, streams, coder.constants, scratch)
+    not_finite: int = coder.sum_kernel(*arguments)
     _write_back(wide)
     return not_finite
 
@@ -130,11 +132,12 @@ def _family_of(q: Quantiser) -> ModuleType | None:
 
 
 class _Coder(NamedTuple):
-    """The kernel of a quantiser, with the arguments that are the same in every call.
+    """The kernels of a quantiser, with the arguments that are the same in every call.
 
     Attributes:
         kernel: the kernel that encodes, reduces and decodes, see `blocks.codec_kernel`.
-        constants: numbers of the quantiser, typed for the kernel.
+        sum_kernel: the kernel that decodes sums, see `blocks.sum_kernel`; None if codes of the family cannot be added.
+        constants: numbers of the quantiser, typed for the kernels.
         block_size: the largest number of coordinates in a block.
         dtype: dtype of the gradients.
         nothing_received: the argument ``received`` if nothing is decoded.
@@ -142,6 +145,7 @@ class _Coder(NamedTuple):
     """
 
     kernel: Any
+    sum_kernel: Any
     constants: Constants
     block_size: int
     dtype: torch.dtype
@@ -158,7 +162,7 @@ class _Coder(NamedTuple):
 
 @lru_cache
 def _coder(q: Quantiser, dtype: torch.dtype, sources: int) -> _Coder | None:
-    """Returns the kernel for messages of ``sources`` sources, or None if the family has no kernels for CPUs."""
+    """Returns the kernels for messages or sums of ``sources`` sources; None if the family has none for CPUs."""
     family = _family_of(q)
     if family is None:
         return None
@@ -167,34 +171,18 @@ def _coder(q: Quantiser, dtype: torch.dtype, sources: int) -> _Coder | None:
     no_messages = Received(np.empty(0, np.uint8), 0, _keys_of([], NO_ORIGIN), -1)
     no_message = Sent(np.empty(0, np.uint8), _key_of((0, 0)), np.empty(0, integer_type(dtype)))
     is_for_sums = hasattr(family, "is_for_sums") and family.is_for_sums(q)
-    nothing_received = None if is_for_sums else no_messages
-    constants = _constants(family, q, dtype, sources)
-    return _Coder(family.codec(q), constants, q.block_size, dtype, nothing_received, no_message)
-
-
-@lru_cache
-def _sum_decoder(q: Quantiser, dtype: torch.dtype, sources: int) -> tuple[Any, Constants] | None:
-    """Returns the kernel that decodes sums of ``sources`` messages, and its constants, or None if the family has no
-    kernels for CPUs.
-
-    Raises:
-        NotImplementedError: if codes of the quantiser's family cannot be added.
-    """
-    family = _family_of(q)
-    if family is None:
-        return None
-    if not hasattr(family, "summed"):
-        raise NotImplementedError(f"messages of {q} cannot be added up: take a linear or an exponential codec")
-    return family.summed(q), _constants(family, q, dtype, sources)
-
-
-def _constants(family: ModuleType, q: Quantiser, dtype: torch.dtype, sources: int) -> Constants:
-    """Returns the constants of a quantiser, for messages or sums of ``sources`` sources."""
     share = Share.of(sources)
     real = float_type(dtype)
     roots = roots_of(q.block_size, dtype) if q.kind.is_padded else None
-    return Constants(
-        form_of(dtype), q.bits, real(share.each), real(share.rest), roots, family.numbers_of(q, dtype, sources)
+    numbers = family.numbers_of(q, dtype, sources)
+    return _Coder(
+        kernel=family.codec(q),
+        sum_kernel=family.summed(q) if hasattr(family, "summed") else None,
+        constants=Constants(form_of(dtype), q.bits, real(share.each), real(share.rest), roots, numbers),
+        block_size=q.block_size,
+        dtype=dtype,
+        nothing_received=None if is_for_sums else no_messages,
+        nothing_sent=no_message,
     )
 
 
