@@ -20,27 +20,24 @@ from lightning_gqsgd.wire.plan import check_parameters
 
 #: Classes that average gradients, and what to do with a model that has one.
 _WRAPPED = {
-    re.compile(kind): remedy
-    for kind, remedy in {
-        r"torch\.nn\.parallel\.distributed\.DistributedDataParallel": (
-            "is one: call register_gqsgd on that DistributedDataParallel model itself"
-        ),
-        r"torch\.nn\.parallel\.data_parallel\.DataParallel": (
-            "is torch's DataParallel, of one process: start a process for each GPU (torchrun), and wrap the module "
-            "inside of it instead: DistributedDataParallel(model.module)"
-        ),
-        r"torch\.distributed\._composable\.replicate\w*\.(DDP|ReplicateModule)": (
-            "averages its gradients by replicate() already, which takes no quantised hook: leave replicate() out, wrap "
-            "the module in DistributedDataParallel instead, and call register_gqsgd"
-        ),
-        r"torch\.distributed\.fsdp\.(\w+\.)*FullyShardedDataParallel": (
-            "is sharded by FullyShardedDataParallel (FSDP1) already, which takes no quantised hook: leave that wrapper "
-            "out, and use fully_shard (FSDP2) with register_gqsgd_fsdp, or DistributedDataParallel with register_gqsgd"
-        ),
-        r"torch\.distributed\.fsdp\.(\w+\.)*FSDPModule": (
-            "is sharded by fully_shard already: call register_gqsgd_fsdp instead, without DistributedDataParallel"
-        ),
-    }.items()
+    r"torch\.nn\.parallel\.distributed\.DistributedDataParallel": (
+        "is one: call register_gqsgd on that DistributedDataParallel model itself"
+    ),
+    r"torch\.nn\.parallel\.data_parallel\.DataParallel": (
+        "is torch's DataParallel, of one process: start a process for each GPU (torchrun), and wrap the module inside "
+        "of it instead: DistributedDataParallel(model.module)"
+    ),
+    r"torch\.distributed\._composable\.replicate\w*\.(DDP|ReplicateModule)": (
+        "averages its gradients by replicate() already, which takes no quantised hook: leave replicate() out, wrap the "
+        "module in DistributedDataParallel instead, and call register_gqsgd"
+    ),
+    r"torch\.distributed\.fsdp\.(\w+\.)*FullyShardedDataParallel": (
+        "is sharded by FullyShardedDataParallel (FSDP1) already, which takes no quantised hook: leave that wrapper "
+        "out, and use fully_shard (FSDP2) with register_gqsgd_fsdp, or DistributedDataParallel with register_gqsgd"
+    ),
+    r"torch\.distributed\.fsdp\.(\w+\.)*FSDPModule": (
+        "is sharded by fully_shard already: call register_gqsgd_fsdp instead, without DistributedDataParallel"
+    ),
 }
 
 
@@ -99,7 +96,8 @@ def wrapped_otherwise(model: object) -> str:
     for name, module in model.named_modules() if isinstance(model, nn.Module) else []:
         # By name, because each of these is slow to import, or missing in some versions of torch.
         kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__}
-        remedy = next((text for kind, text in _WRAPPED.items() if any(map(kind.fullmatch, kinds))), None)
+        found = (text for kind, text in _WRAPPED.items() if any(re.fullmatch(kind, one) for one in kinds))
+        remedy = next(found, None)
         if remedy:
             return f"{f'its module {name!r}' if name else 'it'} {remedy}"
     return ""
