@@ -246,21 +246,9 @@ def own_facts(options: LocalOptions, trained: Trained) -> dict[str, Any]:
     by name."""
     entries = (*trained.parameters, *trained.buffers)
     tensors = [(*entry.segment, entry.name, str(entry.tensor.dtype)) for entry in entries]
-    return {
-        "parameters and buffers": digest(tensors),
-        "every": _every(options),
-        "fragments": options.fragments,
-        "delay": options.delay,
-        "mixing": options.mixing,
-        "inner_state": options.inner_state,
-        "rule": str(options.rule),
-        "anchor_dtype": str(options.anchor_dtype),
-        "outer": describe_outer(trained.outer),
-        "outer_after": options.outer_after,
-        "elastic": options.elastic,
-        "outlier": options.outlier,
-        "min_replicas": options.min_replicas,
-    }
+    own = {name: getattr(options, name) for name in options.field_names() if name != "anchor_device"}
+    own |= {"every": _every(options), "rule": str(options.rule), "anchor_dtype": str(options.anchor_dtype)}
+    return {"parameters and buffers": digest(tensors), **own, "outer": describe_outer(trained.outer)}
 
 
 def _every(options: LocalOptions) -> int | str | list[int]:
