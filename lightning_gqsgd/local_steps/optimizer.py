@@ -4,6 +4,7 @@ then."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,12 @@ from lightning_gqsgd.local_steps.choosing import make_local
 from lightning_gqsgd.local_steps.distributed_checkpoint import STATE_KEY, is_called_by_it, packed, unpacked
 from lightning_gqsgd.local_steps.divided_state import names_of
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
-from lightning_gqsgd.local_steps.options import Every, LocalOptions
+from lightning_gqsgd.local_steps.options import Every
 from lightning_gqsgd.local_steps.outer import OuterOptimizer
 from lightning_gqsgd.session.parameters import parameters_of
 from lightning_gqsgd.wire.communicator import parent_group
 from lightning_gqsgd.wire.engine import untraced
+from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -110,31 +112,19 @@ class LocalSteps(Optimizer):
         self.averages: LocalAverages | MergedAverages
         # Averages end with the model, and nobody else may keep it: LocalSteps(nn.ModuleList([encoder, decoder]), ...).
         self._model = model
-        if elastic:
-            if group is not None:
-                raise ConfigError("elastic=True has no process group: ranks meet at a lighthouse; leave group out")
-            options, config = self._made(optimizer, preset, given, fields)
-            self.averages = MergedAverages(model, [optimizer], options, config, timeout=timeout)
-            return
-        parent = parent_group(group)
-        with open_meeting(model, parent, timeout) as meeting:
-            options, config = self._made(optimizer, preset, given, fields)
+        if elastic and group is not None:
+            raise ConfigError("elastic=True has no process group: ranks meet at a lighthouse; leave group out")
+        parent = None if elastic else parent_group(group)
+        meets: AbstractContextManager[Meeting | None] = nullcontext()
+        if parent is not None:
+            meets = open_meeting(model, parent, timeout)
+        with meets as meeting:
+            if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LocalSteps):
+                raise ConfigError(f"LocalSteps goes around a torch optimizer, not a {type(optimizer).__name__}")
+            options, config = make_local(preset, given, fields)
+            self._inner = optimizer
             kind = MergedAverages if options.is_merged else LocalAverages
             self.averages = kind(model, [optimizer], options, config, group=parent, timeout=timeout, meeting=meeting)
-
-    def _made(
-        self,
-        optimizer: Optimizer,
-        preset: str | GQSGDConfig | None,
-        given: Mapping[str, Any],
-        fields: Mapping[str, Any],
-    ) -> tuple[LocalOptions, GQSGDConfig]:
-        """Returns the options and the compression, and stores the inner optimizer."""
-        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LocalSteps):
-            raise ConfigError(f"LocalSteps goes around a torch optimizer, not a {type(optimizer).__name__}")
-        options, config = make_local(preset, given, fields)
-        self._inner = optimizer
-        return options, config
 
     @property
     def inner(self) -> Optimizer:
