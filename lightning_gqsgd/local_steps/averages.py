@@ -67,7 +67,7 @@ from lightning_gqsgd.wire.communicator import parent_group, patience_of
 from lightning_gqsgd.wire.engine import Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.pipeline import Job
-from lightning_gqsgd.wire.telemetry import Telemetry, moment
+from lightning_gqsgd.wire.telemetry import moment
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +141,10 @@ class LocalAverages(AveragingLoop[Average]):
         config: the same compression, with the chosen reducer.
         outer: the outer optimizer; its tensors are the anchors.
         device: device of the model.
+        rank: this process's rank.
+        world_size: number of ranks.
+        telemetry: counters of this process. They count one step per average, and exposed seconds are the time that
+            steps waited.
         store: this rank's memory of the compressed parameters.
         averagers: this rank's averagers, by fragment and bundle.
         compressed_numbers: numbers of the compressed parameters.
@@ -185,6 +189,9 @@ class LocalAverages(AveragingLoop[Average]):
                 # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
                 # broadcast.
                 take_from_first_rank(_own_parts(model), self.group)
+        self.rank = self._engine.rank
+        self.world_size = self._engine.world_size
+        self.telemetry = self._engine.telemetry
         self.sharding = trained.sharding
         self._digest = digest_of_facts(facts)
         self._sizes = {entry.segment.parameter: entry.segment.numel for entry in parameters if not entry.segment.raw}
@@ -203,22 +210,6 @@ class LocalAverages(AveragingLoop[Average]):
         self._begin_at_anchors()
         # This also runs at exit, because Gloo groups that are still open then can abort the process.
         weakref.finalize(model, self._engine.close)
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self._engine.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._engine.world_size
-
-    @property
-    def telemetry(self) -> Telemetry:
-        """Counters of this process. They count one step per average, and exposed seconds are the time that steps
-        waited."""
-        return self._engine.telemetry
 
     @property
     def is_closed(self) -> bool:

@@ -54,7 +54,6 @@ from lightning_gqsgd.membership.process_group import QuantisedProcessGroup
 from lightning_gqsgd.membership.quorums import DistinctQuorums
 from lightning_gqsgd.membership.transport import PlainTransport, check_time
 from lightning_gqsgd.wire.communicator import check_timeout
-from lightning_gqsgd.wire.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +91,7 @@ class TorchftMembers(Members):
 
     Attributes:
         timeout: see above.
+        telemetry: counters of this process.
 
     Raises:
         ConfigError: if the timeout is invalid, if there is no lighthouse, if its members do not fit, or if the transfer
@@ -132,6 +132,7 @@ class TorchftMembers(Members):
                 self._merges_before = latest_merges_of(self._lighthouse, self._name, self.timeout.total_seconds())
         self._received: Mapping[str, Any] | None = None
         self._group = QuantisedProcessGroup(ProcessGroupGloo(timeout=self.timeout), config, device, facts)
+        self.telemetry = self._group.telemetry
         self._merges = 0  # made by the others before this member meets them
         self._has_met = False
         self._met_at = time.time()  # not time.monotonic(), which stands still while a machine is suspended
@@ -213,11 +214,6 @@ class TorchftMembers(Members):
     def config(self) -> GQSGDConfig:
         """The compression, with the chosen reducer for the current number of members."""
         return self._group.resolved
-
-    @property
-    def telemetry(self) -> Telemetry:
-        """Counters of this process."""
-        return self._group.telemetry
 
     @torch.no_grad()
     def answer(self, request: Request) -> Any:

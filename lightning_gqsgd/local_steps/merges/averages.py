@@ -69,7 +69,6 @@ from lightning_gqsgd.session.report import report
 from lightning_gqsgd.wire.communicator import parent_group
 from lightning_gqsgd.wire.engine import Messages, untraced
 from lightning_gqsgd.wire.meeting import Meeting
-from lightning_gqsgd.wire.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from lightning_gqsgd.membership.manager import TorchftMembers
@@ -101,6 +100,7 @@ class MergedAverages:
         outer: the outer optimizer; its tensors are the anchors.
         device: device of the model.
         step: number of this member's optimizer steps.
+        telemetry: counters of this process.
 
     Raises:
         ConfigError: if the model, an optimizer or a value cannot work, or if members do not fit together.
@@ -153,6 +153,7 @@ class MergedAverages:
         self._counts_samples = False
         self._has_said_lost = False
         self._members = members
+        self.telemetry = members.telemetry
         self._thread = MergeThread(members, self._shared, member, self._rounds, self.device)
         try:
             self._thread.join()
@@ -264,11 +265,6 @@ class MergedAverages:
     def world_size(self) -> int:
         """Number of members of the latest merge; 1 before the first one."""
         return len(self._thread.latest.rows) if self._thread.latest else 1
-
-    @property
-    def telemetry(self) -> Telemetry:
-        """Counters of this process."""
-        return self._members.telemetry
 
     def counts(self) -> dict[str, float]:
         """Returns the counters of the merges so far for a logger, by names prefixed with ``gqsgd/``."""
