@@ -5,24 +5,25 @@ Archives are read in memory: no member is ever written to the path that it names
 
 from __future__ import annotations
 
-import hashlib
 import io
 import lzma
 import tarfile
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from recipes.data.named_files import is_tokenizer_file
-from recipes.data.sources import store_arrays
+from recipes.data.sources import cached_arrays, stamp
 from recipes.data.tokenizer_files import FileTokenizer
 from recipes.data.tokenizers import Ids, Vocabulary, splitter
 from recipes.errors import RecipeError
@@ -114,9 +115,6 @@ def load_cached(
 ) -> tuple[Ids, Ids]:
     """Both texts as numbers: from the cache, or encoded now and put there.
 
-    The name of the cache file holds a digest of the files' paths, sizes and times of change, of the tokenizer and of
-    the vocabulary's size.
-
     Args:
         train, valid: files of the texts.
         cache_dir: folder of the cache.
@@ -126,17 +124,17 @@ def load_cached(
         See `encode`.
 
     Raises:
-        RecipeError: the files are not what they should be, or the cache cannot be written.
+        RecipeError: the files are not what they should be, or the cache cannot be read or written.
     """
-    cached = cache_dir / f"text-{_fingerprint((train, valid), tokenizer, vocabulary_size)}.npz"
-    if not cached.exists():
+
+    def make() -> dict[str, NDArray[Any]]:
         ids = encode(train.read(), valid.read(), tokenizer, vocabulary_size)
-        store_arrays(cached, train=ids[0], valid=ids[1])
-    try:
-        with np.load(cached, allow_pickle=False) as arrays:
-            return arrays["train"], arrays["valid"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise RecipeError(f"{cached} cannot be read ({error}); delete it, and the next run makes it again") from error
+        return {"train": ids[0], "valid": ids[1]}
+
+    files = [train, valid, *([TextFile(Path(tokenizer))] if is_tokenizer_file(tokenizer) else [])]
+    described = (f"{file.path.resolve()} {file.member} {stamp(file.path)}" for file in files)
+    arrays = cached_arrays(cache_dir, "text", [f"{tokenizer} {vocabulary_size}", *described], make)
+    return arrays["train"], arrays["valid"]
 
 
 def encode(train: Text, valid: Text, tokenizer: str, vocabulary_size: int) -> tuple[Ids, Ids]:
@@ -232,13 +230,3 @@ def _member(archive: Path, name: str) -> bytes:
 def _check_size(size: int, name: str) -> None:
     if size > MAX_FILE_BYTES:
         raise RecipeError(f"{name} has {size} bytes, more than {MAX_FILE_BYTES}; take a part of the text")
-
-
-def _fingerprint(files: Sequence[TextFile], tokenizer: str, vocabulary_size: int) -> str:
-    digest = hashlib.blake2b(f"{tokenizer} {vocabulary_size}".encode(), digest_size=8)
-    if is_tokenizer_file(tokenizer):
-        files = (*files, TextFile(Path(tokenizer)))
-    for file in files:
-        status = file.path.stat()
-        digest.update(f"\n{file.path.resolve()} {file.member} {status.st_size} {status.st_mtime_ns}".encode())
-    return digest.hexdigest()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import re
 import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recipes.data.click_lines import parse_lines
-from recipes.data.sources import store_arrays
+from recipes.data.sources import cached_arrays, stamp
 from recipes.errors import RecipeError
 
 NUMERICAL = 13
@@ -64,8 +64,6 @@ def is_log(path: Path) -> bool:
 def load_log(path: Path, cache_dir: Path, max_rows: int | None) -> ClickLog:
     """Read a log. Text is parsed once, and kept as arrays in the cache.
 
-    The name of the cache file holds a digest of the path, its size, its time of change and ``max_rows``.
-
     Args:
         path: the log, see `LAYOUT`.
         cache_dir: folder of the cache.
@@ -75,15 +73,15 @@ def load_log(path: Path, cache_dir: Path, max_rows: int | None) -> ClickLog:
         RecipeError: the file is no log, or the cache cannot be read or written.
     """
     if path.name.lower().endswith(ARRAYS):
-        return _read_arrays(path, max_rows, "see conf/data/criteo.yaml for the arrays of such a file")
-    status = path.stat()
-    identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {max_rows}"
-    digest = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
-    cached = cache_dir / f"{path.name.split('.')[0]}-{digest}.npz"
-    if not cached.exists():
+        return _read_arrays(path, max_rows)
+
+    def make() -> dict[str, NDArray[Any]]:
         log = parse(path, max_rows)
-        store_arrays(cached, categorical=log.categorical, numerical=log.numerical, label=log.labels)
-    return _read_arrays(cached, None, "delete it, and the next run makes it again")
+        return {"categorical": log.categorical, "numerical": log.numerical, "label": log.labels}
+
+    identity = [f"{path.resolve()} {stamp(path)} {max_rows}"]
+    arrays = cached_arrays(cache_dir, path.name.split(".")[0], identity, make)
+    return ClickLog(arrays["categorical"], arrays["numerical"], arrays["label"])
 
 
 def parse(path: Path, max_rows: int | None) -> ClickLog:
@@ -158,15 +156,15 @@ def _what_is_wrong(line: bytes) -> str:
     return f"column {wrong + 1} is {texts[wrong][:20].decode(errors='replace')!r}, not {kind}; expected {LAYOUT}"
 
 
-def _read_arrays(path: Path, max_rows: int | None, remedy: str) -> ClickLog:
-    """Read and check an npz file; ``remedy`` is for a file that cannot be read."""
+def _read_arrays(path: Path, max_rows: int | None) -> ClickLog:
+    """Read and check an npz file."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             categorical, numerical, labels = (arrays[key] for key in ("categorical", "numerical", "label"))
     except KeyError as error:
         raise RecipeError(f"{path}: {error.args[0]}; expected {LAYOUT}") from error
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise RecipeError(f"{path} cannot be read ({error}); {remedy}") from error
+        raise RecipeError(f"{path} cannot be read ({error}); see conf/data/criteo.yaml for its arrays") from error
     rows = len(labels) if labels.ndim else 0
     if not rows:
         raise RecipeError(f"{path}: no rows in label; expected {LAYOUT}")

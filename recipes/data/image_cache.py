@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from recipes.data.sources import store_arrays
+from recipes.data.sources import cached_arrays, stamp
 from recipes.errors import RecipeError
 from workloads.image_files import ImageFileError, decode, files_below
 from workloads.images import ImageSet
@@ -19,8 +19,6 @@ _ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 def load_cached(path: Path, cache_dir: Path, name: str, image_size: int, channels: int) -> ImageSet:
     """Images of a folder or archive: from the cache, or decoded now and put there.
 
-    The name of the cache file holds a digest of the path, its size, its time of change and the wanted shape.
-
     Args:
         path: folder or archive, see `workloads.image_files`.
         cache_dir: folder of the cache.
@@ -29,27 +27,15 @@ def load_cached(path: Path, cache_dir: Path, name: str, image_size: int, channel
     Raises:
         RecipeError: the files are not images in the expected layout, or the cache cannot be read or written.
     """
-    cached = cache_dir / f"{path.name.split('.')[0]}-{_fingerprint(path, image_size, channels)}.npz"
-    if not cached.exists():
+
+    def make() -> dict[str, NDArray[Any]]:
         try:
             images = decode(path, name, image_size, channels)
         except ImageFileError as error:
             raise RecipeError(str(error)) from error
-        arrays = {key: getattr(images, key) for key in _ARRAYS}
-        store_arrays(cached, **arrays, classes=np.array(images.classes))
-    try:
-        with np.load(cached, allow_pickle=False) as stored:
-            classes = tuple(str(label) for label in stored["classes"])
-            return ImageSet(name, **{key: stored[key] for key in _ARRAYS}, classes=classes)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise RecipeError(f"{cached} cannot be read ({error}); delete it, and the next run makes it again") from error
+        return {key: getattr(images, key) for key in _ARRAYS} | {"classes": np.array(images.classes)}
 
-
-def _fingerprint(path: Path, image_size: int, channels: int) -> str:
-    """Digest of everything that decoding depends on; of a folder, the names, sizes and times of all its files."""
     files = [path] if path.is_file() else files_below(path)
-    digest = hashlib.blake2b(f"{path.resolve()} {image_size} {channels}".encode(), digest_size=8)
-    for file in files:
-        status = file.stat()
-        digest.update(f"\n{file.name} {status.st_size} {status.st_mtime_ns}".encode())
-    return digest.hexdigest()
+    identity = [f"{path.resolve()} {image_size} {channels}", *(f"{file.name} {stamp(file)}" for file in files)]
+    arrays = cached_arrays(cache_dir, path.name.split(".")[0], identity, make)
+    return ImageSet(name, **{key: arrays[key] for key in _ARRAYS}, classes=tuple(map(str, arrays["classes"])))

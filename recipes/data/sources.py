@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import os
 import socket
@@ -9,7 +10,9 @@ import threading
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,16 +46,39 @@ def cache_folder(cache_dir: str | None) -> Path:
         ) from error
 
 
-def store_arrays(cached: Path, **arrays: NDArray[Any]) -> None:
-    """Write arrays to an npz file: the whole file or nothing, even when two machines share the folder.
+def cached_arrays(
+    cache_dir: Path, name: str, identity: Iterable[str], make: Callable[[], dict[str, NDArray[Any]]]
+) -> dict[str, NDArray[Any]]:
+    """Arrays from the cache, or made now and put there.
 
     Args:
-        cached: path of the file.
-        **arrays: the arrays, by name.
+        cache_dir: folder of the cache.
+        name: what the name of the cache file begins with.
+        identity: everything that the arrays depend on, of files see `stamp`. The name of the cache file has its digest.
+        make: makes the arrays.
 
     Raises:
-        RecipeError: the file cannot be written.
+        RecipeError: the file cannot be read or written.
     """
+    digest = hashlib.blake2b("\n".join(identity).encode(), digest_size=8).hexdigest()
+    cached = cache_dir / f"{name}-{digest}.npz"
+    if not cached.exists():
+        _store(cached, make())
+    try:
+        with np.load(cached, allow_pickle=False) as stored:
+            return dict(stored)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise RecipeError(f"{cached} cannot be read ({error}); delete it, and the next run makes it again") from error
+
+
+def stamp(file: Path) -> str:
+    """Size of a file and time of its change, for `cached_arrays`."""
+    status = file.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def _store(cached: Path, arrays: dict[str, NDArray[Any]]) -> None:
+    """Write the whole file or nothing, even when two machines share the folder."""
     # Not the number of the process: containers on two machines often have the same one.
     temporary = cached.with_name(f".{cached.name}.{uuid.uuid4().hex}")
     try:
