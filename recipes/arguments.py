@@ -55,9 +55,6 @@ def check_arguments(config: Mapping[str, Any]) -> None:
 
     Nodes whose arguments cannot be read from the source are not checked: the call itself refuses what it does not take.
 
-    Args:
-        config: the whole configuration.
-
     Raises:
         RecipeError: an entry is no argument, or is one that the recipe gives itself.
     """

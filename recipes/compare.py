@@ -64,9 +64,6 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, tabulate and draw a comparison.
 
-    Args:
-        arguments: the command line; None: that of this process.
-
     Returns:
         The exit code: 0, 1 if a run failed or the disk is full, or 130 after an interrupt.
     """

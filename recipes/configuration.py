@@ -31,9 +31,6 @@ def for_hydra(overrides: Sequence[str]) -> list[str]:
 
     ``debug=NAME`` comes last, so that it goes over ``+exp=NAME`` as well. ``logger=[wandb,tensorboard]`` gives each
     logger a node of its own, ``logger.wandb`` and ``logger.tensorboard``; Hydra would merge the files into one.
-
-    Args:
-        overrides: the command line, without the name of the script.
     """
     made: list[str] = []
     debug: list[str] = []
@@ -57,12 +54,7 @@ def _nested(names: Sequence[str]) -> list[str]:
 
 
 def compose_configuration(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
-    """The configuration that a command line of `run.py` makes.
-
-    Args:
-        overrides: the command line, without the name of the script.
-        with_hydra: whether the node ``hydra`` is part of the result.
-    """
+    """The configuration that a command line of `run.py` makes."""
     register_presets()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("config", overrides=for_hydra(overrides), return_hydra_config=with_hydra)
@@ -70,10 +62,6 @@ def compose_configuration(overrides: Sequence[str], *, with_hydra: bool = False)
 
 def check_configuration(config: Mapping[str, Any], environment: Mapping[str, str]) -> None:
     """Check what does not depend on the machine: settings, arguments, names of files, the profile and the strategy.
-
-    Args:
-        config: the whole configuration.
-        environment: the environment variables of the run.
 
     Raises:
         RecipeError, NetLabError: the run cannot be made as asked.

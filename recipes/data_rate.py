@@ -31,18 +31,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(arguments: Sequence[str], folder: Path, seconds: float) -> tuple[int, float, str]:
-    """Read training images for about so many processor seconds.
+    """Read training images for about so many processor seconds; those that are made up go to an empty folder.
 
-    Args:
-        arguments: overrides, as for `run.py`.
-        folder: an empty folder, for images that are made up.
-        seconds: how long.
-
-    Returns:
-        Number of images, processor seconds, and the name of the data.
-
-    Raises:
-        RecipeError: the command line or the data are not what they should be.
+    Returns their number, the processor seconds, and the name of the data.
     """
     from recipes.errors import RecipeError
     from recipes.overrides import composed

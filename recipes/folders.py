@@ -13,15 +13,7 @@ from recipes.errors import RecipeError
 
 
 def check_writable(key: str, folder: str | Path) -> None:
-    """Check that a folder can be made, or is there, and takes files. Nothing is left in it.
-
-    Args:
-        key: the setting that names the folder.
-        folder: the folder; it need not exist.
-
-    Raises:
-        RecipeError: the folder, or one above it, is a file, or takes no files.
-    """
+    """Check that a folder can be made, or is there, and takes files. Nothing is left in it."""
     path = Path(folder).absolute()
     try:
         existing = next(place for place in (path, *path.parents) if place.exists())
@@ -41,13 +33,6 @@ def claimed(key: str, folder: Path) -> Iterator[None]:
 
     The claim is a lock of the folder itself, which ends with this process, however it ends. A file system that has no
     such locks keeps no other process out.
-
-    Args:
-        key: the setting that names the folder.
-        folder: an existing folder.
-
-    Raises:
-        RecipeError: another process has claimed the folder.
     """
     place = os.open(folder, os.O_RDONLY)
     try:

@@ -122,9 +122,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 def check_limits(config: Mapping[str, Any]) -> None:
     """Check the numbers and the names of a configuration.
 
-    Args:
-        config: the whole configuration.
-
     Raises:
         RecipeError: a number is not finite or out of range, a name is none of those that its setting takes, a name in
             the path of the run's folder leads out of it, or the run has no end.

@@ -18,13 +18,7 @@ _OWN = ("lightning_gqsgd", "netlab", "pictures", "recipes", "workloads")
 
 
 def announce(script: str, doing: str, arguments: Sequence[str]) -> None:
-    """Print what a command is about to do, unless another process of the same run prints it.
-
-    Args:
-        script: name of the script.
-        doing: what the script does, e.g. ``"one training"``.
-        arguments: the command line, without the name of the script.
-    """
+    """Print what a command is about to do, unless another process of the same run prints it."""
     say(f"{script}: {doing} with {' '.join(arguments) or 'default settings'}; reading the configuration ...")
 
 
@@ -39,11 +33,7 @@ def print_in_any_locale() -> None:
 
 @contextmanager
 def missing_packages_in_one_line(script: str) -> Iterator[None]:
-    """End the process with one line on standard error, and exit code 2, where a package that recipes import is missing.
-
-    Args:
-        script: name of the script.
-    """
+    """End the process with one line on standard error, and exit code 2, where a package of recipes is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -66,18 +56,10 @@ def say(text: str) -> None:
 
 
 def speaks(environment: Mapping[str, str]) -> bool:
-    """Whether this process is the one that speaks: not a rank above 0 of a launcher, of Lightning or of a lab.
-
-    Args:
-        environment: the environment variables of this process.
-    """
+    """Whether this process is the one that speaks: not a rank above 0 of a launcher, of Lightning or of a lab."""
     return global_rank(environment) == 0
 
 
 def leads(environment: Mapping[str, str]) -> bool:
-    """Whether this process is the first one of its machine.
-
-    Args:
-        environment: the environment variables of this process.
-    """
+    """Whether this process is the first one of its machine."""
     return all(environment.get(name, "0") in ("", "0") for name in ("LOCAL_RANK", "SLURM_LOCALID"))

@@ -43,10 +43,6 @@ OPEN_NODES = {"trainer": "arguments of lightning.pytorch.Trainer", "hardware.env
 def composed(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
     """The configuration that a command line makes.
 
-    Args:
-        overrides: the command line, without comma lists.
-        with_hydra: whether the node ``hydra`` is part of the result.
-
     Raises:
         RecipeError: an override has no place in the configuration, or a value of another type than the default, or
             the command line has another problem; every message is one line.
@@ -72,11 +68,7 @@ def composed(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfi
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """The overrides as Hydra reads them.
-
-    Raises:
-        RecipeError: an argument is not written as ``key=value``.
-    """
+    """The overrides as Hydra reads them."""
     parser = OverridesParser.create()
     parsed = []
     for text in overrides:
@@ -134,12 +126,7 @@ NEEDED = ("data", "model", "task", "optimizer", "hardware", "trainer", "logger",
 
 
 def _check_choices(overrides: Sequence[Override], folders: Sequence[Path]) -> None:
-    """Refuse a name that is no choice of a group, e.g. of ``model=``.
-
-    Args:
-        overrides: the command line.
-        folders: the user's own folders, which may hold further choices.
-    """
+    """Refuse a name that is no choice of a group, e.g. of ``model=``."""
     for override in overrides:
         group = override.key_or_group
         if group == GROUP or group.startswith("hydra") or not (CONF / group).is_dir() or override.is_delete():

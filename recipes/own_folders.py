@@ -27,12 +27,6 @@ def with_search_path(arguments: Sequence[str]) -> list[str]:
     """The command line with ``hydra.searchpath=[...]`` in the place of ``--config-dir FOLDER``.
 
     An override goes wherever overrides go: to the processes of a run, to the jobs of a sweep, to a comparison's runs.
-
-    Args:
-        arguments: the command line, without the name of the script.
-
-    Raises:
-        RecipeError: the folder does not exist, or the option has none.
     """
     kept: list[str] = []
     folders: list[str] = []
@@ -61,11 +55,7 @@ def folders_of(overrides: Iterable[str]) -> list[Path]:
 
 
 def make_importable(folders: Sequence[Path]) -> None:
-    """Let Python find modules of the working folder, where there are folders of the user's own.
-
-    Args:
-        folders: see `folders_of`; nothing is done without one.
-    """
+    """Let Python find modules of the working folder, where there are folders of the user's own."""
     if folders and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
@@ -74,9 +64,6 @@ def named_targets(folders: Iterable[Path]) -> frozenset[str]:
     """Everything that the choices in these folders name as a ``_target_``.
 
     Other files below the folders are not read: a folder of configurations may hold results of runs as well.
-
-    Raises:
-        RecipeError: a file is no YAML.
     """
     groups = sorted(group.name for group in CONF.iterdir() if group.is_dir())
     files = (file for folder in folders for group in groups for file in sorted((folder / group).glob("*.yaml")))

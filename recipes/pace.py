@@ -32,11 +32,7 @@ class RunPace:
         self._start = clock()
 
     def text(self, step: int) -> str:
-        """``step 66/440 (15 %), 0:12 left``; without share and time where the number of steps is not known.
-
-        Args:
-            step: steps that are done.
-        """
+        """``step 66/440 (15 %), 0:12 left``; without share and time where the number of steps is not known."""
         if not 0 < self._total < float("inf"):
             return f"step {step}"
         shown = f"step {step}/{self._total:.0f} ({self.share(step):.0%})".replace("%", " %")

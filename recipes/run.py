@@ -16,12 +16,7 @@ _QUESTIONS = {"-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", 
 
 
 def start() -> None:
-    """Train as the command line of this process says.
-
-    Raises:
-        SystemExit: with code 2, after one line on standard error, if the command line asks for something that cannot
-            be, or if a package is missing; with code 130 after an interrupt.
-    """
+    """Train as the command line of this process says."""
     if not speaks(os.environ):
         # An interrupt on the terminal reaches all processes. The first process ends the others.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -28,12 +28,6 @@ def check_read(cfg: DictConfig) -> None:
 
     The entries of other nodes are arguments, which `recipes.arguments` and the calls themselves check. An entry that
     another one takes its value from, as ``${width}``, is read.
-
-    Args:
-        cfg: the whole configuration, with its interpolations.
-
-    Raises:
-        RecipeError: nothing reads an entry.
     """
     plain = OmegaConf.to_container(without_hydra(cfg))
     assert isinstance(plain, dict)

@@ -15,11 +15,7 @@ from recipes.measuring.metrics import METRICS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the workspace, or write it to a file where no key is configured; returns the exit code.
-
-    Args:
-        arguments: the command line; None: that of this process.
-    """
+    """Make the workspace, or write it to a file where no key is configured; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--group", required=True, help="W&B group of the runs, as compare.py has printed it")
     parser.add_argument("--metric", required=True, choices=sorted(METRICS), help="what the task is judged by")

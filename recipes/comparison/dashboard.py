@@ -72,15 +72,7 @@ class Shown:
 
 
 def publish_runs(shown: Shown, metric: Metric, title: str, files: Sequence[Path], console: Console) -> None:
-    """Log a comparison of runs that were logged to W&B, see `publish`.
-
-    Args:
-        shown: the runs.
-        metric: the metric of the task.
-        title: name of the comparison's run.
-        files: tables and pictures of the comparison; ``table.csv`` is among them.
-        console: where the lines are printed.
-    """
+    """Log a comparison of runs that were logged to W&B, see `publish`."""
     if wandb_mode() == "disabled":
         console.print("W&B: WANDB_MODE=disabled, nothing is logged", highlight=False)
         return
@@ -99,14 +91,7 @@ def publish_runs(shown: Shown, metric: Metric, title: str, files: Sequence[Path]
 
 
 def publish_finished(finished: Finished, folder: Path, files: Sequence[Path], console: Console) -> None:
-    """Log a comparison of finished runs, as far as the runs were logged to W&B, see `publish`.
-
-    Args:
-        finished: the runs.
-        folder: folder of the comparison.
-        files: tables and pictures of the comparison.
-        console: where the lines are printed.
-    """
+    """Log a comparison of finished runs, as far as the runs were logged to W&B, see `publish`."""
     logged = [found for found in finished.chosen if wandb_settings(found.config) is not None]
     projects = dict.fromkeys((each["entity"], each["project"]) for each in map(_settings, logged))
     if len(projects) > 1:

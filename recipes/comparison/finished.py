@@ -190,11 +190,7 @@ def _below(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _read(folder: Path) -> Found:
-    """Read a run.
-
-    Raises:
-        RecipeError: a file of the run is missing, or cannot be read.
-    """
+    """Read a run."""
     remedy = "a run's folder is compared as it was written; leave it out, or copy the file from where the run was made"
     result, configuration = folder / RESULT_FILE, folder / CONFIGURATION_FILE
     if not configuration.is_file():

@@ -126,9 +126,6 @@ class Plan:
 def settings_of(arguments: Sequence[str]) -> Settings:
     """The settings of a comparison of finished runs.
 
-    Args:
-        arguments: settings, as on the command line.
-
     Raises:
         RecipeError: an argument is another one than ``target`` and ``output``, or is out of range.
     """
@@ -143,11 +140,7 @@ def settings_of(arguments: Sequence[str]) -> Settings:
 
 
 def check_target(target: float | None, metric: Metric) -> None:
-    """Refuse a target that a metric cannot reach.
-
-    Raises:
-        RecipeError: see above.
-    """
+    """Refuse a target that a metric cannot reach."""
     if target is not None and not metric.is_possible(target):
         limits = "above 0 to 1, e.g. target=0.9" if metric.higher_is_better else "above 0, e.g. target=100"
         raise RecipeError(f"target={target} is out of range for {metric.label}: {limits}")
@@ -155,9 +148,6 @@ def check_target(target: float | None, metric: Metric) -> None:
 
 def make_plan(arguments: Sequence[str]) -> Plan:
     """Parse overrides, whose comma lists are the sweep, and compose every configuration before anything runs.
-
-    Args:
-        arguments: overrides and settings, as on the command line.
 
     Raises:
         RecipeError, NetLabError: no experiment, a malformed setting, or a configuration that cannot be composed.

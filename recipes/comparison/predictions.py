@@ -40,12 +40,7 @@ def computation(runs: Sequence[Run]) -> float:
 
 
 def known(configs: Sequence[Mapping[str, Any]], variants: Sequence[str]) -> list[str]:
-    """The variants that the model knows. A preset with other settings than its own, e.g. other bits, is not known.
-
-    Args:
-        configs: configurations of all runs.
-        variants: names of variants.
-    """
+    """The variants that the model knows. A preset with other settings than its own, e.g. other bits, is not known."""
     changed = {str(config["strategy"]["name"]) for config in configs if not _is_unchanged(config["strategy"])}
     return [variant for variant in variants if variant in CANDIDATES and variant not in changed]
 

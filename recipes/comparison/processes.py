@@ -80,12 +80,7 @@ class Starter:
         self._errors: Any = None
 
     def start(self, cell: Cell, log: Path) -> Running:
-        """Start a run.
-
-        Args:
-            cell: the run.
-            log: file that gets its output.
-        """
+        """Start a run."""
         if not can_fork(cell):
             return FreshRun(cell, log)
         if self._server is None or self._server.poll() is not None:

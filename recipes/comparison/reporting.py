@@ -34,15 +34,7 @@ from recipes.loggers.chosen import wandb_settings
 
 
 def check_one_data_set(plan: Plan, failed: set[Path]) -> None:
-    """Refuse to compare runs of equal settings whose data were others: some had a stand-in, and others the data.
-
-    Args:
-        plan: the comparison.
-        failed: folders of the runs that have no result.
-
-    Raises:
-        RecipeError: see above.
-    """
+    """Refuse to compare runs of equal settings whose data were others: some had a stand-in, and others the data."""
     found: dict[str, dict[str, list[str]]] = {}
     for cell in (*plan.cells, *plan.probes):
         if cell.folder not in failed:
@@ -99,14 +91,7 @@ def report(plan: Plan, failed: set[Path], command: str, console: Console) -> Non
 
 
 def report_finished(finished: Finished, settings: Settings, command: str, console: Console) -> None:
-    """The same for finished runs: a section for each kind of hardware, and tables in which they stand side by side.
-
-    Args:
-        finished: the runs.
-        settings: target and folder of the comparison.
-        command: the command line that reproduces the comparison.
-        console: where tables are printed.
-    """
+    """The same for finished runs: a section for each kind of hardware, and tables in which they stand side by side."""
     every = [found.run for found in finished.chosen]
     # One target for all kinds of hardware: seconds to different values could not be compared.
     target = common_target({"all": every}) if settings.target is None else settings.target

@@ -62,11 +62,7 @@ class Run:
 
     @classmethod
     def load(cls, folder: Path) -> Run:
-        """Read ``result.json`` and ``metrics.csv``.
-
-        Args:
-            folder: folder of the run.
-        """
+        """Read ``result.json`` and ``metrics.csv``."""
         facts = json.loads((folder / RESULT_FILE).read_text())
         # JSON has no NaN: a value that was not finite is null there.
         facts["metrics"] = {name: math.nan if value is None else value for name, value in facts["metrics"].items()}
@@ -112,9 +108,6 @@ class Run:
         """This run with the median step of another run, for a link on which only a few steps were made.
 
         Training does not depend on time. Values, steps and bytes stay, and seconds become steps times the probe's step.
-
-        Args:
-            probe: the run that was measured on the link.
         """
         step = probe.facts["step_s"]["median"]
         per_sample = self.facts["steps"] * step / self.facts["samples"]
@@ -182,12 +175,7 @@ class Line:
 
 
 def compare(variants: dict[str, list[Run]], target: float) -> list[Line]:
-    """One line per variant. Step times are given as ratios to `REFERENCE` as well, which are NaN if it is absent.
-
-    Args:
-        variants: the runs of each variant.
-        target: value of the metric whose time is reported.
-    """
+    """One line per variant. Step times are given as ratios to `REFERENCE` as well, which are NaN if it is absent."""
     step = {variant: _mean([run.facts["step_s"]["median"] for run in runs]) for variant, runs in variants.items()}
     return [
         Line(

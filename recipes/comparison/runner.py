@@ -50,15 +50,9 @@ class Failure:
 
 
 def run_all(cells: tuple[Cell, ...], console: Console, fresh: bool) -> list[Failure]:
-    """Run the cells; a failure does not stop the cells that follow.
+    """Run the cells in this order, finished ones again only if ``fresh``; a failure does not stop those that follow.
 
-    Args:
-        cells: what is run, in this order.
-        console: where progress is shown.
-        fresh: whether cells that have a finished result are run again.
-
-    Returns:
-        The cells that failed.
+    Returns the failures.
     """
     failures = []
     with closing(Starter()) as starter, _lines(cells, console) as line:
@@ -96,12 +90,7 @@ def _run(cell: Cell, starter: Starter, say: Callable[[str], None]) -> Failure | 
 
 
 def failure_of(cell: Cell, reason: str) -> Failure:
-    """The failure of a cell that has ended.
-
-    Args:
-        cell: the cell.
-        reason: what went wrong, in a few words, if the training has not diverged.
-    """
+    """The failure of a cell that has ended; the reason, in a few words, holds unless the training has diverged."""
     tail = "\n".join(_read(cell.folder / LOG).splitlines()[-TAIL_LINES:])
     divergence = cell.divergence()
     if divergence:

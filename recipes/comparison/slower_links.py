@@ -77,10 +77,6 @@ def elsewhere(configs: Sequence[Mapping[str, Any]], variants: Mapping[str, Seque
 
     Something can be said of a comparison on the processors of one machine that has plain DDP, the package's own codec,
     and several processes, and whose network `predicted_steps` knows.
-
-    Args:
-        configs: configurations of all runs.
-        variants: the finished runs of each variant.
     """
     on_cpu = all(config["hardware"]["name"] == "cpu" for config in configs)
     names = known(configs, list(variants))

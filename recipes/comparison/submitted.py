@@ -45,16 +45,11 @@ def is_submitted(cell: Cell) -> bool:
 
 
 def submit_all(cells: tuple[Cell, ...], console: Console, fresh: bool, cluster: str = "slurm") -> list[Failure]:
-    """Submit cells as jobs, and wait for all of them.
+    """Submit cells as jobs, finished ones again only if ``fresh``, and wait for all of them; returns the failures.
 
     Args:
-        cells: what is run.
-        console: where lines on the jobs are printed.
-        fresh: whether cells that have a finished result are run again.
+        cells, console, fresh: see `runner.run_all`.
         cluster: submitit's name of the cluster: ``"slurm"``, or ``"local"`` for processes of this machine.
-
-    Returns:
-        The cells that failed.
 
     Raises:
         RecipeError: jobs cannot be submitted from here.

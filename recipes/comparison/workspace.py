@@ -86,10 +86,6 @@ def save_workspace(definition: Definition, file: Path) -> str | None:
 
     A file that has the URL of the same definition stays as it is, and nothing is created a second time.
 
-    Args:
-        definition: what the workspace shows.
-        file: path of the JSON file.
-
     Raises:
         RecipeError: the filter cannot express the group; the metric is unknown; W&B refuses, or cannot be reached.
             In the last two cases the file has been written.
@@ -177,11 +173,7 @@ def _of_groups(groups: Sequence[str]) -> Any:
 
 
 def _expressible(group: str) -> str:
-    """The group, if a filter compares with exactly this text: wandb-workspaces rewrites operators inside strings, too.
-
-    Raises:
-        RecipeError: the group has such an operator.
-    """
+    """The group, if a filter compares with this text: wandb-workspaces rewrites operators inside strings, too."""
     wrong = sorted(set("=<>'\"\\") & set(group))
     if wrong:
         raise RecipeError(f"group {group!r} holds {' '.join(wrong)}, which filters of a workspace cannot express")

@@ -112,9 +112,6 @@ def from_torchvision(root: Path, name: str) -> ImageSet:
     Args:
         root: the folder that holds ``cifar-10-batches-py``.
         name: name of the collection.
-
-    Raises:
-        RecipeError: files are missing or damaged.
     """
     try:
         train, test = CIFAR10(str(root), train=True), CIFAR10(str(root), train=False)

@@ -64,11 +64,6 @@ def is_log(path: Path) -> bool:
 def load_log(path: Path, cache_dir: Path, max_rows: int | None) -> ClickLog:
     """Read a log. Text is parsed once, and kept as arrays in the cache.
 
-    Args:
-        path: the log, see `LAYOUT`.
-        cache_dir: folder of the cache.
-        max_rows: number of rows to read at most; None: all.
-
     Raises:
         RecipeError: the file is no log, or the cache cannot be read or written.
     """
@@ -86,10 +81,6 @@ def load_log(path: Path, cache_dir: Path, max_rows: int | None) -> ClickLog:
 
 def parse(path: Path, max_rows: int | None) -> ClickLog:
     """Read Criteo's text format, with a progress bar on standard error.
-
-    Args:
-        path: the text, which may be compressed by gzip.
-        max_rows: number of rows to read at most; None: all.
 
     Raises:
         RecipeError: the file is no log; the message names the line, the column and what stands there.

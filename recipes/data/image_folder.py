@@ -288,13 +288,7 @@ class ImageFolderData(TaskData):
         return Source(digits.name, train, test, training=shift, evaluation=v2.Identity())
 
     def _loader(self, samples: Dataset[Sample], train: bool, **order: Any) -> DataLoader[Sample]:
-        """Batches of samples.
-
-        Args:
-            samples: the samples.
-            train: whether they are for training.
-            **order: arguments of the DataLoader on the order of samples.
-        """
+        """Batches of samples."""
         workers = self._workers if self._workers is not None else self._free_cores()
         on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return DataLoader(
@@ -313,14 +307,7 @@ class ImageFolderData(TaskData):
 
 
 def split_folders(root: Path) -> tuple[Path, Path]:
-    """The folder of the training images, and the folder of the images that are evaluated.
-
-    Args:
-        root: ``data.root``.
-
-    Raises:
-        RecipeError: ``root`` is no folder, or does not hold both.
-    """
+    """The folder of the training images, and the folder of the images that are evaluated."""
     if not root.exists():
         raise RecipeError(f"data.root={root} does not exist; {REMEDY}")
     if not root.is_dir():

@@ -21,12 +21,7 @@ def is_tokenizer_file(tokenizer: str) -> bool:
 
 
 def named_file(name: str | Path, root: str | Path | None) -> Path | None:
-    """The file of this name, as it stands or in ``root``; None if neither is a file.
-
-    Args:
-        name: path of the file, absolute, relative to the working folder or relative to ``root``.
-        root: folder of the data; None: there is none.
-    """
+    """The file of this name, as it stands or in ``root``; None if neither is a file."""
     places = [Path(name).expanduser()]
     if root is not None:
         places.append(Path(root).expanduser() / name)
@@ -34,14 +29,7 @@ def named_file(name: str | Path, root: str | Path | None) -> Path | None:
 
 
 def check_named(data: Mapping[str, Any]) -> None:
-    """Check that the files and folders exist that the node ``data`` of a configuration names.
-
-    Args:
-        data: the node.
-
-    Raises:
-        RecipeError: something does not exist, or cannot be read.
-    """
+    """Check that the files and folders exist that the node ``data`` of a configuration names."""
     root = data.get("root")
     if root is not None and denied(Path(str(root)).expanduser()):
         raise RecipeError(
@@ -67,15 +55,7 @@ def check_named(data: Mapping[str, Any]) -> None:
 
 
 def check_stand_in(data: Mapping[str, Any], accelerator: str) -> None:
-    """Check that no digits stand in for images on GPUs: nobody means to train 90 epochs on them.
-
-    Args:
-        data: the node ``data`` of a configuration.
-        accelerator: ``trainer.accelerator``.
-
-    Raises:
-        RecipeError: there is no ``data.root``, and ``data.fallback`` is null.
-    """
+    """Check that no digits stand in for images on GPUs: nobody means to train 90 epochs on them."""
     asked = "fallback" in data and data["fallback"] is None and data.get("root") is None
     if not asked or accelerator == "cpu" or (accelerator == "auto" and not gpus()):
         return

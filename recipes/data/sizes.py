@@ -13,15 +13,7 @@ TRAINING_SAMPLES = {"recipes.data.digits.DigitsData": 1437}
 
 
 def check_known_samples(data: Mapping[str, Any], processes: int) -> None:
-    """Check what `check_fills_a_step` checks, for data whose size is known before they are loaded.
-
-    Args:
-        data: the node ``data`` of a configuration.
-        processes: number of processes of the run, on all nodes together.
-
-    Raises:
-        RecipeError: there are too few samples.
-    """
+    """Check what `check_fills_a_step` checks, for data whose size is known before they are loaded."""
     sizes = [data.get("train_samples"), TRAINING_SAMPLES.get(str(data.get("_target_")))]
     known = [size for size in sizes if isinstance(size, int)]
     if known:
@@ -56,16 +48,7 @@ def kept_for_validation(val_samples: int | float | None, total: int) -> int:
 
 
 def check_fills_a_step(samples: int, batch_size: int, processes: int) -> None:
-    """Check that training samples make at least one step of all processes.
-
-    Args:
-        samples: number of training samples.
-        batch_size: number of samples per process and step.
-        processes: number of processes of the run.
-
-    Raises:
-        RecipeError: there are too few samples.
-    """
+    """Check that training samples make at least one step of all processes."""
     if samples >= batch_size * processes:
         return
     most = samples // processes

@@ -9,15 +9,12 @@ from recipes.errors import RecipeError
 
 
 def stratified(labels: NDArray[np.integer], count: int | None, setting: str) -> NDArray[np.int64]:
-    """Indices of a part in which all classes have the proportions of the whole; the same in every run.
+    """Sorted indices of a part in which all classes have the proportions of the whole; the same in every run.
 
     Args:
         labels: class of each sample, (N,).
         count: number of samples in the part, 1 to N; None: all samples, in their order.
         setting: name of the setting that gave the count, for errors.
-
-    Returns:
-        Indices, sorted, (count,).
 
     Raises:
         RecipeError: the count is out of range.
@@ -35,14 +32,7 @@ def stratified(labels: NDArray[np.integer], count: int | None, setting: str) -> 
 
 
 def split(labels: NDArray[np.integer], test_fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices of a stratified training part and test part.
-
-    Args:
-        labels: class of each sample, (N,).
-        test_fraction: fraction of the samples that is the test part, more than 0 and less than 1.
-
-    Returns:
-        Indices of the training part and of the test part, both sorted.
+    """Sorted indices of a stratified training part, and of the test part, which has this fraction of the samples.
 
     Raises:
         RecipeError: the fraction leaves a part empty.

@@ -65,11 +65,7 @@ class TaskData(LightningDataModule):
         return self.val_dataloader()
 
     def check_fills_a_step(self) -> None:
-        """Check that the training samples make at least one step of all processes.
-
-        Raises:
-            RecipeError: there are too few.
-        """
+        """Check that the training samples make at least one step of all processes."""
         check_fills_a_step(self.train_count, self.batch_size, self.trainer.world_size if self.trainer else 1)
 
     def check_same_everywhere(self, loaded: tuple[str | int, ...]) -> None:
@@ -77,9 +73,6 @@ class TaskData(LightningDataModule):
 
         Args:
             loaded: name of the data, and the numbers of training and test samples.
-
-        Raises:
-            RecipeError: this process has loaded other data than process 0.
         """
         if self.trainer is None or self.trainer.world_size == 1:
             return
@@ -116,11 +109,7 @@ class DataInMemory(TaskData, Generic[Splits]):
 
     @property
     def splits(self) -> Splits:
-        """The splits in use.
-
-        Raises:
-            RecipeError: `setup` has not been called.
-        """
+        """The splits in use."""
         if self._splits is None:
             raise RecipeError("the data are not loaded; call setup() first")
         return self._splits

@@ -34,9 +34,6 @@ def splitter(tokenizer: str, raw: bool) -> Callable[[str], list[str]]:
         tokenizer: ``"word"`` or ``"char"``.
         raw: of ``"word"``: whether punctuation still sticks to the words, and has to be split off; otherwise words are
             what whitespace separates.
-
-    Raises:
-        RecipeError: an unknown tokenizer.
     """
     if tokenizer not in TOKENIZERS:
         raise unknown_tokenizer(tokenizer)

@@ -102,9 +102,6 @@ def refusals_in_one_line() -> Iterator[None]:
 def examine(arguments: Sequence[str]) -> str | None:
     """Check everything that can be checked without torch.
 
-    Args:
-        arguments: the command line, without the name of the script.
-
     Returns:
         What is to be said instead of a training, if there is nothing to be trained; None before a training.
 
@@ -157,10 +154,6 @@ def _check_unclaimed(folder: Path) -> None:
 
 def check(cfg: DictConfig, hydra_config: Any) -> None:
     """Check numbers, arguments, hardware and launch, before data are prepared or processes started.
-
-    Args:
-        cfg: the configuration.
-        hydra_config: its node ``hydra``.
 
     Raises:
         RecipeError, NetLabError: the run cannot be made as asked.
@@ -279,12 +272,7 @@ def _arguments_of_job(hydra_config: Any) -> list[str]:
 
 
 def _say_how_to_go_on(cfg: DictConfig, hydra_config: Any, folder: Path) -> None:
-    """Say how an interrupted run goes on. The command of a whole sweep would start all of its jobs from one checkpoint.
-
-    Args:
-        cfg, hydra_config: the configuration, and its node ``hydra``.
-        folder: folder of the run.
-    """
+    """Say how an interrupted run goes on. A sweep's command would start all of its jobs from one checkpoint."""
     if not _is_multirun(hydra_config):
         say(goes_on_with(folder, sys.argv))
         return

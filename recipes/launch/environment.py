@@ -15,9 +15,7 @@ from recipes.launch.hardware import variables
 def profile_environment(wanted: Mapping[str, Any], environment: MutableMapping[str, str]) -> Iterator[None]:
     """Set the environment variables of a profile inside ``with``; processes that are started there inherit them.
 
-    Args:
-        wanted: names and values of the variables; an entry that is None changes nothing.
-        environment: where the variables are set.
+    An entry that is None changes nothing.
 
     Raises:
         RecipeError: a variable has another value already; nothing is changed then.

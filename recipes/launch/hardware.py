@@ -20,14 +20,7 @@ MOST_PER_CORE = 8
 
 
 def check_profile(config: Mapping[str, Any]) -> None:
-    """Check those values of a profile that can be judged without a look at the machine.
-
-    Args:
-        config: the whole configuration.
-
-    Raises:
-        RecipeError, NetLabError: the profile does not take a value.
-    """
+    """Check those values of a profile that can be judged without a look at the machine."""
     hardware, trainer = config["hardware"], config["trainer"]
     name, nodes, devices = hardware["name"], trainer["num_nodes"], trainer["devices"]
     _check_processes(_asked_by(config, "devices"), devices, trainer["accelerator"])
@@ -50,9 +43,6 @@ def check_profile(config: Mapping[str, Any]) -> None:
 
 def check_devices(config: Mapping[str, Any]) -> None:
     """Check that this machine has the cores or GPUs that a configuration asks for.
-
-    Args:
-        config: the whole configuration.
 
     Raises:
         RecipeError: the machine has no GPU, or too few; or it has far fewer cores than processes.
@@ -136,14 +126,7 @@ def described(hardware: Mapping[str, Any]) -> str:
 
 
 def hardware_facts(hardware: Mapping[str, Any], nodes: int, devices: int, device: str) -> dict[str, Any]:
-    """What a result file says of the hardware of a run.
-
-    Args:
-        hardware: the profile.
-        nodes: number of nodes of the run.
-        devices: number of processes on each node.
-        device: name of the device.
-    """
+    """What a result file says of the hardware of a run."""
     rate = {"rate": hardware["rate"]} if "rate" in hardware else {}
     return {
         "profile": hardware["name"],

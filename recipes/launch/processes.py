@@ -61,16 +61,7 @@ def global_rank(environment: Mapping[str, str], devices: int = 1) -> int:
 
 
 def check_launch(nodes: int, devices: int, environment: Mapping[str, str]) -> None:
-    """Check that an outside launcher, if there is one, has started as many processes as the run asks for.
-
-    Args:
-        nodes: number of nodes of the run.
-        devices: number of processes on each node.
-        environment: the environment variables of this process.
-
-    Raises:
-        RecipeError: the launcher has started another number, on all nodes together or on a node.
-    """
+    """Check that an outside launcher, if there is one, has started as many processes as the run asks for."""
     if external_rank(environment) is None:
         return
     by_srun = not {"RANK", "WORLD_SIZE"} <= {*environment}
@@ -90,15 +81,7 @@ def check_launch(nodes: int, devices: int, environment: Mapping[str, str]) -> No
 
 
 def torchrun_needed(name: str, nodes: int, devices: int, accelerator: str, command: Sequence[str]) -> RecipeError:
-    """The error for a run on several nodes that no launcher has started; its message is the way to start the run.
-
-    Args:
-        name: name of the hardware profile.
-        nodes: number of nodes.
-        devices: number of processes on each node.
-        accelerator: accelerator of the trainer.
-        command: script and arguments, as they were typed.
-    """
+    """The error for a run on several nodes that no launcher has started; its message is the way to start the run."""
     interface = "GLOO_SOCKET_IFNAME" if accelerator == "cpu" else "NCCL_SOCKET_IFNAME"
     torchrun = f"torchrun --nnodes={nodes} --nproc_per_node={devices} --rdzv-backend=c10d"
     endpoint = f"--rdzv-endpoint={socket.gethostname()}:29500"
@@ -117,10 +100,6 @@ def hydra_arguments(arguments: Sequence[str], environment: Mapping[str, str]) ->
 
     Every process of an outside launcher composes its own configuration, with its own time in ``hydra.run.dir``. Rank 0
     alone writes, so the other ranks get no folder and no log file. A ``hydra.run.dir`` in the arguments stays as it is.
-
-    Args:
-        arguments: the command line, without the name of the script.
-        environment: the environment variables of this process.
     """
     by_lightning = external_rank(environment) is None and "LOCAL_RANK" in environment
     if by_lightning or not global_rank(environment):

@@ -23,10 +23,6 @@ def tell_lightning_the_rank(environment: Mapping[str, str], devices: int) -> Non
     Lightning reads the rank when it is imported, and again when a Trainer is made. A process that was forked after the
     import, or that was given its place after the import, as Ray's workers are, would take itself for rank 0 in between.
     Data are prepared and dashboards are told of the run in between.
-
-    Args:
-        environment: the environment variables of this process.
-        devices: number of processes on each node.
     """
     rank_zero_only.rank = global_rank(environment, devices)  # type: ignore[attr-defined]
 
@@ -63,16 +59,9 @@ def cluster_environment(environment: MutableMapping[str, str], devices: int) -> 
 def meeting_of_ranks(
     environment: Mapping[str, str], devices: int, within: timedelta, *, applies: Callable[[], bool]
 ) -> Iterator[None]:
-    """A context in which ranks of an outside launcher that do not meet end a run with one line.
+    """A context in which ranks of an outside launcher that do not meet within a time end a run with one `RecipeError`.
 
-    Args:
-        environment: the environment variables of this process.
-        devices: number of processes on each node.
-        within: the time in which they have to meet.
-        applies: called after an error of torch's; the error stays as it is if this returns False.
-
-    Raises:
-        RecipeError: see above.
+    An error of torch's stays as it is if ``applies`` returns False after it.
     """
     address, port = (environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     rank = global_rank(environment, devices)

@@ -16,9 +16,6 @@ PLUGIN = "hydra_plugins.hydra_submitit_launcher"
 def prepare_submission(environment: MutableMapping[str, str]) -> None:
     """Check what ``-m hardware=slurm`` needs, and make `recipes` importable in the job; before Hydra starts.
 
-    Args:
-        environment: where PYTHONPATH is set, which the job inherits.
-
     Raises:
         RecipeError: the extra ``slurm`` or SLURM's commands are missing.
     """

@@ -29,11 +29,7 @@ def is_search(overrides: Sequence[Override]) -> bool:
 
 
 def check_sweeper(overrides: Sequence[Override]) -> None:
-    """Check that the sweeper is installed that a command line names.
-
-    Raises:
-        RecipeError: it is not.
-    """
+    """Check that the sweeper is installed that a command line names."""
     named = [override for override in overrides if override.key_or_group in SEARCHES and override.value() == "optuna"]
     if named and not is_installed(PLUGIN):
         raise RecipeError(
@@ -43,12 +39,7 @@ def check_sweeper(overrides: Sequence[Override]) -> None:
 
 
 def run_job(overrides: Sequence[str], folder: Path) -> tuple[int, float]:
-    """Run a job of a sweep; returns the exit code, and the final value of the task's metric, NaN without one.
-
-    Args:
-        overrides: the command line of the job, without the name of the script.
-        folder: folder of the job.
-    """
+    """Run a job of a sweep; returns the exit code, and the final value of the task's metric, NaN without one."""
     # No output_subdir: this process has already written the configuration into the folder.
     words = [*overrides, folder_argument(folder), "hydra.output_subdir=null"]
     code = _run_to_its_end(run_command(words))
@@ -74,13 +65,6 @@ def run_on_hosts(hosts: int, rate: str, ranks_per_host: int, arguments: Sequence
     """Run `run.py` with these arguments as every rank of a lab; returns the exit code.
 
     Lines of rank 0 are printed as they are, lines of other ranks with the name of their host.
-
-    Args:
-        hosts: number of hosts.
-        rate: rate of each link in each direction, see `netlab.lab.parse_rate`.
-        ranks_per_host: number of processes on each host.
-        arguments: command line of this process, without the name of the script.
-        folder: folder of the run, which all ranks share.
 
     Raises:
         NetLabError: no lab can be built here.

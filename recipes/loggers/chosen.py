@@ -9,11 +9,7 @@ WANDB = "wandb"
 
 
 def chosen_loggers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The nodes of all chosen loggers, by the keys at which they stand, e.g. ``logger`` or ``logger.wandb``.
-
-    Args:
-        config: the whole configuration.
-    """
+    """The nodes of all chosen loggers, by the keys at which they stand, e.g. ``logger`` or ``logger.wandb``."""
     node = config["logger"]
     if "_target_" in node or not any(isinstance(entry, Mapping) for entry in node.values()):
         return {"logger": node}
@@ -21,9 +17,5 @@ def chosen_loggers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def wandb_settings(config: Mapping[str, Any]) -> Any:
-    """The node of the W&B logger; None if a configuration has none.
-
-    Args:
-        config: the whole configuration.
-    """
+    """The node of the W&B logger; None if a configuration has none."""
     return next((node for node in chosen_loggers(config).values() if node.get("name") == WANDB), None)

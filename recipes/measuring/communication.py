@@ -35,14 +35,8 @@ class CommunicationCounter(Callback):
         self._strategy: Any = None
 
     def bits_per_coordinate(self, processes: int) -> float | None:
-        """Bits on the wire per coordinate: 8 x bytes sent over what a ring would send of 1 bit per coordinate.
-
-        Args:
-            processes: number of processes.
-
-        Returns:
-            The bits; None if nothing was sent, as in a run of one process.
-        """
+        """Bits on the wire per coordinate: 8 x bytes sent over what a ring would send of 1 bit per coordinate; None if
+        nothing was sent, as in a run of one process."""
         ring = ring_factor(processes) * self.coordinates
         return 8 * self.bytes_sent / ring if ring else None
 

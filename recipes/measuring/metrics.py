@@ -51,24 +51,14 @@ class Metric:
         return logged.get(self.test, logged.get(self.val))
 
     def text(self, value: float, digits: int | None = None) -> str:
-        """A value as it is written below `heading`; a dash for NaN.
-
-        Args:
-            value: the value.
-            digits: number of digits after the point; None: those of the metric.
-        """
+        """A value as it is written below `heading`; a dash for NaN."""
         if math.isnan(value):
             return "–"
         shown = 100 * value if self.percent else value
         return f"{shown:,.{self.digits if digits is None else digits}f}"
 
     def shown(self, value: float, digits: int | None = None) -> str:
-        """A value with its unit, e.g. ``97.78 %``, for lines of text.
-
-        Args:
-            value: the value.
-            digits: number of digits after the point; None: those of the metric.
-        """
+        """A value with its unit, e.g. ``97.78 %``, for lines of text."""
         return self.text(value, digits) + (" %" if self.percent else "")
 
     def reached(self, value: float, target: float) -> bool:

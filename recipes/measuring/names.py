@@ -44,10 +44,6 @@ GQSGD = (
 
 
 def against_time(metric: Metric) -> tuple[str, ...]:
-    """Names of everything that dashboards plot against training seconds.
-
-    Args:
-        metric: what the task is judged by.
-    """
+    """Names of everything that dashboards plot against training seconds."""
     of_task = (TRAIN_LOSS, metric.train, LEARNING_RATE, VAL_LOSS, metric.val, TEST_LOSS, metric.test)
     return (*of_task, SAMPLES, STEP_S, EXPOSED_S, MB_SENT, *GQSGD)

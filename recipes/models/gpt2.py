@@ -43,13 +43,6 @@ class GPT2(nn.Module):
         self.network = GPT2LMHeadModel(config)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Predict the token after each token.
-
-        Args:
-            ids: numbers of the tokens, int64 (N, T).
-
-        Returns:
-            Logits (N, T, V).
-        """
+        """Returns logits of the token after each token, (N, T, V), for numbers of tokens, int64 (N, T)."""
         logits: Tensor = self.network(input_ids=ids).logits
         return logits

@@ -11,13 +11,9 @@ ARCHITECTURES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "
 
 
 def torchvision_resnet(architecture: str, num_classes: int, zero_init_residual: bool = False) -> nn.Module:
-    """A network of torchvision for ImageNet, with random weights.
+    """A network of torchvision for ImageNet, one of `ARCHITECTURES`, with random weights.
 
-    Args:
-        architecture: one of `ARCHITECTURES`.
-        num_classes: number of outputs.
-        zero_init_residual: whether the last normalisation of each block starts at zero, so that the block starts as
-            the identity.
+    ``zero_init_residual`` starts the last normalisation of each block at zero, and so the block as the identity.
 
     Raises:
         ValueError: an unknown architecture.

@@ -60,11 +60,7 @@ class BaselineDDPStrategy(DDPStrategy):
         after_setup(self.world_size)
 
     def configure_ddp(self) -> None:
-        """Wrap the model, register the hook, and prepare the count of bytes.
-
-        Raises:
-            RecipeError: the model gives sparse gradients on a device other than the CPU.
-        """
+        """Wrap the model, register the hook, and prepare the count of bytes."""
         super().configure_ddp()
         model = self.model
         assert isinstance(model, torch.nn.parallel.DistributedDataParallel)

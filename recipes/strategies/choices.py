@@ -109,10 +109,6 @@ def check_light(strategy: Mapping[str, Any], accelerator: str) -> None:
     """Refuse what can be told of a strategy without torch: a device that it does not run on, a timeout, a number of
     bits.
 
-    Args:
-        strategy: the node ``strategy`` of a configuration.
-        accelerator: ``trainer.accelerator``.
-
     Raises:
         RecipeError: the strategy cannot work as asked, or the timeout is no time.
     """
@@ -132,9 +128,6 @@ def check_light(strategy: Mapping[str, Any], accelerator: str) -> None:
 def timeout_for(strategy: Mapping[str, Any]) -> dict[str, timedelta]:
     """Returns the argument ``timeout`` of a strategy whose node has the entry; empty if it has none.
 
-    Args:
-        strategy: the node of the strategy.
-
     Raises:
         RecipeError: the entry is no time.
     """
@@ -148,15 +141,7 @@ def timeout_for(strategy: Mapping[str, Any]) -> dict[str, timedelta]:
 
 
 def check_elastic(config: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-    """Refuse an elastic run of several processes, or without the address of a lighthouse.
-
-    Args:
-        config: the whole configuration.
-        environment: the environment variables of this process.
-
-    Raises:
-        RecipeError: the run cannot be made as asked.
-    """
+    """Refuse an elastic run of several processes, or without the address of a lighthouse."""
     if not config["strategy"].get("elastic"):
         return
     trainer, name = config["trainer"], config["strategy"]["name"]
@@ -174,9 +159,6 @@ def check_elastic(config: Mapping[str, Any], environment: Mapping[str, str]) -> 
 
 def check_settings(node: Mapping[str, Any]) -> None:
     """Refuse a configuration of gqsgd that cannot work, before Lightning is imported; this imports torch.
-
-    Args:
-        node: the node ``strategy`` of a configuration.
 
     Raises:
         ConfigError: the fields of the node make no configuration of gqsgd.

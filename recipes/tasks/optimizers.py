@@ -60,12 +60,7 @@ class OwnOptimizer:
 
     @classmethod
     def of(cls, target: Any, node: Mapping[str, Any]) -> OwnOptimizer:
-        """The optimizer of a node.
-
-        Args:
-            target: what the node's `_target_` names.
-            node: the node; its name is a label.
-        """
+        """The optimizer of a node."""
         own = {entry.name for entry in fields(cls)} - {"target", "arguments"}
         left_out = {*own, "name", "_target_"}
         arguments = {key: value for key, value in node.items() if key not in left_out}
@@ -80,9 +75,7 @@ class OwnOptimizer:
 def scaled(settings: OptimizerSettings | OwnOptimizer, samples: int) -> OptimizerSettings | OwnOptimizer:
     """The settings with the rate of a global batch, by the linear rule of Goyal et al. 2017 (arXiv 1706.02677).
 
-    Args:
-        settings: the settings; without ``scale_lr`` they stay as they are.
-        samples: number of samples of an optimizer step, all processes together.
+    Without ``scale_lr`` they stay as they are. A batch has the samples of all processes.
 
     Raises:
         RecipeError: there is no rate to be scaled.
@@ -102,11 +95,6 @@ def make_optimizer(module: nn.Module, settings: OptimizerSettings | OwnOptimizer
 
     Weight decay applies to matrices. Biases and the parameters of normalisations are not decayed, because decay does
     not regularise them.
-
-    Args:
-        module: what is trained.
-        settings: the settings.
-        steps: number of optimizer steps of the whole run.
 
     Raises:
         RecipeError: the network gives sparse gradients, which the optimizer does not take.
@@ -130,11 +118,7 @@ def _with_schedule(optimizer: Optimizer, settings: OptimizerSettings | OwnOptimi
 
 
 def _tables(module: nn.Module, settings: OptimizerSettings) -> list[Tensor]:
-    """The parameters with sparse gradients.
-
-    Raises:
-        RecipeError: see `make_optimizer`.
-    """
+    """The parameters with sparse gradients."""
     tables = tables_of(module, frozen=True)
     # torch would refuse sparse gradients as well, but at the first step, and because of an addition, not of the decay.
     if tables and (settings.name == "adamw" or settings.weight_decay):

@@ -70,15 +70,7 @@ def own_targets() -> frozenset[str]:
 
 
 def build_network(node: DictConfig, own: frozenset[str] = frozenset()) -> nn.Module:
-    """The network of the node `model`.
-
-    Args:
-        node: the node.
-        own: see `build`.
-
-    Raises:
-        RecipeError: see `build`; or the target is no network.
-    """
+    """The network of the node `model`."""
     network: nn.Module = build(node, own=own, leave_out=("name",))
     if not isinstance(network, nn.Module) or isinstance(network, LightningModule):
         raise RecipeError(
@@ -90,11 +82,7 @@ def build_network(node: DictConfig, own: frozenset[str] = frozenset()) -> nn.Mod
 
 
 def build_task(node: DictConfig, own: frozenset[str], **arguments: Any) -> Task:
-    """The LightningModule of the node `task`.
-
-    Raises:
-        RecipeError: see `build`; or the target is no `Task`, or is judged by a metric that recipes do not know.
-    """
+    """The LightningModule of the node `task`."""
     key = f"task._target_={node._target_}"
     made: Task = _checked(build(node, own=own, leave_out=("metric",), **arguments), Task, key)
     metric = getattr(made, "metric", None)
@@ -110,13 +98,6 @@ def build_strategy(node: DictConfig, network: nn.Module) -> Any:
     """The strategy of the node `strategy`.
 
     The strategy of a preset gathers the touched rows of tables, unless the node says how sparse gradients are sent.
-
-    Args:
-        node: the node.
-        network: what is trained.
-
-    Raises:
-        RecipeError: see `build`.
     """
     arguments: dict[str, Any] = {**timeout_for(node)}
     is_open = node._target_ == TARGET and not node.get("local_steps") and node.get("sparse") is None
@@ -126,20 +107,12 @@ def build_strategy(node: DictConfig, network: nn.Module) -> Any:
 
 
 def build_data(node: DictConfig, own: frozenset[str] = frozenset()) -> TaskData:
-    """The data module of the node `data`.
-
-    Raises:
-        RecipeError: see `build`; or the target is no `TaskData`.
-    """
+    """The data module of the node `data`."""
     return _checked(build(node, own=own), TaskData, f"data._target_={node._target_}")
 
 
 def build_optimizer(node: Mapping[str, Any], own: frozenset[str] = frozenset()) -> OptimizerSettings | OwnOptimizer:
-    """The settings of the node `optimizer`, resolved; or an optimizer of the user's own, if it names one.
-
-    Raises:
-        RecipeError: see `build`.
-    """
+    """The settings of the node `optimizer`, resolved; or an optimizer of the user's own, if it names one."""
     target = node.get("_target_")
     if target is None:
         return OptimizerSettings(**node)
@@ -155,9 +128,6 @@ def build_callbacks(nodes: Mapping[str, Any] | None, folder: Path, own: frozense
         nodes: a node for each callback.
         folder: folder of the run, in which checkpoints are kept that have no `dirpath`.
         own: see `build`.
-
-    Raises:
-        RecipeError: see `build`; or a target is no callback.
     """
     callbacks: list[Callback] = []
     for name, node in (nodes or {}).items():
@@ -175,13 +145,6 @@ def check_monitors(callbacks: Sequence[Callback], task: Task) -> None:
     """Check that something logs what the callbacks of Lightning watch; they would notice after the first validation.
 
     Tasks and callbacks of the user's own may log more than recipes do, and nothing is checked beside them.
-
-    Args:
-        callbacks: the chosen callbacks.
-        task: what is trained.
-
-    Raises:
-        RecipeError: nothing logs it.
     """
     kinds = [type(task), *(type(callback) for callback in callbacks)]
     if not all(kind.__module__.startswith(("recipes.", "lightning.")) for kind in kinds):
@@ -212,9 +175,6 @@ def build_trainer(
         folder: folder of the run, which a profiler without a `dirpath` writes to.
         own: see `build`.
         **arguments: further arguments of the Trainer.
-
-    Raises:
-        RecipeError: see `build`; or the target is no Trainer.
     """
     settings = dict(node)
     target = settings.pop("_target_", None)
@@ -257,11 +217,7 @@ def build(
 
 
 def _found(target: Any, own: frozenset[str]) -> Any:
-    """What a target names.
-
-    Raises:
-        RecipeError: see `build`.
-    """
+    """What a target names."""
     if target in ALLOWED_TARGETS:
         return get_object(target)
     module, _, name = str(target).rpartition(".")
@@ -284,16 +240,7 @@ def _found(target: Any, own: frozenset[str]) -> Any:
 
 
 def check_call(function: Any, name: str, arguments: Mapping[str, Any]) -> None:
-    """Check that a function takes these arguments.
-
-    Args:
-        function: the function or class.
-        name: what a message calls it.
-        arguments: the keywords.
-
-    Raises:
-        RecipeError: it takes others.
-    """
+    """Check that a function, which a message calls by this name, takes these arguments."""
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:

@@ -29,10 +29,6 @@ def find_checkpoint(cfg: DictConfig, folder: Path) -> str | None:
     With ``resume=true`` this is the checkpoint in the run's own folder, or else the newest one in the folders of
     earlier runs of the same experiment, strategy and seed.
 
-    Args:
-        cfg: configuration of the run.
-        folder: folder of the run.
-
     Raises:
         RecipeError: a checkpoint is asked for, and there is none.
     """
@@ -60,10 +56,6 @@ def carry_wandb_id(checkpoint: str | None, folder: Path) -> None:
     """Give a run that goes on the id of the W&B run that it continues, and links to what waits for an upload of it.
 
     The command that uploads the offline runs of its folder then uploads the whole W&B run. A new run has no id.
-
-    Args:
-        checkpoint: path of the checkpoint; None for a new run.
-        folder: folder of the run, in which the id is found.
     """
     own = folder / WANDB_ID_FILE
     if checkpoint is None:
@@ -99,12 +91,7 @@ def clear_earlier_run(checkpoint: str | None, folder: Path) -> None:
 
 
 def finished_message(cfg: DictConfig, checkpoint: str) -> str | None:
-    """What is said of a checkpoint whose run has nothing left to train; None if there is something left.
-
-    Args:
-        cfg: configuration of the run that is to go on.
-        checkpoint: path of the checkpoint.
-    """
+    """What is said of a checkpoint whose run has nothing left to train; None if there is something left."""
     result = Path(checkpoint).parents[1] / RESULT_FILE
     facts = read_json(result)
     if not isinstance(facts, dict):
@@ -123,14 +110,7 @@ def finished_message(cfg: DictConfig, checkpoint: str) -> str | None:
 
 @contextmanager
 def full_disk_in_one_line(folder: Path) -> Iterator[None]:
-    """A context in which a disk that takes no more bytes ends a training with one line.
-
-    Args:
-        folder: folder of the run.
-
-    Raises:
-        FullDiskError: see above.
-    """
+    """A context in which a disk that takes no more bytes ends a training with one line, that of `FullDiskError`."""
     try:
         yield
     except OSError as error:
@@ -144,12 +124,7 @@ def full_disk_in_one_line(folder: Path) -> Iterator[None]:
 
 
 def goes_on_with(folder: Path, command: Sequence[str]) -> str:
-    """Where the checkpoint of an interrupted run is, and the command that goes on from it.
-
-    Args:
-        folder: folder of the run.
-        command: script and arguments of the run, as they were typed.
-    """
+    """Where the checkpoint of an interrupted run is, and the command that goes on from it."""
     script, *arguments = command
     kept = [word for word in arguments if word.partition("=")[0].lstrip("+") not in ("resume", "ckpt_path")]
     checkpoint = folder / CHECKPOINTS / LAST

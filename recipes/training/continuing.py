@@ -48,15 +48,7 @@ NEUTRAL: tuple[object, ...] = (_MISSING, None, False, [], {})
 
 
 def check_continued(cfg: DictConfig, checkpoint: str) -> None:
-    """Refuse to go on from what is no checkpoint, and with settings that the checkpoint would override.
-
-    Args:
-        cfg: configuration of the run that is to go on.
-        checkpoint: path of the checkpoint.
-
-    Raises:
-        RecipeError: the file is no checkpoint, or a setting differs from that of the run that wrote the file.
-    """
+    """Refuse to go on from what is no checkpoint, and with settings that the checkpoint would override."""
     _check_format(cfg, checkpoint)
     file = Path(checkpoint).parents[1] / CONFIGURATION_FILE
     if not file.is_file():
@@ -73,11 +65,7 @@ def check_continued(cfg: DictConfig, checkpoint: str) -> None:
 
 
 def uncompared(checkpoint: str) -> str | None:
-    """What is said of a checkpoint whose run has left no settings beside it; None if there are settings.
-
-    Args:
-        checkpoint: path of the checkpoint.
-    """
+    """What is said of a checkpoint whose run has left no settings beside it; None if there are settings."""
     file = Path(checkpoint).parents[1] / CONFIGURATION_FILE
     if file.is_file():
         return None
@@ -105,11 +93,7 @@ def read_configuration(file: Path) -> dict[str, Any]:
 
 
 def _check_format(cfg: DictConfig, checkpoint: str) -> None:
-    """Refuse a file that torch has not written, or has not written to its end.
-
-    Raises:
-        RecipeError: see `check_continued`.
-    """
+    """Refuse a file that torch has not written, or has not written to its end."""
     remedy = f"name a {LAST} that a run has written, or leave {asked_by(cfg)} out for a new run"
     # The list of an archive's files stands at its end, so that a file that was cut off is no archive.
     if not zipfile.is_zipfile(checkpoint):
@@ -121,11 +105,7 @@ def _check_format(cfg: DictConfig, checkpoint: str) -> None:
 
 
 def _recorded(file: Path) -> dict[str, Any]:
-    """The configuration that a run has recorded.
-
-    Raises:
-        RecipeError: the file cannot be read.
-    """
+    """The configuration that a run has recorded."""
     try:
         return read_configuration(file)
     except ValueError as error:

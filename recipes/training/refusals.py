@@ -24,9 +24,6 @@ def refused_values(where: str, *, applies: Callable[[], bool] = lambda: True) ->
     Args:
         where: what has refused the value, for the message.
         applies: called after an error; the error stays as it is if this returns False.
-
-    Raises:
-        RecipeError: see above.
     """
     try:
         yield

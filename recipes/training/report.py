@@ -51,11 +51,7 @@ class StartupSummary(Callback):
 
 
 def machine_facts(accelerator: str) -> dict[str, Any]:
-    """What computes a run, for dashboards: device, number of cores, threads per process, and versions.
-
-    Args:
-        accelerator: accelerator of the Trainer, which decides whether the GPU or the CPU is named.
-    """
+    """What computes a run, for dashboards: device, number of cores, threads per process, and versions."""
     on_cuda = accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available()
     return {
         "device": device_name(on_cuda=on_cuda),
@@ -77,13 +73,7 @@ def run_facts(
     trainer: Trainer,
     callbacks: tuple[TrainingClock, CommunicationCounter, ExposedCommunication],
 ) -> dict[str, Any]:
-    """Everything about a finished run that a comparison needs: plain numbers and strings.
-
-    Args:
-        config: the whole configuration.
-        data, module, trainer: of the run.
-        callbacks: the callbacks that counted seconds and bytes.
-    """
+    """Everything about a finished run that a comparison needs: plain numbers and strings."""
     clock, counter, exposed = callbacks
     device = device_name(on_cuda=trainer.strategy.root_device.type == "cuda")
     return {

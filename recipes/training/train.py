@@ -248,11 +248,7 @@ def _loggers(
 
 
 def _step_of(cfg: DictConfig, checkpoint: str) -> int:
-    """The optimizer step at which a checkpoint was written.
-
-    Raises:
-        RecipeError: the file is not a checkpoint of Lightning.
-    """
+    """The optimizer step at which a checkpoint was written."""
     try:
         return int(torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"])
     except Exception as error:  # torch raises several families of errors for files that are damaged inside
