@@ -107,11 +107,7 @@ def wide_registers(variables: dict[str, str]) -> int:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Run all parts under both.
-
-    Raises:
-        SystemExit: the kernels have registers of AVX-512 where they must not, or the processor has none.
-    """
+    """Run all parts under both."""
     restricted = without_avx512(binding.get_host_cpu_features().flatten())
     wide = wide_registers(restricted)
     usual = wide_registers({})

@@ -15,13 +15,6 @@ class BatchedCharacters(VirtualCharacters):
     """`VirtualCharacters` on a device; start, batches and validation text are those of that class.
 
     Matrices are multiplied in bf16, and parameters and gradients stay in fp32.
-
-    Args:
-        device: of parameters, gradients and text.
-        seed: of the start and of all batches.
-        layers: blocks of the transformer.
-        width: length of a character's vector.
-        batch: windows of a worker's batch.
     """
 
     def __init__(self, device: torch.device, seed: int, layers: int, width: int, batch: int) -> None:

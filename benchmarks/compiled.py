@@ -44,11 +44,7 @@ KEYS = ("case", "kernel", "tiles", "registers", "spills", "instructions", "wide_
 
 
 def folder_of(version: str) -> Path:
-    """Returns the folder that has a version of Triton, which is installed there if it is not.
-
-    Raises:
-        subprocess.CalledProcessError: the version cannot be installed.
-    """
+    """Returns the folder that has a version of Triton, which is installed there if it is not."""
     folder = FOLDER / version
     if not (folder / "triton").exists():
         command = ["uv", "pip", "install", "--quiet", "--no-deps", "--python", sys.executable, "--target", str(folder)]
@@ -57,11 +53,7 @@ def folder_of(version: str) -> Path:
 
 
 def compile_with(version: str, *arguments: str) -> dict[str, Any]:
-    """Returns what `benchmarks.compiling` prints with a version of Triton, or with the installed one.
-
-    Raises:
-        RuntimeError: it failed as a whole.
-    """
+    """Returns what `benchmarks.compiling` prints with a version of Triton, or with the installed one."""
     path = [str(ROOT)] if version == INSTALLED else [str(folder_of(version)), str(ROOT)]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, "-m", "benchmarks.compiling", *arguments]

@@ -47,13 +47,7 @@ RANKS = 4
 
 
 class Case(NamedTuple):
-    """A configuration whose kernels are compiled.
-
-    Attributes:
-        name: what it is called.
-        config: the configuration.
-        dtype: dtype of the gradients.
-    """
+    """A configuration whose kernels are compiled for gradients of a dtype."""
 
     name: str
     config: GQSGDConfig

@@ -46,13 +46,7 @@ Result = dict[str, float]
 
 
 class Characters:
-    """A character model, and how it is trained.
-
-    Args:
-        rate: the highest learning rate.
-        seed: of the start.
-        samples: of the training.
-    """
+    """A character model, and how it is trained: with the highest learning rate, and from a seed's start."""
 
     def __init__(self, rate: float, seed: int, samples: int) -> None:
         texts = load_texts()
@@ -117,13 +111,7 @@ WAYS: dict[str, Callable[[float, int, int], Result]] = {
 
 
 class Trainings:
-    """The trainings of a folder, each in a file.
-
-    Args:
-        folder: where they are kept.
-        samples: of each.
-        minutes: after which none begins.
-    """
+    """The trainings of a folder, each in a file. None begins after so many minutes."""
 
     def __init__(self, folder: Path, samples: int, minutes: float) -> None:
         self._folder, self._samples = folder, samples

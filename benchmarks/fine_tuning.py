@@ -71,14 +71,7 @@ class Sentences(NamedTuple):
 
 
 class Downloads:
-    """The two files of the command line.
-
-    Args:
-        folder: where they are.
-
-    Raises:
-        SystemExit: if a file is not there.
-    """
+    """The two files of the command line, which have to be in the folder."""
 
     def __init__(self, folder: Path) -> None:
         self._model = _found(folder, MODEL)
@@ -225,14 +218,7 @@ class Run:
 
 
 class Trainings:
-    """All trainings; see the module.
-
-    Args:
-        options: the command line.
-
-    Attributes:
-        downloads: the model and the sentences.
-    """
+    """All trainings; see the module."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.downloads = Downloads(Path(options.downloads))

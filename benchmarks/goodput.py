@@ -156,11 +156,7 @@ class Run:
         log.close()
 
     def start_all(self) -> None:
-        """Start all ranks, and wait until their merges are under way.
-
-        Raises:
-            NetLabError: a rank has not merged in time.
-        """
+        """Start all ranks, and wait until their merges are under way."""
         if self._way.join_s is not None:
             join_ms = str(round(self._way.join_s * 1000))
             bounds = ["--min_replicas", "1", "--join_timeout_ms", join_ms, "--heartbeat_timeout_ms", "2000"]
@@ -312,11 +308,6 @@ def bound(kills: Sequence[tuple[float, int]], rates: Sequence[float], seconds: f
 
     A host gives nothing while it is away. What a rank has learnt since its last merge is lost with it: half a round in
     the mean.
-
-    Args:
-        kills: see `schedule`.
-        rates: samples per second of each host alone.
-        seconds: of the run.
     """
     lost = sum(rates[host] * (min(DOWN_S, seconds - second) + ROUND_S / 2) for second, host in kills)
     return 1 - lost / (sum(rates) * seconds)
@@ -367,12 +358,7 @@ def curve(begun: float, journals: Sequence[Sequence[Line]]) -> Curve:
 
 
 def draw(curves: Mapping[str, Mapping[str, Curve]], file: Path) -> None:
-    """Draw loss against seconds: a color for each way, and a line for each schedule of kills.
-
-    Args:
-        curves: of each way, by the seed of its schedule.
-        file: of the picture.
-    """
+    """Draw loss against seconds: a color for each way, and a line for each schedule of kills."""
     with drawn(file, figsize=(6, 3.6), layout="tight") as figure:
         axis = figure.subplots()
         for number, (name, of_seeds) in enumerate(curves.items()):
@@ -408,16 +394,7 @@ def _notes(seconds: float) -> list[str]:
 
 
 def add(report: Report, label: str, name: str, way: Way, seed: int, seconds: float) -> Measured:
-    """Run a way.
-
-    Args:
-        report: gets a row for the run.
-        label: what the row is called.
-        name: of the way.
-        way: how it is started.
-        seed: of the schedule of kills.
-        seconds: of the run.
-    """
+    """Run a way."""
     kills = schedule(seed, seconds, len(RATES))
     measured = measure(name, way, kills, seconds)
     begun, journals, alone = measured
@@ -447,11 +424,7 @@ def tuned(report: Report, name: str, way: Way, seed: int) -> Way:
 
 
 def _measure(options: argparse.Namespace) -> Report:
-    """Run all ways.
-
-    Raises:
-        NetLabError: there is no lab here, or ranks do not start.
-    """
+    """Run all ways."""
     numbers = {"goodput": ".2f", "bound": ".2f", "samples/s": ".0f", "alone": ".0f", "loss": ".2f", "back (s)": ".1f"}
     columns = {"way": "", "seed": ".0f", **numbers, "equal": ""}
     curves: dict[str, dict[str, Curve]] = {}
@@ -475,11 +448,7 @@ def _measure(options: argparse.Namespace) -> Report:
 
 
 def _long_enough(text: str) -> float:
-    """Returns seconds in which members merge.
-
-    Raises:
-        argparse.ArgumentTypeError: there are fewer, or no number of them.
-    """
+    """Returns seconds in which members merge."""
     with suppress(ValueError):
         if 2 * ROUND_S <= float(text) < math.inf:
             return float(text)

@@ -44,13 +44,7 @@ Step = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def exchanged(model: Tensor, graph: Graph, rank: int) -> Tensor:
-    """A round of gossip: the weighted mean of this rank's model and its neighbours', [d].
-
-    Args:
-        model: this rank's, [d].
-        graph: who has which neighbours.
-        rank: this rank.
-    """
+    """A round of gossip: the weighted mean of this rank's model and its neighbours', [d]."""
     neighbours = [other for other in range(graph.ranks) if other != rank and graph.weights[rank, other] > 0]
     received = {other: torch.empty_like(model) for other in neighbours}
     operations = [dist.P2POp(dist.irecv, received[other], other) for other in neighbours]

@@ -341,16 +341,7 @@ def facts_of(
     rounds: int,
     codecs: Sequence[str] = tuple(CODECS),
 ) -> list[Fact]:
-    """Measure all cases on one size and dtype.
-
-    Args:
-        target: the device.
-        megabytes: size of the gradient in 10^6 bytes, rounded down to whole blocks.
-        dtype: dtype of the gradient.
-        ranks: number of messages that are reduced.
-        rounds: number of times that every case is measured.
-        codecs: names in `CODECS` of the codecs that are measured.
-    """
+    """Measure all cases on one dtype and size, in 10^6 bytes, rounded down to whole blocks."""
     cases = _Cases(target, megabytes, dtype, ranks)
     cases.add_copy()
     for name in codecs:
@@ -403,11 +394,7 @@ def row_of(facts: Sequence[Fact]) -> list[Any]:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Run all cases on all sizes and dtypes of the command line.
-
-    Raises:
-        SystemExit: torch sees no CUDA device.
-    """
+    """Run all cases on all sizes and dtypes of the command line."""
     if not torch.cuda.is_available():
         raise SystemExit(
             f"--device cuda: torch {torch.__version__} sees no CUDA device; run this on a machine with an NVIDIA GPU, "

@@ -99,15 +99,7 @@ def segments_of(model: nn.Module) -> list[Segment]:
 
 
 def gradients(task: Task, model: nn.Module, ranks: int, batch: int, steps: int) -> Iterator[list[Tensor]]:
-    """One flat gradient for each rank, in every step.
-
-    Args:
-        task: what the model is trained on.
-        model: a new model of the task.
-        ranks: number of ranks.
-        batch: samples per rank and step.
-        steps: number of steps.
-    """
+    """One flat gradient for each rank, in every step."""
     parameters = list(model.parameters())
     optimizer = task.optimizer(parameters)
     generator = torch.Generator().manual_seed(1)

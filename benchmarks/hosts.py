@@ -84,16 +84,9 @@ def in_labs(
 
 
 def in_lab(lab: NetLab, command: str, where: str, timeout: float = TIMEOUT_S) -> Any:
-    """Run this command as every rank of a lab; the argument of `finish` on host 0.
+    """Run this command as every rank of a lab, with this process's arguments; the argument of `finish` on host 0.
 
-    Args:
-        lab: the lab, entered.
-        command: start of the command line, ``"python -m ..."``; workers get this process's arguments.
-        where: for the error, what the lab is.
-        timeout: see `in_labs`.
-
-    Raises:
-        WorkerError: a worker failed or left no result.
+    ``where`` says in an error what the lab is.
     """
     words = [sys.executable, *command.split()[1:], *sys.argv[1:]]
     with tempfile.TemporaryDirectory() as folder:

@@ -11,16 +11,7 @@ Result = TypeVar("Result")
 
 
 def kept(file: Path, is_late: bool, make: Callable[[], Result]) -> Result | None:
-    """Returns the result in a file, or makes it and writes the file.
-
-    Args:
-        file: JSON.
-        is_late: whether nothing is to be made any more.
-        make: makes the result, in values that JSON has.
-
-    Returns:
-        None if the file is not there, and it is late.
-    """
+    """Returns the result in a file, or makes it and writes the file; None if it is not there, and it is late."""
     if file.exists():
         found: Result = json.loads(file.read_text())
         return found

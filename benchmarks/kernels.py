@@ -62,11 +62,7 @@ def cast_cases(x: Tensor) -> tuple[Case, Case]:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Run all cases on the device of the command line.
-
-    Raises:
-        SystemExit: there is no such device, or an option belongs to the other device.
-    """
+    """Run all cases on the device of the command line."""
     for device, defaults in OF_DEVICE.items():
         for name, default in defaults.items():
             given = getattr(options, name)

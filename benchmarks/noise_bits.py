@@ -88,11 +88,7 @@ def tasks(data: Path | None) -> dict[str, Task]:
 
 
 def train(task: Task, way: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Train once, unless the folder has the result: ``result.json``, and a row for each time that bits were logged.
-
-    Raises:
-        RuntimeError: the training has failed.
-    """
+    """Train once, unless the folder has the result: ``result.json``, and a row for each time that bits were logged."""
     done = folder / "result.json"
     if not done.is_file():
         folder.mkdir(parents=True, exist_ok=True)

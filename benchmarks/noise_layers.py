@@ -139,11 +139,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def enough(text: str) -> int:
-    """A number of steps in which bits are chosen at least once.
-
-    Raises:
-        argparse.ArgumentTypeError: there are fewer steps.
-    """
+    """A number of steps in which bits are chosen at least once."""
     steps, first = int(text), NoiseRules.every * (NoiseRules.least - 1)
     if steps <= first:
         raise argparse.ArgumentTypeError(

@@ -97,11 +97,7 @@ def probe(options: argparse.Namespace) -> None:
 
 
 def register(options: argparse.Namespace) -> None:
-    """Predict the settings of a set from its probe.
-
-    Raises:
-        RegisteredError: a number of hosts was not probed, or steps of the set were measured already.
-    """
+    """Predict the settings of a set from its probe."""
     if read(options.set, "measured"):
         raise RegisteredError(
             f"set {options.set} was measured already, so that new predictions of it would be none; add another set to "
@@ -193,11 +189,7 @@ def _seconds(setting: Setting, line: Timeline, costs: Costs) -> float:
 
 
 def committed(path: Path) -> str:
-    """Returns the commit that a file was last changed in.
-
-    Raises:
-        RegisteredError: git does not have the file as it is.
-    """
+    """Returns the commit that a file was last changed in."""
     git = partial(subprocess.run, cwd=path.parent, capture_output=True, text=True, check=False)
     differs = git(["git", "diff", "--quiet", "HEAD", "--", path.name]).returncode
     commit = git(["git", "log", "-1", "--format=%H", "--", path.name]).stdout.strip()
@@ -397,11 +389,7 @@ def table(options: argparse.Namespace) -> None:
 
 
 def numbers_of(text: str) -> range:
-    """Returns the numbers of a text such as ``"5..12"`` or ``"7"``.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is neither.
-    """
+    """Returns the numbers of a text such as ``"5..12"`` or ``"7"``."""
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no range of numbers; write e.g. 5..12")

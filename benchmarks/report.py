@@ -70,8 +70,7 @@ class Report:
     def save(self, program: str) -> None:
         """Write ``results/NAME.md``, ``.json`` and, if there is a picture, ``.png``.
 
-        Args:
-            program: start of the command line, to which this process's arguments are added.
+        The page has the program with this process's arguments.
         """
         command, where = shlex.join([*program.split(), *sys.argv[1:]]), self.machine or machine()
         lines = [f"# {self.title}", "", f"    {command}", "", f"{where}.", ""]
@@ -101,11 +100,7 @@ def listed(numbers: Iterable[float]) -> str:
 
 
 def command_line(description: str) -> argparse.ArgumentParser:
-    """Returns a parser of the command line of the module that this process runs.
-
-    Args:
-        description: docstring of the module, whose first line is shown.
-    """
+    """Returns a parser of the command line of the module with this docstring, which this process runs."""
     return argparse.ArgumentParser(prog=program(), description=description.split("\n")[0])
 
 
@@ -118,13 +113,7 @@ def program() -> str:
 def present(
     parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Report], threads: int | None = None
 ) -> None:
-    """Measure what the command line asks for, and print the report; ``--save`` writes the report, too.
-
-    Args:
-        parser: the command line, see `command_line`.
-        measure: measures what its options ask for.
-        threads: of torch; None: as many as torch takes.
-    """
+    """Measure what the command line asks for, and print the report; ``--save`` writes the report, too."""
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/NAME.md and .json")
     options = parser.parse_args()
     if threads is not None:

@@ -308,13 +308,7 @@ def in_words(rows: Sequence[Sequence[Any]], ranks: int) -> str:
 
 
 def save_figure(rows: Sequence[Sequence[Any]], ranks: int, file: Path) -> None:
-    """Draw error against bits, a panel for each kind of gradients and a line or a point for each tool.
-
-    Args:
-        rows: rows of the table.
-        ranks: the number of ranks that is shown.
-        file: where to write the picture.
-    """
+    """Draw error against bits, a panel for each kind of gradients and a line or a point for each tool."""
     chosen = [row for row in rows if row[1] == ranks]
     with drawn(file, figsize=(11, 8), layout="constrained") as figure:
         grid = figure.subplots(2, 2, sharex=True, sharey=True)

@@ -32,14 +32,7 @@ TERMS = Terms(Factors(), Factors(1 / RING), Factors(1.1))
 
 
 def on_link(costs: Costs, hosts: int, ranks_per_host: int, link: Link) -> Costs:
-    """Returns the costs on links of a given rate.
-
-    Args:
-        costs: costs between as many ranks on links without a limit.
-        hosts: number of hosts.
-        ranks_per_host: ranks of each host, which share its link.
-        link: of each host, to the others.
-    """
+    """Returns the costs where each host has a link, from those of as many ranks on links without a limit."""
     made = {}
     for key, cost in costs.collectives.items():
         scope, kind = key.split()

@@ -190,11 +190,7 @@ def loss_on_digits(way: Way, seed: int, mesh: DeviceMesh) -> float:
 
 
 def ways_of(options: argparse.Namespace) -> dict[str, Way]:
-    """The ways to measure, by name.
-
-    Raises:
-        SystemExit: a way that these hosts do not have, or ``--flat`` without effect.
-    """
+    """The ways to measure, by name."""
     if options.flat and options.ranks_per_host == 1:
         raise SystemExit("--flat has no effect on hosts with one rank; give --ranks-per-host 2, or leave it out")
     every = WAYS if options.ranks_per_host == 1 else FLAT_WAYS if options.flat else WAYS_OF_REPLICAS

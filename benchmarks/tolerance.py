@@ -162,10 +162,6 @@ class Embeddings:
 
     The first steps see all words equally often, and are averaged exactly. Later steps see four fifths of the words,
     and the most frequent of these most often. The other words are scattered over the table.
-
-    Args:
-        width: of a row.
-        seed: of all random numbers.
     """
 
     def __init__(self, width: int, seed: int) -> None:

@@ -134,13 +134,7 @@ class Tuned:
 
 
 def tuned(outcome: Callable[[float, int], tuple[float, float]], rates: Sequence[float], seeds: int) -> Tuned:
-    """Tune a learning rate with the first seed, and train with all seeds.
-
-    Args:
-        outcome: trains with a learning rate and a seed, and returns loss and megabytes.
-        rates: learning rates to try.
-        seeds: number of seeds.
-    """
+    """Tune a learning rate with the first seed, and train with all seeds."""
     tried = {rate: outcome(rate, 0) for rate in rates}
     best = min(tried, key=lambda rate: tried[rate][0])
     losses = [tried[best][0]] + [outcome(best, seed)[0] for seed in range(1, seeds)]
@@ -154,15 +148,7 @@ def outcome(
     preset: str = "ddp",
     **fields: Any,
 ) -> tuple[float, float]:
-    """Train, and return the loss at the end, infinite after a divergence, and the megabytes that a worker has sent.
-
-    Args:
-        options: the command line of `run`.
-        problem: what is trained.
-        make: makes the optimizer of flat parameters.
-        preset: of gradients, or of local steps.
-        **fields: those that replace the preset's.
-    """
+    """Train, and return the loss at the end, infinite after a divergence, and the megabytes that a worker has sent."""
     record = simulate(
         preset,
         problem,
@@ -184,15 +170,7 @@ def tuned_ways(
     rates: Mapping[str, Sequence[float]],
     trained: Callable[[argparse.Namespace, str, float, int], tuple[float, float]],
 ) -> Report:
-    """Tune the learning rate of every way with the first seed, train with all seeds, and return the table.
-
-    Args:
-        name: name of the benchmark.
-        title: what it is about.
-        options: the command line of `run`.
-        rates: learning rates to try, by way.
-        trained: trains a way with a learning rate and a seed, and returns loss and megabytes.
-    """
+    """Tune the learning rate of every way with the first seed, train with all seeds, and return the table."""
     report = Report(
         name,
         f"{title}: {options.steps} steps of a character transformer, {WORKERS} virtual workers",
@@ -207,14 +185,7 @@ def tuned_ways(
 
 
 def run(description: str, measure: Callable[[argparse.Namespace], Report], *, steps: int, seeds: int) -> None:
-    """Run the command line of a benchmark on virtual workers.
-
-    Args:
-        description: docstring of the benchmark's module.
-        measure: makes the report.
-        steps: of a training, by default.
-        seeds: number of seeds, by default.
-    """
+    """Run the command line of a benchmark on virtual workers."""
     parser = command_line(description)
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--seeds", type=int, default=seeds)

@@ -278,13 +278,7 @@ class VirtualMembers:
 def answer(
     merges: Sequence[Requests], shared: Sequence[SharedState], add: Callable[[Sequence[Sum]], Tensor]
 ) -> list[Merge]:
-    """Answer the requests of a merge of several members, none of which fails, and return what became of it on each.
-
-    Args:
-        merges: the requests of each member.
-        shared: what each member knows.
-        add: returns the sum over members.
-    """
+    """Answer the requests of a merge of several members, none of which fails, and return what became of it on each."""
     answers: list[Any] = [None] * len(merges)
     while True:
         asked: list[Request] = []

@@ -35,11 +35,7 @@ BUDGETS = ((1, 15), (1, 100), (30, 15))
 
 
 class HiddenLayer:
-    """The digits, with a network of which the weights of the hidden layer are trained, and all else stays at its start.
-
-    Args:
-        seed: of data, start and batches.
-    """
+    """The digits, with a network of which the weights of the hidden layer are trained; all else stays at its start."""
 
     def __init__(self, seed: int) -> None:
         self._whole = DigitsMLP(seed=seed)

@@ -167,11 +167,7 @@ class Question:
         return over_probe(_costs(codec, probe), probe.ranks, per_node), None
 
     def _measured(self, probe: Probe | None) -> Timeline:
-        """Returns the timeline of the model that the probe has measured.
-
-        Raises:
-            ConfigError: there is none, or none of this model.
-        """
+        """Returns the timeline of the model that the probe has measured."""
         measured = {line.name: line for line in probe.timelines} if probe else {}
         name = self.model or next(iter(measured), None)
         if name in measured:
@@ -183,11 +179,7 @@ class Question:
         )
 
     def _batch_of(self, timeline: Timeline) -> int | None:
-        """Returns the samples of each rank in a measured step; None: neither the probe nor an option says them.
-
-        Raises:
-            ConfigError: the option is not what was measured.
-        """
+        """Returns the samples of each rank in a measured step; None: neither the probe nor an option says them."""
         measured = timeline.batch
         if measured is None or self.batch is None:
             return self.batch if measured is None else measured
@@ -234,14 +226,7 @@ class Question:
 
 
 def _notes_on_shards(sharded: ShardedModel, by: str, nodes: int, per_node: int) -> list[str]:
-    """Returns notes on how a model is assumed to be sharded, and on the memory that this needs.
-
-    Args:
-        sharded: the model.
-        by: what decides on a unit's share of the computation, in words.
-        nodes: number of nodes.
-        per_node: number of ranks on each node.
-    """
+    """Returns notes on how a model is sharded, on the memory that this needs, and on what divides its computation."""
     numel = sum(unit.weights.numel for unit in sharded.units)
     root = [] if sharded.root is None else ["the root"]
     calls = " and ".join([*([counted(len(sharded.blocks), "block")] if sharded.blocks else []), *root])

@@ -21,12 +21,7 @@ def check_name(name: str) -> None:
 
 
 def refuse_without_effect(name: str, given: Mapping[str, object]) -> None:
-    """Raise ConfigError for an option that the figures of a system do not depend on.
-
-    Args:
-        name: the system.
-        given: the options by name; None for those that were not given.
-    """
+    """Raise ConfigError for an option that the figures of a system do not depend on."""
     for option, value in given.items():
         if value is not None:
             raise ConfigError(f"{option} {value} has no effect on {name}; leave it out")

@@ -42,9 +42,6 @@ class Place(NamedTuple):
 def place_of(environment: Mapping[str, str]) -> Place:
     """Returns the place of this process.
 
-    Args:
-        environment: the environment variables of this process.
-
     Raises:
         ConfigError: no launcher has started this process, or too few ranks, or nothing says where the ranks meet.
     """
@@ -62,11 +59,7 @@ def place_of(environment: Mapping[str, str]) -> Place:
 
 
 def number_in(environment: Mapping[str, str], name: str) -> int:
-    """Returns the number that a launcher has given to a variable.
-
-    Raises:
-        ConfigError: the variable has no number.
-    """
+    """Returns the number that a launcher has given to a variable."""
     if not environment[name].isdecimal():
         raise ConfigError(
             f"{name}={environment[name]!r} is not a number; start the ranks with torchrun, srun or mpirun"

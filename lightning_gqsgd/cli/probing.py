@@ -50,11 +50,7 @@ def check(model: str | None, batch: int | None, output: Path) -> None:
 
 
 def save(probe: Probe, output: Path) -> None:
-    """Write a probe.
-
-    Raises:
-        ConfigError: the file cannot be written after all, e.g. because the disk is full.
-    """
+    """Write a probe."""
     try:
         probe.save(output)
     except OSError as error:

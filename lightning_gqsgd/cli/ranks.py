@@ -42,9 +42,6 @@ def run_ranks(procs: int, arguments: Sequence[str]) -> int:
     Args:
         procs: number of ranks.
         arguments: the name of the command, and its arguments without ``--procs``.
-
-    Raises:
-        ConfigError: too few or too many ranks.
     """
     if not 2 <= procs <= MOST_PROCS:
         raise ConfigError(f"--procs {procs} is out of range: 2 to {MOST_PROCS}")

@@ -62,14 +62,6 @@ def outcomes(
 ) -> list[Outcome]:
     """Train with each preset on the same problem, from the same start. Returns the results.
 
-    Args:
-        presets: names that `simulate` knows.
-        problem: a name of `PROBLEMS`.
-        workers: number of virtual workers.
-        steps: number of steps.
-        lr: learning rate of SGD.
-        say: called with the name of each step, for a progress line.
-
     Raises:
         ConfigError: an unknown preset or problem, a problem whose package is missing, or numbers that cannot work.
     """
@@ -95,12 +87,7 @@ def _outcome(name: str, problem: Problem, workers: int, steps: int, lr: float, s
 
 
 def notes(problem: str, workers: int) -> list[str]:
-    """Returns what the column of bits needs as an explanation where padding is most of a message; elsewhere nothing.
-
-    Args:
-        problem: a name of `PROBLEMS`.
-        workers: number of virtual workers.
-    """
+    """Returns what the column of bits needs as an explanation where padding is most of a message; elsewhere nothing."""
     parameters = sum(segment.numel for segment in PROBLEMS[problem]().segments)
     if parameters >= workers * CODECS["companded"].default_block_size:
         return []
