@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -32,3 +33,13 @@ class RecipeError(RuntimeError):
 
 class DivergedError(RecipeError):
     """A training whose loss or weights ended as no finite numbers; the message names the remedy."""
+
+
+def check_installed(module: str, what: str, package: str, extra: str) -> None:
+    """Refuse what needs a module of a package that is not installed; the module is not imported."""
+    try:
+        is_there = find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        is_there = False
+    if not is_there:
+        raise RecipeError(f"{what} needs {package}; install it: uv sync --extra {extra}, or pip install {package}")

@@ -6,7 +6,6 @@ import io
 import itertools
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from recipes.data.image_folder import ImageFolderData, Sample, Transform, decoded
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, check_installed
 
 PICTURES = "jpg;jpeg;png;webp"
 REMEDY = "name a folder with train-*.tar and val-*.tar (or validation-*.tar) with data.root=PATH"
@@ -123,8 +122,7 @@ class ShardData(ImageFolderData):
         seed: int = 0,
         **common: Any,
     ) -> None:
-        if find_spec("webdataset") is None:
-            raise RecipeError("data=webdataset needs webdataset: uv sync --extra webdataset, or pip install webdataset")
+        check_installed("webdataset", "data=webdataset", "webdataset", "webdataset")
         for key, value in {"train_samples": train_samples, "shuffle": shuffle}.items():
             if not isinstance(value, int) or value < 1:
                 raise RecipeError(f"data.{key}={value} must be an integer of at least 1")

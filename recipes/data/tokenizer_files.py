@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from recipes.data.tokenizers import Ids
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, check_installed
 
 
 class FileTokenizer:
@@ -22,13 +22,9 @@ class FileTokenizer:
     """
 
     def __init__(self, file: Path, vocabulary_size: int) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise RecipeError(
-                f"data.tokenizer={file} needs the package tokenizers: uv sync --extra transformers, or take "
-                "data.tokenizer=word"
-            ) from error
+        check_installed("tokenizers", f"data.tokenizer={file}", "tokenizers", "transformers")
+        from tokenizers import Tokenizer
+
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library has no class of its own for what it refuses

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import MutableMapping
-from importlib.util import find_spec
 
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, check_installed
 from recipes.launch.processes import ROOT
 
 PLUGIN = "hydra_plugins.hydra_submitit_launcher"
@@ -19,21 +18,9 @@ def prepare_submission(environment: MutableMapping[str, str]) -> None:
     Raises:
         RecipeError: the extra ``slurm`` or SLURM's commands are missing.
     """
-    if not is_installed(PLUGIN):
-        raise RecipeError(
-            "hardware=slurm needs hydra-submitit-launcher; install it: "
-            "uv sync --extra slurm, or pip install hydra-submitit-launcher"
-        )
+    check_installed(PLUGIN, "hardware=slurm", "hydra-submitit-launcher", "slurm")
     missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
     if missing:
         raise RecipeError(f"{' and '.join(missing)} not found on PATH: submit from a machine of the SLURM cluster")
     # The job unpickles functions of this repository in a process that does not start from run.py.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-
-
-def is_installed(module: str) -> bool:
-    """Whether a module of another package can be imported; it is not imported."""
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False

@@ -11,10 +11,9 @@ from hydra.core.override_parser.types import Override
 
 from netlab.lab import NetLab
 from netlab.ranks import exit_on_signals, run_everywhere
-from recipes.errors import RecipeError
+from recipes.errors import check_installed
 from recipes.files import RESULT_FILE
 from recipes.launch.processes import end_session, folder_argument, run_command
-from recipes.launch.slurm import is_installed
 from recipes.measuring.metrics import METRICS
 from recipes.opening import INTERRUPTED
 
@@ -31,11 +30,8 @@ def is_search(overrides: Sequence[Override]) -> bool:
 def check_sweeper(overrides: Sequence[Override]) -> None:
     """Check that the sweeper is installed that a command line names."""
     named = [override for override in overrides if override.key_or_group in SEARCHES and override.value() == "optuna"]
-    if named and not is_installed(PLUGIN):
-        raise RecipeError(
-            f"{named[0].input_line} needs hydra-optuna-sweeper; install it: uv sync --extra optuna, or pip install "
-            "hydra-optuna-sweeper"
-        )
+    if named:
+        check_installed(PLUGIN, str(named[0].input_line), "hydra-optuna-sweeper", "optuna")
 
 
 def run_job(overrides: Sequence[str], folder: Path) -> tuple[int, float]:

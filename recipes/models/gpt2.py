@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from recipes.errors import RecipeError
+from recipes.errors import check_installed
 from recipes.models.transformer import check_shape
 
 
@@ -22,10 +22,9 @@ class GPT2(nn.Module):
         self, vocabulary_size: int, max_length: int, layers: int, width: int, heads: int, dropout: float = 0.1
     ) -> None:
         super().__init__()
-        try:
-            from transformers import GPT2Config, GPT2LMHeadModel
-        except ImportError as error:
-            raise RecipeError("model=gpt2 needs the package transformers: uv sync --extra transformers") from error
+        check_installed("transformers", "model=gpt2", "transformers", "transformers")
+        from transformers import GPT2Config, GPT2LMHeadModel
+
         check_shape(vocabulary_size, max_length, dropout, layers=layers, width=width, heads=heads)
         config = GPT2Config(
             vocab_size=vocabulary_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,6 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from recipes import data_rate
-from recipes.data import shards
 from recipes.data.shards import ShardData, Shards, samples_in
 from recipes.errors import RecipeError
 
@@ -101,6 +101,6 @@ def test_what_is_missing_is_named(packed: Path, tmp_path: Path, monkeypatch: pyt
         _data(None).setup()
     with pytest.raises(RecipeError, match=r"data\.train_samples=0 must be an integer of at least 1"):
         _data(packed, train_samples=0)
-    monkeypatch.setattr(shards, "find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match="needs webdataset: uv sync --extra webdataset"):
+    monkeypatch.setitem(sys.modules, "webdataset", None)
+    with pytest.raises(RecipeError, match="needs webdataset; install it: uv sync --extra webdataset"):
         _data(packed)

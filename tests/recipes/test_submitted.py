@@ -147,7 +147,7 @@ def test_without_a_cluster_nothing_is_submitted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(slurm, "is_installed", lambda module: True)
+    monkeypatch.setattr(slurm, "check_installed", lambda *words: None)
     with pytest.raises(SystemExit) as stopped:
         compare.main([*TINY, *PROFILE, f"output={tmp_path}"])
     assert stopped.value.code == 2
