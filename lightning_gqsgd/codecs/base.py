@@ -68,7 +68,10 @@ class Codec(ABC):
             ConfigError: if the codec does not work with them.
         """
         if rotation and block_size & (block_size - 1):
-            raise ConfigError(f"rotation=True needs a block_size that is a power of two, not {block_size}")
+            raise ConfigError(
+                f"rotation=True needs a block_size that is a power of two, not {block_size}; take e.g. block_size=128, "
+                "or rotation=False"
+            )
 
     @property
     def biased_by(self) -> str:

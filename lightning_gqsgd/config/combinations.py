@@ -123,8 +123,16 @@ def check_reducer(config: Fields) -> None:
             f"take scale='auto' or one of the reducers {', '.join(others)}"
         )
     if config.down is not None and "memory_down" not in reducer.memories:
-        raise ConfigError(f"memory_down needs a way back that is encoded: reducer='two_shot', not {name!r}")
+        raise ConfigError(
+            f"memory_down needs a way back that is encoded, which reducer={name!r} does not have; take "
+            "reducer='two_shot', or leave memory_down out"
+        )
     if config.up is not None and "memory" not in reducer.memories:
+        if name in ("bf16", "native"):  # what many bits choose by themselves
+            raise ConfigError(
+                f"bits={config.num_bits} is averaged by reducer={name!r}, which has no memory; take at most 8 bits and "
+                "leave reducer out, or take memory='none'"
+            )
         fitting = ", ".join(other for other, kind in REDUCERS.items() if "memory" in kind.memories)
         raise ConfigError(
             f"a memory works with the reducers {fitting}, not {name!r}; take one of these, or memory='none'"

@@ -233,7 +233,7 @@ def _checked(
 ) -> GQSGDConfig:
     """Returns the configuration of a call, with its reducer chosen; raises ConfigError if arguments cannot work."""
     if not isinstance(tensor, Tensor):
-        raise ConfigError(f"all_reduce takes a tensor, not {type(tensor).__name__}")
+        raise ConfigError(f"all_reduce takes one tensor, not {type(tensor).__name__}; call it once for each tensor")
     _check_plain(tensor, "the tensor")
     check_gradient(tensor, "the tensor")
     if out is not None and not isinstance(out, Tensor):

@@ -120,7 +120,10 @@ class LocalSteps(Optimizer):
             meets = open_meeting(model, parent, timeout)
         with meets as meeting:
             if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LocalSteps):
-                raise ConfigError(f"LocalSteps goes around a torch optimizer, not a {type(optimizer).__name__}")
+                raise ConfigError(
+                    f"optimizer is a {type(optimizer).__name__}, not a torch optimizer; give the one of the model, "
+                    "e.g. LocalSteps(model, torch.optim.AdamW(model.parameters()))"
+                )
             options, config = make_local(preset, given, fields)
             self._inner = optimizer
             kind = MergedAverages if options.is_merged else LocalAverages

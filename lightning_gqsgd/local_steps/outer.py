@@ -41,7 +41,10 @@ def check_outer(outer: object) -> None:
             "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
         )
     elif not callable(outer):
-        raise ConfigError(f"outer={outer!r} is neither one of {', '.join(map(repr, OUTERS))} nor a torch.optim class")
+        raise ConfigError(
+            f"outer={outer!r} is neither one of {', '.join(map(repr, OUTERS))} nor a torch.optim class, or a function "
+            "that returns an optimizer; give one of them"
+        )
 
 
 def make_outer(outer: OuterOptimizer, anchors: list[Tensor]) -> Optimizer:
@@ -56,10 +59,14 @@ def make_outer(outer: OuterOptimizer, anchors: list[Tensor]) -> Optimizer:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"outer={outer!r} makes no optimizer of a list of {counted(len(anchors), 'tensor')} ("
-            f"{type(error).__name__}: {error})"
+            f"{type(error).__name__}: {error}); give a function that makes one, e.g. "
+            "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
         ) from error
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"outer={outer!r} makes a {type(optimizer).__name__}, not a torch optimizer")
+        raise ConfigError(
+            f"outer={outer!r} makes a {type(optimizer).__name__}, not a torch optimizer; give a function that returns "
+            "a torch.optim.Optimizer of the tensors that it is called with"
+        )
     own = [id(tensor) for tensor in parameters_of([optimizer])]
     if sorted(own) != sorted(map(id, anchors)):
         raise ConfigError(

@@ -126,7 +126,9 @@ def check_module(model: object) -> None:
     """Raise ConfigError for a model that local steps cannot train: no module, one that is wrapped in
     DistributedDataParallel, or one with an expanded buffer."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+        raise ConfigError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module; give the module that the optimizer trains"
+        )
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             raise ConfigError(

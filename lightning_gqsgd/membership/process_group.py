@@ -469,7 +469,10 @@ class _Work(dist._Work):
             CollectiveError: if a collective failed, or has not ended within the timeout.
         """
         if timeout and not self._over.wait(timeout.total_seconds()):
-            raise CollectiveError(f"gqsgd: an all-reduce was not over within {timeout.total_seconds():g} s")
+            raise CollectiveError(
+                f"gqsgd: an all-reduce was not over within {timeout.total_seconds():g} s; look for the first error "
+                "among all members' logs, or give a longer timeout"
+            )
         try:
             # Wait for the last future, because torchft relies on it being complete then.
             self._together.wait()

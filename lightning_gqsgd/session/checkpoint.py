@@ -53,7 +53,7 @@ def check_state(state: Any, now: GQSGDConfig, entries: Mapping[str, type] | None
         ConfigError: if ``state`` is no state of a hook, or has another schema.
     """
     if not isinstance(state, Mapping):
-        raise ConfigError(f"a state is a dictionary, as state_dict gives it, not {type(state).__name__}")
+        raise ConfigError(f"a state is a dictionary, not {type(state).__name__}; give what state_dict() has returned")
     if not (is_count(state.get("schema")) and state["schema"] == STATE_SCHEMA):
         raise ConfigError(
             f"gqsgd state of schema {state.get('schema')!r:.200}; this version reads {STATE_SCHEMA}: "

@@ -76,7 +76,7 @@ class ClickData(DataInMemory[ClickSet]):
     ) -> None:
         super().__init__(**common)
         if fields != FIELDS:
-            raise RecipeError(f"data.fields={fields}, but click logs have {FIELDS}")
+            raise RecipeError(f"data.fields={fields}, but click logs have {FIELDS}; leave data.fields out")
         if not 1 <= buckets < 2**31:
             raise RecipeError(f"data.buckets={buckets} is out of range: 1 to {2**31 - 1}")
         if max_rows is not None and max_rows < 1:

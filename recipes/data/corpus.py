@@ -193,7 +193,7 @@ def _parts(text: Text, progress: Progress, doing: str) -> Iterator[str]:
                 yield "".join(part)
                 progress.update(task, completed=buffer.tell())
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{text.name} is not UTF-8 text ({error})") from error
+        raise RecipeError(f"{text.name} is not UTF-8 text ({error}); save it as UTF-8") from error
 
 
 @contextmanager

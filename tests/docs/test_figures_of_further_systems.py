@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.docs.checks import Checked, Sentences, compare_sentence
+from tests.docs.checks import Sentences, compare_sentence
 from tests.docs.tables import RESULTS, cell, rows_of, saved_rows
 
 LOCAL, SYSTEMS = "docs/local_systems.md", "docs/systems.md"
@@ -133,14 +133,8 @@ SENTENCES: Sentences = {
         lambda: of_pulse("0.001"),
     ],
 }
-TABLES = []
 
 
 @pytest.mark.parametrize(("page", "pattern"), SENTENCES)
 def test_sentences_say_what_the_tables_say(page: str, pattern: str) -> None:
     compare_sentence(page, pattern, SENTENCES[page, pattern])
-
-
-@pytest.mark.parametrize("checked", TABLES, ids=lambda checked: f"{checked.page} {checked.heading}")
-def test_tables_are_those_of_the_results(checked: Checked) -> None:
-    checked.compare()

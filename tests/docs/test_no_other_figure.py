@@ -167,8 +167,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 def left(page: str, text: str) -> list[str]:
     """The figures of a page that nothing accounts for."""
     sentences = list(test_figures.SENTENCES)
-    with_tables = (test_figures_of_choosing, test_figures_of_pages, test_figures_of_further_systems)
-    for module in (test_further_figures, *with_tables):
+    with_tables = (test_figures_of_choosing, test_figures_of_pages)
+    for module in (test_further_figures, test_figures_of_further_systems, *with_tables):
         sentences += [pattern for name, pattern in module.SENTENCES if name == page]
     for checked in (checked for module in with_tables for checked in module.TABLES):
         if checked.page == page:

@@ -126,7 +126,10 @@ def test_names_of_16_and_32_bits() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"bits": 16, "memory": "ef"}, "memory works with"),
+        (
+            {"bits": 16, "memory": "ef"},
+            "bits=16 is averaged by reducer='bf16', which has no memory; take at most 8 bits",
+        ),
         ({"bits": 32, "rotation": True}, "rotation=True"),
         ({"bits": 16, "reducer": "two_shot"}, "reducer='two_shot'"),
         ({"bits": 32, "reducer": "bf16"}, "reducer='bf16'"),
