@@ -39,13 +39,6 @@ METHODS: dict[str, dict[str, Any] | None] = {
 Wrap = Callable[..., DistributedDataParallel]
 #: A case makes its model, and yields after each backward pass.
 Case = Callable[[int, Wrap], Iterator[nn.Module]]
-CASES: dict[str, Case] = {}
-
-
-def case(function: Case) -> Case:
-    """Enter a function into `CASES`."""
-    CASES[function.__name__] = function
-    return function
 
 
 def data(rank: int, step: int, *shape: int) -> Tensor:
@@ -53,14 +46,32 @@ def data(rank: int, step: int, *shape: int) -> Tensor:
     return torch.randn(*(shape or (8, 32)), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def simple(model: nn.Module, rank: int, wrap: Wrap, *shape: int, **options: Any) -> Iterator[nn.Module]:
-    """Three steps of a model that takes one tensor and gives one."""
-    ddp = wrap(model, **options)
-    for step in range(STEPS):
-        outputs = ddp(data(rank, step, *shape))
-        (outputs**3 + outputs**2).mean().backward()
-        yield ddp
-        ddp.zero_grad()
+def simple(make: Callable[[], nn.Module], *shape: int, **options: Any) -> Case:
+    """Three steps of a model that takes one tensor of a shape and gives one, in DDP with these options."""
+
+    def steps(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
+        ddp = wrap(make(), **options)
+        for step in range(STEPS):
+            outputs = ddp(data(rank, step, *shape))
+            (outputs**3 + outputs**2).mean().backward()
+            yield ddp
+            ddp.zero_grad()
+
+    return steps
+
+
+def looped(backward: Callable[[nn.Module, Tensor], None]) -> Case:
+    """Enter three steps of a usual model into `CASES`: what runs in each of them, up to its gradients."""
+
+    def steps(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
+        ddp = wrap(mlp())
+        for step in range(STEPS):
+            backward(ddp, data(rank, step))
+            yield ddp
+            ddp.zero_grad()
+
+    CASES[backward.__name__] = steps
+    return steps
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
@@ -87,99 +98,96 @@ def two_layers(forward: Callable[..., Any]) -> nn.Module:
     return seeded(lambda: Function(forward, a=nn.Linear(32, 32), b=nn.Linear(32, 32)))
 
 
-# --- models ----------------------------------------------------------------------------------------------------------
-
-
-@case
-def layers(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    yield from simple(mlp(), rank, wrap)
-
-
-@case
-def frozen_parameters(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    model = mlp()
-    model[0].requires_grad_(False)
-    yield from simple(model, rank, wrap)
-
-
-@case
-def no_output_features(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
+def without_output_features() -> nn.Module:
     model = two_layers(lambda self, x: self.a(x).sum() + self.empty(x).sum())
     model.empty = nn.Linear(32, 0)
-    yield from simple(model, rank, wrap, find_unused_parameters=True)
+    return model
 
 
-@case
-def a_parameter_without_dimensions(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
+def scaled() -> nn.Module:
     model = two_layers(lambda self, x: self.b(self.a(x)) * self.scale)
     model.scale = nn.Parameter(torch.tensor(2.0))
-    yield from simple(model, rank, wrap)
+    return model
 
 
-@case
-def fp64(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    model = two_layers(lambda self, x: self.b(self.a(x.double()))).double()
-    yield from simple(model, rank, wrap)
+def frozen() -> nn.Module:
+    model = mlp()
+    model[0].requires_grad_(False)
+    return model
 
 
-@case
-def batch_norm_and_its_buffers(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    model = seeded(lambda: nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)))
-    yield from simple(model, rank, wrap)
-
-
-@case
-def convolutions_in_channels_last(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    model = seeded(lambda: nn.Sequential(nn.Conv2d(4, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)))
-    yield from simple(model.to(memory_format=torch.channels_last), rank, wrap, 2, 4, 9, 9)
-
-
-@case
-def a_recurrent_network(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    model = seeded(lambda: Function(lambda self, x: self.a(x)[0], a=nn.LSTM(16, 24, num_layers=2)))
-    yield from simple(model, rank, wrap, 5, 2, 16)
-
-
-@case
-def attention(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    model = seeded(lambda: nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True))
-    yield from simple(model, rank, wrap, 2, 6, 32)
-
-
-@case
-def tied_weights(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
+def tied() -> nn.Module:
     model = two_layers(lambda self, x: self.b(torch.tanh(self.a(x))))
     model.b.weight = model.a.weight
-    yield from simple(model, rank, wrap)
+    return model
 
 
-# --- options of DDP --------------------------------------------------------------------------------------------------
+def changing() -> nn.Module:
+    steps = iter(range(STEPS))
+    return two_layers(lambda self, x: self.a(x) if next(steps) % 2 else self.b(x))
 
 
-@case
-def gradients_as_views_of_buckets(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    yield from simple(mlp(), rank, wrap, gradient_as_bucket_view=True)
+def recomputed_twice() -> nn.Module:
+    model = two_layers(
+        lambda self, x: checkpoint(self.a, checkpoint(self.a, x, use_reentrant=False), use_reentrant=False)
+    )
+    del model.b
+    return model
 
 
-@case
-def tiny_buckets(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    yield from simple(mlp(), rank, wrap, bucket_cap_mb=0.001)
+def hooked() -> nn.Module:
+    model = mlp()
+    model[0].register_forward_hook(lambda _m, _i, output: output * 2)
+    model[2].register_full_backward_hook(lambda _m, inputs, _o: tuple(2 * g for g in inputs if g is not None))
+    return model
 
 
-@case
-def a_static_graph(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    yield from simple(mlp(), rank, wrap, static_graph=True)
+def convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).to(memory_format=torch.channels_last)
 
 
-@case
-def buffers_are_not_broadcast(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    model = seeded(lambda: nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64)))
-    yield from simple(model, rank, wrap, broadcast_buffers=False)
+CASES: dict[str, Case] = {
+    # Models.
+    "layers": simple(mlp),
+    "frozen parameters": simple(frozen),
+    "no output features": simple(without_output_features, find_unused_parameters=True),
+    "a parameter without dimensions": simple(scaled),
+    "fp64": simple(lambda: two_layers(lambda self, x: self.b(self.a(x.double()))).double()),
+    "batch norm and its buffers": simple(
+        lambda: seeded(lambda: nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)))
+    ),
+    "convolutions in channels last": simple(lambda: seeded(convolutions), 2, 4, 9, 9),
+    "a recurrent network": simple(
+        lambda: seeded(lambda: Function(lambda self, x: self.a(x)[0], a=nn.LSTM(16, 24, num_layers=2))), 5, 2, 16
+    ),
+    "attention": simple(
+        lambda: seeded(lambda: nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)), 2, 6, 32
+    ),
+    "tied weights": simple(tied),
+    "hooks of modules": simple(hooked),
+    # Options of DDP.
+    "gradients as views of buckets": simple(mlp, gradient_as_bucket_view=True),
+    "tiny buckets": simple(mlp, bucket_cap_mb=0.001),
+    "a static graph": simple(mlp, static_graph=True),
+    "buffers are not broadcast": simple(
+        lambda: seeded(lambda: nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64))), broadcast_buffers=False
+    ),
+    "states are not compared at the start": simple(mlp, init_sync=False),
+    # Graphs.
+    "an unused layer": simple(lambda: two_layers(lambda self, x: self.a(x)), find_unused_parameters=True),
+    "ranks use other layers": simple(
+        lambda: two_layers(lambda self, x: self.a(x) if dist.get_rank() == 0 else self.b(x)),
+        find_unused_parameters=True,
+    ),
+    "steps use other layers": simple(changing, find_unused_parameters=True),
+    "a shared layer is computed again twice": simple(recomputed_twice, static_graph=True),
+}
 
 
-@case
-def states_are_not_compared_at_the_start(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    yield from simple(mlp(), rank, wrap, init_sync=False)
+def case(function: Case) -> Case:
+    """Enter a function into `CASES`."""
+    CASES[function.__name__] = function
+    return function
 
 
 @case
@@ -197,39 +205,18 @@ def ignored_parameters(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
 @case
 def a_device_mesh_in_the_groups_place(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    yield from simple(mlp(), rank, wrap, device_mesh=mesh)
-
-
-# --- graphs ----------------------------------------------------------------------------------------------------------
+    yield from simple(mlp, device_mesh=mesh)(rank, wrap)
 
 
 @case
-def an_unused_layer(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    model = two_layers(lambda self, x: self.a(x))
-    yield from simple(model, rank, wrap, find_unused_parameters=True)
+def a_profiler(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        yield from simple(mlp)(rank, wrap)
 
 
 @case
-def ranks_use_other_layers(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    model = two_layers(lambda self, x: self.a(x) if rank == 0 else self.b(x))
-    yield from simple(model, rank, wrap, find_unused_parameters=True)
-
-
-@case
-def steps_use_other_layers(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    steps = iter(range(STEPS))
-    model = two_layers(lambda self, x: self.a(x) if next(steps) % 2 else self.b(x))
-    yield from simple(model, rank, wrap, find_unused_parameters=True)
-
-
-@case
-def two_forward_passes_and_one_backward_pass(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    ddp = wrap(mlp())
-    for step in range(STEPS):
-        loss = ddp(data(rank, step)).square().mean() + ddp(data(rank, step + 50)).square().mean()
-        loss.backward()
-        yield ddp
-        ddp.zero_grad()
+def another_number_of_samples_on_each_rank(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
+    yield from simple(mlp, 3 + 4 * rank, 32)(rank, wrap)
 
 
 @case
@@ -262,39 +249,39 @@ def activations_are_computed_again(rank: int, wrap: Wrap) -> Iterator[nn.Module]
             ddp.zero_grad()
 
 
-@case
-def a_shared_layer_is_computed_again_twice(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    model = two_layers(
-        lambda self, x: checkpoint(self.a, checkpoint(self.a, x, use_reentrant=False), use_reentrant=False)
-    )
-    del model.b
-    yield from simple(model, rank, wrap, static_graph=True)
-
-
 # --- around the passes -----------------------------------------------------------------------------------------------
 
 
-@case
-def inference_between_steps(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    ddp = wrap(mlp())
-    for step in range(STEPS):
-        ddp.eval()
-        with torch.no_grad():
-            ddp(data(rank, step))
-        ddp.train()
-        ddp(data(rank, step)).square().mean().backward()
-        yield ddp
-        ddp.zero_grad()
+@looped
+def two_forward_passes_and_one_backward_pass(ddp: nn.Module, x: Tensor) -> None:
+    (ddp(x).square().mean() + ddp(x.flip(0) + 1).square().mean()).backward()
 
 
-@case
-def a_backward_pass_that_never_comes(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    ddp = wrap(mlp())
-    for step in range(STEPS):
-        ddp(data(rank, step))  # its output is dropped
-        ddp(data(rank, step)).square().mean().backward()
-        yield ddp
-        ddp.zero_grad()
+@looped
+def inference_between_steps(ddp: nn.Module, x: Tensor) -> None:
+    ddp.eval()
+    with torch.no_grad():
+        ddp(x)
+    ddp.train()
+    ddp(x).square().mean().backward()
+
+
+@looped
+def a_backward_pass_that_never_comes(ddp: nn.Module, x: Tensor) -> None:
+    ddp(x)  # its output is dropped
+    ddp(x).square().mean().backward()
+
+
+@looped
+def autocast(ddp: nn.Module, x: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = ddp(x).float().square().mean()
+    loss.backward()
+
+
+@looped
+def parameters_from_elsewhere(ddp: nn.Module, x: Tensor) -> None:
+    torch.func.functional_call(ddp, dict(ddp.named_parameters()), (x,)).square().mean().backward()
 
 
 @case
@@ -313,46 +300,6 @@ def gradients_that_are_not_zeroed(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
         ddp(data(rank, 7)).square().mean().backward()
     ddp(data(rank, 0)).square().mean().backward()
     yield ddp
-
-
-@case
-def autocast(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    ddp = wrap(mlp())
-    for step in range(STEPS):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = ddp(data(rank, step)).float().square().mean()
-        loss.backward()
-        yield ddp
-        ddp.zero_grad()
-
-
-@case
-def hooks_of_modules(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    model = mlp()
-    model[0].register_forward_hook(lambda _m, _i, output: output * 2)
-    model[2].register_full_backward_hook(lambda _m, inputs, _o: tuple(2 * g for g in inputs if g is not None))
-    yield from simple(model, rank, wrap)
-
-
-@case
-def parameters_from_elsewhere(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    ddp = wrap(mlp())
-    for step in range(STEPS):
-        parameters = dict(ddp.named_parameters())
-        torch.func.functional_call(ddp, parameters, (data(rank, step),)).square().mean().backward()
-        yield ddp
-        ddp.zero_grad()
-
-
-@case
-def a_profiler(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        yield from simple(mlp(), rank, wrap)
-
-
-@case
-def another_number_of_samples_on_each_rank(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
-    yield from simple(mlp(), rank, wrap, 3 + 4 * rank, 32)
 
 
 # --- the test --------------------------------------------------------------------------------------------------------
