@@ -23,7 +23,6 @@ from lightning_gqsgd.kernels.cpu.vectors import (
     are_negative,
     chosen,
     code_of,
-    either,
     entry,
     filled_codes,
     has_bit,
@@ -64,7 +63,7 @@ def _nearest_of_4(size, t, m):
     bits of the number are found one after the other."""
     c1 = are_at_least(size, entry(t, 2))
     c0 = are_at_least(size, chosen(c1, entry(t, 3), entry(t, 1)))
-    number = either(code_of(c1, 2), code_of(c0, 1))
+    number = code_of(c1, 2) | code_of(c0, 1)
     return number, one_of_eight(number, m)
 
 
@@ -73,9 +72,9 @@ def _nearest_of_8(size, t, m):
     """Returns the number of the magnitude nearest to each size, and the magnitude, if there are eight magnitudes."""
     c2 = are_at_least(size, entry(t, 4))
     c1 = are_at_least(size, chosen(c2, entry(t, 6), entry(t, 2)))
-    high = either(code_of(c2, 4), code_of(c1, 2))
-    c0 = are_at_least(size, one_of_eight(either(high, filled_codes(1, size)), t))
-    number = either(high, code_of(c0, 1))
+    high = code_of(c2, 4) | code_of(c1, 2)
+    c0 = are_at_least(size, one_of_eight(high | filled_codes(1, size), t))
+    number = high | code_of(c0, 1)
     return number, one_of_eight(number, m)
 
 
@@ -94,7 +93,7 @@ def _chooser(bits: int, nearest: Callable[..., Any]) -> Callable[..., Any]:
         v = load(moved, j)
         number, level = nearest(magnitudes_of(v), t, m)
         is_negative = are_negative(v)
-        code = either(number, code_of(is_negative, 1 << (bits - 1)))
+        code = number | code_of(is_negative, 1 << (bits - 1))
         return code, load(z, j) * negated_where(is_negative, level)
 
     @loop
@@ -107,12 +106,12 @@ def _chooser(bits: int, nearest: Callable[..., Any]) -> Callable[..., Any]:
             code_d, d = one(z, moved, j + 3 * quarter, t, m)
             store(terms, j, (a + c) + (b + d))
             if bits == 2:
-                low = either(code_a, shifted_up(code_b, 2))
-                high = either(shifted_up(code_c, 4), shifted_up(code_d, 6))
-                store(wire, at + j, either(low, high))
+                low = code_a | shifted_up(code_b, 2)
+                high = shifted_up(code_c, 4) | shifted_up(code_d, 6)
+                store(wire, at + j, low | high)
             elif bits == 4:
-                store(wire, at + j, either(code_a, shifted_up(code_c, 4)))
-                store(wire, at + quarter + j, either(code_b, shifted_up(code_d, 4)))
+                store(wire, at + j, code_a | shifted_up(code_c, 4))
+                store(wire, at + quarter + j, code_b | shifted_up(code_d, 4))
             else:
                 store(codes, j, code_a)
                 store(codes, j + quarter, code_b)

@@ -31,8 +31,6 @@ from lightning_gqsgd.kernels.cpu.dither import block_keys, word
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
 from lightning_gqsgd.kernels.cpu.vectors import (
-    both,
-    either,
     filled_codes,
     lanes,
     load,
@@ -158,8 +156,8 @@ def _codec(bits: int) -> Any:
                 windows = shifted_down(bits_here, step)
                 code = numbers_in(units(load(moved, j), inverse), windows)
                 level = levels_in(code, windows, like)
-                u = shifted_up(both(shifted_down(windows, MEMORY), filled_codes(1, like)), bits - 1)
-                store(codes, j, either(code, u))
+                u = shifted_up(shifted_down(windows, MEMORY) & filled_codes(1, like), bits - 1)
+                store(codes, j, code | u)
                 store(z, j, load(z, j) * level)
 
     @loop
@@ -169,7 +167,7 @@ def _codec(bits: int) -> Any:
         windows = filled_codes(0, like)
         for step in range(z.size // LANES):
             code = load_codes(codes, step * LANES + lane, like)
-            windows = either(shifted_down(windows, 1), shifted_up(shifted_down(code, bits - 1), MEMORY))
+            windows = shifted_down(windows, 1) | shifted_up(shifted_down(code, bits - 1), MEMORY)
             first, swap = _source(step, lane, random, z)
             store(z, first, swapped(levels_in(code, windows, like), swap))
 

@@ -3,7 +3,8 @@
 Before a vectorised loop over arrays, LLVM's code checks that the arrays do not overlap. This takes longer than a loop
 over a short block. LLVM also does not find the pattern of a butterfly. A vector here has 64 bytes of coordinates, which
 are 16 fp32 or 8 fp64 numbers. Vectors of integers or truth values that belong to coordinates have as many numbers. If
-the processor has shorter vectors, LLVM splits them. `+`, `-` and `*` work on two vectors of floats.
+the processor has shorter vectors, LLVM splits them. `+`, `-` and `*` work on two vectors of floats, and `|` and `&` on
+two vectors of integers.
 
 Nothing is checked: a vector that is loaded or stored has to be within its array.
 """
@@ -227,18 +228,6 @@ def shifted_up(code, vector, count):
     return code.shl(vector, filled_with(code, code.trunc(count, vector.type.element), vector.type))
 
 
-@instruction(lambda left, right: left(left, right))
-def either(code, left, right):
-    """Returns the bitwise or of two vectors of integers."""
-    return code.or_(left, right)
-
-
-@instruction(lambda left, right: left(left, right))
-def both(code, left, right):
-    """Returns the bitwise and of two vectors of integers."""
-    return code.and_(left, right)
-
-
 @instruction(lambda vector, limit: vector(vector, vector.dtype))
 def clamped(code, vector, limit):
     """Returns a vector of floats, each clamped to the range from -limit to limit. NaN stays NaN."""
@@ -324,7 +313,7 @@ def _with_signs(code, vector, words, shift, signs_of):
 
 
 def _arithmetic(operation: Any, name: str) -> None:
-    """Register an operator of Python for two vectors of floats."""
+    """Register an operator of Python for two vectors of one type."""
 
     @infer_global(operation)
     class _Template(AbstractTemplate):
@@ -340,6 +329,8 @@ def _arithmetic(operation: Any, name: str) -> None:
 _arithmetic(operator.add, "fadd")
 _arithmetic(operator.sub, "fsub")
 _arithmetic(operator.mul, "fmul")
+_arithmetic(operator.or_, "or_")
+_arithmetic(operator.and_, "and_")
 
 
 def _load(code, array, first):
