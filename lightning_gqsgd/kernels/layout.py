@@ -455,31 +455,15 @@ def place_by_owner(
     return _placed(table, order, first, _records(table, q, raw_bytes), scale_bytes, q.block_size)
 
 
-class ShardSizes(NamedTuple):
-    """The sizes that determine the work and the messages of the rank that owns the first shard.
-
-    Attributes:
-        numel: number of coordinates of all shards.
-        blocks: number of blocks of all shards.
-        owned: number of blocks of the first shard.
-        owned_raw: number of uncompressed blocks of the first shard.
-        shard_bytes: length of one shard's message in bytes.
-    """
-
-    numel: int
-    blocks: int
-    owned: int
-    owned_raw: int
-    shard_bytes: int
-
-
 def sizes_by_owner(
     block_runs: Sequence[BlockRun], q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int
-) -> ShardSizes:
-    """Returns the sizes of the layout that `place_by_owner` returns for runs without stripes. No table is built.
+) -> tuple[int, ...]:
+    """Returns the sizes that determine the work and the messages of the rank that owns the first shard, in the layout
+    that `place_by_owner` returns for runs without stripes: the numbers of coordinates and of blocks, of the first
+    shard's blocks and of those of them that are uncompressed, and the bytes of a shard's message.
 
-    The blocks of a parameter go to the owners in turn, so their numbers of blocks differ by at most one. See `place`
-    for the arguments.
+    No table is built. The blocks of a parameter go to the owners in turn, so their numbers of blocks differ by at most
+    one. See `place` for the arguments.
     """
     rows = np.zeros((len(block_runs), COLUMNS), dtype=np.int64)
     rows[:, PARAMETER] = [run.parameter for run in block_runs]
@@ -498,7 +482,7 @@ def sizes_by_owner(
         rest[(owner + run.blocks - 1) % shards] += _record_bytes(last, run.raw, q, raw_bytes) - full_bytes
     numel = sum(run.numel for run in block_runs)
     total = sum(run.blocks for run in block_runs)
-    return ShardSizes(numel, total, int(blocks[0]), int(raw[0]), int((_align(scales) + rest).max()))
+    return numel, total, int(blocks[0]), int(raw[0]), int((_align(scales) + rest).max())
 
 
 def owners(table: np.ndarray, shards: int, *, striped: bool) -> np.ndarray:
