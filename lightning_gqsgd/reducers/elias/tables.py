@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple
 
 import numpy as np
 
+from lightning_gqsgd.codecs.linear.codec import LinearQuantiser
 from lightning_gqsgd.kernels.protocol import Quantiser
 
 #: The codes of integers below this number are in a table. Codes of larger integers have 16 bits or more.
@@ -38,21 +39,13 @@ class Tables(NamedTuple):
     head_length: np.ndarray
 
 
-class _HasOddLevels(Protocol):
-    """The attributes of a linear quantiser that the entropy coder reads; see `codecs.linear.codec.LinearQuantiser`."""
-
-    @property
-    def odd_levels(self) -> int: ...
-
-
 def levels_of(q: Quantiser) -> int:
     """Returns the number of levels K of a quantiser.
 
     Raises:
         ValueError: if there are no Elias codes for the quantiser.
     """
-    has_words = q.kind.name == "linear" and not q.summable and 1 <= q.bits <= 8
-    levels = cast(_HasOddLevels, q).odd_levels if has_words else 0
+    levels = q.odd_levels if isinstance(q, LinearQuantiser) and not q.summable and 1 <= q.bits <= 8 else 0
     if levels % 2 != 1 or not 1 <= levels <= 2**q.bits:
         raise ValueError(f"Elias codes need an odd number of linear levels in separate words of 1 to 8 bits, not {q}")
     return levels
