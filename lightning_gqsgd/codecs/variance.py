@@ -3,6 +3,11 @@
 ω of an unbiased quantiser Q is the smallest number with E|Q(x) - x|² <= ω |x|² (l2 norms) for all x of d coordinates.
 The formulas hold for scales from the maximum norm to the l2 norm, both included, except that of companded codes, which
 is for the maximum norm.
+
+Common arguments: ``dimension``, the number d of coordinates that share a scale; ``levels``, s or S, 1 or more, or K,
+which is at least 2 for linear codes and 4 for companded ones; ``slope``, s of companded codes, above 0; ``mantissa``,
+m, the number of bits between two powers of two, 0 to 52; ``bits``, the bits of a code, 1 to 4. All functions raise
+ConfigError for an argument that is not such a number.
 """
 
 from __future__ import annotations
@@ -43,13 +48,6 @@ def omega_linear(dimension: int, levels: int) -> float:
 
     d = 4s² coordinates y = 1/(2s) under the l2 norm attain the first term. QSGD (arXiv 1610.02132, lemma 3.1) prints
     d/s² for the first term.
-
-    Args:
-        dimension: number d of coordinates that share a scale.
-        levels: s, 1 or more.
-
-    Raises:
-        ConfigError: if an argument is not an integer, or is below 1.
     """
     check_whole(dimension=dimension, levels=levels)
     return min(dimension / (4 * levels * levels), math.sqrt(dimension) / levels)
@@ -72,9 +70,6 @@ def dimension_together(dimension: int, ranks: int, norm_over_ranks: str) -> int:
         dimension: coordinates d of one rank that share a scale.
         ranks: n.
         norm_over_ranks: ``"max"`` or ``"l2"``, p of infinity or 2; ``"l1"``, p = 1.
-
-    Raises:
-        ConfigError: if a number is no integer or below 1, or if the norm is unknown.
     """
     check_whole(dimension=dimension, ranks=ranks)
     check_one_of("norm_over_ranks", norm_over_ranks, NORMS_OVER_RANKS)
@@ -87,13 +82,6 @@ def omega_subtractive(dimension: int, levels: int) -> float:
 
     The error is uniform on [-Δ/2, Δ/2] N for every coordinate, including zeros, so the errors of d coordinates sum to
     d Δ²/12 N². N <= |x| gives the bound. It is attained if a single coordinate is not zero.
-
-    Args:
-        dimension: number d of coordinates that share a scale.
-        levels: K, 2 or more.
-
-    Raises:
-        ConfigError: if an argument is not an integer, or is too small.
     """
     check_whole(dimension=dimension)
     check_whole(2, levels=levels)
@@ -119,9 +107,6 @@ def variance_companded(magnitude: float, levels: int, slope: float) -> float:
         magnitude: |x| in units of the scale, 0 to 1.
         levels: K, 4 or more.
         slope: s, above 0.
-
-    Raises:
-        ConfigError: if an argument is out of range.
     """
     check_at_least(0, magnitude=magnitude)
     check_positive(slope=slope)
@@ -145,9 +130,6 @@ def mean_variance_companded(mean_magnitude: float, levels: int, slope: float) ->
         mean_magnitude: mean of |x| in units of the scale, 0 to 1.
         levels: K, 4 or more.
         slope: s, above 0.
-
-    Raises:
-        ConfigError: if an argument is out of range.
     """
     check_at_least(0, mean_magnitude=mean_magnitude)
     check_positive(slope=slope)
@@ -164,14 +146,6 @@ def omega_companded(dimension: int, levels: int, slope: float) -> float:
     Let the scale be 1, and let one coordinate reach it. The ratio Σ (b² + k |x|) / Σ x² is largest if all other
     coordinates have the same magnitude t. (A + k (d-1) t)/(1 + (d-1) t²) is largest at the t at which its derivative is
     zero. Its value there is k/(2t), which is the bound.
-
-    Args:
-        dimension: number d of coordinates that share a scale.
-        levels: K, 4 or more.
-        slope: s, above 0.
-
-    Raises:
-        ConfigError: if an argument is out of range.
     """
     check_whole(dimension=dimension)
     check_whole(4, levels=levels)
@@ -186,13 +160,6 @@ def smallest_level(levels: int, mantissa: int = 0) -> float:
 
     Code c, 1 to S, stands for 2^e (1 + r/2^m), with e and r quotient and remainder of (c - S)/2^m. The result is the
     magnitude of c = 1, which is 2^(1-S) for m = 0. It is 0.0 if the magnitude is below the smallest float.
-
-    Args:
-        levels: number of non-zero magnitudes S, 1 or more.
-        mantissa: m, bits between two powers of two, 0 to 52.
-
-    Raises:
-        ConfigError: if an argument is not an integer, or is out of range.
     """
     check_whole(levels=levels)
     check_whole(0, 52, mantissa=mantissa)
@@ -212,14 +179,6 @@ def omega_exponential(dimension: int, levels: int, mantissa: int = 0) -> float:
     and at most l² N², which sums to d l² N². With N <= |x| and u = sqrt(d) l, the two bounds are u and u². (The
     variance is also at most l²/4 N², so u²/4 would be a bound, too.) For m = 0 this is the constant of natural
     dithering, arXiv 1905.10988.
-
-    Args:
-        dimension: number d of coordinates that share a scale.
-        levels: number of non-zero magnitudes S, 1 or more.
-        mantissa: m, bits between two powers of two, 0 to 52.
-
-    Raises:
-        ConfigError: if an argument is not an integer, or is out of range.
     """
     check_whole(dimension=dimension)
     underflow = math.sqrt(dimension) * smallest_level(levels, mantissa)
@@ -238,9 +197,6 @@ def stability(alpha: float, beta: float, omega: float) -> float:
         alpha: α, share of the memory that is added to the gradient before it is sent.
         beta: β, share of the memory that is kept.
         omega: ω of the quantiser.
-
-    Raises:
-        ConfigError: if an argument is negative or not finite.
     """
     check_at_least(0, alpha=alpha, beta=beta, omega=omega)
     return alpha * alpha * omega + (beta - alpha) * (beta - alpha)
@@ -253,9 +209,6 @@ def best_alpha(beta: float, omega: float) -> float:
     Args:
         beta: β, share of the memory that is kept.
         omega: ω of the quantiser.
-
-    Raises:
-        ConfigError: if an argument is negative or not finite.
     """
     check_at_least(0, beta=beta, omega=omega)
     return beta / (1 + omega)
@@ -272,12 +225,6 @@ def gaussian_distortion(bits: int) -> float:
     """Returns the mean square error D of Lloyd-Max levels for the standard normal distribution: 1 - E q².
 
     Every level q is the mean of the numbers z that are rounded to it, so E zq = E q², and E (z - q)² = 1 - E q².
-
-    Args:
-        bits: bits of a code, 1 to 4.
-
-    Raises:
-        ConfigError: if ``bits`` is another number.
     """
     check_whole(1, max(LLOYD_MAX), bits=bits)
     levels = LLOYD_MAX[bits]
@@ -294,12 +241,6 @@ def omega_eden(bits: int) -> float:
     <x̂, x> = |x|², so |x̂ - x|² = S² |q|² - |x|². For Gaussian z, <z, q> is near m σ (1-D) and |q|² is near m (1-D), so
     the error is near |x|² (1/(1-D) - 1). The factor is π/2 - 1 at 1 bit (DRIVE, arXiv 2105.08339, section 4; EDEN,
     arXiv 2108.08842, theorem 2.3). In blocks of 128 coordinates, it is right within 5 %.
-
-    Args:
-        bits: bits of a code, 1 to 4.
-
-    Raises:
-        ConfigError: if ``bits`` is another number.
     """
     distortion = gaussian_distortion(bits)
     return distortion / (1 - distortion)
