@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 class Codec(ABC):
     """Base class of codecs. A codec is stateless and frozen. Two codecs are equal if their numbers are equal.
 
+    The argument ``summed`` of methods is the number of ranks whose codes are added before they are decoded, under
+    scales that all ranks share. The methods raise ConfigError if the codes of so many ranks cannot be added.
+
     Attributes:
         name: name of the codec in a configuration.
         fields: the fields of a configuration that this codec reads and other codecs do not.
@@ -106,23 +109,13 @@ class Codec(ABC):
 
         Args:
             block_size: the largest number of coordinates in a block.
-            summed: number of ranks whose codes are added, under scales that all ranks share. None: no codes are added.
-
-        Raises:
-            ConfigError: if the codes of ``summed`` ranks cannot be added.
+            summed: see the class. None: no codes are added.
         """
 
     @abstractmethod
     def error_variance(self, summed: int = 1) -> float:
         """Returns the mean square error of one rank's coordinate, in units of the squared scale; NaN if it is not
-        predicted.
-
-        Args:
-            summed: number of ranks whose codes are added before they are decoded.
-
-        Raises:
-            ConfigError: if the codes of ``summed`` ranks cannot be added.
-        """
+        predicted."""
 
     @abstractmethod
     def omega(self, dimension: int, summed: int = 1) -> float:
@@ -131,10 +124,7 @@ class Codec(ABC):
 
         Args:
             dimension: number of coordinates that share a scale.
-            summed: number of ranks whose codes are added before they are decoded. ω describes the codes of one rank.
-
-        Raises:
-            ConfigError: if the codes of ``summed`` ranks cannot be added.
+            summed: see the class. ω describes the codes of one rank.
         """
 
     def delta(self, dimension: int) -> float:
