@@ -123,12 +123,9 @@ class SummableQuantiser(ScaledQuantiser, Protocol):
         """Returns the mean from the sums of all ranks' codes, [B, width]. ``uniforms`` are the dithers of all ranks."""
         ...
 
-
-class PairwiseQuantiser(SummableQuantiser, Protocol):
-    """A quantiser whose codes can be added in pairs."""
-
     def combine(self, codes: Tensor, others: Tensor, words: Tensor) -> Tensor:
-        """Returns unbiased codes of the sums of two codes' numbers. All arguments are int64 [B, width].
+        """Returns unbiased codes of the sums of two codes' numbers, if codes can be added in pairs. All arguments are
+        int64 [B, width].
 
         Args:
             codes: codes of one side.
@@ -272,7 +269,7 @@ class Kernels(Protocol):
     def combine(self, mine: Tensor, theirs: Tensor, how: Coding, key: Key) -> None:
         """Replace the codes of one message by unbiased codes of the sums of both messages' numbers.
 
-        The quantiser has to be a `PairwiseQuantiser`; see `codecs.exponential.codec`.
+        The quantiser has to have `SummableQuantiser.combine`; see `codecs.exponential.codec`.
 
         Args:
             mine: uint8 [bytes], codes without scales; changed in place.

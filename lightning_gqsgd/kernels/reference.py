@@ -19,7 +19,6 @@ from lightning_gqsgd.kernels.narrowing import rounded
 from lightning_gqsgd.kernels.packing import pack, pack_raw, positions, read_scales, unpack, unpack_raw, write_scales
 from lightning_gqsgd.kernels.protocol import (
     Coding,
-    PairwiseQuantiser,
     Quantiser,
     ScaledQuantiser,
     SummableQuantiser,
@@ -135,7 +134,7 @@ def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, block_size: int, fa
 def combine(mine: Tensor, theirs: Tensor, how: Coding, key: Key) -> None:
     """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
     blocks = _counted_from(how.origin, table_on(mine.device, how.blocks))
-    q = cast(PairwiseQuantiser, how.q)
+    q = cast(SummableQuantiser, how.q)
     codes, others = (unpack(wire, blocks, q.bits, q.block_size, summable=False) for wire in (mine, theirs))
     random = words(blocks, key, torch.arange(q.block_size, device=blocks.device))
     pack(q.combine(codes, others, random), blocks, mine, q.bits, summable=False)

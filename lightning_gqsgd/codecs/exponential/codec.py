@@ -98,7 +98,7 @@ class ExponentialQuantiser:
         return self._decoded(codes, scales, share)
 
     def combine(self, codes: Tensor, others: Tensor, words: Tensor) -> Tensor:
-        """Returns unbiased codes of the sums of two codes' numbers; see `kernels.protocol.PairwiseQuantiser.combine`.
+        """Returns unbiased codes of the sums of two codes' numbers; see `kernels.protocol.SummableQuantiser.combine`.
         The module's docstring describes the rule, which is for codes without mantissa."""
         mask = (1 << (self.bits - 1)) - 1
         sign = 1 << (self.bits - 1)
