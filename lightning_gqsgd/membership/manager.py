@@ -91,7 +91,6 @@ class TorchftMembers(Members):
 
     Attributes:
         timeout: see above.
-        telemetry: counters of this process.
 
     Raises:
         ConfigError: if the timeout is invalid, if there is no lighthouse, if its members do not fit, or if the transfer

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.wire.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +104,12 @@ class Members(ABC):
             merge. If members join and leave, the others would start a merge without the members that are still in their
             round.
         patience_s: seconds without a step after which members that have finished wait no longer for another member.
+        telemetry: counters of this process.
     """
 
     waits_for_all: bool
     patience_s: float
+    telemetry: Telemetry
 
     def run(self, merge: Generator[Request, Any, Result]) -> Result:
         """Answer all requests of a merge, and return its result.

@@ -32,6 +32,7 @@ from lightning_gqsgd.local_steps.options import LocalOptions, parse_time
 from lightning_gqsgd.local_steps.outer import make_outer
 from lightning_gqsgd.local_steps.starting import numbered
 from lightning_gqsgd.membership.members import Commit, Gather, Meet, Members, Quorum, Rejoin, Request, Sum
+from lightning_gqsgd.wire.telemetry import Telemetry
 
 SENDS = Flag.HAS_CHANGE | Flag.IS_FINITE
 
@@ -281,6 +282,7 @@ class OnlyOne(Members):
 
     waits_for_all = False
     timeout = timedelta(seconds=30)
+    telemetry = Telemetry()
 
     def __init__(self, state: Mapping[str, Any] | None, meets: threading.Event) -> None:
         self.state = state
@@ -328,6 +330,11 @@ def state_of(value: float, buffer: float | None = None) -> SharedState:
     (fragment,) = fragments_of(parameters, buffers, options)
     outer = make_outer("sgd", [anchor for _, anchor in fragment.entries()])
     return SharedState(fragment, outer, options, torch.empty(0, dtype=torch.int64))
+
+
+def engine_of(communicator: SimpleNamespace, **parts: object) -> Any:
+    """The first of two ranks' engines, with as many parts as a test needs."""
+    return SimpleNamespace(rank=0, world_size=2, telemetry=None, communicator=communicator, **parts)
 
 
 class Rebinding(torch.optim.SGD):
@@ -425,7 +432,7 @@ def test_an_outer_optimizer_that_one_member_has_changed_is_named(
     for answer, words in zip(answers, ("SGD(lr=1.0)", "SGD(lr=0.5)"), strict=True):
         assert answer.problem == f"members have different outer optimizers (here {words})"
     if waits_for_all:
-        engine = SimpleNamespace(rank=0, world_size=2)
+        engine = engine_of(SimpleNamespace(timeout=timedelta(seconds=1)))
         for answer in answers:
             with pytest.raises(CollectiveError, match=r"different outer optimizers \(here.*register_step_post_hook"):
                 FixedMembers(engine, GQSGDConfig()).answer(answer)

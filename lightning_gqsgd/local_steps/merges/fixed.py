@@ -16,7 +16,6 @@ from lightning_gqsgd.membership.members import Commit, Gather, Meet, Members, Qu
 from lightning_gqsgd.wire.agreement import named
 from lightning_gqsgd.wire.engine import Engine
 from lightning_gqsgd.wire.engine import Request as EngineRequest
-from lightning_gqsgd.wire.telemetry import Telemetry
 
 
 class FixedMembers(Members):
@@ -35,11 +34,8 @@ class FixedMembers(Members):
     def __init__(self, engine: Engine, config: GQSGDConfig) -> None:
         self._engine = engine
         self.config = config
-
-    @property
-    def telemetry(self) -> Telemetry:
-        """Counters of this process."""
-        return self._engine.telemetry
+        self.telemetry = engine.telemetry
+        self.patience_s = engine.communicator.timeout.total_seconds()
 
     @torch.no_grad()
     def answer(self, request: Request) -> Any:
@@ -67,11 +63,6 @@ class FixedMembers(Members):
             "was loaded on some ranks only; or processors round differently. Load the same state on every rank, and "
             "make a new LocalSteps"
         )
-
-    @property
-    def patience_s(self) -> float:  # type: ignore[override]
-        """The timeout of collectives, in seconds."""
-        return self._engine.communicator.timeout.total_seconds()
 
     def leave_behind(self, idle: Mapping[int, str]) -> None:
         """Raise CollectiveError, because ranks of a process group cannot leave."""
