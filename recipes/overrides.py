@@ -223,11 +223,8 @@ def _no_such_key(override: Override, base: DictConfig, settings: Sequence[str]) 
 def _near(word: str, key: str, base: DictConfig) -> str | None:
     """The key of a configuration that is nearest to a word, if one is near.
 
-    Args:
-        word: the whole key, or its last part where the node before it exists: two keys of one node are not alike
-            because their nodes are.
-        key: the whole key.
-        base: the configuration.
+    The word is the whole key, or its last part where the node before it exists: two keys of one node are not alike
+    because their nodes are.
     """
     keys = {name if word == key else name.rpartition(".")[2]: name for name in _all_keys(base)}
     found = difflib.get_close_matches(word, keys, n=1, cutoff=0.6 if word == key else 0.75)

@@ -32,15 +32,8 @@ WORKSPACE_FILE = "workspace.json"
 def publish(plan: Plan, metric: Metric, title: str, files: Sequence[Path], console: Console) -> None:
     """Log a comparison whose cells were logged to W&B, and print where it is, or how to upload it.
 
-    Nothing happens if the cells were not logged to W&B. The files of the comparison are only read. An error of W&B
-    becomes one printed line, never an exception.
-
-    Args:
-        plan: the comparison; its finished cells belong together.
-        metric: the metric of the task.
-        title: name of the comparison's run.
-        files: tables and pictures of the comparison; ``table.csv`` is among them.
-        console: where the lines are printed.
+    Nothing happens if the cells were not logged to W&B. The files of the comparison, ``table.csv`` among them, are only
+    read. An error of W&B becomes one printed line, never an exception.
     """
     cells = [cell for cell in plan.cells if wandb_settings(cell.config) is not None and cell.is_finished()]
     if cells:

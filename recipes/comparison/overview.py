@@ -12,12 +12,7 @@ from recipes.comparison.results import REFERENCE, Line, target_text
 def side_by_side(by_hardware: Mapping[str, Sequence[Line]], target: float) -> list[Overview]:
     """Tables with a row for each variant and a column for each kind of hardware: seconds to the target, and steps.
 
-    Args:
-        by_hardware: the table of each kind of hardware.
-        target: value of the metric whose time is reported; NaN if there is none.
-
-    Returns:
-        The tables; none for one kind of hardware, whose own table says the same.
+    There are none for one kind of hardware, whose own table says the same.
     """
     if len(by_hardware) < 2:
         return []

@@ -82,12 +82,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Overview:
-    """A table that stands above all sections.
-
-    Attributes:
-        title: what the table shows.
-        rows: headings, and the rows.
-    """
+    """A table that stands above all sections; its first row has the headings."""
 
     title: str
     rows: Sequence[Sequence[str]]
@@ -101,16 +96,7 @@ def write_page(
     overviews: Sequence[Overview] = (),
     notes: Sequence[str] = (),
 ) -> None:
-    """Write the page: for every section its headline, curves on three axes, parts of a step, and the table.
-
-    Args:
-        sections: parts of the page, in their order.
-        title: heading of the page.
-        command: the command line that reproduces the comparison.
-        file: path of the page.
-        overviews: tables above the sections.
-        notes: lines at the end of the page.
-    """
+    """Write the page: for every section its headline, curves on three axes, parts of a step, and the table."""
     page = _TEMPLATES.get_template("page.html.j2").render(
         title=title,
         command=command,

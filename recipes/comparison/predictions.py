@@ -30,10 +30,8 @@ _UNLIMITED = "none"
 
 
 def computation(runs: Sequence[Run]) -> float:
-    """Seconds of a step that waits for nothing: the median step, less the communication that backward did not hide.
-
-    Args:
-        runs: the runs of a variant, whose mean this is.
+    """Seconds of a step that waits for nothing: the median step, less the communication that backward did not hide; the
+    mean over runs.
     """
     each = [run.facts["step_s"]["median"] - run.facts["exposed_s"].get("median", 0.0) for run in runs]
     return max(statistics.fmean(each), 1e-6)

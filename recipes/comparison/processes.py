@@ -43,12 +43,7 @@ def command(cell: Cell) -> list[str]:
 
 
 class FreshRun:
-    """A run whose processes import everything themselves.
-
-    Args:
-        cell: the run.
-        log: file that gets its output.
-    """
+    """A run whose processes import everything themselves."""
 
     def __init__(self, cell: Cell, log: Path) -> None:
         with open(log, "wb") as output:

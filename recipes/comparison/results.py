@@ -133,11 +133,7 @@ def read_rows(file: Path) -> list[dict[str, float]]:
 
 
 def common_target(variants: dict[str, list[Run]]) -> float:
-    """The worst of all runs' best values, less 1 %, so that every run reaches the target.
-
-    Returns:
-        NaN if no run has a validation.
-    """
+    """The worst of all runs' best values, less 1 %, so that every run reaches the target; NaN without validations."""
     every = [run for runs in variants.values() for run in runs if not math.isnan(run.best)]
     if not every:
         return math.nan

@@ -107,12 +107,7 @@ class Cifar10Data(ImageDataModule):
 
 
 def from_torchvision(root: Path, name: str) -> ImageSet:
-    """CIFAR-10 from torchvision's folder; the files are checked against their known digests before they are read.
-
-    Args:
-        root: the folder that holds ``cifar-10-batches-py``.
-        name: name of the collection.
-    """
+    """CIFAR-10 from torchvision's folder; the files are checked against their known digests before they are read."""
     try:
         train, test = CIFAR10(str(root), train=True), CIFAR10(str(root), train=False)
     except RuntimeError as error:

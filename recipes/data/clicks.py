@@ -30,12 +30,7 @@ REMEDY = f"name it with data.root=PATH ({criteo.LAYOUT}; or a folder with one of
 
 @dataclass(frozen=True)
 class ClickSet:
-    """A training split and a test split.
-
-    Attributes:
-        train_ids, test_ids: ids inside each field, int32 (N, 39).
-        train_labels, test_labels: 1 for a click and 0 for none, int8 (N,).
-    """
+    """A training split and a test split: ids inside each field, (N, 39), and labels, (N,), of which 1 is a click."""
 
     train_ids: NDArray[np.int32]
     train_labels: NDArray[np.int8]

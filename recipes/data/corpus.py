@@ -57,22 +57,13 @@ class Text:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file, or a member of an archive.
-
-    Attributes:
-        path: path of the file or of the archive.
-        member: name of the member in the archive; None for a file.
-    """
+    """A file, or a member of an archive."""
 
     path: Path
     member: str | None = None
 
     def read(self) -> Text:
-        """The whole file.
-
-        Raises:
-            RecipeError: the file cannot be read, or is larger than `MAX_FILE_BYTES`.
-        """
+        """The whole file."""
         name = PurePosixPath(self.member).name if self.member else self.path.name
         with _readable(self.path):
             contents = self.path.read_bytes() if self.member is None else _member(self.path, self.member)
@@ -90,9 +81,6 @@ def find(root: Path, split: str) -> TextFile | None:
     Args:
         root: an archive, or a folder, which is searched together with the folders in it.
         split: ``"train"`` or ``"valid"``.
-
-    Returns:
-        The file, or None if there is none.
 
     Raises:
         RecipeError: the archive cannot be read, or several files have the same name.
@@ -113,15 +101,7 @@ def find(root: Path, split: str) -> TextFile | None:
 def load_cached(
     train: TextFile, valid: TextFile, cache_dir: Path, tokenizer: str, vocabulary_size: int
 ) -> tuple[Ids, Ids]:
-    """Both texts as numbers: from the cache, or encoded now and put there.
-
-    Args:
-        train, valid: files of the texts.
-        cache_dir: folder of the cache.
-        tokenizer, vocabulary_size: see `encode`.
-
-    Returns:
-        See `encode`.
+    """Both texts as `encode` returns them: from the cache, or encoded now and put there.
 
     Raises:
         RecipeError: the files are not what they should be, or the cache cannot be read or written.

@@ -17,12 +17,7 @@ _ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
 def load_cached(path: Path, cache_dir: Path, name: str, image_size: int, channels: int) -> ImageSet:
-    """Images of a folder or archive: from the cache, or decoded now and put there.
-
-    Args:
-        path: folder or archive, see `workloads.image_files`.
-        cache_dir: folder of the cache.
-        name, image_size, channels: see `workloads.image_files.decode`.
+    """Images of a folder or archive: from the cache, or decoded by `workloads.image_files` now and put there.
 
     Raises:
         RecipeError: the files are not images in the expected layout, or the cache cannot be read or written.

@@ -45,12 +45,7 @@ Transform = Callable[[Any], Tensor]
 
 
 class PictureFiles:
-    """RGB images of the files below a folder, each decoded when it is asked for.
-
-    Args:
-        folder: the folder.
-        files: paths of the files.
-    """
+    """RGB images of the files below a folder, each decoded when it is asked for."""
 
     def __init__(self, folder: Path, files: Sequence[str]) -> None:
         self._folder = folder
@@ -75,9 +70,6 @@ def decoded(file: Path | BinaryIO, name: str, remedy: str) -> Image.Image:
         file: path of the file, or the file.
         name: what a message calls it.
         remedy: what a message says to do.
-
-    Raises:
-        RecipeError: the file is no image.
     """
     try:
         with Image.open(file, formats=FORMATS) as picture:
@@ -112,13 +104,7 @@ class Source:
 
 
 class Samples(Dataset[Sample]):
-    """The chosen rows of a split, transformed image by image.
-
-    Args:
-        split: the split.
-        rows: indices of the chosen images, in the order of the dataset.
-        transform: what is done to each image.
-    """
+    """The chosen rows of a split, transformed image by image."""
 
     def __init__(self, split: Split, rows: NDArray[np.int64], transform: Transform) -> None:
         self._split, self._rows, self._transform = split, rows, transform

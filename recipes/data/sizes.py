@@ -32,9 +32,6 @@ def kept_for_validation(val_samples: int | float | None, total: int) -> int:
 
     Returns:
         0 for None; otherwise at least 1, and at least 1 fewer than all.
-
-    Raises:
-        RecipeError: the part would be empty or leave nothing for training, or a number is not whole.
     """
     if val_samples is None:
         return 0

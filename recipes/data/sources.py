@@ -30,11 +30,7 @@ USER_AGENT = "lightning-gqsgd"
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """The folder ``data.cache_dir``; without that setting, ``lightning_gqsgd`` in the user's cache folder.
-
-    Raises:
-        RecipeError: the user has no home.
-    """
+    """The folder ``data.cache_dir``; without that setting, ``lightning_gqsgd`` in the user's cache folder."""
     if cache_dir:
         return Path(cache_dir).expanduser()
     try:
@@ -116,10 +112,6 @@ def unreachable(url: str, timeout: float) -> str | None:
 
     The request has a thread of its own: without a network, the look-up of a name may block for minutes, and the look-up
     itself takes no time limit.
-
-    Args:
-        url: the URL.
-        timeout: seconds within which an answer has to come.
     """
     outcome: list[str | None] = [f"no answer within {timeout:g} s"]
 
@@ -139,14 +131,9 @@ def unreachable(url: str, timeout: float) -> str | None:
 
 
 def try_download(absent: str, wanted: bool, url: str, timeout: float, download: Callable[[], object]) -> str | None:
-    """Download data that are absent. Returns why that is not possible, or None.
+    """Download data that are absent, unless that is not ``wanted``. Returns why that is not possible, or None.
 
-    Args:
-        absent: a clause that says which data are absent.
-        wanted: whether to download, ``data.download``.
-        url: where the data are.
-        timeout: see `unreachable`.
-        download: downloads the data.
+    ``absent`` is the clause that says so.
     """
     if not wanted:
         return f"{absent}, and data.download is off"

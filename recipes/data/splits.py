@@ -15,9 +15,6 @@ def stratified(labels: NDArray[np.integer], count: int | None, setting: str) -> 
         labels: class of each sample, (N,).
         count: number of samples in the part, 1 to N; None: all samples, in their order.
         setting: name of the setting that gave the count, for errors.
-
-    Raises:
-        RecipeError: the count is out of range.
     """
     if count is None:
         return np.arange(len(labels))
@@ -32,11 +29,7 @@ def stratified(labels: NDArray[np.integer], count: int | None, setting: str) -> 
 
 
 def split(labels: NDArray[np.integer], test_fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Sorted indices of a stratified training part, and of the test part, which has this fraction of the samples.
-
-    Raises:
-        RecipeError: the fraction leaves a part empty.
-    """
+    """Sorted indices of a stratified training part, and of the test part, which has this fraction of the samples."""
     count = round(test_fraction * len(labels))
     if not 1 <= count < len(labels):
         raise RecipeError(

@@ -16,14 +16,11 @@ TRUE_AUC = 0.807
 
 
 def synthetic_clicks() -> tuple[ClickLog, NDArray[np.float64]]:
-    """Clicks of a hidden factorisation machine, the same in every call.
+    """Clicks of a hidden factorisation machine, the same in every call, and the probability of a click in each row.
 
     The log-odds of a row are the sum of one weight for each value, and of the products of the vectors of all pairs of
     values. Categories are Zipf-distributed over 3 to 3,000 values, as most of Criteo's are. Numbers are counts, a tenth
     of which is missing.
-
-    Returns:
-        The log, and the probability of a click in each of its ROWS rows.
     """
     rng = np.random.default_rng(0)
     sizes = np.geomspace(3, 3000, CATEGORICAL).astype(int)

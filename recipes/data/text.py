@@ -21,12 +21,7 @@ TextBatch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class TextSet:
-    """A training and a validation text.
-
-    Attributes:
-        name: what runs, dashboards and plots call the texts.
-        train, valid: numbers of the tokens in the order of the text, (N,).
-    """
+    """A training and a validation text, as numbers of the tokens in their order, (N,), and the name of both."""
 
     name: str
     train: Ids

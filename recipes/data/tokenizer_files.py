@@ -13,10 +13,6 @@ from recipes.errors import RecipeError, check_installed
 class FileTokenizer:
     """A tokenizer from a file ``tokenizer.json``, such as GPT-2's. It reads text as it is, newlines included.
 
-    Args:
-        file: the file.
-        vocabulary_size: the number of its tokens, which is that of the network's outputs as well.
-
     Raises:
         RecipeError: the file is no tokenizer, it has another number of tokens, or the library is not installed.
     """

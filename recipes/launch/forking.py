@@ -74,14 +74,7 @@ def serve() -> bool:
 
 
 def lead(arguments: Sequence[str], ranks: int, log: Path, parent: int) -> bool:
-    """Fork the ranks of a run and wait for them; returns True in each rank, and ends the process in the leader.
-
-    Args:
-        arguments: the command line of `run.py`.
-        ranks: number of ranks.
-        log: file that gets the output of all ranks.
-        parent: number of the process that has forked this one.
-    """
+    """Fork the ranks of a run and wait for them; returns True in each rank, and ends the process in the leader."""
     os.setsid()  # an interrupt ends the leader with all ranks
     end_with_parent(parent)
     _redirect(log)
@@ -113,12 +106,7 @@ def lead(arguments: Sequence[str], ranks: int, log: Path, parent: int) -> bool:
 
 
 def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
-    """Have the kernel end this process when its parent ends.
-
-    Args:
-        parent: number of the parent, if it may have ended already; None: that is known not to be so.
-        number: the signal that this process gets then.
-    """
+    """Have the kernel send a signal to this process when its parent ends; a given parent may have ended already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
         os._exit(1)

@@ -91,9 +91,6 @@ class BaselineDDPStrategy(DDPStrategy):
         """Bytes that this process has sent of the last step's gradients, if every all-reduce is a ring.
 
         Sparse gradients travel by an all-gather of row numbers and rows: a ring sends n - 1 such messages.
-
-        Args:
-            ring_factor: bytes that a ring sends over the bytes of the message, see `communication.ring_factor`.
         """
         compressed = self._powersgd.total_numel_after_compression if self._powersgd else 0
         newly_compressed, self._compressed_before = compressed - self._compressed_before, compressed

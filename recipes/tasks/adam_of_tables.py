@@ -13,12 +13,6 @@ class AdamOfTables(torch.optim.Adam):
     """Adam, and `torch.optim.SparseAdam` for tables: one optimizer, as Lightning's automatic optimisation needs.
 
     SparseAdam moves the touched rows only. Adam itself also moves rows that were touched earlier, by their momentum.
-
-    Args:
-        params: all parameters, or groups of them.
-        tables: those with sparse gradients.
-        lr: learning rate.
-        betas: decay of the two moments.
     """
 
     def __init__(

@@ -22,10 +22,6 @@ class Task(LightningModule):
     A subclass says what the loss is and what evaluates the metric. The number of targets of a batch, ``len(batch[1])``,
     is its number of samples.
 
-    Args:
-        network: called with the inputs.
-        settings: settings of the optimizer.
-
     Attributes:
         metric: what the task is judged by; logged as ``val/KEY`` and ``test/KEY``.
     """
@@ -57,12 +53,7 @@ class Task(LightningModule):
         return None
 
     def judge(self, outputs: Tensor, targets: Tensor, split: str) -> None:
-        """Log more of a batch than loss and metric; nothing, unless a task says otherwise.
-
-        Args:
-            outputs, targets: of the batch.
-            split: ``"val"`` or ``"test"``.
-        """
+        """Log more of a batch than loss and metric; nothing, unless a task says otherwise."""
 
     def forward(self, inputs: Any) -> Tensor:
         """The network's outputs."""

@@ -81,9 +81,7 @@ def _link_offline_runs(earlier: Path, own: Path, run: str) -> None:
 def clear_earlier_run(checkpoint: str | None, folder: Path) -> None:
     """Remove what an earlier run has left in a folder, and what would be taken for this run's if this run is killed.
 
-    Args:
-        checkpoint: path of the checkpoint that this run goes on from, which stays; None for a new run.
-        folder: folder of the run.
+    The checkpoint that this run goes on from stays.
     """
     (folder / RESULT_FILE).unlink(missing_ok=True)
     if checkpoint is None:

@@ -15,12 +15,7 @@ from recipes.pace import LINE_EVERY_S, Clock, RunPace
 
 
 class PlainProgress(Callback):
-    """Prints a line after each validation, and now and then between validations that are far apart.
-
-    Args:
-        metric: what the task is judged by; its value is part of the line.
-        clock: gives seconds.
-    """
+    """Prints a line after each validation, and now and then between validations that are far apart."""
 
     def __init__(self, metric: Metric, clock: Clock = time.monotonic) -> None:
         self._metric, self._clock = metric, clock
@@ -52,11 +47,7 @@ class PlainProgress(Callback):
 
 
 class LiveProgress(Callback):
-    """Shows one bar for the whole run on a terminal.
-
-    Args:
-        metric: what the task is judged by; its value stands beside the bar.
-    """
+    """Shows one bar for the whole run on a terminal."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric

@@ -33,12 +33,7 @@ from recipes.tasks.task import Task
 
 
 class StartupSummary(Callback):
-    """Prints once, on rank 0, what is about to be trained.
-
-    Args:
-        title: first line of the summary.
-        facts: the other lines, by their names.
-    """
+    """Prints once, on rank 0, what is about to be trained."""
 
     def __init__(self, title: str, facts: dict[str, str]) -> None:
         self._title, self._facts = title, facts
@@ -121,12 +116,9 @@ def _divergence(module: Task, trainer: Trainer) -> str | None:
 
 
 def finish(folder: Path, facts: dict[str, Any], checkpoint: Path | None) -> None:
-    """Write ``result.json`` and a plot of the metric, and say where all files are.
+    """Write ``result.json`` and a plot of the metric beside a complete ``metrics.csv``, and say where all files are.
 
-    Args:
-        folder: folder of the run, in which ``metrics.csv`` is complete.
-        facts: see `run_facts`.
-        checkpoint: path of the last checkpoint, if one is kept; nothing is said of one that does not exist.
+    Nothing is said of a checkpoint that does not exist.
     """
     folder.mkdir(parents=True, exist_ok=True)  # a run without a step has logged nothing
     facts = {**facts, "metrics_bytes": metrics_bytes(folder)}  # a comparison sees by it whether the file is whole

@@ -31,9 +31,6 @@ class InterruptedStart(Callback):
 
     The first process waits for the others, which are loading torch, and it waits inside of torch: Python would notice
     the interrupt only when the others are there. A thread notices the interrupt instead, and SIGTERM as well.
-
-    Args:
-        folder: folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:

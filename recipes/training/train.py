@@ -63,10 +63,6 @@ from recipes.training.terminating import TerminatedTraining
 def train(cfg: DictConfig, folder: Path) -> float:
     """Train as a configuration says.
 
-    Args:
-        cfg: the configuration, see conf/.
-        folder: where all files of the run are written.
-
     Returns:
         The final value of the task's metric: of the test, or of the last validation without one; NaN without both.
 
