@@ -464,10 +464,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=_long_enough, default=600.0, help="of each way (600)")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     exit_on_signals()
-    try:
-        present(parser, _measure)
-    except NetLabError as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
+    present(parser, _measure)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,6 @@ RESULT = "GQSGD_BENCHMARK_RESULT"
 TIMEOUT_S = 1800.0
 
 
-class WorkerError(RuntimeError):
-    """A worker failed; the worker's output stands above."""
-
-
 def work_or_present(
     parser: argparse.ArgumentParser,
     work: Callable[[argparse.Namespace], None],
@@ -35,11 +31,8 @@ def work_or_present(
     """Do a worker's part if this process is a worker; otherwise measure with workers and present the report."""
     if os.environ.get(RESULT):
         work(parser.parse_known_args()[0])  # arguments that this parser does not know belong to the presentation
-        return
-    try:
+    else:
         present(parser, measure)
-    except (NetLabError, WorkerError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 def add_labs(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +59,7 @@ def in_labs(
         timeout: seconds after which a lab's workers are ended.
 
     Raises:
-        WorkerError: a worker failed or left no result.
-        NetLabError: a lab cannot be built.
+        NetLabError: a lab cannot be built, or a worker failed or left no result.
     """
     for hosts in options.hosts:
         for rate in options.rate:
@@ -94,7 +86,7 @@ def in_lab(lab: NetLab, command: str, where: str, timeout: float = TIMEOUT_S) ->
         os.environ[RESULT] = str(file)
         code = run_everywhere(lab, words, timeout=timeout)
         if code or not file.exists():
-            raise WorkerError(f"{command} {where} failed with exit code {code}")
+            raise NetLabError(f"{command} {where} failed with exit code {code}")
         return json.loads(file.read_text())
 
 

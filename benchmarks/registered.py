@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import registered_rank, registered_speed
-from benchmarks.hosts import WorkerError, in_lab
+from benchmarks.hosts import in_lab
 from benchmarks.registered_picture import Point, draw
 from benchmarks.registered_settings import SETS, Setting, settings_of
 from benchmarks.report import RESULTS, Cell, Report, machine
@@ -411,7 +411,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         actions[options.action](options)
-    except (RegisteredError, NetLabError, WorkerError) as error:
+    except (RegisteredError, NetLabError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 
 

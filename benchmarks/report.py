@@ -23,6 +23,7 @@ from rich.table import Table
 
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.wire.processors import processors
+from netlab.errors import NetLabError
 from netlab.machine import device_name
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -118,7 +119,10 @@ def present(
     options = parser.parse_args()
     if threads is not None:
         torch.set_num_threads(threads)
-    report = measure(options)
+    try:
+        report = measure(options)
+    except NetLabError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
     report.show()
     if options.save:
         report.save(parser.prog)

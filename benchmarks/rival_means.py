@@ -30,14 +30,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from benchmarks.hosts import WorkerError, begin, finish, in_lab, slowest, work_or_present
+from benchmarks.hosts import begin, finish, in_lab, slowest, work_or_present
 from benchmarks.reducers import Bench
 from benchmarks.report import Report, command_line, program
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.research.optim import Dion
 from lightning_gqsgd.research.simulation import relative_error
 from lightning_gqsgd.research.systems import SYSTEMS
-from netlab.lab import NetLab
+from netlab.lab import NetLab, NetLabError
 
 SIDE = 2560
 #: Samples whose products make the gradient of a layer: its rank is at most so many.
@@ -209,7 +209,7 @@ def hivemind(lab: NetLab, python: str, rounds: int) -> dict[str, dict[str, Any]]
         ]
         codes = [peer.wait(timeout=240) for peer in peers]
         if any(codes):
-            raise WorkerError(f"hivemind's peers ended with codes {codes}; their errors stand above")
+            raise NetLabError(f"hivemind's peers ended with codes {codes}; their errors stand above")
         results = [json.loads((place / f"result{rank}.json").read_text()) for rank in range(2)]
         found = {}
         for name, first in results[0].items():
