@@ -16,6 +16,7 @@ import fcntl
 import logging
 import mmap
 import os
+import resource
 import secrets
 import socket
 import struct
@@ -47,6 +48,8 @@ _TOKEN_BYTES = 16
 _NO_TOKEN = bytes(_TOKEN_BYTES)
 #: Bytes of the message that says why a rank could not connect; all zero if it could.
 _PROBLEM_BYTES = 200
+#: Beginnings of the errors that a rank also raises if another one has failed. Other reasons are reported before them.
+_CONSEQUENCES = ("ConnectionResetError", "BrokenPipeError", "TimeoutError")
 _GREETING = struct.Struct(f"<{_TOKEN_BYTES}sI")
 _CREDENTIALS = struct.Struct("3i")  # process, user and group, as SO_PEERCRED gives them
 
@@ -142,7 +145,7 @@ def connect(gather: Callable[[bytes], list[bytes]], rank: int, number: int, time
         problems = gather(problem.encode()[:_PROBLEM_BYTES].ljust(_PROBLEM_BYTES, b"\0"))
         found = {number: row.rstrip(b"\0").decode(errors="replace") for number, row in enumerate(problems) if any(row)}
         if found or neighbours is None:
-            first = min(found)
+            first = min(found, key=lambda number: (found[number].startswith(_CONSEQUENCES), number))
             if rank == first:
                 logger.warning(
                     "gqsgd: the ranks of this node exchange over Gloo, not through shared memory: %s", found[first]
@@ -236,8 +239,16 @@ class _Offer:
 
 def _greeted(connection: socket.socket, token: bytes) -> tuple[int, np.ndarray]:
     """Returns the number of the rank at the other end, and its memory; ``token`` is this rank's token."""
-    greeting, descriptors, _, _ = socket.recv_fds(connection, _GREETING.size, 1)
+    greeting, descriptors, flags, _ = socket.recv_fds(connection, _GREETING.size, 1)
     try:
+        if flags & socket.MSG_CTRUNC:
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise OSError(
+                f"the system did not hand over a rank's memory; raise the limit of open files (ulimit -n, here {most}) "
+                "or allow it in SELinux"
+            )
+        if not greeting:
+            raise ConnectionResetError("a rank has closed the connection")
         if len(greeting) != _GREETING.size or len(descriptors) != 1 or _GREETING.unpack(greeting)[0] != token:
             raise ValueError("another process than a rank has connected")
         return _GREETING.unpack(greeting)[1], _mapped(descriptors[0])

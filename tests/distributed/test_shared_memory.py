@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import resource
 import signal
 import threading
 import time
@@ -301,6 +302,30 @@ def test_all_ranks_stay_on_gloo_if_one_of_them_cannot_share_memory(reason: str, 
         assert all("exchange over Gloo, not through shared memory: " in word for word in words)
     else:
         assert not words
+
+
+def _no_file_may_be_opened(rank: int) -> list[str]:
+    """Rank 1 cannot take the memory of another rank. The system drops it in silence."""
+    words = logged()
+    greeted = neighbours._greeted
+
+    def limited(*args: Any) -> Any:
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
+        try:
+            return greeted(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+    with mock.patch.object(neighbours, "_greeted", limited if rank == 1 else greeted):
+        made("no file").close()
+    return [word for word in words if "shared memory" in word]
+
+
+def test_a_limit_of_open_files_is_named_and_not_what_it_leads_to_on_other_ranks(tmp_path: Path) -> None:
+    words = [word for of_rank in run(_no_file_may_be_opened, 2, tmp_path) for word in of_rank]
+    assert words
+    assert all("raise the limit of open files (ulimit -n, here 1)" in word for word in words)
 
 
 def test_the_variable_is_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
