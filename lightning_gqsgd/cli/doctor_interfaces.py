@@ -8,6 +8,7 @@ import re
 import socket
 import struct
 from collections.abc import Sequence
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from lightning_gqsgd.session.nodes import card_rate
 
 #: Linux's request for an interface's IPv4 address.
 _SIOCGIFADDR = 0x8915
+#: Linux's scope of IPv6 addresses that are not only for the network of one switch.
+_GLOBAL = 0
 #: Interfaces between the containers and virtual machines of one host, which reach no other host.
 _OF_ONE_HOST = re.compile(r"docker|br-|virbr|veth|cni|flannel|lxc|lxd|podman")
 LOOPBACK = "lo"
@@ -25,7 +28,7 @@ class Interface(NamedTuple):
 
     Attributes:
         name: its name.
-        address: its IPv4 address; None: it has none, or cannot be asked.
+        address: its IPv4 address, or else an IPv6 address; None: it has none, or cannot be asked.
         mbit: rate of its link in Mbit/s, as the driver says; None: it does not say.
         sent: bytes that have left the host through it.
         of_one_host: whether it only reaches other containers of this host, or the host itself.
@@ -58,7 +61,7 @@ def interfaces(sys_net: Path = Path("/sys/class/net"), counters: Path = Path("/p
             continue
         is_bridge = (sys_net / name / "bridge").is_dir()
         alone = name == LOOPBACK or is_bridge or _OF_ONE_HOST.match(name) is not None
-        found.append(Interface(name, _address(name), card_rate(sys_net / name), sent.get(name, 0), alone))
+        found.append(Interface(name, address_of(name), card_rate(sys_net / name), sent.get(name, 0), alone))
     return found
 
 
@@ -105,11 +108,20 @@ def _sent(counters: Path) -> dict[str, int]:
     return {name.strip(): int(numbers.split()[8]) for name, _, numbers in rows}
 
 
-def _address(name: str) -> str | None:
+def address_of(name: str, ipv6: Path = Path("/proc/self/net/if_inet6")) -> str | None:
+    """Returns the address of an interface by which other hosts reach it; None if it has none.
+
+    Args:
+        name: name of the interface.
+        ipv6: where Linux lists addresses of IPv6.
+    """
     request = struct.pack("256s", name.encode()[:15])
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         return socket.inet_ntoa(fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)[20:24])
-    return None
+    rows = [line.split() for line in (_read(ipv6) or "").splitlines()]
+    return next(
+        (str(IPv6Address(int(row[0], 16))) for row in rows if row[5] == name and int(row[3], 16) == _GLOBAL), None
+    )
 
 
 def _read(path: Path) -> str | None:

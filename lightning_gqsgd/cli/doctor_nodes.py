@@ -191,14 +191,23 @@ def _meet(place: Place, wait: timedelta) -> Any:
             wait_for_store(place.address, place.port, wait.total_seconds())
         store = dist.TCPStore(place.address, place.port, None, is_server, timeout=wait, wait_for_workers=False)
     except (RuntimeError, OSError) as error:
-        raise ConfigError(
-            f"{_who(place)} cannot reach rank 0 at {place.address}:{place.port} within {wait.total_seconds():.0f} s "
-            f"({first_line(error)}); let port {place.port} through the firewall of that host, and set MASTER_ADDR to "
-            "an address that all hosts reach"
-        ) from None
+        raise ConfigError(_not_met(place, wait, first_line(error))) from None
     prefix = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # A request to a host that hangs would not end.
     return EndingStore(dist.PrefixStore(f"gqsgd-doctor/{prefix}", store), wait)
+
+
+def _not_met(place: Place, wait: timedelta, reason: str) -> str:
+    if "EADDRINUSE" in reason:
+        return (
+            f"{_who(place)} cannot listen at port {place.port}, which another process of this host has, e.g. that of "
+            "another job; set MASTER_PORT to a free port, the same on all ranks"
+        )
+    return (
+        f"{_who(place)} cannot reach rank 0 at {place.address}:{place.port} within {wait.total_seconds():.0f} s "
+        f"({reason}); look at the output of rank 0, let port {place.port} through the firewall of that host, and set "
+        "MASTER_ADDR to an address that all hosts reach"
+    )
 
 
 def _exchange(store: Any, key: str, host: Host, place: Place, wait: timedelta) -> list[Host]:

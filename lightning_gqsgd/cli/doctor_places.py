@@ -18,6 +18,8 @@ LAUNCHERS = {
 }
 #: torchrun's own port.
 PORT = 29500
+#: Under srun, the last four digits of the job's number are added to this port, as in Lightning: jobs may share a node.
+SRUN_PORT = 15000
 
 HOW = "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 --no-python gqsgd doctor"
 
@@ -55,7 +57,7 @@ def place_of(environment: Mapping[str, str]) -> Place:
     numbers = {name: number_in(environment, name) for name in (rank, size)}
     if numbers[size] < 2:
         raise ConfigError(f"{size}={numbers[size]}: one rank has no other to send to; start at least two")
-    return Place(launcher, numbers[rank], numbers[size], _address(environment, launcher), _port(environment))
+    return Place(launcher, numbers[rank], numbers[size], _address(environment, launcher), _port(environment, launcher))
 
 
 def number_in(environment: Mapping[str, str], name: str) -> int:
@@ -79,8 +81,10 @@ def _address(environment: Mapping[str, str], launcher: str) -> str:
     )
 
 
-def _port(environment: Mapping[str, str]) -> int:
-    port = environment.get("MASTER_PORT") or str(PORT)
+def _port(environment: Mapping[str, str], launcher: str) -> int:
+    job = environment.get("SLURM_JOB_ID", "")
+    of_launcher = SRUN_PORT + int(job[-4:]) if launcher == "srun" and job.isdecimal() else PORT
+    port = environment.get("MASTER_PORT") or str(of_launcher)
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"MASTER_PORT={port!r} is not a port; take a number from 1 to 65535, e.g. {PORT}")
     return int(port)

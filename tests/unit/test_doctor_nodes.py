@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 from lightning_gqsgd.cli import doctor_nodes
-from lightning_gqsgd.cli.doctor_interfaces import Interface, busiest, interfaces, warnings
+from lightning_gqsgd.cli.doctor_interfaces import Interface, address_of, busiest, interfaces, warnings
 from lightning_gqsgd.cli.doctor_nodes import Findings, Host, Pair, rounds
 from lightning_gqsgd.cli.doctor_places import Place, first_node, place_of
 from lightning_gqsgd.errors import ConfigError
@@ -29,6 +30,10 @@ DOCKER = Interface("docker0", "172.17.0.1", 10_000, 0, True)
         (
             {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_JOB_NODELIST": "gpu[03-05]"},
             Place("srun", 2, 3, "gpu03", 29500),
+        ),
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NODELIST": "a", "SLURM_JOB_ID": "123456"},
+            Place("srun", 0, 2, "a", 18456),
         ),
         (
             {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"},
@@ -60,6 +65,19 @@ def test_a_launch_that_cannot_be_measured_is_refused(environment: dict[str, str]
         place_of(environment)
 
 
+def test_a_port_of_another_process_is_named_and_not_the_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        with pytest.raises(
+            ConfigError, match=rf"rank 0 on .* cannot listen at port {port}, .* set MASTER_PORT to a free"
+        ):
+            doctor_nodes.examine()
+
+
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [("gpu[03-07,12],login1", "gpu03"), ("gpu[3,5]-ib", "gpu3-ib"), ("alone", "alone"), ("a,b", "a")],
@@ -86,6 +104,15 @@ def test_interfaces_are_read_from_the_system(tmp_path: Path) -> None:
         (10000, 3, True),
     ]
     assert (found["eth0"].speed, found["docker0"].speed) == ("25 Gbit/s", "not known")
+
+
+def test_an_interface_without_an_ipv4_address_is_shown_with_its_ipv6_address(tmp_path: Path) -> None:
+    table = tmp_path / "if_inet6"
+    link, unique = "fe80" + 27 * "0" + "1", "fd77" + 27 * "0" + "2"
+    table.write_text(f"{link} 02 40 20 80     eth9\n{unique} 02 40 00 80     eth9\n{unique} 03 40 00 80     eth8\n")
+    assert address_of("eth9", table) == "fd77::2"
+    assert address_of("eth7", table) is None
+    assert address_of("lo", table) == "127.0.0.1"
 
 
 def test_the_interface_in_use_is_the_one_whose_counter_grows() -> None:
