@@ -39,7 +39,7 @@ INTERRUPTED = 130
 
 #: Options that several commands have.
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Procs = Annotated[int | None, typer.Option(help="Number of processes to start here; not under torchrun.  [default: 2]")]
+Procs = Annotated[int | None, typer.Option(help="Number of processes to start; not under a launcher.  [default: 2]")]
 
 
 class _Commands(TyperGroup):
@@ -238,8 +238,8 @@ def probe(
 ) -> None:
     """Measure the network and the kernels on these machines.
 
-    Run this under torchrun on all nodes, or without it on one machine. It writes a file, which `gqsgd advise` reads
-    with --probe.
+    Run this under torchrun on all nodes, under srun or mpirun, or without a launcher on one machine. It writes a file,
+    which `gqsgd advise` reads with --probe.
     """
     from lightning_gqsgd.cli import probing, tables
 

@@ -1,4 +1,4 @@
-"""The place of this process among the ranks of a launcher, for ``gqsgd doctor --nodes``."""
+"""The place of this process among the ranks of a launcher, for ``gqsgd doctor --nodes``, ``probe`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from lightning_gqsgd.errors import ConfigError
 
 #: Where launchers say rank and size: torchrun and accelerate, SLURM's srun, Open MPI, and MPICH with its kin. The
 #: script of a SLURM job has SLURM_PROCID and SLURM_NTASKS, too; the number of a step's tasks is srun's alone.
+TORCHRUN = "torchrun or its like"
 LAUNCHERS = {
-    "torchrun or its like": ("RANK", "WORLD_SIZE"),
+    TORCHRUN: ("RANK", "WORLD_SIZE"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     "mpirun (Open MPI)": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     "mpirun (MPICH)": ("PMI_RANK", "PMI_SIZE"),
+}
+#: Where the launchers that do not set torchrun's variables say the number of a rank on its node, and that of its node's
+#: ranks. SLURM lists the numbers of all nodes, as ``8(x2)``; unequal numbers are left out.
+_ON_NODE = {
+    "srun": ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    "mpirun (Open MPI)": ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "mpirun (MPICH)": ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 #: torchrun's own port.
 PORT = 29500
@@ -41,13 +49,35 @@ class Place(NamedTuple):
     port: int
 
 
+def launcher_of(environment: Mapping[str, str]) -> str | None:
+    """Returns the launcher that has given this process a rank; None if none has."""
+    return next((name for name, variables in LAUNCHERS.items() if environment.keys() >= {*variables}), None)
+
+
+def torchruns_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that torchrun would have set for a rank of another launcher; none for torchrun's own ranks.
+
+    Raises:
+        ConfigError: see `place_of`.
+    """
+    launcher = launcher_of(environment)
+    if launcher == TORCHRUN:
+        return {}
+    place = place_of(environment)
+    made = {"RANK": place.rank, "WORLD_SIZE": place.size, "MASTER_ADDR": place.address, "MASTER_PORT": place.port}
+    on_node = zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), _ON_NODE[place.launcher], strict=True)
+    found = {name: {*re.findall(r"(?<![x\d])\d+", environment.get(said, ""))} for name, said in on_node}
+    alike = {name: numbers.pop() for name, numbers in found.items() if len(numbers) == 1}
+    return {name: str(value) for name, value in made.items()} | alike
+
+
 def place_of(environment: Mapping[str, str]) -> Place:
     """Returns the place of this process.
 
     Raises:
         ConfigError: no launcher has started this process, or too few ranks, or nothing says where the ranks meet.
     """
-    launcher = next((name for name, variables in LAUNCHERS.items() if environment.keys() >= {*variables}), None)
+    launcher = launcher_of(environment)
     if launcher is None:
         raise ConfigError(
             f"--nodes asks the ranks of a launcher, and none has started this process; type on each node e.g. {HOW} "

@@ -67,8 +67,8 @@ def run_rank(bits: Sequence[int] | None, model: str | None, batch: int | None) -
     Raises:
         ConfigError: one rank, a model that cannot be built, or a variable of the launcher that has no number.
     """
-    per_node = local_ranks() or 1
     with joined_ranks() as device:
+        per_node = local_ranks() or 1
         console = Console(stderr=True, quiet=dist.get_rank() != 0)
         with waiting.status("measuring links and kernels", console) as say:
             probe = measure(device, "gqsgd probe", bits or BITS, per_node)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_gqsgd.cli.doctor_places import number_in
+from lightning_gqsgd.cli.doctor_places import LAUNCHERS, launcher_of, number_in, torchruns_variables
 from lightning_gqsgd.errors import ConfigError, counted, first_line
 from lightning_gqsgd.wire.node import local_ranks
 from lightning_gqsgd.wire.store import wait_for_store
@@ -33,7 +33,8 @@ def is_rank() -> bool:
     Containers of Kubernetes and other services may have the variables of a launcher from their start. A single rank has
     nobody to send to, so such a process starts its own ranks.
     """
-    return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    launcher = launcher_of(os.environ)
+    return launcher is not None and os.environ[LAUNCHERS[launcher][1]] != "1"
 
 
 def run_ranks(procs: int, arguments: Sequence[str]) -> int:
@@ -99,6 +100,7 @@ def joined_ranks() -> Iterator[torch.device]:
     Raises:
         ConfigError: a variable of the launcher has no number, there are fewer GPUs than ranks, or ranks do not connect.
     """
+    os.environ.update(torchruns_variables(os.environ))
     for name in ("RANK", "WORLD_SIZE"):
         number_in(os.environ, name)  # torch reads them, and would say neither the name nor the remedy
     local = number_in(os.environ, "LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0

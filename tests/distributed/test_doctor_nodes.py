@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,12 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "lightning_gqsgd.cli", "doctor", "--nodes"]
 
 
-def _start(rank: int, size: int, port: int, **more: str) -> subprocess.Popen[str]:
+def _start(rank: int, size: int, port: int, arguments: Sequence[str] = COMMAND, **more: str) -> subprocess.Popen[str]:
     place = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(size)}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.Popen(
-        COMMAND,
+        arguments,
         env={**environment, **place, "OMP_NUM_THREADS": "1", **more},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -46,6 +48,17 @@ def test_ranks_of_srun_are_asked_and_one_of_them_answers() -> None:
         assert pair in first
     assert "WARN" not in first
     assert others == ["", ""]
+
+
+@pytest.mark.slow
+def test_ranks_of_srun_are_measured_together_and_not_each_with_ranks_of_its_own() -> None:
+    port = free_port()
+    bench = [*COMMAND[:3], "bench", "reducers", "--megabytes", "1", "--rounds", "3", "--json"]
+    ranks = [_start(rank, 2, port, bench, SLURM_LOCALID=str(rank)) for rank in range(2)]
+    outputs = [rank.communicate(timeout=300) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert json.loads(outputs[0][0])["ranks"] == 2
+    assert outputs[1][0] == ""
 
 
 @pytest.mark.slow

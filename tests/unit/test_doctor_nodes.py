@@ -11,7 +11,7 @@ import pytest
 from lightning_gqsgd.cli import doctor_nodes
 from lightning_gqsgd.cli.doctor_interfaces import Interface, address_of, busiest, interfaces, warnings
 from lightning_gqsgd.cli.doctor_nodes import Findings, Host, Pair, rounds
-from lightning_gqsgd.cli.doctor_places import Place, first_node, place_of
+from lightning_gqsgd.cli.doctor_places import Place, first_node, place_of, torchruns_variables
 from lightning_gqsgd.errors import ConfigError
 
 LO = Interface("lo", "127.0.0.1", None, 0, True)
@@ -44,6 +44,38 @@ DOCKER = Interface("docker0", "172.17.0.1", 10_000, 0, True)
 )
 def test_the_place_of_a_rank_is_known_under_every_launcher(environment: dict[str, str], place: Place) -> None:
     assert place_of(environment) == place
+
+
+@pytest.mark.parametrize(
+    ("environment", "variables"),
+    [
+        (
+            {
+                **{"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_JOB_NODELIST": "gpu[03-04]"},
+                **{"SLURM_JOB_ID": "7", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"},
+            },
+            ["9", "16", "gpu03", "15007", "1", "8"],
+        ),
+        (
+            {
+                **{"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "12", "SLURM_JOB_NODELIST": "a,b"},
+                **{"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "8,4"},
+            },
+            ["0", "12", "a", "29500", "0", None],
+        ),
+        (
+            {
+                **{"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "h"},
+                **{"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            },
+            ["1", "2", "h", "29500", "1", "2"],
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6"}, [None] * 6),
+    ],
+)
+def test_every_launcher_gives_what_torchrun_gives(environment: dict[str, str], variables: list[str | None]) -> None:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    assert [torchruns_variables(environment).get(name) for name in names] == variables
 
 
 @pytest.mark.parametrize(
