@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_gqsgd import version
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.frameworks.versions import check_version
 from lightning_gqsgd.kernels import triton_version
+from lightning_gqsgd.wire.processors import processors
 
 #: The answer where kernels work.
 _RIGHT = "compile, run and give the readable kernels' numbers"
@@ -97,7 +98,11 @@ def _framework(package: str) -> str:
 
 def _devices() -> str:
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    return ", ".join([f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)", *names])
+    threads = torch.get_num_threads()
+    usable = processors()
+    # torch does not know the limits of containers (docker --cpus), and its threads then take turns.
+    too_many = f" for {counted(usable, 'processor')}: set OMP_NUM_THREADS={usable}" if threads > usable else ""
+    return ", ".join([f"CPU ({platform.machine()}, {threads} threads{too_many})", *names])
 
 
 def _backends() -> str:

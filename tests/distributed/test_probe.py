@@ -277,6 +277,15 @@ def test_the_doctor_names_a_remedy_where_kernels_cannot_be_kept(monkeypatch: pyt
     assert "set the environment variable NUMBA_CACHE_DIR to a folder that is writable" in finding.answer
 
 
+@pytest.mark.parametrize(("usable", "said"), [(2, " for 2 processors: set OMP_NUM_THREADS=2"), (64, "")])
+def test_the_doctor_says_how_many_threads_a_limit_of_processors_is_for(
+    usable: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    monkeypatch.setattr(doctor, "processors", lambda: usable)
+    assert f", 64 threads{said})" in doctor._devices()
+
+
 def test_the_doctor_fails_where_a_question_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> str:
         raise OSError("no kernels today")
