@@ -13,20 +13,13 @@ import torch
 from benchmarks.gpu_kernels import layouts_of, stage_bytes
 from lightning_gqsgd import presets
 from lightning_gqsgd.config.resolving import resolve, setting_of
-from tests.docs.checks import compare_sentence, rounded, spaced
+from tests.docs.checks import compare_sentence, spaced
 from tests.docs.pages import PAGES, text_of
 from tests.docs.tables import RESULTS, cell
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "no limit": "none"}
 NETWORKS = {"dense layers": "training_netlab_mlp", "ResNet-18": "training_netlab_resnet18"}
-#: The page of each training.
-TRAININGS = {
-    "ResNet-18, CIFAR-10 at 16×16": "resnet_cifar_links",
-    "transformer, WikiText-2": "transformer_wikitext_links",
-    "DeepFwFM, Criteo": "deeplight_criteo_links",
-}
-
 #: Coordinates of the gradient of which bytes are counted.
 NUMEL = 1 << 22
 
@@ -169,26 +162,6 @@ def test_step_times_are_those_of_the_tables() -> None:
     assert len(rows) == 7
     for row in rows:
         assert row["cells"].split(" | ") == step_cells(row["network"], row["hosts"], row["link"].strip())
-
-
-_CELLS = r"([\d.]+) \(([\d.]+)\)"
-TRAINING = re.compile(rf"^\| (?:\[(.*?)\]\(.*?\))? ?\| (\d) \| (\d) \| (.*?) \| {_CELLS} \| {_CELLS} \|$", re.MULTILINE)
-
-
-def test_times_of_whole_trainings_are_those_of_the_tables() -> None:
-    text = (ROOT / "docs/benchmarks.md").read_text()
-    rows = TRAINING.findall(text)
-    assert len(rows) == 7
-    name = ""
-    for title, seeds, hosts, link, *said in rows:
-        name = title or name
-        heading = f"{hosts} hosts, {link}" if seeds == "1" else link
-        expected = [
-            cell(TRAININGS[name], column, heading=heading, strategy=strategy, seeds=seeds)
-            for strategy in ("gqsgd", "gqsgd_4bit")
-            for column in ("times sooner than ddp", "than the best baseline")
-        ]
-        assert said == [rounded(value, like) for value, like in zip(expected, said, strict=True)], (name, hosts, link)
 
 
 #: What rows about the quality of trainings begin with.
