@@ -90,7 +90,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "docs/index.md": (r"below 1\.00, compression is faster",),  # how to read a column
     "recipes/README.md": (
-        r"label smoothing 0\.1|take 0\.1 × processes|in all at 0\.1|4 and 182 MB|0\.5 MB of English",  # settings, sizes
+        r"label smoothing 0\.1|take 0\.1 × processes|4 and 182 MB|0\.5 MB of English",  # settings, sizes
         r"about 1 kB each while they are hashed",  # a size
         r"AUC of 0\.807 there, the network comes to about 0\.70",  # of the fallback, by the page's first command for it
         r"n / 2 times the message",  # a formula
