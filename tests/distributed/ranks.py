@@ -1,18 +1,23 @@
-"""Real processes over Gloo for tests: `run` calls a module-level function on every rank and returns their results."""
+"""Real processes over Gloo for tests: `on_ranks` runs a test on every rank, and `run` calls a module-level function on
+every rank and returns their results."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import logging
 import multiprocessing
 import os
 import pickle
 import queue
+import reprlib
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -104,6 +109,40 @@ def run_alike(function: Callable[..., Any], ranks: int, tmp_path: Path, *args: A
     return first
 
 
+def on_ranks(ranks: int | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Decorator of a test that each rank runs, and whose result has to be the same on all of them.
+
+    The test gets its rank, and then its fixtures and parameters. Without ``ranks``, its parameter of this name is their
+    number. ``options``: see `run`.
+    """
+
+    def on_all(test: Callable[..., Any]) -> Callable[..., None]:
+        _, *given = inspect.signature(test).parameters.values()
+        names = [one.name for one in given]
+
+        @functools.wraps(test)
+        def run_on_all(**values: Any) -> None:
+            function = _Test(test.__module__, test.__name__)
+            arguments = (values[name] for name in names)
+            run_alike(function, ranks or values["ranks"], values["tmp_path"], *arguments, **options)
+
+        folder = [] if "tmp_path" in names else [inspect.Parameter("tmp_path", inspect.Parameter.KEYWORD_ONLY)]
+        run_on_all.__signature__ = inspect.Signature([*given, *folder])  # type: ignore[attr-defined]
+        return run_on_all
+
+    return on_all
+
+
+class _Test(NamedTuple):
+    """A test of `on_ranks` by its name, because a function that a decorator has replaced cannot be pickled."""
+
+    module: str
+    name: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        return getattr(importlib.import_module(self.module), self.name).__wrapped__(*arguments)
+
+
 def _check(processes: list[Any], results: dict[int, Any], deadline: float) -> None:
     for rank, process in enumerate(processes):
         if rank not in results and process.exitcode not in (None, 0):
@@ -152,10 +191,21 @@ def _main(
         # Pickled here, because a queue hands over tensors in memory of this process, which may end before they are
         # fetched.
         answers.put((rank, None, pickle.dumps(result)))
-    except BaseException:
-        answers.put((rank, traceback.format_exc(), None))
+    except BaseException as error:
+        answers.put((rank, traceback.format_exc() + _variables_at(error), None))
     finally:
         answers.close()
         answers.join_thread()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _variables_at(error: BaseException) -> str:
+    """The variables where an error was raised; pytest says what is compared in its own process only."""
+    shorten = reprlib.Repr()
+    shorten.maxstring = shorten.maxother = 1000
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    variables = {} if trace is None else trace.tb_frame.f_locals
+    return "".join(f"    {name} = {shorten.repr(value)}\n" for name, value in variables.items())

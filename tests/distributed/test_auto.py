@@ -24,7 +24,7 @@ from lightning_gqsgd.session.copies import DetachedState
 from lightning_gqsgd.spec.decisions import Rules
 from lightning_gqsgd.wire.telemetry import Meter
 from tests.distributed.models import Branches, batch, fingerprint, mlp, resume, save, train, wrapped
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run, run_alike
 from tests.distributed.test_hook import DDP_OPTIONS
 from tests.errors import error_text
 
@@ -101,7 +101,8 @@ def _one_step(rank: int, start: dict[str, torch.Tensor], step: int, fields: dict
     return fingerprint(fixed)
 
 
-def _each_candidate(rank: int) -> list[tuple[int, str, str]]:
+@on_ranks(2)
+def test_each_candidates_step_is_that_of_the_fixed_configuration(rank: int) -> None:
     model, state = wrapped({"bucket_cap_mb": 0.03}, {"auto": True, "seed": 4})
     _try_all(state)
     compared, seen = [], set()
@@ -113,17 +114,14 @@ def _each_candidate(rank: int) -> list[tuple[int, str, str]]:
             seen.add(bits)
             compared.append((bits, fingerprint(model), _one_step(rank, before, step, {"bits": bits, "seed": 4})))
     state.close()
-    return compared
+    assert {bits for bits, *_ in compared} == {32, 16, 8, 4}
+    for bits, of_auto, of_fixed in compared:
+        assert of_auto == of_fixed, bits
 
 
-def test_each_candidates_step_is_that_of_the_fixed_configuration(tmp_path: Path) -> None:
-    for compared in run(_each_candidate, 2, tmp_path):
-        assert {bits for bits, *_ in compared} == {32, 16, 8, 4}
-        for bits, of_auto, of_fixed in compared:
-            assert of_auto == of_fixed, bits
-
-
-def _interrupted(rank: int, path: Path) -> tuple[list[int], list[int], str, str]:
+@on_ranks(2)
+def test_a_resumed_run_begins_with_the_decision_and_gives_the_same_bits(rank: int, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
     model, state = wrapped({}, {"auto": True, "allow": (16, 4)})
     _watches_nothing()
     train(model, rank, range(60))
@@ -137,14 +135,10 @@ def _interrupted(rank: int, path: Path) -> tuple[list[int], list[int], str, str]
     train(again, rank, range(60, 80))
     known = [decision.bits for decision in state.decisions]
     state.close()
-    return decided, known, expected, fingerprint(again)
-
-
-def test_a_resumed_run_begins_with_the_decision_and_gives_the_same_bits(tmp_path: Path) -> None:
-    for decided, known, whole, resumed in run(_interrupted, 2, tmp_path, tmp_path / "checkpoint.pt"):
-        assert len(decided) == 1
-        assert known == decided
-        assert resumed == whole
+    resumed = fingerprint(again)
+    assert len(decided) == 1
+    assert known == decided
+    assert resumed == expected
 
 
 def _noise(rank: int, path: Path) -> dict[str, Any]:
@@ -222,7 +216,8 @@ def test_a_state_that_was_loaded_on_one_rank_only_is_an_error_on_all(bits: int, 
         assert answers == ["no error", "no error"]
 
 
-def _received_after_load(rank: int) -> tuple[set[int], set[int]]:
+@on_ranks(2)
+def test_no_stamp_from_before_a_state_was_loaded_tells_the_choice_of_bits_anything(rank: int) -> None:
     """Go back ten steps; which steps' stamps the choice of bits is told before and after that."""
     model, state = wrapped({}, {"auto": True, "allow": (32, 8)})
     assert state._steering is not None
@@ -243,16 +238,12 @@ def _received_after_load(rank: int) -> tuple[set[int], set[int]]:
     train(model, rank, range(4, 7))
     state.state_dict()  # reads all stamps that there are
     state.close()
-    return before, told
+    assert max(before) >= 10
+    assert told == {4, 5, 6}
 
 
-def test_no_stamp_from_before_a_state_was_loaded_tells_the_choice_of_bits_anything(tmp_path: Path) -> None:
-    for before, after in run(_received_after_load, 2, tmp_path):
-        assert max(before) >= 10
-        assert after == {4, 5, 6}
-
-
-def _native_loaded_on_one_rank(rank: int) -> str:
+@on_ranks(2, timeout=60)
+def test_another_step_on_one_rank_is_an_error_on_all_while_gradients_travel_as_they_are(rank: int) -> None:
     """After warm-up with 32 bits only, so that no rank uses codes when the state is loaded."""
     model, state = wrapped({}, {"auto": True, "allow": (32, 8)})
     train(model, rank, range(4))
@@ -260,16 +251,13 @@ def _native_loaded_on_one_rank(rank: int) -> str:
         state.step = 40
     text = error_text((ConfigError, RuntimeError), train, model, rank, range(4, 8))
     state.close()
-    return text
+    assert "do not agree" in text
+    assert "step" in text
 
 
-def test_another_step_on_one_rank_is_an_error_on_all_while_gradients_travel_as_they_are(tmp_path: Path) -> None:
-    for answer in run(_native_loaded_on_one_rank, 2, tmp_path, timeout=60):
-        assert "do not agree" in answer
-        assert "step" in answer
-
-
-def _all_ways(rank: int) -> list[dict[str, Any]]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_ranks_stay_equal_under_every_option_of_ddp_with_no_sync_and_warm_up(rank: int) -> list[dict[str, Any]]:
     results = []
     for options in DDP_OPTIONS:
         model, state = wrapped(options, {"auto": True, "warmup_steps": 3})
@@ -283,12 +271,8 @@ def _all_ways(rank: int) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.slow
-def test_ranks_stay_equal_under_every_option_of_ddp_with_no_sync_and_warm_up(tmp_path: Path) -> None:
-    run_alike(_all_ways, 2, tmp_path)
-
-
-def _unused(rank: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_unused_parameters_copies_and_a_new_wrapping_during_a_trial(rank: int) -> dict[str, Any]:
     model = DistributedDataParallel(Branches(), find_unused_parameters=True)
     state = register_gqsgd(model, auto=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -307,10 +291,6 @@ def _unused(rank: int) -> dict[str, Any]:
         optimizer.step()
     state.close()
     return {**_facts(state, rewrapped), "at": train_bits}
-
-
-def test_unused_parameters_copies_and_a_new_wrapping_during_a_trial(tmp_path: Path) -> None:
-    run_alike(_unused, 2, tmp_path)
 
 
 def _dies(rank: int) -> list[str]:

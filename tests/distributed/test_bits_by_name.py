@@ -15,7 +15,7 @@ from lightning_gqsgd import all_reduce
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from tests.distributed.models import finish, loss_of, mlp, resume, save, train, wrapped
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks
 
 PATTERNS = {"*": 4, "0.*": 8, "*.bias": 2, "4.*": 3}
 
@@ -112,21 +112,16 @@ def _refused(rank: int) -> None:
         all_reduce(torch.ones(2000), bits={"*": 4})
 
 
-def _with_two_ranks(rank: int) -> None:
-    _of_all_kinds(rank)
-    _tables(rank)
-    _refused(rank)
-
-
-def _with_three_ranks(rank: int, path: Path) -> None:
+@pytest.mark.slow
+@on_ranks(3)
+def test_each_parameter_is_reduced_as_if_all_had_its_bits_and_runs_resume(rank: int, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
     _equal(rank)
     _trained(rank, path)
 
 
-@pytest.mark.slow
-def test_each_parameter_is_reduced_as_if_all_had_its_bits_and_runs_resume(tmp_path: Path) -> None:
-    run(_with_three_ranks, 3, tmp_path, tmp_path / "checkpoint.pt")
-
-
-def test_numbers_that_are_no_codes_and_tables_have_bits_by_name_and_ranks_agree_on_them(tmp_path: Path) -> None:
-    run(_with_two_ranks, 2, tmp_path)
+@on_ranks(2)
+def test_numbers_that_are_no_codes_and_tables_have_bits_by_name_and_ranks_agree_on_them(rank: int) -> None:
+    _of_all_kinds(rank)
+    _tables(rank)
+    _refused(rank)

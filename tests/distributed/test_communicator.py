@@ -16,7 +16,7 @@ from lightning_gqsgd.kernels.layout import PIECE_NUMEL
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire import communicator as module
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_NUMEL, Communicator
-from tests.distributed.ranks import logged, run
+from tests.distributed.ranks import logged, on_ranks, run
 from tests.errors import error_text
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -50,19 +50,16 @@ def test_backends_that_do_not_go_with_a_device(config: str, device: torch.device
         module.backend_for(None, device)  # type: ignore[arg-type]
 
 
-def _on_the_cpu(rank: int) -> tuple[str, str]:
+@on_ranks(2)
+def test_all_ranks_say_that_a_group_for_gpus_takes_no_tensors_on_the_cpu(rank: int) -> None:
     group = dist.new_group(backend="cuda:gloo")  # like NCCL's, it takes no tensors on the CPU
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return (
+    texts = (
         error_text(ConfigError, all_reduce, torch.ones(2), group=group),
         error_text(ConfigError, LocalSteps, model, optimizer, every=2, group=group),
     )
-
-
-def test_all_ranks_say_that_a_group_for_gpus_takes_no_tensors_on_the_cpu(tmp_path: Path) -> None:
-    for texts in run(_on_the_cpu, 2, tmp_path):
-        assert all("tensors on cpu over the backend 'cuda:gloo' are not supported; use" in text for text in texts)
+    assert all("tensors on cpu over the backend 'cuda:gloo' are not supported; use" in text for text in texts)
 
 
 class FakeNCCL:
@@ -95,7 +92,51 @@ class FakeWork:
         return True
 
 
-def _over_nccl(rank: int) -> None:
+def _closed_early_over_nccl(rank: int) -> tuple[list[str], list[int]]:
+    module.backend_for = lambda *_: "nccl"
+    dist.ProcessGroupNCCL = FakeNCCL
+    module.CLOSE_S = 0.05
+    lines, x = logged(), torch.zeros(3)
+    said = []
+    for fails in (False, True):
+        made = Communicator(CPU, dist.group.WORLD, f"closed early {fails}", timedelta(seconds=7))
+        made.start(Exchange.in_place("sum", x), 0)
+        FakeWork.is_completed = lambda _: False
+        if fails:
+            made.describe(RuntimeError("a peer is gone"), "a bucket")
+        made.close()
+        said.append(len(lines))
+    assert [entry[0] for entry in FakeNCCL.log] == ["start", "abort"] * 2
+    return lines, said
+
+
+def test_a_collective_that_close_ends_is_said(tmp_path: Path) -> None:
+    """A step on a slow link may take longer than close() waits, and would have a wrong result in silence."""
+    for rank, (lines, said) in enumerate(run(_closed_early_over_nccl, 2, tmp_path)):
+        assert said == [1, 1]  # an error was said already
+        assert f"the last collective of rank {rank} had not ended 0 s after close(), which has ended it" in lines[0]
+        assert "Call torch.cuda.synchronize() before close()" in lines[0]
+
+
+@on_ranks(4)
+def test_nccl_connects_before_the_first_step_and_aborts_after_an_error(rank: int) -> None:
+    module.backend_for = lambda *_: "nccl"
+    dist.ProcessGroupNCCL = FakeNCCL
+    made = Communicator(CPU, dist.group.WORLD, "tried", timedelta(seconds=7))
+    made.extend([(ALL, NODE), (PEERS,), (NODE,)])
+    made.try_groups()
+    started = [entry[1] for entry in FakeNCCL.log if entry[0] == "start"]
+    assert sorted(started) == sorted(set(started)) == sorted({group.number for group in made._groups.values()})
+    FakeNCCL.log.clear()
+    made.try_groups()
+    assert not FakeNCCL.log  # once for each group
+    made.describe(RuntimeError("a peer is gone"), "a bucket")
+    made.close()
+    assert {entry[0] for entry in FakeNCCL.log} == {"abort"}  # its own work may wait for a peer that is gone
+
+
+@on_ranks(4)
+def test_nccl_has_one_group_for_each_scope_and_runs_one_at_a_time(rank: int) -> None:
     module.backend_for = lambda *_: "nccl"
     dist.ProcessGroupNCCL = FakeNCCL
     timeout, x = timedelta(seconds=7), torch.zeros(3)
@@ -127,57 +168,8 @@ def _over_nccl(rank: int) -> None:
         several.extend([(ALL,)], connections=2)
 
 
-def _connected_over_nccl(rank: int) -> None:
-    module.backend_for = lambda *_: "nccl"
-    dist.ProcessGroupNCCL = FakeNCCL
-    made = Communicator(CPU, dist.group.WORLD, "tried", timedelta(seconds=7))
-    made.extend([(ALL, NODE), (PEERS,), (NODE,)])
-    made.try_groups()
-    started = [entry[1] for entry in FakeNCCL.log if entry[0] == "start"]
-    assert sorted(started) == sorted(set(started)) == sorted({group.number for group in made._groups.values()})
-    FakeNCCL.log.clear()
-    made.try_groups()
-    assert not FakeNCCL.log  # once for each group
-    made.describe(RuntimeError("a peer is gone"), "a bucket")
-    made.close()
-    assert {entry[0] for entry in FakeNCCL.log} == {"abort"}  # its own work may wait for a peer that is gone
-
-
-def _closed_early_over_nccl(rank: int) -> tuple[list[str], list[int]]:
-    module.backend_for = lambda *_: "nccl"
-    dist.ProcessGroupNCCL = FakeNCCL
-    module.CLOSE_S = 0.05
-    lines, x = logged(), torch.zeros(3)
-    said = []
-    for fails in (False, True):
-        made = Communicator(CPU, dist.group.WORLD, f"closed early {fails}", timedelta(seconds=7))
-        made.start(Exchange.in_place("sum", x), 0)
-        FakeWork.is_completed = lambda _: False
-        if fails:
-            made.describe(RuntimeError("a peer is gone"), "a bucket")
-        made.close()
-        said.append(len(lines))
-    assert [entry[0] for entry in FakeNCCL.log] == ["start", "abort"] * 2
-    return lines, said
-
-
-def test_a_collective_that_close_ends_is_said(tmp_path: Path) -> None:
-    """A step on a slow link may take longer than close() waits, and would have a wrong result in silence."""
-    for rank, (lines, said) in enumerate(run(_closed_early_over_nccl, 2, tmp_path)):
-        assert said == [1, 1]  # an error was said already
-        assert f"the last collective of rank {rank} had not ended 0 s after close(), which has ended it" in lines[0]
-        assert "Call torch.cuda.synchronize() before close()" in lines[0]
-
-
-def test_nccl_connects_before_the_first_step_and_aborts_after_an_error(tmp_path: Path) -> None:
-    run(_connected_over_nccl, 4, tmp_path)
-
-
-def test_nccl_has_one_group_for_each_scope_and_runs_one_at_a_time(tmp_path: Path) -> None:
-    run(_over_nccl, 4, tmp_path)
-
-
-def _over_gloo(rank: int) -> None:
+@on_ranks(2)
+def test_gloo_has_a_group_for_each_stage(rank: int) -> None:
     made = Communicator(CPU, dist.group.WORLD, "first")
     assert len(set(made._groups.values())) == 1
     made.extend([(ALL,)] * 2)
@@ -194,10 +186,6 @@ def _over_gloo(rank: int) -> None:
     made.close()
     with pytest.raises(RuntimeError, match="the communicator was closed"):
         made.gather(torch.tensor([rank]), "a test")
-
-
-def test_gloo_has_a_group_for_each_stage(tmp_path: Path) -> None:
-    run(_over_gloo, 2, tmp_path)
 
 
 def _receiving() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.ddp.functional import Reduction, all_reduce, close
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from tests.distributed.models import batch, fingerprint, mlp
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks
 
 
 def _trained(rank: int, hook: dict[str, Any], compiles: bool) -> str:
@@ -38,17 +37,15 @@ def _trained(rank: int, hook: dict[str, Any], compiles: bool) -> str:
     return fingerprint(model)
 
 
-def _steps(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_compiled_step_has_the_bits_of_one_that_is_not(rank: int) -> None:
     for hook in ({"bits": 4}, {"preset": "signsgd_ef"}, {"auto": True}):
         assert _trained(rank, hook, compiles=True) == _trained(rank, hook, compiles=False)
 
 
-@pytest.mark.slow
-def test_a_compiled_step_has_the_bits_of_one_that_is_not(tmp_path: Path) -> None:
-    run(_steps, 2, tmp_path)
-
-
-def _calls(rank: int) -> list[float]:
+@on_ranks(2)
+def test_all_reduce_in_a_compiled_function(rank: int) -> list[float]:
     def mean(x: torch.Tensor) -> torch.Tensor:
         return all_reduce(x * 2, bits=8, step=3).sum()
 
@@ -63,10 +60,6 @@ def _calls(rank: int) -> list[float]:
     close()
     assert results == [expected, expected]
     return results
-
-
-def test_all_reduce_in_a_compiled_function(tmp_path: Path) -> None:
-    run_alike(_calls, 2, tmp_path)
 
 
 @pytest.mark.slow

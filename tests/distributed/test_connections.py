@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,7 @@ from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.wire.communicator import Communicator
 from tests.distributed.models import fingerprint, train, wrapped
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks
 from tests.errors import error_text
 
 #: Four pieces, the last of which is short.
@@ -52,19 +51,16 @@ def _used(rank: int, case: dict[str, Any], connections: int) -> tuple[torch.Tens
     return torch.stack(means), turns
 
 
-def _equal(rank: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks(timeout=240)
+def test_connections_change_no_bit(rank: int, ranks: int) -> None:
     for case in MEANS:
         one, only = _used(rank, case, 1)
         three, turns = _used(rank, case, 3)
         assert torch.equal(one, three), case
         assert only == {0}
         assert turns >= {0, 1}, (case, turns)  # a native mean is one piece, and others are four
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_connections_change_no_bit(ranks: int, tmp_path: Path) -> None:
-    run(_equal, ranks, tmp_path, timeout=240)
 
 
 def _trains(rank: int, fields: dict[str, Any]) -> str:
@@ -76,42 +72,33 @@ def _trains(rank: int, fields: dict[str, Any]) -> str:
     return fingerprint(model)
 
 
-def _trained(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_ranks(2, timeout=240)
+def test_a_model_trained_over_several_connections_is_that_of_one(rank: int) -> list[str]:
     made = []
     for fields in TRAININGS:
         made += [_trains(rank, fields), _trains(rank, {**fields, "connections": 4})]
+    assert made[::2] == made[1::2]
+    assert len(set(made)) == 3
     return made
 
 
-@pytest.mark.slow
-def test_a_model_trained_over_several_connections_is_that_of_one(tmp_path: Path) -> None:
-    result = run_alike(_trained, 2, tmp_path, timeout=240)
-    assert result[::2] == result[1::2]
-    assert len(set(result)) == 3
-
-
-def _differ(rank: int) -> str:
+@on_ranks(2)
+def test_ranks_with_other_numbers_of_connections_are_told(rank: int) -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
-    return error_text(ConfigError, register_gqsgd, model, connections=1 + rank)
+    text = error_text(ConfigError, register_gqsgd, model, connections=1 + rank)
+    assert "connections" in text
 
 
-def test_ranks_with_other_numbers_of_connections_are_told(tmp_path: Path) -> None:
-    for text in run(_differ, 2, tmp_path):
-        assert "connections" in text
-
-
-def _after_a_refusal(rank: int) -> float:
+@on_ranks(2, collective_timeout=10)
+def test_a_call_that_one_rank_refuses_leaves_all_ranks_at_the_same_connection(rank: int) -> None:
     one_piece = torch.full((2000,), float(rank))
     all_reduce(one_piece, connections=2)
     with pytest.raises(ConfigError, match=r"torch\.int32"):
         all_reduce(one_piece.int() if rank else one_piece, connections=2)
     mean = float(all_reduce(one_piece, connections=2).mean())
     close()
-    return mean
-
-
-def test_a_call_that_one_rank_refuses_leaves_all_ranks_at_the_same_connection(tmp_path: Path) -> None:
-    assert run_alike(_after_a_refusal, 2, tmp_path, collective_timeout=10) == pytest.approx(0.5, rel=0.05)
+    assert mean == pytest.approx(0.5, rel=0.05)
 
 
 @pytest.mark.parametrize("connections", [0, 17, 1.5, "4", True, None])

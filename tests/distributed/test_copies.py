@@ -20,7 +20,7 @@ from lightning_gqsgd.ddp.functional import all_reduce
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.session.copies import DetachedState
 from tests.distributed.models import fingerprint, train, wrapped
-from tests.distributed.ranks import logged, run, run_alike
+from tests.distributed.ranks import logged, on_ranks, run
 
 #: One that remembers, and one that does not.
 HOOKS: list[dict[str, Any]] = [{"bits": 4}, {"preset": "signsgd_ef"}, {"auto": True}]
@@ -33,7 +33,8 @@ def _saved_and_loaded(model: DistributedDataParallel) -> DistributedDataParallel
     return torch.load(file, weights_only=False)
 
 
-def _copied(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_copies_of_a_model_have_no_hook_and_say_so_when_they_are_trained(rank: int) -> list[Any]:
     records = logged()
     found: list[Any] = []
     for hook in HOOKS:
@@ -68,10 +69,6 @@ def _copied(rank: int) -> list[Any]:
         state.close()
         its_state.close()
     return found
-
-
-def test_copies_of_a_model_have_no_hook_and_say_so_when_they_are_trained(tmp_path: Path) -> None:
-    run_alike(_copied, 2, tmp_path)
 
 
 def _in_a_fork(what: Any) -> tuple[int, float]:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from lightning_gqsgd import DCPState, LocalSteps
 from lightning_gqsgd.errors import ConfigError
 from tests.distributed.models import fingerprint, mlp, train, wrapped
-from tests.distributed.ranks import logged, run, run_alike
+from tests.distributed.ranks import logged, on_ranks, run, run_alike
 from tests.integrations.fsdp_models import mesh, needs_fsdp_hooks, quantised, weight_bits
 
 #: What is remembered between steps: by each rank, by owners of stripes, by all, or nothing.
@@ -178,18 +178,15 @@ def _refused(rank: int, folder: Path) -> list[str]:
     return [*texts, fingerprint(wide)]
 
 
-def _nested(rank: int, folder: Path) -> str:
+@on_ranks(2)
+def test_a_state_below_the_top_level_is_refused_when_it_is_saved(rank: int, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
     _, state = wrapped({}, HOOKS[0])
     with pytest.raises(CheckpointException) as error:  # no Exception, but a BaseException
         dcp.save({"app": {"gqsgd": DCPState(state)}}, checkpoint_id=folder)
     state.close()
-    return str(error.value)
-
-
-def test_a_state_below_the_top_level_is_refused_when_it_is_saved(tmp_path: Path) -> None:
-    # DCP would pickle it, and restore nothing.
-    for text in run(_nested, 2, tmp_path, tmp_path / "saved"):
-        assert "DCPState(state) has to be at the top level" in text
+    text = str(error.value)
+    assert "DCPState(state) has to be at the top level" in text
 
 
 def test_what_cannot_be_loaded_is_an_error_on_all_ranks(tmp_path: Path) -> None:
@@ -197,7 +194,10 @@ def test_what_cannot_be_loaded_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     assert first[2] == second[2]
 
 
-def _sharded(rank: int, folder: Path) -> list[str]:
+@needs_fsdp_hooks
+@on_ranks(2)
+def test_a_sharded_model_resumes_to_the_same_bits(rank: int, tmp_path: Path) -> list[str]:
+    folder = tmp_path / "checkpoint"
     on, ends = mesh(2), []
     model, state = quantised(on, {"bits": 4, "reduce_scatter": True})
     train(model, rank, range(3))
@@ -211,10 +211,6 @@ def _sharded(rank: int, folder: Path) -> list[str]:
     _load(folder, model, state)
     assert state.step == 3
     train(model, rank, range(3, 6))
-    return [*ends, weight_bits(model)]
-
-
-@needs_fsdp_hooks
-def test_a_sharded_model_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    result = run_alike(_sharded, 2, tmp_path, tmp_path / "checkpoint")
+    result = [*ends, weight_bits(model)]
     assert result[0] == result[1]
+    return result

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch import Tensor
 from lightning_gqsgd.ddp.unaveraged import average
 from lightning_gqsgd.session import first_rank
 from lightning_gqsgd.session.first_rank import take_from_first_rank
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks
 
 
 def _tensors(rank: int) -> list[Tensor]:
@@ -29,21 +27,19 @@ def _tensors(rank: int) -> list[Tensor]:
     ]
 
 
-def _taken(rank: int) -> list[Tensor]:
+@on_ranks(2)
+def test_the_values_of_the_first_rank_come_to_their_coordinates_whatever_the_strides(rank: int) -> None:
     tensors = _tensors(rank)
     strides = [tensor.stride() for tensor in tensors]
     take_from_first_rank(tensors, dist.group.WORLD)
     assert [tensor.stride() for tensor in tensors] == strides
-    return tensors
+    for tensor, expected in zip(tensors, _tensors(0), strict=True):
+        assert torch.equal(tensor, expected)
 
 
-def test_the_values_of_the_first_rank_come_to_their_coordinates_whatever_the_strides(tmp_path: Path) -> None:
-    for tensors in run(_taken, 2, tmp_path):
-        for tensor, expected in zip(tensors, _tensors(0), strict=True):
-            assert torch.equal(tensor, expected)
-
-
-def _taken_in_messages(rank: int) -> list[int]:
+@on_ranks(2)
+def test_a_model_is_not_copied_as_a_whole(rank: int) -> None:
+    """A GPU may have no room for a second one."""
     sizes: list[int] = []
     broadcast = dist.broadcast
 
@@ -57,21 +53,12 @@ def _taken_in_messages(rank: int) -> list[int]:
     take_from_first_rank(tensors, dist.group.WORLD)
     assert all(torch.equal(one, other) for one, other in zip(tensors, _tensors(0), strict=False))
     assert tensors[-1].tolist() == list(range(10))
-    return sizes
+    assert sizes == [96, 96 + 40 + 1, 80]
 
 
-def test_a_model_is_not_copied_as_a_whole(tmp_path: Path) -> None:
-    """A GPU may have no room for a second one."""
-    assert run(_taken_in_messages, 2, tmp_path) == [[96, 96 + 40 + 1, 80]] * 2
-
-
-def _averaged(rank: int) -> list[Tensor]:
+@on_ranks(2)
+def test_the_mean_is_of_coordinates_whatever_the_strides(rank: int) -> None:
     tensors = _tensors(rank)[:2]
     average(tensors, dist.group.WORLD)
-    return tensors
-
-
-def test_the_mean_is_of_coordinates_whatever_the_strides(tmp_path: Path) -> None:
-    for tensors in run(_averaged, 2, tmp_path):
-        for tensor, first, second in zip(tensors, _tensors(0), _tensors(1), strict=False):
-            assert torch.equal(tensor, first / 2 + second / 2)
+    for tensor, first, second in zip(tensors, _tensors(0), _tensors(1), strict=False):
+        assert torch.equal(tensor, first / 2 + second / 2)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from tests.distributed.models import train
-from tests.distributed.ranks import run_alike
+from tests.distributed.ranks import on_ranks
 from tests.distributed.test_plain import LEAVES_AFTER, SMALL_BUCKETS, asks_for_a_trial, auto, carrier
 
 
-def _frozen_by_one(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_a_parameter_that_one_rank_freezes_does_not_part_ranks_when_they_change_places(rank: int) -> list[Any]:
+    """It was the end of the processes, by SIGABRT, once plain DDP took over on the other rank only."""
     model, state = auto({**SMALL_BUCKETS, "find_unused_parameters": True})
     carriers = []
     first = model.module[0].bias
@@ -22,11 +23,7 @@ def _frozen_by_one(rank: int) -> list[Any]:
         assert first.requires_grad == (rank == 0)
         carriers.append(carrier(model))
     state.close()
-    return [carriers, [p.tolist() for p in model.parameters() if p is not first]]
-
-
-def test_a_parameter_that_one_rank_freezes_does_not_part_ranks_when_they_change_places(tmp_path: Path) -> None:
-    """It was the end of the processes, by SIGABRT, once plain DDP took over on the other rank only."""
-    result = run_alike(_frozen_by_one, 2, tmp_path)
+    result = [carriers, [p.tolist() for p in model.parameters() if p is not first]]
     assert set(result[0]) == {"gqsgd_hook", "plain"}
     assert result[0][-1] == "gqsgd_hook"
+    return result

@@ -24,7 +24,7 @@ from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.wire import engine, plan
 from lightning_gqsgd.wire.communicator import CollectiveError
 from lightning_gqsgd.wire.engine import Engine
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = [0, 1, 7, 255, 256, 257, 5000]
@@ -34,7 +34,9 @@ def _values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch
     return torch.randn(*shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def _sizes_and_dtypes(rank: int) -> list[list[float]]:
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@on_ranks(timeout=240)
+def test_all_sizes_and_dtypes(rank: int, ranks: int) -> list[list[float]]:
     n = dist.get_world_size()
     results = []
     for reducer in ("sum", "two_shot", "gather", "native"):
@@ -54,12 +56,8 @@ def _sizes_and_dtypes(rank: int) -> list[list[float]]:
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_all_sizes_and_dtypes(ranks: int, tmp_path: Path) -> None:
-    run_alike(_sizes_and_dtypes, ranks, tmp_path, timeout=240)
-
-
-def _large(rank: int) -> list[float]:
+@on_ranks(2)
+def test_several_pieces(rank: int) -> list[float]:
     x = _values(rank, 3_500_000)  # several pieces
     y = all_reduce(x, bits=6, reducer="two_shot")
     exact = torch.stack([_values(r, 3_500_000) for r in range(2)]).mean(0)
@@ -69,11 +67,8 @@ def _large(rank: int) -> list[float]:
     return [float(y.sum()), float(y[-1])]
 
 
-def test_several_pieces(tmp_path: Path) -> None:
-    run_alike(_large, 2, tmp_path)
-
-
-def _shapes(rank: int) -> bool:
+@on_ranks(2)
+def test_layouts_outputs_and_steps(rank: int) -> None:
     x = _values(rank, 40, 50)
     plain = all_reduce(x, step=3)
     # The same numbers, however they lie in memory and wherever the result goes.
@@ -102,14 +97,10 @@ def _shapes(rank: int) -> bool:
     assert not torch.equal(all_reduce(x), all_reduce(x))
     assert torch.equal(all_reduce(x, step=3), plain)
     close()
-    return True
 
 
-def test_layouts_outputs_and_steps(tmp_path: Path) -> None:
-    assert all(run(_shapes, 2, tmp_path))
-
-
-def _asynchronous(rank: int) -> list[float]:
+@on_ranks(3)
+def test_asynchronous_calls_keep_their_order(rank: int) -> list[float]:
     tensors = [_values(rank + 10 * number, 3000 + number) for number in range(20)]
     waiting = [all_reduce(x, async_op=True, step=number) for number, x in enumerate(tensors)]
     assert all(isinstance(one, Reduction) for one in waiting)
@@ -119,10 +110,6 @@ def _asynchronous(rank: int) -> list[float]:
         assert torch.equal(all_reduce(x, step=number), mean)
     close()
     return [float(mean.sum()) for mean in means]
-
-
-def test_asynchronous_calls_keep_their_order(tmp_path: Path) -> None:
-    run_alike(_asynchronous, 3, tmp_path)
 
 
 def _groups(rank: int) -> list[float]:
@@ -158,7 +145,8 @@ def test_overlapping_groups_that_are_made_anew(tmp_path: Path) -> None:
     assert [[round(one, 1) for one in row] for row in means] == [[0.5, 1.0, 1.0, 0.5], [0.5, 0.5], [1.0, 1.0]]
 
 
-def _errors(rank: int) -> None:
+@on_ranks(2)
+def test_calls_that_cannot_work_say_why_and_leave_everything_usable(rank: int) -> None:
     x = _values(rank, 2000)
     with pytest.raises(ConfigError, match="dtype torch.int64; only floating-point"):
         all_reduce(torch.arange(5))
@@ -205,11 +193,8 @@ def _errors(rank: int) -> None:
     assert "gqsgd-sequencer" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_calls_that_cannot_work_say_why_and_leave_everything_usable(tmp_path: Path) -> None:
-    run(_errors, 2, tmp_path)
-
-
-def _unwritable(rank: int) -> list[float]:
+@on_ranks(2)
+def test_calls_after_an_output_that_cannot_be_written_belong_together(rank: int) -> None:
     means = []
     all_reduce(torch.ones(2000))
     memory = torch.ones(5000)
@@ -223,15 +208,11 @@ def _unwritable(rank: int) -> list[float]:
         all_reduce(inplace, out=inplace if rank else None, step=7)
     means.append(float(all_reduce(torch.full((2000,), 3.0), step=7).mean()))
     close()
-    return means
+    assert means == pytest.approx([1, 10, 100, 3], rel=0.05)
 
 
-def test_calls_after_an_output_that_cannot_be_written_belong_together(tmp_path: Path) -> None:
-    for means in run(_unwritable, 2, tmp_path):
-        assert means == pytest.approx([1, 10, 100, 3], rel=0.05)
-
-
-def _interrupted(rank: int) -> None:
+@on_ranks(2)
+def test_calls_that_do_not_belong_together_are_refused(rank: int) -> None:
     all_reduce(torch.ones(2000), step=7)
     if rank:  # as by an interrupt, after which the program goes on
         next(next(iter(functional._reductions.values())).numbers)
@@ -240,11 +221,8 @@ def _interrupted(rank: int) -> None:
     close()
 
 
-def test_calls_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    run(_interrupted, 2, tmp_path)
-
-
-def _many_sizes(rank: int) -> int:
+@on_ranks(2)
+def test_plans_of_tensors_of_many_sizes_do_not_pile_up(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "MAX_PLAN_BYTES", 0)
         for numel in (2000, 2001):
@@ -252,11 +230,7 @@ def _many_sizes(rank: int) -> int:
         (reductions,) = functional._reductions.values()
         kept = len(reductions.engine.plans)
     close()
-    return kept
-
-
-def test_plans_of_tensors_of_many_sizes_do_not_pile_up(tmp_path: Path) -> None:
-    assert run_alike(_many_sizes, 2, tmp_path) == 1
+    assert kept == 1
 
 
 class _Wrapped(torch.Tensor):
@@ -289,7 +263,8 @@ def test_tensors_that_are_not_plain_are_refused(tmp_path: Path) -> None:
     assert run(_not_plain, 2, tmp_path) == pytest.approx([1, 1], rel=0.05)
 
 
-def _destroyed(rank: int) -> None:
+@on_ranks(2)
+def test_a_process_group_that_was_destroyed_is_refused(rank: int) -> None:
     group = dist.new_group([0, 1])
     model = DistributedDataParallel(nn.Linear(40, 40), process_group=group)
     dist.destroy_process_group(group)
@@ -299,22 +274,17 @@ def _destroyed(rank: int) -> None:
         register_gqsgd(model)
 
 
-def test_a_process_group_that_was_destroyed_is_refused(tmp_path: Path) -> None:
-    run(_destroyed, 2, tmp_path)
-
-
-def _fake(_: int) -> None:
+@on_ranks(1, initialise=False, timeout=30)
+def test_a_process_group_without_other_processes_is_refused_at_once(rank: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     for call in (all_reduce, lambda x: register_gqsgd(DistributedDataParallel(nn.Linear(40, 40)))):
         with pytest.raises(ConfigError, match="backend 'fake': its 4 ranks are this process alone"):
             call(torch.ones(2000))
 
 
-def test_a_process_group_without_other_processes_is_refused_at_once(tmp_path: Path) -> None:
-    run(_fake, 1, tmp_path, initialise=False, timeout=30)
-
-
-def _on_nodes(rank: int) -> list[list[float]]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_nodes_are_those_of_the_groups_ranks(rank: int) -> list[list[float]]:
     """Of two nodes of two processes, all ranks, and one of each node."""
     os.environ["GROUP_RANK"] = str(rank // 2)
     x = _values(rank, 2000)
@@ -326,11 +296,6 @@ def _on_nodes(rank: int) -> list[list[float]]:
     assert torch.equal(whole, all_reduce(x, reducer="hierarchical", node_size=2, bits=4, step=0))
     close()
     return whole.tolist()
-
-
-@pytest.mark.slow
-def test_nodes_are_those_of_the_groups_ranks(tmp_path: Path) -> None:
-    run_alike(_on_nodes, 4, tmp_path)
 
 
 def _killed(rank: int) -> str:
@@ -353,7 +318,9 @@ def test_a_killed_rank_is_an_error_and_the_result_is_nan(tmp_path: Path) -> None
     assert "failed on rank 0 of 2" in text
 
 
-def _connects_late(rank: int) -> list[float]:
+@pytest.mark.slow
+@on_ranks(2, collective_timeout=2)
+def test_after_a_rank_has_connected_too_late_for_a_new_configuration_the_next_call_works(rank: int) -> None:
     os.environ["GQSGD_SHARED_MEMORY"] = "0"
     means = [float(all_reduce(torch.ones(2000)).mean())]
     with pytest.MonkeyPatch.context() as patch:
@@ -372,15 +339,11 @@ def _connects_late(rank: int) -> list[float]:
     store.wait(["failed/0", "failed/1"], timedelta(seconds=60))
     means.append(float(all_reduce(torch.ones(2000), connections=2).mean()))
     close()
-    return means
+    assert means == pytest.approx([1, 1], rel=0.05)
 
 
-@pytest.mark.slow
-def test_after_a_rank_has_connected_too_late_for_a_new_configuration_the_next_call_works(tmp_path: Path) -> None:
-    assert run_alike(_connects_late, 2, tmp_path, collective_timeout=2) == pytest.approx([1, 1], rel=0.05)
-
-
-def _in_two_threads(rank: int) -> float:
+@on_ranks(2)
+def test_threads_may_begin_with_groups_of_their_own_while_others_reduce(rank: int) -> None:
     """Another thread begins with a group while this one looks which of its own can be used."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     all_reduce(torch.ones(2000), group=groups[0])
@@ -399,14 +362,12 @@ def _in_two_threads(rank: int) -> float:
         patch.setattr(_Reductions, "is_usable", look_slowly)
         mean = all_reduce(torch.ones(2000), group=groups[0])
     close()
-    return float(mean.mean())
+    assert float(mean.mean()) == pytest.approx(1, rel=0.05)
 
 
-def test_threads_may_begin_with_groups_of_their_own_while_others_reduce(tmp_path: Path) -> None:
-    assert run_alike(_in_two_threads, 2, tmp_path) == pytest.approx(1, rel=0.05)
-
-
-def _slow_compile(rank: int) -> float:
+@pytest.mark.slow
+@on_ranks(2, collective_timeout=2)
+def test_a_rank_that_compiles_is_waited_for(rank: int) -> float:
     """One rank is late by more than the timeout of collectives, as if it were compiling."""
     if rank == 1:
         compile_kernels = engine.compile_kernels
@@ -417,11 +378,6 @@ def _slow_compile(rank: int) -> float:
 
         engine.compile_kernels = compile_slowly
     return float(all_reduce(_values(rank, 3000)).sum())
-
-
-@pytest.mark.slow
-def test_a_rank_that_compiles_is_waited_for(tmp_path: Path) -> None:
-    run_alike(_slow_compile, 2, tmp_path, collective_timeout=2)
 
 
 def test_without_a_process_group() -> None:

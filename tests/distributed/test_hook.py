@@ -22,7 +22,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.reducers.base import ALL
 from tests.distributed.models import Branches, batch, fingerprint, finish, loss_of, mlp, resume, save, train, wrapped
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run
 from tests.errors import error_text
 
 QUANTISING = ["sum", "two_shot", "gather"]
@@ -58,22 +58,21 @@ def test_parameters_are_bit_identical_on_all_ranks_after_50_steps(ranks: int, tm
             assert result["last"] < result["first"]
 
 
-def _summed_up(rank: int) -> tuple[dict[str, float], int, str]:
+@on_ranks(3)
+def test_a_training_can_be_summed_up(rank: int) -> None:
     model, state = wrapped({}, {"bits": 8, "sample_every": 4})
     train(model, rank, range(12))
-    return state.summary(), sum(p.numel() for p in model.parameters()), state.summary_line()
-
-
-def test_a_training_can_be_summed_up(tmp_path: Path) -> None:
-    for values, numel, line in run(_summed_up, 3, tmp_path):
-        assert values["steps"] == 12
-        assert values["fp32_bytes"] == pytest.approx(2 * 2 / 3 * 4 * numel * 12)
-        assert 3 < values["compression_ratio"] < 4  # biases travel as they are
-        assert 8 < values["bits_per_coordinate"] < 10
-        assert 0 < values["mean_rel_l2"] < 0.1
-        assert values["step_s"] > 0
-        assert 0 <= values["waiting_share"] <= 1
-        assert line.startswith("gqsgd: in 12 steps, rank 0 sent ")
+    values = state.summary()
+    numel = sum(p.numel() for p in model.parameters())
+    line = state.summary_line()
+    assert values["steps"] == 12
+    assert values["fp32_bytes"] == pytest.approx(2 * 2 / 3 * 4 * numel * 12)
+    assert 3 < values["compression_ratio"] < 4  # biases travel as they are
+    assert 8 < values["bits_per_coordinate"] < 10
+    assert 0 < values["mean_rel_l2"] < 0.1
+    assert values["step_s"] > 0
+    assert 0 <= values["waiting_share"] <= 1
+    assert line.startswith("gqsgd: in 12 steps, rank 0 sent ")
 
 
 def _all_options(rank: int) -> list[str]:
@@ -141,7 +140,12 @@ def test_16_bits_give_the_same_parameters_on_all_ranks_and_warm_up_as_plain_ddp(
         assert 0 < error < 2**-7
 
 
-def _interrupted(rank: int, path: Path, reducer: str) -> tuple[str, str]:
+@pytest.mark.parametrize(
+    "reducer", [pytest.param(name, marks=[pytest.mark.slow] * (name != "two_shot")) for name in QUANTISING]
+)
+@on_ranks(3)
+def test_interrupted_and_resumed_gives_the_same_bits(rank: int, tmp_path: Path, reducer: str) -> None:
+    path = tmp_path / "checkpoint.pt"
     options, hook = {"bucket_cap_mb": 0.03}, {"reducer": reducer, "seed": 5, "warmup_steps": 3}
     whole, state = wrapped(options, hook)
     train(whole, rank, range(24))
@@ -153,18 +157,12 @@ def _interrupted(rank: int, path: Path, reducer: str) -> tuple[str, str]:
     state.close()
     second, state = resume(path, options, hook)
     train(second, rank, range(11, 24))
-    return expected, finish(state, second)["bits"]
+    resumed = finish(state, second)["bits"]
+    assert resumed == expected
 
 
-@pytest.mark.parametrize(
-    "reducer", [pytest.param(name, marks=[pytest.mark.slow] * (name != "two_shot")) for name in QUANTISING]
-)
-def test_interrupted_and_resumed_gives_the_same_bits(reducer: str, tmp_path: Path) -> None:
-    for whole, resumed in run(_interrupted, 3, tmp_path, tmp_path / "checkpoint.pt", reducer):
-        assert resumed == whole
-
-
-def _loaded(rank: int) -> None:
+@on_ranks(1)
+def test_a_state_is_saved_again_as_it_was_loaded(rank: int) -> None:
     _, state = wrapped({}, {"bits": 4})
     state.load_state_dict({**state.state_dict(), "seed": 5, "step": 7})
     saved = state.state_dict()
@@ -172,11 +170,9 @@ def _loaded(rank: int) -> None:
     state.close()
 
 
-def test_a_state_is_saved_again_as_it_was_loaded(tmp_path: Path) -> None:
-    run(_loaded, 1, tmp_path)
-
-
-def _many_small_buckets(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_ranks(2, timeout=240)
+def test_60_steps_of_many_small_buckets_at_different_speeds(rank: int) -> list[str]:
     random.seed(rank)
     bits = []
     for reducer in ("two_shot", "sum"):
@@ -189,12 +185,8 @@ def _many_small_buckets(rank: int) -> list[str]:
     return bits
 
 
-@pytest.mark.slow
-def test_60_steps_of_many_small_buckets_at_different_speeds(tmp_path: Path) -> None:
-    run_alike(_many_small_buckets, 2, tmp_path, timeout=240)
-
-
-def _unused(rank: int) -> str:
+@on_ranks(2)
+def test_parameters_that_only_some_ranks_use(rank: int) -> str:
     model, state = wrapped({"find_unused_parameters": True}, {}, Branches())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
@@ -205,11 +197,8 @@ def _unused(rank: int) -> str:
     return finish(state, model)["bits"]
 
 
-def test_parameters_that_only_some_ranks_use(tmp_path: Path) -> None:
-    assert len(set(run(_unused, 2, tmp_path))) == 1
-
-
-def _two_models(rank: int) -> list[str]:
+@on_ranks(2)
+def test_several_models_share_a_thread_and_nothing_else(rank: int) -> list[str]:
     models = [wrapped({}, {"bits": bits}) for bits in (8, 4)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model, _ in models]
     for step in range(10):
@@ -231,15 +220,12 @@ def _two_models(rank: int) -> list[str]:
     del alone
     state.close()
     assert "gqsgd-sequencer" not in [thread.name for thread in threading.enumerate()]
+    assert bits[1] == bits[2]
     return bits
 
 
-def test_several_models_share_a_thread_and_nothing_else(tmp_path: Path) -> None:
-    result = run_alike(_two_models, 2, tmp_path)
-    assert result[1] == result[2]
-
-
-def _collected(rank: int) -> bool:
+@on_ranks(2)
+def test_threads_and_groups_end_with_the_model(rank: int) -> None:
     model, state = wrapped({}, {})
     train(model, rank, range(2))
     threads = psutil.Process().num_threads()
@@ -247,14 +233,11 @@ def _collected(rank: int) -> bool:
     gc.collect()
     assert "gqsgd-sequencer" not in [thread.name for thread in threading.enumerate()]
     # Gloo has at least two threads per group, of which there are three.
-    return threads - psutil.Process().num_threads() >= 6
+    assert threads - psutil.Process().num_threads() >= 6
 
 
-def test_threads_and_groups_end_with_the_model(tmp_path: Path) -> None:
-    assert run(_collected, 2, tmp_path) == [True, True]
-
-
-def _collected_by_the_sequencer(rank: int) -> bool:
+@on_ranks(2, timeout=30)
+def test_a_model_may_be_collected_by_the_thread_that_reduces(rank: int) -> None:
     """A collection of garbage happens on whatever thread allocates next."""
     model, state = wrapped({}, {})
     forgotten, its_state = wrapped({}, {})
@@ -266,14 +249,12 @@ def _collected_by_the_sequencer(rank: int) -> bool:
     runner._events.put(gc.collect)
     train(model, rank, range(2))
     state.close()
-    return is_closed() is None and "gqsgd-sequencer" not in [thread.name for thread in threading.enumerate()]
+    assert is_closed() is None
+    assert "gqsgd-sequencer" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_a_model_may_be_collected_by_the_thread_that_reduces(tmp_path: Path) -> None:
-    assert run(_collected_by_the_sequencer, 2, tmp_path, timeout=30) == [True, True]
-
-
-def _closed_with_a_lock(rank: int) -> None:
+@on_ranks(2)
+def test_a_model_may_be_collected_by_a_thread_that_the_sequencing_thread_waits_for(rank: int) -> None:
     """Garbage collection closes a model on the thread that serves another model's connections, while it has its lock,
     and the sequencing thread waits for that lock."""
     model, state = wrapped({}, {})
@@ -290,10 +271,6 @@ def _closed_with_a_lock(rank: int) -> None:
         its_state.close()  # raises an error if that thread does not answer
     train(model, rank, range(2))
     state.close()
-
-
-def test_a_model_may_be_collected_by_a_thread_that_the_sequencing_thread_waits_for(tmp_path: Path) -> None:
-    run(_closed_with_a_lock, 2, tmp_path)
 
 
 def _subgroup(rank: int) -> str:
@@ -344,7 +321,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_reaches_all(value: float, tmp_pat
     assert all(other == first for other in others)
 
 
-def _grad_scaler(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_grad_scaler_skips_the_same_steps_on_all_ranks(rank: int) -> list[Any]:
     model, state = wrapped({}, {"bits": 4})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
@@ -358,15 +336,13 @@ def _grad_scaler(rank: int) -> list[Any]:
         scaler.step(optimizer)
         scaler.update()
         history.append(scaler.get_scale())
-    return [history, finish(state, model)["bits"]]
-
-
-def test_grad_scaler_skips_the_same_steps_on_all_ranks(tmp_path: Path) -> None:
-    result = run_alike(_grad_scaler, 2, tmp_path)
+    result = [history, finish(state, model)["bits"]]
     assert result[0][2] < result[0][1]
+    return result
 
 
-def _dtypes(rank: int) -> list[str]:
+@on_ranks(2)
+def test_models_in_other_dtypes(rank: int) -> list[str]:
     bits = []
     for dtype in (torch.bfloat16, torch.float64):
         model, state = wrapped({}, {}, mlp().to(dtype))
@@ -378,11 +354,8 @@ def _dtypes(rank: int) -> list[str]:
     return bits
 
 
-def test_models_in_other_dtypes(tmp_path: Path) -> None:
-    run_alike(_dtypes, 2, tmp_path)
-
-
-def _mismatch(rank: int) -> str:
+@on_ranks(2)
+def test_ranks_that_do_not_agree_are_an_error_on_every_rank(rank: int) -> None:
     model = DistributedDataParallel(mlp())
     text = error_text(ConfigError, register_gqsgd, model, bits=8 if rank == 0 else 4)
     other = DistributedDataParallel(mlp())
@@ -390,15 +363,11 @@ def _mismatch(rank: int) -> str:
         register_gqsgd(other, exclude=["0.weight"] if rank == 0 else ["2.weight"])
     with pytest.raises(ConfigError, match="bucket_cap_mb: 25.0 != 24.0"):
         register_gqsgd(DistributedDataParallel(mlp(), bucket_cap_mb=25 - rank))
-    return text
+    assert "ranks 0 and 1 do not agree: bits: 8 != 4" in text
 
 
-def test_ranks_that_do_not_agree_are_an_error_on_every_rank(tmp_path: Path) -> None:
-    for text in run(_mismatch, 2, tmp_path):
-        assert "ranks 0 and 1 do not agree: bits: 8 != 4" in text
-
-
-def _bad_models(rank: int) -> None:
+@on_ranks(2)
+def test_models_and_configurations_that_cannot_work(rank: int) -> None:
     model = DistributedDataParallel(mlp())
     state = register_gqsgd(model)
     with pytest.raises(ConfigError, match="already has the communication hook 'gqsgd_hook'.*DDP takes one only"):
@@ -420,10 +389,6 @@ def _bad_models(rank: int) -> None:
     state.close()
     with pytest.raises(RuntimeError, match="the hook was closed"):
         train(closed, rank, range(1))
-
-
-def test_models_and_configurations_that_cannot_work(tmp_path: Path) -> None:
-    run(_bad_models, 2, tmp_path)
 
 
 def _killed(rank: int) -> str:
@@ -466,17 +431,14 @@ def test_a_rank_that_falls_behind_the_timeout_is_an_error(tmp_path: Path) -> Non
     assert "imed out" in text or "imeout" in text
 
 
-def test_report_says_what_is_compressed_and_what_is_not(tmp_path: Path) -> None:
-    for text in run(_report, 2, tmp_path):
-        assert "20,480 gradient values in 2 tensors at 4 bits" in text
-        assert "blocks of 128" in text
-        assert "by gather over 2 ranks" in text
-        assert "uncompressed: 1,546 values in 4 tensors (3 smaller than 1024, 1 excluded by name)" in text
-        assert "uncompressed until step 7" in text
-
-
-def _report(rank: int) -> str:
+@on_ranks(2)
+def test_report_says_what_is_compressed_and_what_is_not(rank: int) -> None:
     hook = {"bits": 4, "block_size": 128, "exclude": ["4.weight"], "warmup_steps": 7, "min_numel": 1024}
     model, state = wrapped({}, hook)
     state.close()
-    return state.report()
+    text = state.report()
+    assert "20,480 gradient values in 2 tensors at 4 bits" in text
+    assert "blocks of 128" in text
+    assert "by gather over 2 ranks" in text
+    assert "uncompressed: 1,546 values in 4 tensors (3 smaller than 1024, 1 excluded by name)" in text
+    assert "uncompressed until step 7" in text

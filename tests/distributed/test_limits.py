@@ -20,7 +20,7 @@ from lightning_gqsgd.ddp import functional
 from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.wire.plan import MAX_PLAN_BYTES
 from tests.distributed.models import Branches, batch, finish, mlp, train, wrapped
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 CALLS: list[dict[str, Any]] = [
@@ -34,7 +34,9 @@ CALLS: list[dict[str, Any]] = [
 ]
 
 
-def _many_sizes(rank: int) -> tuple[float, int]:
+@pytest.mark.slow
+@on_ranks(2, timeout=240)
+def test_tensors_of_many_sizes_take_no_more_and_more_memory(rank: int) -> None:
     process = psutil.Process()
     for number in range(60):
         x = torch.ones(2_000_000 + 1000 * number)
@@ -50,14 +52,8 @@ def _many_sizes(rank: int) -> tuple[float, int]:
     kept = sum(cached.plan.nbytes for cached in reductions.engine.plans._plans.values())
     grown = (process.memory_info().rss - before) / 2**20
     close()
-    return grown, kept
-
-
-@pytest.mark.slow
-def test_tensors_of_many_sizes_take_no_more_and_more_memory(tmp_path: Path) -> None:
-    for grown, kept in run(_many_sizes, 2, tmp_path, timeout=240):
-        assert kept <= MAX_PLAN_BYTES
-        assert grown < 100  # MiB; without a limit, these 40 sizes would take as much again
+    assert kept <= MAX_PLAN_BYTES
+    assert grown < 100  # MiB; without a limit, these 40 sizes would take as much again
 
 
 def _after_rebuild(rank: int) -> list[int]:
@@ -77,7 +73,9 @@ def test_the_plan_of_the_whole_model_is_dropped_after_ddp_has_rebuilt_its_bucket
         assert counts[-1] == buckets > 1
 
 
-def _inference(rank: int) -> list[list[float]]:
+@pytest.mark.slow
+@on_ranks(2, timeout=240)
+def test_tensors_that_were_made_in_inference_mode(rank: int) -> list[list[float]]:
     found = []
     for dtype in DTYPES:
         for call in CALLS:
@@ -97,12 +95,8 @@ def _inference(rank: int) -> list[list[float]]:
     return found
 
 
-@pytest.mark.slow
-def test_tensors_that_were_made_in_inference_mode(tmp_path: Path) -> None:
-    run_alike(_inference, 2, tmp_path, timeout=240)
-
-
-def _largest(rank: int) -> dict[str, int]:
+@on_ranks(2)
+def test_what_is_finite_stays_finite_in_16_bits(rank: int) -> None:
     found = {}
     for dtype in (torch.float16, torch.bfloat16):
         # Under a rotation, numbers near the largest one of fp32, which is about bf16's, have sums that fp32 lacks.
@@ -120,15 +114,12 @@ def _largest(rank: int) -> dict[str, int]:
             assert all_reduce(y, **exact)[7] == torch.inf  # what is infinite stays so where it travels as it is
         assert int((~all_reduce(y, bits=8).isfinite()).sum()) == 128
     close()
-    return found
+    assert {name for name, count in found.items() if count} == set()
 
 
-def test_what_is_finite_stays_finite_in_16_bits(tmp_path: Path) -> None:
-    for found in run(_largest, 2, tmp_path):
-        assert {name for name, count in found.items() if count} == set()
-
-
-def _unused(rank: int, hook: dict[str, Any]) -> list[Any]:
+@pytest.mark.parametrize("hook", [{"preset": "topk_ef"}, {"preset": "signsgd_ef"}, {"preset": "dore"}], ids=str)
+@on_ranks(2)
+def test_memory_of_a_parameter_that_no_rank_uses_stays(rank: int, hook: dict[str, Any]) -> list[Any]:
     model, state = wrapped({"find_unused_parameters": True}, {"min_numel": 0, **hook}, Branches())
     number = [name for name, _ in model.module.named_parameters()].index("layers.1.weight")
 
@@ -148,16 +139,13 @@ def _unused(rank: int, hook: dict[str, Any]) -> list[Any]:
             assert torch.equal(row, used[kind]), f"{kind} has changed"
     step(6, rank)  # one rank uses it
     changed = any(not torch.equal(row, used[kind]) for kind, row in state._store.rows(number).items())
-    return [changed, finish(state, model)["bits"]]
-
-
-@pytest.mark.parametrize("hook", [{"preset": "topk_ef"}, {"preset": "signsgd_ef"}, {"preset": "dore"}], ids=str)
-def test_memory_of_a_parameter_that_no_rank_uses_stays(hook: dict[str, Any], tmp_path: Path) -> None:
-    result = run_alike(_unused, 2, tmp_path, hook)
+    result = [changed, finish(state, model)["bits"]]
     assert result[0]
+    return result
 
 
-def _default_device(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_default_device_of_the_user_s_changes_nothing(rank: int) -> list[str]:
     bits = []
     for device in (None, "meta"):
         module = mlp()
@@ -172,12 +160,8 @@ def _default_device(rank: int) -> list[str]:
         torch.set_default_device(None)
         bits.append([finish(state, model)["bits"], *(p.grad.double().sum().item() for p in model.parameters())])
         close()
+    assert bits[0] == bits[1]
     return bits
-
-
-def test_a_default_device_of_the_user_s_changes_nothing(tmp_path: Path) -> None:
-    result = run_alike(_default_device, 2, tmp_path)
-    assert result[0] == result[1]
 
 
 _AT_EXIT = """
@@ -201,12 +185,9 @@ def test_a_process_that_closes_nothing_ends_well(tmp_path: Path) -> None:
             process.kill()
 
 
-def _closed(rank: int) -> list[str]:
+@on_ranks(2)
+def test_no_thread_is_left_after_closing(rank: int) -> None:
     all_reduce(torch.ones(3000))
     dist.barrier()
     close()
-    return [thread.name for thread in threading.enumerate() if "gqsgd" in thread.name]
-
-
-def test_no_thread_is_left_after_closing(tmp_path: Path) -> None:
-    assert run(_closed, 2, tmp_path) == [[], []]
+    assert [thread.name for thread in threading.enumerate() if "gqsgd" in thread.name] == []

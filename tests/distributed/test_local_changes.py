@@ -23,7 +23,7 @@ from lightning_gqsgd.errors import CollectiveError, ConfigError
 from tests.bits import bits_of
 from tests.distributed.local_models import bits_of_anchors, bits_of_model
 from tests.distributed.models import batch, loss_of
-from tests.distributed.ranks import logged, run, run_alike
+from tests.distributed.ranks import logged, on_ranks, run
 
 Optimizer = torch.optim.Optimizer
 
@@ -195,7 +195,15 @@ def test_a_change_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
         assert first[name].startswith(("CollectiveError", "ConfigError")), name
 
 
-def _frozen(rank: int) -> list[Any]:
+def _steps(model: nn.Module, optimizer: Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_outer_momentum_leaves_out_what_all_ranks_have_frozen_and_still_moves_what_was_trained(rank: int) -> None:
     """A layer that is frozen after a round, on all ranks and on one; one that is frozen while others' steps average."""
     fields: dict[str, Any] = {"every": 3, "outer_after": 0, "preset": "gqsgd_4bit", "min_numel": 16}
     results: list[Any] = []
@@ -226,26 +234,16 @@ def _frozen(rank: int) -> list[Any]:
             model[2].requires_grad_(True)
         optimizer.close()
         bits.append(bits_of_model(model))
-    return [*results, bits[0] == bits[1]]
+    trained, frozen, on_one_rank, is_equal_if_toggled = [*results, bits[0] == bits[1]]
+    assert trained == [False, False]
+    assert frozen == [True, False]
+    assert "ranks 0 and 1 do not agree: digest" in on_one_rank
+    assert "parameters were frozen" in on_one_rank
+    assert is_equal_if_toggled
 
 
-def _steps(model: nn.Module, optimizer: Optimizer, rank: int, steps: range) -> None:
-    for step in steps:
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_outer_momentum_leaves_out_what_all_ranks_have_frozen_and_still_moves_what_was_trained(tmp_path: Path) -> None:
-    for trained, frozen, on_one_rank, is_equal_if_toggled in run(_frozen, 2, tmp_path):
-        assert trained == [False, False]
-        assert frozen == [True, False]
-        assert "ranks 0 and 1 do not agree: digest" in on_one_rank
-        assert "parameters were frozen" in on_one_rank
-        assert is_equal_if_toggled
-
-
-def _frozen_while_under_way(rank: int) -> list[str]:
+@on_ranks(2)
+def test_an_average_leaves_out_what_was_frozen_when_it_was_started(rank: int) -> list[str]:
     """Anchors if a layer that was frozen through a round is trained again, on one rank, until that average is used; and
     if a state of that time is loaded, also one of an earlier version, while the layer is trained or frozen."""
     way = {"every": 3, "delay": 1, "mixing": 0.0, "outer_after": 0, "preset": "gqsgd_4bit", "min_numel": 16}
@@ -277,11 +275,9 @@ def _frozen_while_under_way(rank: int) -> list[str]:
     return bits
 
 
-def test_an_average_leaves_out_what_was_frozen_when_it_was_started(tmp_path: Path) -> None:
-    assert len(set(run_alike(_frozen_while_under_way, 2, tmp_path))) == 1
-
-
-def _beside(rank: int, every: int | str) -> list[list[str]]:
+@pytest.mark.parametrize("every", [2, "50ms"])
+@on_ranks(2)
+def test_parameters_that_move_and_are_not_averaged_are_named_once(rank: int, every: int | str) -> None:
     """What is said where the first layer stays, is moved by hand, is loaded with a state, and has its own averages."""
     said = logged(level=logging.WARNING)
     results = []
@@ -309,15 +305,10 @@ def _beside(rank: int, every: int | str) -> list[list[str]]:
             each.close()
         results.append([text for text in said if "parameters have changed that are not averaged" in text])
         said.clear()
-    return results
-
-
-@pytest.mark.parametrize("every", [2, "50ms"])
-def test_parameters_that_move_and_are_not_averaged_are_named_once(every: int | str, tmp_path: Path) -> None:
-    for stays, moves, is_loaded, is_averaged in run(_beside, 2, tmp_path, every):
-        assert stays == is_loaded == is_averaged == []
-        assert len(moves) == 1
-        assert "averaged: '0.weight'. Each rank has its own" in moves[0]
+    stays, moves, is_loaded, is_averaged = results
+    assert stays == is_loaded == is_averaged == []
+    assert len(moves) == 1
+    assert "averaged: '0.weight'. Each rank has its own" in moves[0]
 
 
 def _ended(model: nn.Module, optimizer: LocalSteps, train: Callable[[Any, LocalSteps], None]) -> str:
@@ -338,7 +329,8 @@ def _prune_midway(rank: int, amount: float, model: nn.Sequential, optimizer: Loc
     _steps(model, optimizer, rank, range(4, 8))
 
 
-def _pruned_again(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_model_that_is_pruned_again_is_an_error_and_no_fraction_of_a_mask(rank: int) -> list[str]:
     """A model that was pruned before, and whose mask is set again to the same values, or to others of each rank."""
     results = []
     for amount in (0, 0.5):
@@ -346,13 +338,10 @@ def _pruned_again(rank: int) -> list[str]:
         prune.l1_unstructured(model[2], "weight", 0.5)
         optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=3)
         results.append(_ended(model, optimizer, partial(_prune_midway, rank, amount)))
-    return results
-
-
-def test_a_model_that_is_pruned_again_is_an_error_and_no_fraction_of_a_mask(tmp_path: Path) -> None:
-    same, others = run_alike(_pruned_again, 2, tmp_path)
+    same, others = results
     assert "mask" not in same
     assert "masks of pruning have changed after LocalSteps was made: '2.weight_mask'" in others
+    return results
 
 
 class _Observer(nn.Module):
@@ -382,7 +371,8 @@ def _observe(rank: int, model: _Observer, optimizer: LocalSteps) -> None:
         optimizer.zero_grad()
 
 
-def _observed(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_buffer_that_gets_another_shape_is_named_with_both_shapes_and_the_remedy(rank: int) -> list[str]:
     results = []
     for in_place, size in ((True, 1), (False, 1), (True, 0), (False, 0)):
         for passes_before in (0, 1):
@@ -391,19 +381,15 @@ def _observed(rank: int) -> list[str]:
                 model(torch.randn(4, 32))
             optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
             results.append(_ended(model, optimizer, partial(_observe, rank)))
-    return results
-
-
-def test_a_buffer_that_gets_another_shape_is_named_with_both_shapes_and_the_remedy(tmp_path: Path) -> None:
-    result = run_alike(_observed, 2, tmp_path)
-    for resized, given_before in (result[4:6], result[6:]):
+    for resized, given_before in (results[4:6], results[6:]):
         assert "buffers were added to the model after LocalSteps was made, or were empty then: 'scale'" in resized
         assert "buffer" not in given_before
-    for resized, given_before in (result[:2], result[2:4]):
+    for resized, given_before in (results[:2], results[2:4]):
         assert "buffer 'scale' was (1,) torch.float32 on cpu" in resized
         assert "is (10,) torch.float32 on cpu now" in resized
         assert "needs that pass before" in resized
         assert "buffer" not in given_before
+    return results
 
 
 def _sharpen(rank: int, moves_back: bool, model: nn.Sequential, optimizer: LocalSteps) -> None:
@@ -423,18 +409,15 @@ def _sharpen(rank: int, moves_back: bool, model: nn.Sequential, optimizer: Local
         optimizer.zero_grad()
 
 
-def _sharpness_aware(rank: int) -> list[str]:
+@on_ranks(2)
+def test_sharpness_aware_minimisation_by_hand_works_and_is_named_where_weights_stay_moved(rank: int) -> list[str]:
     """SAM by hand: weights are moved, a second gradient is taken, and they are moved back, or not."""
     results = []
     for moves_back in (True, False):
         model = _model()
         optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, preset="gqsgd_4bit")
         results.append(_ended(model, optimizer, partial(_sharpen, rank, moves_back)))
+    assert "weights" not in results[0]
+    assert "SAM by hand" in results[1]
+    assert "move them back before step()" in results[1]
     return results
-
-
-def test_sharpness_aware_minimisation_by_hand_works_and_is_named_where_weights_stay_moved(tmp_path: Path) -> None:
-    result = run_alike(_sharpness_aware, 2, tmp_path)
-    assert "weights" not in result[0]
-    assert "SAM by hand" in result[1]
-    assert "move them back before step()" in result[1]

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from lightning_gqsgd import LocalSteps
 from tests.distributed.local_models import bits_of_anchors, bits_of_model
 from tests.distributed.models import mlp, train_with
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run
 
 #: With a memory, a momentum of the outer optimizer, fragments and a delay.
 WAY: dict[str, Any] = {"every": 3, "outer_after": 0, "fragments": 2, "delay": 1, "preset": "signsgd_ef"}
@@ -57,7 +57,8 @@ def test_a_run_that_goes_on_from_a_distributed_checkpoint_has_the_bits_of_an_und
     assert first[0] == second[0]
 
 
-def _looked_at(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_a_state_that_one_rank_asks_for_counts_no_step(rank: int) -> list[Any]:
     """One rank asks for a state, before the first step and later; the other does not."""
     model, optimizer = _made()
     for steps in (range(4), range(4, 8)):
@@ -67,9 +68,5 @@ def _looked_at(rank: int) -> list[Any]:
     optimizer.finish()
     result = [optimizer.averages.step, bits_of_model(model)]
     optimizer.close()
-    return result
-
-
-def test_a_state_that_one_rank_asks_for_counts_no_step(tmp_path: Path) -> None:
-    result = run_alike(_looked_at, 2, tmp_path)
     assert result[0] == 8
+    return result

@@ -23,7 +23,7 @@ from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
 from tests.bits import bits_of
 from tests.distributed.local_models import bits_of_model, local_steps, trained
 from tests.distributed.models import fingerprint, loss_of, mlp, train_with
-from tests.distributed.ranks import logged, run, run_alike
+from tests.distributed.ranks import logged, on_ranks, run
 from tests.errors import error_text
 
 
@@ -80,7 +80,8 @@ def test_the_last_average_is_made_of_what_moves_after_ranks_have_gone_back_to_th
         assert "fragment 0 is not finite after step 4 ('0.weight'), because some rank's is not" in said[0]
 
 
-def _left_out_with_errors(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_an_average_that_is_left_out_takes_nothing_from_the_errors_that_ranks_remember(rank: int) -> None:
     model, optimizer = trained(rank, {"every": 3, "outer_after": 0, "preset": "signsgd_ef"}, 6)
     averages = optimizer.averages
     before = averages.store.errors(averages.compressed_numbers)
@@ -96,11 +97,10 @@ def _left_out_with_errors(rank: int) -> list[bool]:
     later = averages.store.errors(averages.compressed_numbers)
     optimizer.close()
     is_kept = any(bool(error.any()) for error in before.values())
-    return [averages.skipped == 1, is_kept, all(same), not all(torch.equal(after[kind], later[kind]) for kind in after)]
-
-
-def test_an_average_that_is_left_out_takes_nothing_from_the_errors_that_ranks_remember(tmp_path: Path) -> None:
-    assert run(_left_out_with_errors, 2, tmp_path) == [[True] * 4] * 2
+    assert averages.skipped == 1
+    assert is_kept
+    assert all(same)
+    assert not all(torch.equal(after[kind], later[kind]) for kind in after)
 
 
 def _amp(rank: int) -> list[Any]:
@@ -166,7 +166,8 @@ def test_after_a_refused_average_steps_under_a_scaler_and_rounds_are_as_before(t
         assert averages == [0] * 7 + [1]
 
 
-def _scaled_as_without(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_a_grad_scaler_without_overflow_changes_nothing(rank: int) -> None:
     """A scaler whose scale is a power of two changes nothing; fused inner optimizers scale by themselves."""
     same = []
     for make in (torch.optim.SGD, partial(torch.optim.AdamW, fused=True)):
@@ -183,12 +184,7 @@ def _scaled_as_without(rank: int) -> list[bool]:
             bits.append(fingerprint(model))
             optimizer.close()
         same.append(bits[0] == bits[1])
-    return same
-
-
-def test_a_grad_scaler_without_overflow_changes_nothing(tmp_path: Path) -> None:
-    for same in run(_scaled_as_without, 2, tmp_path):
-        assert same == [True, True]
+    assert same == [True, True]
 
 
 def _model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -253,7 +249,8 @@ def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
         assert text in second[name], name
 
 
-def _late_errors(rank: int) -> str:
+@on_ranks(2)
+def test_what_is_refused_later(rank: int) -> None:
     model, inner = _model_and_optimizer()
     optimizer = LocalSteps(model, inner, every=2)
     with pytest.raises(ConfigError, match="LocalSteps averages the parameters that it was made with"):
@@ -268,13 +265,8 @@ def _late_errors(rank: int) -> str:
     optimizer.close()
     with pytest.raises(RuntimeError, match="this LocalSteps was closed"):
         optimizer.step()
-    return uneven
-
-
-def test_what_is_refused_later(tmp_path: Path) -> None:
-    for text in run(_late_errors, 2, tmp_path):
-        assert "do not agree: step" in text
-        assert "different numbers of optimizer steps" in text
+    assert "do not agree: step" in uneven
+    assert "different numbers of optimizer steps" in uneven
 
 
 def _changed(state: dict[str, Any], *keys: Any, to: Any) -> dict[str, Any]:
@@ -287,7 +279,51 @@ def _changed(state: dict[str, Any], *keys: Any, to: Any) -> dict[str, Any]:
     return state
 
 
-def _bad_states(rank: int) -> list[str]:
+@on_ranks(3)
+def test_states_of_all_ranks_are_gathered_in_parts(rank: int) -> None:
+    checkpoint.BYTES_AT_ONCE = 3000
+    longest = []
+    gather = dist.gather
+
+    def noted(tensor: Any, *args: Any, **options: Any) -> Any:
+        longest.append(tensor.numel())
+        return gather(tensor, *args, **options)
+
+    dist.gather = noted
+    values = [{"rank": number, "values": torch.arange(1000.0 * (number + 1))} for number in range(3)]
+    found = checkpoint.gathered(values[rank], dist.group.WORLD, torch.device("cpu"))
+    assert (found is None) == (rank > 0)
+    for x, y in zip(found or values, values, strict=True):
+        assert x["rank"] == y["rank"]
+        assert torch.equal(x["values"], y["values"])
+    assert len(longest) > 10
+    assert max(longest) <= 1000
+
+
+@on_ranks(1)
+def test_two_optimizers_of_one_model_both_start_from_their_anchors_with_another_number_of_ranks(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].bias.requires_grad_(False)
+    heads = [LocalSteps(model, torch.optim.SGD(part.parameters(), 0.1), every=4) for part in model]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    states = [gathered_state(head.averages, model, [head.inner]) for head in heads]
+    nn.init.zeros_(model[0].bias)
+    frozen = states[0]["ranks"][0]["model"]["0.bias"].clone()
+    for head, state in zip(heads, states, strict=True):
+        of_two_ranks = {**state, "ranks": state["ranks"] * 2, "world_size": 2}
+        load_gathered(head.averages, of_two_ranks, model, [head.inner])
+    entries = [pair for head in heads for fragment in head.averages.fragments for pair in fragment.entries()]
+    found = [torch.equal(entry.tensor, anchor) for entry, anchor in entries]
+    for head in heads:
+        head.close()
+    assert found == [True] * 3
+    assert torch.equal(model[0].bias, frozen)
+
+
+@on_ranks(2)
+def test_a_state_with_a_wrong_entry_is_refused_before_anything_is_loaded(rank: int) -> None:
     """Refuse states with one wrong entry, and change nothing; then take the right one."""
     model, inner = _model_and_optimizer()
     way: dict[str, Any] = {"every": 3, "delay": 2, "preset": "signsgd_ef"}
@@ -328,63 +364,12 @@ def _bad_states(rank: int) -> list[str]:
     assert bits_of_model(model) == before
     optimizer.finish()
     optimizer.close()
-    return texts
+    assert len(texts) == 17
+    assert all("state of local steps" in text or "the checkpoint" in text for text in texts)
 
 
-def _gathered_in_parts(rank: int) -> list[bool]:
-    checkpoint.BYTES_AT_ONCE = 3000
-    longest = []
-    gather = dist.gather
-
-    def noted(tensor: Any, *args: Any, **options: Any) -> Any:
-        longest.append(tensor.numel())
-        return gather(tensor, *args, **options)
-
-    dist.gather = noted
-    values = [{"rank": number, "values": torch.arange(1000.0 * (number + 1))} for number in range(3)]
-    found = checkpoint.gathered(values[rank], dist.group.WORLD, torch.device("cpu"))
-    is_alike = found is None
-    if found is not None:
-        pairs = zip(found, values, strict=True)
-        is_alike = all(x["rank"] == y["rank"] and torch.equal(x["values"], y["values"]) for x, y in pairs)
-    return [is_alike, (found is None) == (rank > 0), len(longest) > 10, max(longest) <= 1000]
-
-
-def test_states_of_all_ranks_are_gathered_in_parts(tmp_path: Path) -> None:
-    assert run_alike(_gathered_in_parts, 3, tmp_path) == [True] * 4
-
-
-def _two_optimizers_of_one_model(_: int) -> list[bool]:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].bias.requires_grad_(False)
-    heads = [LocalSteps(model, torch.optim.SGD(part.parameters(), 0.1), every=4) for part in model]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 1
-    states = [gathered_state(head.averages, model, [head.inner]) for head in heads]
-    nn.init.zeros_(model[0].bias)
-    frozen = states[0]["ranks"][0]["model"]["0.bias"].clone()
-    for head, state in zip(heads, states, strict=True):
-        of_two_ranks = {**state, "ranks": state["ranks"] * 2, "world_size": 2}
-        load_gathered(head.averages, of_two_ranks, model, [head.inner])
-    entries = [pair for head in heads for fragment in head.averages.fragments for pair in fragment.entries()]
-    found = [torch.equal(entry.tensor, anchor) for entry, anchor in entries]
-    for head in heads:
-        head.close()
-    return [*found, torch.equal(model[0].bias, frozen)]
-
-
-def test_two_optimizers_of_one_model_both_start_from_their_anchors_with_another_number_of_ranks(tmp_path: Path) -> None:
-    assert run(_two_optimizers_of_one_model, 1, tmp_path) == [[True] * (1 + 2 + 1)]
-
-
-def test_a_state_with_a_wrong_entry_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    for texts in run(_bad_states, 2, tmp_path):
-        assert len(texts) == 17
-        assert all("state of local steps" in text or "the checkpoint" in text for text in texts)
-
-
-def _refuses_a_part(rank: int) -> str:
+@on_ranks(2)
+def test_a_state_of_which_a_part_does_not_fit_changes_nothing(rank: int) -> str:
     """A state whose last part does not fit is refused by rank 1, and all go on as if it had never been there."""
     model, inner = _model_and_optimizer()
     optimizer = LocalSteps(model, inner, every=2, outer_after=0)
@@ -402,11 +387,8 @@ def _refuses_a_part(rank: int) -> str:
     return bits_of_model(model)
 
 
-def test_a_state_of_which_a_part_does_not_fit_changes_nothing(tmp_path: Path) -> None:
-    run_alike(_refuses_a_part, 2, tmp_path)
-
-
-def _in_context(rank: int) -> str:
+@on_ranks(2)
+def test_no_step_is_made_at_the_anchor(rank: int) -> str:
     model, inner = _model_and_optimizer()
     optimizer = LocalSteps(model, inner, every=2)
     train_with(model, optimizer, rank, range(3))
@@ -421,11 +403,8 @@ def _in_context(rank: int) -> str:
     return bits_of_model(model)
 
 
-def test_no_step_is_made_at_the_anchor(tmp_path: Path) -> None:
-    run_alike(_in_context, 2, tmp_path)
-
-
-def _outers(rank: int) -> list[str]:
+@on_ranks(2)
+def test_outer_optimizers_of_other_tensors_and_of_other_checkpoints(rank: int) -> None:
     """Outer optimizers of other tensors, and numbers that a checkpoint replaces."""
     model, inner = _model_and_optimizer()
     texts = []
@@ -446,17 +425,13 @@ def _outers(rank: int) -> list[str]:
             optimizer.load_state_dict(saved)
             texts += [" ".join(said), optimizer.report()]
         optimizer.close()
-    return texts
-
-
-def test_outer_optimizers_of_other_tensors_and_of_other_checkpoints(tmp_path: Path) -> None:
-    for elsewhere, some, warned, report, kind in run(_outers, 2, tmp_path):
-        assert "anchors that it is called with" in elsewhere
-        assert "SGD of 1 tensor, not of" in some
-        assert "goes on with its own numbers" in warned
-        assert 'lr: "0.7" != "0.1"' in warned
-        assert "outer SGD(lr=0.7, momentum=0.9, nesterov=True)" in report
-        assert "another outer optimizer than Adam" in kind
+    elsewhere, some, warned, report, kind = texts
+    assert "anchors that it is called with" in elsewhere
+    assert "SGD of 1 tensor, not of" in some
+    assert "goes on with its own numbers" in warned
+    assert 'lr: "0.7" != "0.1"' in warned
+    assert "outer SGD(lr=0.7, momentum=0.9, nesterov=True)" in report
+    assert "another outer optimizer than Adam" in kind
 
 
 class _WithMaskAndMean(nn.Module):
@@ -474,7 +449,8 @@ class _WithMaskAndMean(nn.Module):
         return self.layer(x)
 
 
-def _masked(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_buffers_may_hold_infinities_and_nan_and_be_assigned_anew(rank: int) -> list[Any]:
     results = []
     for way in ({"every": 3}, {"every": 4, "delay": 2, "mixing": 0.5}):
         model = _WithMaskAndMean()
@@ -486,18 +462,16 @@ def _masked(rank: int) -> list[Any]:
         whole = whole and model.last.isnan().tolist() == [True, False]
         results.append([bits_of_model(model), whole, optimizer.averages.skipped, bits_of_model(model.layer) != start])
         optimizer.close()
-    return results
-
-
-def test_buffers_may_hold_infinities_and_nan_and_be_assigned_anew(tmp_path: Path) -> None:
-    result = run_alike(_masked, 2, tmp_path)
-    for _, whole, skipped, moved in result:
+    for _, whole, skipped, moved in results:
         assert whole
         assert skipped == 0
         assert moved
+    return results
 
 
-def _assigned_at_anchor(rank: int, every: int | str) -> list[bool]:
+@pytest.mark.parametrize("every", [4, "1h"])
+@on_ranks(1)
+def test_a_buffer_that_is_assigned_anew_at_the_anchor_gets_its_value_back(rank: int, every: int | str) -> None:
     model = _WithMaskAndMean()
     optimizer = local_steps(model, {"every": every})
     train_with(model, optimizer, rank, range(2))
@@ -506,12 +480,7 @@ def _assigned_at_anchor(rank: int, every: int | str) -> list[bool]:
         model(torch.ones(2, 32, requires_grad=True))
     result = [bits_of_model(model) == before, not model.mean.requires_grad]
     optimizer.close()
-    return result
-
-
-@pytest.mark.parametrize("every", [4, "1h"])
-def test_a_buffer_that_is_assigned_anew_at_the_anchor_gets_its_value_back(every: int | str, tmp_path: Path) -> None:
-    assert run(_assigned_at_anchor, 1, tmp_path, every) == [[True, True]]
+    assert result == [True, True]
 
 
 class _WithTurnedMask(nn.Module):
@@ -526,18 +495,16 @@ class _WithTurnedMask(nn.Module):
         return self.layer(x)
 
 
-def _turned(rank: int) -> bool:
+@on_ranks(2)
+def test_integer_buffers_may_have_any_strides(rank: int) -> None:
     model = _WithTurnedMask()
     optimizer = local_steps(model, {"every": 2})
     with torch.no_grad():
         model.get_buffer("mask")[1, 2] = rank == 0
     train_with(model, optimizer, rank, range(2))
     optimizer.close()
-    return bool(model.get_buffer("mask")[1, 2]) and int(model.get_buffer("mask").sum()) == 1
-
-
-def test_integer_buffers_may_have_any_strides(tmp_path: Path) -> None:
-    assert run(_turned, 2, tmp_path) == [True, True]
+    assert bool(model.get_buffer("mask")[1, 2])
+    assert int(model.get_buffer("mask").sum()) == 1
 
 
 def _dying(rank: int) -> list[Any]:
@@ -579,7 +546,8 @@ def test_without_a_process_group_there_is_an_error() -> None:
         LocalSteps(*_model_and_optimizer())
 
 
-def _never_counted(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_steps_that_were_never_counted_are_averaged_at_the_end(rank: int) -> list[Any]:
     """A loop that calls the inner optimizer's step; and one that makes no step."""
     model, inner = _model_and_optimizer()
     optimizer = LocalSteps(model, inner, every=4)
@@ -593,10 +561,7 @@ def _never_counted(rank: int) -> list[Any]:
     texts = list(said)
     moved = bits_of_model(model) != start
     optimizer.close()
-    return [bits_of_model(model), moved, unchanged, averages, texts]
-
-
-def test_steps_that_were_never_counted_are_averaged_at_the_end(tmp_path: Path) -> None:
-    result = run_alike(_never_counted, 2, tmp_path)
+    result = [bits_of_model(model), moved, unchanged, averages, texts]
     assert result[1:4] == [True, True, 0]
     assert "no optimizer step was counted" in result[4][0]
+    return result

@@ -20,11 +20,12 @@ from lightning_gqsgd.errors import CollectiveError, ConfigError
 from tests.bits import bits_of
 from tests.distributed.local_models import bits_of_anchors, bits_of_model, local_steps
 from tests.distributed.models import batch, mlp, train_with
-from tests.distributed.ranks import logged, run, run_alike
+from tests.distributed.ranks import logged, on_ranks, run
 from tests.errors import error_text
 
 
-def _loaded_too_late(rank: int) -> list[str]:
+@on_ranks(2)
+def test_weights_that_are_loaded_after_local_steps_began_are_an_error_on_all_ranks(rank: int) -> None:
     """Weights that all ranks load, and that one rank loads, after LocalSteps was made."""
     texts = []
     for loads in ((0, 1), (1,)):
@@ -34,31 +35,7 @@ def _loaded_too_late(rank: int) -> list[str]:
             model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
         texts.append(error_text(ConfigError, train_with, model, optimizer, rank, range(1)))
         optimizer.close()
-    return texts
-
-
-def test_weights_that_are_loaded_after_local_steps_began_are_an_error_on_all_ranks(tmp_path: Path) -> None:
-    for texts in run(_loaded_too_late, 2, tmp_path):
-        assert all("load weights before LocalSteps is made" in text for text in texts)
-
-
-def _in_ddp(rank: int) -> list[list[str]]:
-    """What is said of a model that is called through DDP: one from before that is not used, and one that is."""
-    words = []
-    for is_used in (False, True):
-        said = logged()
-        model = mlp()
-        wrapped = DistributedDataParallel(model) if not is_used else None
-        optimizer = local_steps(model, {"every": 2})
-        wrapped = wrapped or DistributedDataParallel(model)
-        with torch.no_grad():
-            wrapped(batch(rank, 0)[0])
-        train_with(wrapped if is_used else model, optimizer, rank, range(8))
-        optimizer.finish()
-        copy.deepcopy(wrapped)
-        optimizer.close()
-        words.append([word for word in said if "DistributedDataParallel" in word])
-    return words
+    assert all("load weights before LocalSteps is made" in text for text in texts)
 
 
 def _in_ddp_of_a_node(rank: int) -> list[str]:
@@ -80,14 +57,31 @@ def test_ddp_inside_of_nodes_and_local_steps_between_them_is_as_it_should_be(tmp
     assert others == [first] * 3
 
 
-def test_a_model_that_is_called_through_ddp_beside_local_steps_is_said_once(tmp_path: Path) -> None:
-    for without, used in run(_in_ddp, 2, tmp_path):
-        assert without == []
-        assert len(used) == 1
-        assert "averages gradients in every step, so that local steps save nothing" in used[0]
+@on_ranks(2)
+def test_a_model_that_is_called_through_ddp_beside_local_steps_is_said_once(rank: int) -> None:
+    """What is said of a model that is called through DDP: one from before that is not used, and one that is."""
+    words = []
+    for is_used in (False, True):
+        said = logged()
+        model = mlp()
+        wrapped = DistributedDataParallel(model) if not is_used else None
+        optimizer = local_steps(model, {"every": 2})
+        wrapped = wrapped or DistributedDataParallel(model)
+        with torch.no_grad():
+            wrapped(batch(rank, 0)[0])
+        train_with(wrapped if is_used else model, optimizer, rank, range(8))
+        optimizer.finish()
+        copy.deepcopy(wrapped)
+        optimizer.close()
+        words.append([word for word in said if "DistributedDataParallel" in word])
+    without, used = words
+    assert without == []
+    assert len(used) == 1
+    assert "averages gradients in every step, so that local steps save nothing" in used[0]
 
 
-def _anew(rank: int) -> list[str]:
+@on_ranks(2)
+def test_beginning_anew_leaves_nothing_of_the_past(rank: int) -> list[str]:
     """The bits of a run that begins anew with loaded weights within a round, and of a new LocalSteps with them."""
     weights = {name: value + 1 for name, value in mlp().state_dict().items()}
     results = []
@@ -109,12 +103,8 @@ def _anew(rank: int) -> list[str]:
         optimizer.finish()
         optimizer.close()
         results.append(bits_of_model(model))
+    assert results[0] == results[1]
     return results
-
-
-def test_beginning_anew_leaves_nothing_of_the_past(tmp_path: Path) -> None:
-    result = run_alike(_anew, 2, tmp_path)
-    assert result[0] == result[1]
 
 
 def _refused(rank: int) -> list[str]:
@@ -140,7 +130,8 @@ def test_what_breaks_local_training_is_refused_with_its_remedy(tmp_path: Path) -
         assert "make a new LocalSteps around the other optimizer" in inner
 
 
-def _two_modules(rank: int) -> list[str]:
+@on_ranks(2)
+def test_several_modules_may_be_given_in_a_list_that_nobody_else_keeps(rank: int) -> list[str]:
     """Two modules in a list that was made for LocalSteps alone; by steps and by the clock."""
     results = []
     for every in (2, "50ms"):
@@ -152,10 +143,6 @@ def _two_modules(rank: int) -> list[str]:
         optimizer.close()
         results.append(bits_of((*encoder.parameters(), *decoder.parameters())))
     return results
-
-
-def test_several_modules_may_be_given_in_a_list_that_nobody_else_keeps(tmp_path: Path) -> None:
-    run_alike(_two_modules, 2, tmp_path)
 
 
 class _Alarm(Exception):
@@ -221,7 +208,15 @@ def test_an_average_is_not_used_twice_after_an_exception_in_its_use(tmp_path: Pa
         assert saved == []
 
 
-def _elsewhere(rank: int) -> list[list[str]]:
+def train_gradients(model: nn.Module, rank: int, step: int) -> None:
+    """Set the gradients of a rank's step."""
+    model.zero_grad()
+    torch.manual_seed(100 * rank + step)
+    model(torch.randn(4, 32)).square().mean().backward()
+
+
+@on_ranks(2)
+def test_a_default_device_changes_nothing(rank: int) -> list[list[str]]:
     """Bits with and without a default device on which no numbers are."""
     results = []
     for way in ({"every": 2, "inner_state": "average"}, {"every": 2, "preset": "gqsgd_predictive"}):
@@ -241,22 +236,13 @@ def _elsewhere(rank: int) -> list[list[str]]:
             optimizer.close()
             bits.append(bits_of_model(model))
         results.append(bits)
+    assert all(usual == elsewhere for usual, elsewhere in results)
     return results
 
 
-def train_gradients(model: nn.Module, rank: int, step: int) -> None:
-    """Set the gradients of a rank's step."""
-    model.zero_grad()
-    torch.manual_seed(100 * rank + step)
-    model(torch.randn(4, 32)).square().mean().backward()
-
-
-def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
-    result = run_alike(_elsewhere, 2, tmp_path)
-    assert all(usual == elsewhere for usual, elsewhere in result)
-
-
-def _compiled(rank: int) -> str:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_step_may_be_compiled(rank: int) -> str:
     model = mlp()
     optimizer = local_steps(model, {"every": 2})
     step = torch.compile(optimizer.step, backend="eager")
@@ -266,8 +252,3 @@ def _compiled(rank: int) -> str:
     torch.compile(optimizer.finish, backend="eager")()
     optimizer.close()
     return bits_of_model(model)
-
-
-@pytest.mark.slow
-def test_a_step_may_be_compiled(tmp_path: Path) -> None:
-    run_alike(_compiled, 2, tmp_path)

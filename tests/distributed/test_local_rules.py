@@ -18,7 +18,7 @@ from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.problems import Quadratic
 from tests.distributed.local_models import WithBuffers, bits_of_anchors, bits_of_model
 from tests.distributed.models import train_with
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks, run
 
 PROBLEM = Quadratic(2000, condition=10, spread=1.0)
 STEPS = 7
@@ -75,7 +75,9 @@ def test_every_system_has_the_bits_of_its_simulation_on_all_ranks(
         assert record.loss[-1] != record.loss[0]
 
 
-def _resumed(rank: int) -> dict[str, bool]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(rank: int) -> None:
     results = {}
     for preset in ("gqsgd_chb", "gqsgd_neolithic", "gqsgd_predictive"):
         fields: dict[str, Any] = {"preset": preset, "every": 2}
@@ -95,13 +97,7 @@ def _resumed(rank: int) -> dict[str, bool]:
             bits.append([bits_of_model(model), bits_of_anchors(optimizer)])
             optimizer.close()
         results[preset] = bits[0] == bits[1]
-    return results
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
-    for results in run(_resumed, 2, tmp_path):
-        assert all(results.values()), results
+    assert all(results.values()), results
 
 
 def _saved_by_two(rank: int, folder: Path) -> None:
@@ -204,7 +200,8 @@ def test_the_preserved_model_has_lost_nothing_on_the_way_back(tmp_path: Path) ->
         assert results["anchors"] == everyone[0]["anchors"]
 
 
-def _refused(rank: int) -> None:
+@on_ranks(2)
+def test_what_does_not_go_together(rank: int) -> None:
     model = Point()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     for fields, words in (
@@ -222,7 +219,3 @@ def _refused(rank: int) -> None:
     with pytest.raises(ConfigError, match="was written with another rule of averages than Predicted"):
         optimizer.load_state_dict(state)
     optimizer.close()
-
-
-def test_what_does_not_go_together(tmp_path: Path) -> None:
-    run(_refused, 2, tmp_path)

@@ -22,7 +22,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.sharding import divided_like
 from tests.bits import bits_of
 from tests.distributed.models import loss_of, mlp
-from tests.distributed.ranks import logged, run
+from tests.distributed.ranks import logged, on_ranks, run
 from tests.integrations.fsdp_models import mesh, needs_fsdp_hooks, sharded, weight_bits
 
 pytestmark = [needs_fsdp_hooks, pytest.mark.slow]
@@ -89,7 +89,8 @@ def test_replicas_are_averaged_shard_by_shard(tmp_path: Path) -> None:
     assert others == [first] * 3
 
 
-def _resumed(rank: int) -> list[str]:
+@on_ranks(4)
+def test_a_run_resumes_to_the_same_bits(rank: int) -> None:
     on = mesh(2)
     model = sharded(on["shard"])
     steps = local_steps(model, on, bits=4)
@@ -110,12 +111,8 @@ def _resumed(rank: int) -> list[str]:
         with pytest.raises(ConfigError, match=rf"the state is that of '{other['shard']}' .* this rank has 'shard"):
             resumed.load_state_dict({**saved["steps"], "local_steps": other})
     resumed.close()
-    return [bits_of(p.to_local() for p in one.parameters()) for one in (model, again)]
-
-
-def test_a_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    for before, after in run(_resumed, 4, tmp_path):
-        assert before == after
+    before, after = [bits_of(p.to_local() for p in one.parameters()) for one in (model, again)]
+    assert before == after
 
 
 #: Runs whose states have all kinds of tensors: an outer momentum, an average under way, a step counter, bf16 anchors.
@@ -245,7 +242,8 @@ class _Factored(torch.optim.SGD):
                 self.state[tensor]["row"] = tensor.new_zeros(len(tensor))
 
 
-def _not_loaded(rank: int, folder: Path) -> None:
+@on_ranks(4)
+def test_a_state_that_cannot_be_saved_or_loaded_is_refused(rank: int, tmp_path: Path) -> None:
     """One rank finds that a state does not fit, and keeps its own."""
     on = mesh(2)
     model = sharded(on["shard"])
@@ -279,10 +277,6 @@ def _not_loaded(rank: int, folder: Path) -> None:
         get_optimizer_state_dict(model, remembering)
 
 
-def test_a_state_that_cannot_be_saved_or_loaded_is_refused(tmp_path: Path) -> None:
-    run(_not_loaded, 4, tmp_path, tmp_path / "checkpoint")
-
-
 def _not_finite(rank: int) -> tuple[str, int, bool]:
     """One replica's change of one shard is not finite, in the first round."""
     on = mesh(2)
@@ -310,7 +304,8 @@ def test_all_shards_leave_out_what_is_not_finite_in_one(tmp_path: Path) -> None:
     assert others == [first] * 3
 
 
-def _evaluated(rank: int) -> None:
+@on_ranks(4)
+def test_a_model_that_was_evaluated_is_trained_and_averaged(rank: int) -> None:
     """Until a backward pass, FSDP2 keeps whole parameters, and shows them in place of the shards."""
     on = mesh(2)
     model = sharded(on["shard"])
@@ -333,11 +328,8 @@ def _evaluated(rank: int) -> None:
         local_steps(model, on)
 
 
-def test_a_model_that_was_evaluated_is_trained_and_averaged(tmp_path: Path) -> None:
-    run(_evaluated, 4, tmp_path)
-
-
-def _one_has_failed(rank: int) -> str:
+@on_ranks(4)
+def test_an_average_that_failed_for_one_shard_is_left_out_by_all(rank: int) -> str:
     """A rank died in the average of one shard, which is not in the states of the others that have this shard."""
     on = mesh(2)
     model = sharded(on["shard"])
@@ -360,11 +352,8 @@ def _one_has_failed(rank: int) -> str:
     return weight_bits(other)
 
 
-def test_an_average_that_failed_for_one_shard_is_left_out_by_all(tmp_path: Path) -> None:
-    assert len(set(run(_one_has_failed, 4, tmp_path))) == 1
-
-
-def _changed_on_one(rank: int) -> str:
+@on_ranks(4, timeout=30)
+def test_the_last_average_is_made_by_all_shards_if_one_has_changed(rank: int) -> str:
     """After the last average, ranks of one shard change their weights."""
     on = mesh(2)
     model = sharded(on["shard"])
@@ -380,11 +369,8 @@ def _changed_on_one(rank: int) -> str:
     return weight_bits(model)
 
 
-def test_the_last_average_is_made_by_all_shards_if_one_has_changed(tmp_path: Path) -> None:
-    assert len(set(run(_changed_on_one, 4, tmp_path, timeout=30))) == 1
-
-
-def _refused(rank: int) -> None:
+@on_ranks(4)
+def test_what_cannot_work_is_refused(rank: int) -> None:
     on = mesh(2)
 
     def refuses(text: str, model: nn.Module, **arguments: Any) -> None:
@@ -398,11 +384,8 @@ def _refused(rank: int) -> None:
     refuses(different, sharded(on))
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    run(_refused, 4, tmp_path)
-
-
-def _tensor_parallel(rank: int) -> str:
+@on_ranks(4)
+def test_tensor_parallelism_inside_of_replicas(rank: int) -> str:
     """Two replicas of two ranks that compute layers together, and have the last layer each."""
     on = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = parallelize_module(mlp(), on["shard"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -416,12 +399,10 @@ def _tensor_parallel(rank: int) -> str:
     return bits_of(p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters())
 
 
-def test_tensor_parallelism_inside_of_replicas(tmp_path: Path) -> None:
-    assert len(set(run(_tensor_parallel, 4, tmp_path))) == 1
-
-
-def _on_two_dimensions(rank: int, folder: Path) -> None:
+@on_ranks(4)
+def test_a_distributed_checkpoint_of_replicas_of_two_dimensions(rank: int, tmp_path: Path) -> None:
     """One replica of two by two ranks, FSDP2 over tensor parallelism, with and without a distributed checkpoint."""
+    folder = tmp_path / "checkpoint"
     on = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     ends = []
     for steps_before in (range(7), range(0)):
@@ -439,7 +420,3 @@ def _on_two_dimensions(rank: int, folder: Path) -> None:
         ends.append([weight_bits(model), steps.averages.averages])
         steps.close()
     assert ends[0] == ends[1]
-
-
-def test_a_distributed_checkpoint_of_replicas_of_two_dimensions(tmp_path: Path) -> None:
-    run(_on_two_dimensions, 4, tmp_path, tmp_path / "checkpoint")

@@ -28,7 +28,7 @@ from tests.distributed.local_models import (
     trained,
 )
 from tests.distributed.models import fingerprint, mlp, train_with
-from tests.distributed.ranks import logged, run, run_alike
+from tests.distributed.ranks import logged, on_ranks, run
 from tests.errors import error_text
 from workloads.characters import CharacterTransformer, load_texts, windows
 
@@ -95,14 +95,11 @@ def _regression(rank: int, ddp: bool) -> list[float]:
     return model.weight.detach().flatten().tolist()
 
 
-def _regressions(rank: int) -> list[list[float]]:
-    return [_regression(rank, ddp) for ddp in (True, False)]
-
-
-def test_averaging_after_every_step_is_ddp_with_sgd_to_the_bit_where_nothing_is_rounded(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_averaging_after_every_step_is_ddp_with_sgd_to_the_bit_where_nothing_is_rounded(rank: int) -> None:
     """Elsewhere the two differ by the rounding of x − η g: SGD with a constant step is linear in the gradient."""
-    for ddp, local in run(_regressions, 2, tmp_path):
-        assert local == ddp
+    ddp, local = [_regression(rank, ddp) for ddp in (True, False)]
+    assert local == ddp
 
 
 def _by_hand(rank: int, way: dict[str, Any]) -> tuple[bool, bool]:
@@ -138,8 +135,9 @@ def _by_hand(rank: int, way: dict[str, Any]) -> tuple[bool, bool]:
     return result
 
 
-def _all_by_hand(rank: int) -> list[tuple[bool, bool]]:
-    return [
+@on_ranks(2)
+def test_formulas_of_diloco_and_of_a_delay(rank: int) -> None:
+    results = [
         _by_hand(rank, way)
         for way in (
             {"every": 3, "outer_after": 0},
@@ -148,14 +146,11 @@ def _all_by_hand(rank: int) -> list[tuple[bool, bool]]:
             {"every": 3},
         )
     ]
+    assert results == [(True, True)] * 4
 
 
-def test_formulas_of_diloco_and_of_a_delay(tmp_path: Path) -> None:
-    for results in run(_all_by_hand, 2, tmp_path):
-        assert results == [(True, True)] * 4
-
-
-def _mean_of_states(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_inner_states_are_averaged_in_their_own_precision(rank: int) -> None:
     """Momenta of fp64 and of both dtypes, which are the mean of all ranks' exactly."""
     same = []
     for dtypes in ((torch.float64, torch.float64), (torch.float32, torch.float64)):
@@ -169,15 +164,15 @@ def _mean_of_states(rank: int) -> list[bool]:
             mean = (torch.full_like(parameter, 1 / 3) + torch.full_like(parameter, 1.0)) / 2
             same.append(torch.equal(inner.state[parameter]["momentum_buffer"], mean))
         optimizer.close()
-    return same
+    assert same == [True] * 4
 
 
-def test_inner_states_are_averaged_in_their_own_precision(tmp_path: Path) -> None:
-    assert run(_mean_of_states, 2, tmp_path) == [[True] * 4] * 2
+@on_ranks(2)
+def test_lbfgs_begins_anew_after_each_average_or_is_refused(rank: int) -> list[Any]:
+    """It would compare gradients between which an average has moved the weights, and end with losses beyond 1e9.
 
-
-def _curved(rank: int) -> list[Any]:
-    """L-BFGS: after which steps it knows nothing of earlier ones, and losses at the start and at the end."""
+    L-BFGS: after which steps it knows nothing of earlier ones, and losses at the start and at the end.
+    """
     inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(rank))
     results: list[Any] = []
     for way in ({"every": 4}, {"every": 4, "fragments": 2, "delay": 1}):
@@ -203,17 +198,13 @@ def _curved(rank: int) -> list[Any]:
     for kept in ("keep", "average"):
         inner = torch.optim.LBFGS(mlp().parameters())
         results.append(error_text(ConfigError, LocalSteps, mlp(), inner, inner_state=kept))
-    return results
-
-
-def test_lbfgs_begins_anew_after_each_average_or_is_refused(tmp_path: Path) -> None:
-    """It would compare gradients between which an average has moved the weights, and end with losses beyond 1e9."""
-    whole, parts, *refused = run_alike(_curved, 2, tmp_path)
+    whole, parts, *refused = results
     assert whole == [[4, 8, 12, 16], True]
     assert parts == [[3, 5, 7, 9, 11, 13, 15], True]
     for kept, text in zip(("keep", "average"), refused, strict=True):
         assert f"inner_state='{kept}': LBFGS compares the gradients of successive steps" in text
         assert "take inner_state='reset'" in text
+    return results
 
 
 def _unbiased(rank: int) -> list[float]:
@@ -253,7 +244,8 @@ def test_errors_of_averages_are_independent_and_have_mean_zero(tmp_path: Path) -
 INTERRUPTED: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 2, "preset": "dore"}
 
 
-def _resumed(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_a_state_saved_after_any_step_gives_the_bits_of_an_undisturbed_run(rank: int) -> None:
     model, optimizer = trained(rank, INTERRUPTED, 0)
     states = []
     for step in range(STEPS):
@@ -267,15 +259,11 @@ def _resumed(rank: int) -> list[Any]:
         train_with(model, optimizer, rank, range(step, STEPS))
         results.append([bits_of_model(model), bits_of_anchors(optimizer)] == whole)
         optimizer.close()
-    return results
+    assert results == [True] * STEPS
 
 
-def test_a_state_saved_after_any_step_gives_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
-    for results in run(_resumed, 2, tmp_path):
-        assert results == [True] * STEPS
-
-
-def _other_blocks(rank: int) -> list[list[str]]:
+@on_ranks(2)
+def test_a_memory_in_parts_starts_empty_where_other_ranks_would_own_them(rank: int) -> list[list[str]]:
     """What is logged if a run goes on with other blocks, of which other ranks keep the references and errors."""
     found = []
     for fields in ({"preset": "dore"}, {"preset": "gqsgd_2bit", "memory": "ef", "reducer": "gather"}):
@@ -288,19 +276,22 @@ def _other_blocks(rank: int) -> list[list[str]]:
         train_with(model, optimizer, rank, range(2, 4))
         found.append(list(records))
         optimizer.close()
-    return found
-
-
-def test_a_memory_in_parts_starts_empty_where_other_ranks_would_own_them(tmp_path: Path) -> None:
-    owned, own = run_alike(_other_blocks, 2, tmp_path)
+    owned, own = found
     assert len(owned) == 1
     assert owned[0].endswith(
         "of the state has 2 owners of blocks of 256, and this run's has 2 owners of blocks of 1024"
     )
     assert own == []
+    return found
 
 
-def _loaded_during_an_average(rank: int) -> bool:
+def _memories(state: dict[str, Any]) -> str:
+    memory = state["local_steps"]["memory"]
+    return bits_of(row for kind in sorted(memory) for row in memory[kind].values())
+
+
+@on_ranks(2)
+def test_an_average_under_way_does_not_change_the_memories_of_a_state_that_is_loaded(rank: int) -> None:
     """Whether the memories are the loaded ones if a state is loaded right after an average was started."""
     torch.manual_seed(0)
     model = nn.Linear(1000, 1000)
@@ -318,16 +309,7 @@ def _loaded_during_an_average(rank: int) -> bool:
     time.sleep(0.5)  # what is under way would be over by then
     same = _memories(optimizer.state_dict()) == _memories(state)
     optimizer.close()
-    return same
-
-
-def _memories(state: dict[str, Any]) -> str:
-    memory = state["local_steps"]["memory"]
-    return bits_of(row for kind in sorted(memory) for row in memory[kind].values())
-
-
-def test_an_average_under_way_does_not_change_the_memories_of_a_state_that_is_loaded(tmp_path: Path) -> None:
-    assert run(_loaded_during_an_average, 2, tmp_path) == [True, True]
+    assert same
 
 
 def _weights_first(rank: int) -> list[list[str]]:
@@ -396,25 +378,23 @@ def test_the_first_ranks_state_with_any_number_of_ranks_is_a_start_from_the_anch
         )
 
 
-def _from_the_anchor_and_at_it(rank: int, folder: Path) -> list[Any]:
+@on_ranks(2, collective_timeout=20)
+def test_ranks_at_the_anchor_agree_that_nothing_is_left_to_average(rank: int, tmp_path: Path) -> list[Any]:
     """Rank 0's state from right after an average: on rank 0 its own, on rank 1 a start from the anchor."""
     model, optimizer = trained(rank, {"every": 3}, 3)
     if rank == 0:
-        torch.save([model.state_dict(), optimizer.state_dict()], folder / "settled.pt")
+        torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "settled.pt")
     optimizer.close()
-    model, optimizer = loaded(rank, {"every": 3}, torch.load(folder / "settled.pt", weights_only=True))
+    model, optimizer = loaded(rank, {"every": 3}, torch.load(tmp_path / "settled.pt", weights_only=True))
     optimizer.finish()  # nothing to average, on both ranks
     result = [optimizer.averages.averages, bits_of_model(model)]
     optimizer.close()
+    assert result[0] == 1
     return result
 
 
-def test_ranks_at_the_anchor_agree_that_nothing_is_left_to_average(tmp_path: Path) -> None:
-    result = run_alike(_from_the_anchor_and_at_it, 2, tmp_path, tmp_path, collective_timeout=20)
-    assert result[0] == 1
-
-
-def _different_states(rank: int) -> str:
+@on_ranks(2)
+def test_ranks_that_load_different_anchors_find_out_in_the_next_average(rank: int) -> None:
     states = []
     for length in (5, 6):
         model, optimizer = trained(rank, WAYS[1], length)
@@ -426,12 +406,7 @@ def _different_states(rank: int) -> str:
     optimizer.load_state_dict(states[rank])
     text = error_text(ConfigError, train_with, model, optimizer, rank, range(8))
     optimizer.close()
-    return text
-
-
-def test_ranks_that_load_different_anchors_find_out_in_the_next_average(tmp_path: Path) -> None:
-    for text in run(_different_states, 2, tmp_path):
-        assert "ranks 0 and 1 do not agree: digest" in text
+    assert "ranks 0 and 1 do not agree: digest" in text
 
 
 def _different_outers(rank: int) -> tuple[str, list[str]]:
@@ -469,7 +444,8 @@ def test_the_anchors_values_are_lent_to_the_model(tmp_path: Path) -> None:
     assert anchor == other
 
 
-def _counted(rank: int) -> list[float]:
+@on_ranks(2)
+def test_counters_and_the_line_that_says_what_is_averaged(rank: int) -> None:
     model = mlp()
     optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=4, preset="gqsgd_4bit")
     train_with(model, optimizer, rank, range(8))
@@ -478,18 +454,19 @@ def _counted(rank: int) -> list[float]:
     optimizer.close()
     assert "values" in text
     assert "changes are averaged every 4 steps; outer SGD(lr=0.7, momentum=0.9, nesterov=True)" in text
-    return [totals["steps"], totals["bits_per_coordinate"], totals["exposed_s"] > 0]
+    steps, bits, waited = [totals["steps"], totals["bits_per_coordinate"], totals["exposed_s"] > 0]
+    assert steps == 2
+    assert 4 < bits < 6
+    assert waited
 
 
-def test_counters_and_the_line_that_says_what_is_averaged(tmp_path: Path) -> None:
-    for steps, bits, waited in run(_counted, 2, tmp_path):
-        assert steps == 2
-        assert 4 < bits < 6
-        assert waited
+@pytest.mark.slow
+@on_ranks(2, timeout=240)
+def test_a_transformer_that_starts_with_momentum_learns_much_less(rank: int) -> None:
+    """Why `outer_after` is 256 by default. Found before, in nats: 2.52 and 2.27.
 
-
-def _transformer(rank: int) -> list[float]:
-    """Loss of a character transformer after 320 steps, whose momentum begins at once, and after 128 steps."""
+    Loss of a character transformer after 320 steps, whose momentum begins at once, and after 128 steps.
+    """
     texts = load_texts()
     unseen, following = windows(texts.valid, 64, 64, torch.Generator().manual_seed(1))
     losses = []
@@ -508,11 +485,5 @@ def _transformer(rank: int) -> list[float]:
         with torch.no_grad():
             losses.append(nn.functional.cross_entropy(model(unseen).flatten(0, 1), following.flatten()).item())
         optimizer.close()
-    return losses
-
-
-@pytest.mark.slow
-def test_a_transformer_that_starts_with_momentum_learns_much_less(tmp_path: Path) -> None:
-    """Why `outer_after` is 256 by default. Found before, in nats: 2.52 and 2.27."""
-    for at_once, later in run(_transformer, 2, tmp_path, timeout=240):
-        assert later < at_once - 0.1, (at_once, later)
+    at_once, later = losses
+    assert later < at_once - 0.1, (at_once, later)

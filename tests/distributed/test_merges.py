@@ -20,7 +20,7 @@ from lightning_gqsgd.local_steps.merges.fixed import FixedMembers
 from lightning_gqsgd.local_steps.merges.merge import merge
 from lightning_gqsgd.local_steps.merges.thread import MergeThread
 from tests.distributed.local_models import bits_of_model
-from tests.distributed.ranks import logged, run, run_alike
+from tests.distributed.ranks import logged, on_ranks, run, run_alike
 from tests.errors import error_text
 
 
@@ -116,8 +116,8 @@ def test_each_step_is_in_the_model_once(delay: int, tmp_path: Path) -> None:
     assert (samples, least, most) == (40, -40, -40)
 
 
-def _weighted(rank: int) -> list[tuple[float, float]]:
-    # The weight of a change are its samples: rank 0's steps have 3, those of rank 1 have 1.
+@on_ranks(2)
+def test_changes_are_weighted_by_samples(rank: int) -> list[tuple[float, float]]:
     model, optimizer = counting(4.0 if rank else 1.0, every="10s")
     found = []
     for _ in range(3):
@@ -127,17 +127,14 @@ def _weighted(rank: int) -> list[tuple[float, float]]:
         optimizer.finish()
         found.append((float((before - model.weight.detach()).mean()), float(optimizer.samples)))
     optimizer.close()
+    for number, (moved, samples) in enumerate(found, 1):
+        assert moved == pytest.approx((3 * 1 + 1 * 4) / 4)
+        assert samples == 4 * number
     return found
 
 
-def test_changes_are_weighted_by_samples(tmp_path: Path) -> None:
-    result = run_alike(_weighted, 2, tmp_path)
-    for number, (moved, samples) in enumerate(result, 1):
-        assert moved == pytest.approx((3 * 1 + 1 * 4) / 4)
-        assert samples == 4 * number
-
-
-def _many_merges(rank: int) -> tuple[float, float]:
+@on_ranks(2)
+def test_a_weighted_merge_is_unbiased(rank: int) -> None:
     """How far the mean of many merges is from the weighted mean, in standard errors, at most and in the mean."""
     torch.manual_seed(0)
     model = nn.Linear(64, 32, bias=False)
@@ -168,13 +165,9 @@ def _many_merges(rank: int) -> tuple[float, float]:
     error = ((squares / count - mean**2).clamp_min(1e-12) / count).sqrt()
     z = (mean - exact.double()) / error
     optimizer.close()
-    return float(z.abs().max()), float(z.mean() * math.sqrt(z.numel()))
-
-
-def test_a_weighted_merge_is_unbiased(tmp_path: Path) -> None:
-    for largest, mean in run(_many_merges, 2, tmp_path):
-        assert largest < 5  # of 2,048 coordinates
-        assert abs(mean) < 4
+    largest = float(z.abs().max())
+    assert largest < 5  # of 2,048 coordinates
+    assert abs(float(z.mean() * math.sqrt(z.numel()))) < 4
 
 
 def _poisoned(rank: int, bad: float) -> dict[str, Any]:
@@ -228,7 +221,9 @@ def test_nobody_waits_for_a_rank_that_is_late_and_what_it_learns_is_not_lost(tmp
     assert fast["merges"] > 5  # those of the time in which the other rank slept
 
 
-def _resumed(rank: int, folder: str) -> list[str]:
+@on_ranks(2)
+def test_a_run_continues_from_its_state(rank: int, tmp_path: Path) -> list[str]:
+    folder = str(tmp_path)
     model, optimizer, generator = merging(rank)
     for _ in range(20):
         train_step(model, optimizer, generator, 0.02)
@@ -249,12 +244,9 @@ def _resumed(rank: int, folder: str) -> list[str]:
     other.finish()
     assert other.samples == samples + 20
     other.close()
-    return [end, bits_of_model(again)]
-
-
-def test_a_run_continues_from_its_state(tmp_path: Path) -> None:
-    result = run_alike(_resumed, 2, tmp_path, str(tmp_path))
+    result = [end, bits_of_model(again)]
     assert result[0] != result[1]
+    return result
 
 
 def _other_state(rank: int) -> list[str]:
@@ -293,7 +285,9 @@ def test_a_state_of_another_kind_is_refused(tmp_path: Path) -> None:
     assert all(word in problem for word, problem in zip(words, problems, strict=True))
 
 
-def _interrupted(_: int, kind: type, name: str) -> None:
+@pytest.mark.parametrize(("kind", "name"), [(MergedAverages, "_go_on_from_anchors"), (MergeThread, "hand_over")])
+@on_ranks(1)
+def test_after_an_interrupt_in_a_merge_no_change_is_counted_twice(rank: int, kind: type, name: str) -> None:
     """An interrupt comes at the end of a part of a merge, and the training goes on."""
     model, optimizer, generator = merging(0, "50ms")
     part = getattr(kind, name)
@@ -316,12 +310,8 @@ def _interrupted(_: int, kind: type, name: str) -> None:
     assert bits_of_model(model) == before
 
 
-@pytest.mark.parametrize(("kind", "name"), [(MergedAverages, "_go_on_from_anchors"), (MergeThread, "hand_over")])
-def test_after_an_interrupt_in_a_merge_no_change_is_counted_twice(tmp_path: Path, kind: type, name: str) -> None:
-    run(_interrupted, 1, tmp_path, kind, name)
-
-
-def _loaded_in_a_round(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_state_cannot_be_loaded_over_steps_that_are_not_merged(rank: int) -> list[str]:
     model, optimizer, generator = merging(rank, "5s")
     saved = optimizer.state_dict()
     train_step(model, optimizer, generator, 0.0)
@@ -329,12 +319,9 @@ def _loaded_in_a_round(rank: int) -> list[str]:
     optimizer.finish()
     optimizer.load_state_dict(saved)
     optimizer.close()
-    return [refused, bits_of_model(model)]
-
-
-def test_a_state_cannot_be_loaded_over_steps_that_are_not_merged(tmp_path: Path) -> None:
-    one = run_alike(_loaded_in_a_round, 2, tmp_path)
+    one = [refused, bits_of_model(model)]
     assert "load it before the first step, or call finish() first" in one[0]
+    return one
 
 
 def _goes_back(rank: int) -> list[str]:
@@ -448,13 +435,10 @@ def test_steps_whose_samples_are_not_counted_are_said_to_weigh_nothing(tmp_path:
     assert len([text for text in said if "add_samples has counted 0 samples in" in text]) == 1
 
 
-def _differ(rank: int) -> str:
-    return error_text(ConfigError, merging, rank, "1s" if rank else "2s")
-
-
-def test_ranks_with_other_rounds_refuse_each_other(tmp_path: Path) -> None:
-    for text in run(_differ, 2, tmp_path):
-        assert "do not agree: every" in text
+@on_ranks(2)
+def test_ranks_with_other_rounds_refuse_each_other(rank: int) -> None:
+    text = error_text(ConfigError, merging, rank, "1s" if rank else "2s")
+    assert "do not agree: every" in text
 
 
 @pytest.mark.parametrize(

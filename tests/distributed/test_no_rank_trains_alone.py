@@ -18,7 +18,7 @@ from lightning_gqsgd import CollectiveError, register_gqsgd
 from lightning_gqsgd.config import ConfigError
 from tests.distributed.changed_models import CHANGES
 from tests.distributed.models import Branches, batch, fingerprint, loss_of, mlp, train, wrapped
-from tests.distributed.ranks import logged, run, run_alike
+from tests.distributed.ranks import logged, on_ranks, run, run_alike
 from tests.errors import error_text
 
 #: Configurations by what is special about them.
@@ -47,7 +47,11 @@ def _by_hand(model: nn.Module, rank: int, step: int, forward: Callable[..., Any]
 OPTIONS: list[dict[str, Any]] = [{"bucket_cap_mb": 0.03}, {"find_unused_parameters": True}]
 
 
-def _changed(rank: int, hook: str) -> dict[str, tuple[str, str]]:
+@pytest.mark.parametrize("hook", SOME_HOOKS)
+@on_ranks(2)
+def test_a_changed_model_is_an_error_on_all_ranks_and_goes_on_when_wrapped_anew(
+    rank: int, hook: str
+) -> dict[str, tuple[str, str]]:
     """For each change, the error, and the weights some steps after the model was wrapped anew."""
     results = {}
     for number, (name, (make, change)) in enumerate(CHANGES.items()):
@@ -67,32 +71,24 @@ def _changed(rank: int, hook: str) -> dict[str, tuple[str, str]]:
         assert state.step == 5
         results[name] = text, fingerprint(model)
         state.close()
-    return results
-
-
-@pytest.mark.parametrize("hook", SOME_HOOKS)
-def test_a_changed_model_is_an_error_on_all_ranks_and_goes_on_when_wrapped_anew(tmp_path: Path, hook: str) -> None:
-    result = run_alike(_changed, 2, tmp_path, hook)
-    for name, (text, _) in result.items():
+    for name, (text, _) in results.items():
         assert text.startswith("parameter '"), name
         assert "state.rewrap(DistributedDataParallel)" in text, name
     named = "parameter '0.weight', '0.bias', '2.weight' and 1 more requires a gradient"
-    assert result["all is unfrozen"][0].startswith(named)
+    assert results["all is unfrozen"][0].startswith(named)
+    return results
 
 
-def _written_into_the_dictionary(rank: int) -> str:
+@on_ranks(2)
+def test_a_parameter_that_is_written_past_pytorch_is_found_in_the_next_step(rank: int) -> str:
     model, state = wrapped({"find_unused_parameters": True}, {})
     train(model, rank, range(1))
     layer = model.module[4]
     layer._parameters["bias"] = nn.Parameter(layer.bias.detach().clone())
     text = error_text(ConfigError, train, model, rank, range(1, 2))
     state.close()
-    return text
-
-
-def test_a_parameter_that_is_written_past_pytorch_is_found_in_the_next_step(tmp_path: Path) -> None:
-    text = run_alike(_written_into_the_dictionary, 2, tmp_path)
     assert text.startswith("parameter '4.bias' was added")
+    return text
 
 
 def _changed_by_one(rank: int, name: str) -> str:
@@ -117,7 +113,8 @@ def test_a_change_on_one_rank_is_an_error_on_all(tmp_path: Path, name: str) -> N
     assert waited != "no error"
 
 
-def _changed_before(_: int) -> list[str]:
+@on_ranks(2)
+def test_a_model_that_was_changed_between_wrapping_and_registering_is_refused(rank: int) -> list[str]:
     changes: dict[str, Callable[[nn.Sequential], object]] = {
         "cast": lambda model: model.bfloat16(),
         "replaced": lambda model: model.__setitem__(4, nn.Linear(128, 10)),
@@ -130,32 +127,29 @@ def _changed_before(_: int) -> list[str]:
         model = DistributedDataParallel(module)
         change(module)
         texts.append(error_text(ConfigError, register_gqsgd, model))
+    for text, words in zip(texts, ("cast to 'torch.bfloat16'", "'4.weight', '4.bias'", "2 parameters"), strict=True):
+        assert words in text
+        assert text.endswith("change the module first, then wrap it, then register the hook")
     return texts
 
 
-def test_a_model_that_was_changed_between_wrapping_and_registering_is_refused(tmp_path: Path) -> None:
-    result = run_alike(_changed_before, 2, tmp_path)
-    for text, words in zip(result, ("cast to 'torch.bfloat16'", "'4.weight', '4.bias'", "2 parameters"), strict=True):
-        assert words in text
-        assert text.endswith("change the module first, then wrap it, then register the hook")
-
-
-def _cast_back_before(rank: int) -> str:
+@on_ranks(2)
+def test_a_model_whose_gradients_never_reach_ddp_is_refused_by_the_optimizer(rank: int) -> str:
     module = mlp()
     model = DistributedDataParallel(module)
     module.double().float()
     state = register_gqsgd(model)
     text = error_text(ConfigError, train, model, rank, range(2))
     state.close()
+    assert text.startswith("the latest backward pass has computed gradients, and none of them has reached")
     return text
 
 
-def test_a_model_whose_gradients_never_reach_ddp_is_refused_by_the_optimizer(tmp_path: Path) -> None:
-    result = run_alike(_cast_back_before, 2, tmp_path)
-    assert result.startswith("the latest backward pass has computed gradients, and none of them has reached")
-
-
-def _does_not_reach_all(rank: int, has_closure: bool) -> tuple[str, str]:
+@pytest.mark.parametrize("has_closure", [False, True])
+@on_ranks(2)
+def test_a_parameter_that_is_not_reached_is_an_error_before_weights_change(
+    rank: int, has_closure: bool
+) -> tuple[str, str]:
     model, state = wrapped({}, {"min_numel": 0}, Branches())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -173,18 +167,14 @@ def _does_not_reach_all(rank: int, has_closure: bool) -> tuple[str, str]:
     model.module.layers[0].requires_grad_(False)
     of_frozen = error_text(ConfigError, state.rewrap, DistributedDataParallel)
     state.close()
+    assert "'layers.0.weight', 'layers.0.bias', which was frozen after the forward pass had begun" in of_frozen
+    assert "some parameters ('layers.0.weight', 'layers.0.bias' have none)" in text
+    assert "need find_unused_parameters=True" in text
     return text, of_frozen
 
 
-@pytest.mark.parametrize("has_closure", [False, True])
-def test_a_parameter_that_is_not_reached_is_an_error_before_weights_change(tmp_path: Path, has_closure: bool) -> None:
-    result, of_frozen = run_alike(_does_not_reach_all, 2, tmp_path, has_closure)
-    assert "'layers.0.weight', 'layers.0.bias', which was frozen after the forward pass had begun" in of_frozen
-    assert "some parameters ('layers.0.weight', 'layers.0.bias' have none)" in result
-    assert "need find_unused_parameters=True" in result
-
-
-def _remembers(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_memories_stay_with_their_parameters_and_new_layers_start_alike(rank: int) -> list[Any]:
     """The memory of what stays is kept, and that of a parameter that is new begins empty."""
     model, state = wrapped({}, {"preset": "gqsgd", "bits": 2, "memory": "ef"}, mlp())
     train(model, rank, range(3))
@@ -200,12 +190,9 @@ def _remembers(rank: int) -> list[Any]:
     train(model, rank, range(3, 6))
     saved = state.state_dict()
     state.close()
-    return [weights, fingerprint(model), saved["step"]]
-
-
-def test_memories_stay_with_their_parameters_and_new_layers_start_alike(tmp_path: Path) -> None:
-    result = run_alike(_remembers, 2, tmp_path)
+    result = [weights, fingerprint(model), saved["step"]]
     assert result[2] == 6
+    return result
 
 
 # --- backward passes that DDP does not reduce ----------------------------------------------------------------------
@@ -278,17 +265,14 @@ MISUSES = {
 }
 
 
-def _all_warned(rank: int) -> dict[str, list[str]]:
-    return {misuse: _warned(rank, misuse) for misuse in MISUSES}
-
-
-def test_gradients_that_stay_on_a_rank_are_said_once(tmp_path: Path) -> None:
-    for said in run(_all_warned, 2, tmp_path):
-        for misuse, words in MISUSES.items():
-            # Then weights differ, which is said as well once they are far enough apart.
-            causes = [line for line in said[misuse] if "ranks have different weights" not in line]
-            assert len(causes) == 1, (misuse, said[misuse])
-            assert words in causes[0], misuse
+@on_ranks(2)
+def test_gradients_that_stay_on_a_rank_are_said_once(rank: int) -> None:
+    said = {misuse: _warned(rank, misuse) for misuse in MISUSES}
+    for misuse, words in MISUSES.items():
+        # Then weights differ, which is said as well once they are far enough apart.
+        causes = [line for line in said[misuse] if "ranks have different weights" not in line]
+        assert len(causes) == 1, (misuse, said[misuse])
+        assert words in causes[0], misuse
 
 
 class _Loop:
@@ -472,7 +456,8 @@ def _train_right(rank: int, hook: dict[str, Any]) -> dict[str, tuple[str, list[s
     return results
 
 
-def _shares_an_encoder(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_parameter_of_two_models_is_averaged_by_either_and_nothing_is_logged(rank: int) -> list[str]:
     """Two models take turns, or learn together; at the end, one of them is called past DDP."""
     texts = logged()
     torch.manual_seed(0)
@@ -496,17 +481,15 @@ def _shares_an_encoder(rank: int) -> list[str]:
     optimizer.step()
     for state in states:
         state.close()
-    return [*bits, *silent, str(len(texts))]
-
-
-def test_a_parameter_of_two_models_is_averaged_by_either_and_nothing_is_logged(tmp_path: Path) -> None:
-    result = run_alike(_shares_an_encoder, 2, tmp_path)
+    result = [*bits, *silent, str(len(texts))]
     bits, logs = result[:2], result[2:]
     assert bits[0] != bits[1]
     assert logs == ["2"]  # at the end, each model says that it has not averaged
+    return result
 
 
-def _beside_plain_ddp(rank: int) -> tuple[list[str], list[str], list[str]]:
+@on_ranks(2)
+def test_gradients_that_plain_ddp_averages_are_not_said_to_stay_on_a_rank(rank: int) -> None:
     """What is logged while a plain DDP model shares an encoder, once it rests, and of plain DDP around one module."""
     texts = logged()
     torch.manual_seed(0)
@@ -527,14 +510,9 @@ def _beside_plain_ddp(rank: int) -> tuple[list[str], list[str], list[str]]:
     anew = learn(DistributedDataParallel(hooked.module), range(6, 10))  # the hook's own is still there
     past_ddp = learn(hooked.module, range(10, 12))
     state.close()
-    return taking_turns, anew, past_ddp
-
-
-def test_gradients_that_plain_ddp_averages_are_not_said_to_stay_on_a_rank(tmp_path: Path) -> None:
-    for taking_turns, anew, past_ddp in run(_beside_plain_ddp, 2, tmp_path):
-        assert taking_turns == anew == []
-        assert len(past_ddp) == 1
-        assert "does not average" in past_ddp[0]
+    assert taking_turns == anew == []
+    assert len(past_ddp) == 1
+    assert "does not average" in past_ddp[0]
 
 
 @pytest.mark.parametrize("hook", [{}, pytest.param({"auto": True}, marks=pytest.mark.slow)], ids=str)
@@ -543,7 +521,8 @@ def test_what_is_right_is_silent(tmp_path: Path, hook: dict[str, Any]) -> None:
     assert {name: said for name, (_, said) in result.items() if said} == {}
 
 
-def _adversaries(rank: int) -> list[str]:
+@on_ranks(2)
+def test_adversaries_and_uneven_inputs_are_silent(rank: int) -> list[str]:
     """A generator and a discriminator, each frozen while the other one is trained; and uneven inputs."""
     said = logged()
     torch.manual_seed(0)
@@ -576,12 +555,9 @@ def _adversaries(rank: int) -> list[str]:
             optimizer.zero_grad()
     dist.barrier()
     state.close()
-    return [*bits, "\n".join(said)]
-
-
-def test_adversaries_and_uneven_inputs_are_silent(tmp_path: Path) -> None:
-    result = run_alike(_adversaries, 2, tmp_path)
+    result = [*bits, "\n".join(said)]
     assert result[-1] == ""
+    return result
 
 
 class _Own(nn.Module):
@@ -597,7 +573,9 @@ class _Own(nn.Module):
         return self.layers(x + self.table(torch.arange(len(x)) % 7))
 
 
-def _has_its_own(rank: int, equal_sizes: bool) -> str:
+@pytest.mark.parametrize("equal_sizes", [True, False])
+@on_ranks(2)
+def test_parameters_that_ddp_ignores_stay_each_ranks_own(rank: int, equal_sizes: bool) -> str:
     module = _Own(rank if not equal_sizes else 0)
     nn.init.constant_(module.table.weight, rank)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["table.weight"])
@@ -615,11 +593,6 @@ def _has_its_own(rank: int, equal_sizes: bool) -> str:
     optimizer.step()
     state.close()
     return fingerprint(module.layers)
-
-
-@pytest.mark.parametrize("equal_sizes", [True, False])
-def test_parameters_that_ddp_ignores_stay_each_ranks_own(tmp_path: Path, equal_sizes: bool) -> None:
-    run_alike(_has_its_own, 2, tmp_path, equal_sizes)
 
 
 # --- counts ----------------------------------------------------------------------------------------------------------
@@ -642,7 +615,10 @@ class _Unused(nn.Module):
         return self.head(torch.relu(self.body(x)))
 
 
-def _skipped(rank: int) -> list[Any]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_steps_are_counted_where_ddp_skips_the_last_bucket(rank: int) -> list[Any]:
+    """With the same bits as without skipping, so that warm-up, dither and memory go on in the same way."""
     results = []
     for first in (True, False):
         for hook in ({"bits": 2}, {"preset": "dore"}, {"auto": True}):
@@ -666,13 +642,7 @@ def _skipped(rank: int) -> list[Any]:
                     assert saved["step"] == 6
                 state.close()
             results.append(outcomes)
-    return results
-
-
-@pytest.mark.slow
-def test_steps_are_counted_where_ddp_skips_the_last_bucket(tmp_path: Path) -> None:
-    """With the same bits as without skipping, so that warm-up, dither and memory go on in the same way."""
-    result = run_alike(_skipped, 2, tmp_path)
-    for together, skipping in result:
+    for together, skipping in results:
         assert skipping == together
         assert skipping[1:] == [6, 6, True]
+    return results

@@ -14,7 +14,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.research.simulation import average
 from tests.distributed.models import finish, mlp, train, wrapped
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks, run
 from tests.errors import error_text
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -77,11 +77,8 @@ def test_parameters_stay_identical_and_losses_fall_under_every_norm(tmp_path: Pa
         assert change < 0, CONFIGS[number]
 
 
-def _other_norm(rank: int) -> str:
+@on_ranks(2)
+def test_ranks_with_different_norms_do_not_start(rank: int) -> None:
     model = DistributedDataParallel(mlp())
-    return error_text(ConfigError, register_gqsgd, model, reducer="sum", norm_over_ranks="l1" if rank == 1 else "l2")
-
-
-def test_ranks_with_different_norms_do_not_start(tmp_path: Path) -> None:
-    for text in run(_other_norm, 2, tmp_path):
-        assert 'norm_over_ranks: "l2" != "l1"' in text
+    text = error_text(ConfigError, register_gqsgd, model, reducer="sum", norm_over_ranks="l1" if rank == 1 else "l2")
+    assert 'norm_over_ranks: "l2" != "l1"' in text

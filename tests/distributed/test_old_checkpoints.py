@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd import LocalSteps, register_gqsgd
-from tests.distributed.ranks import run_alike
+from tests.distributed.ranks import on_ranks
 
 FOLDER = Path(__file__).parents[1] / "checkpoints"
 
@@ -43,7 +43,13 @@ def _read(name: str) -> dict[str, Any]:
     return torch.load(FOLDER / f"{name}.pt", weights_only=True)
 
 
-def _resumed(rank: int) -> dict[str, tuple[int, dict[str, list[Any]]]]:
+def _plain(weights: dict[str, Tensor]) -> dict[str, list[Any]]:
+    """Weights as lists, which processes can send each other."""
+    return {name: value.tolist() for name, value in weights.items()}
+
+
+@on_ranks(2)
+def test_states_of_the_first_version_go_on_to_the_same_bits(rank: int) -> dict[str, tuple[int, dict[str, list[Any]]]]:
     results = {}
     for name, fields in HOOKS.items():
         saved = _read(name)
@@ -66,17 +72,8 @@ def _resumed(rank: int) -> dict[str, tuple[int, dict[str, list[Any]]]]:
     local.finish()
     results["local_steps"] = (local.averages.step, _plain(module.state_dict()))
     local.close()
-    return results
-
-
-def _plain(weights: dict[str, Tensor]) -> dict[str, list[Any]]:
-    """Weights as lists, which processes can send each other."""
-    return {name: value.tolist() for name, value in weights.items()}
-
-
-def test_states_of_the_first_version_go_on_to_the_same_bits(tmp_path: Path) -> None:
-    result = run_alike(_resumed, 2, tmp_path)
-    for name, (step, weights) in result.items():
+    for name, (step, weights) in results.items():
         assert step == 8, name
         if name != "auto":  # its decisions follow the time
             assert weights == _plain(_read(f"{name}_later")), name
+    return results

@@ -26,7 +26,7 @@ from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.wire.telemetry import Meter
 from tests.distributed.models import Branches, batch, fingerprint, loss_of, mlp, train, wrapped
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run
 from tests.errors import error_text
 
 #: Steps of the hook before plain DDP takes its place, where a decision for 32 bits was loaded.
@@ -104,7 +104,8 @@ def test_plain_ddp_takes_the_hooks_place_and_the_hook_comes_back_for_a_trial_on_
     assert "plain DDP reduces the gradients at present" in first["report"]
 
 
-def _stays_in_memory(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_the_hook_keeps_its_place_where_its_own_sums_are_faster_and_gives_the_bits_of_plain_ddp(rank: int) -> list[Any]:
     facts = []
     for least in (0, hook_module.LEAST_IN_MEMORY):
         with mock.patch.object(hook_module, "LEAST_IN_MEMORY", least):
@@ -113,17 +114,18 @@ def _stays_in_memory(rank: int) -> list[Any]:
         obstacle = state._steering._plain.obstacle if state._steering is not None else None
         facts.append((carrier(model), obstacle, fingerprint(model)))
         state.close()
-    return facts
-
-
-def test_the_hook_keeps_its_place_where_its_own_sums_are_faster_and_gives_the_bits_of_plain_ddp(tmp_path: Path) -> None:
-    (through_memory, why, bits), (over_gloo, nothing, bits_of_ddp) = run_alike(_stays_in_memory, 2, tmp_path)
+    (through_memory, why, bits), (over_gloo, nothing, bits_of_ddp) = facts
     assert (through_memory, over_gloo, nothing) == ("gqsgd_hook", "plain", "")
     assert "shared memory" in why
     assert bits == bits_of_ddp
+    return facts
 
 
-def _has_its_turn(rank: int, least: float) -> dict[str, Any]:
+@pytest.mark.parametrize(("least", "bits", "last"), [(1e-9, 4, "gqsgd_hook"), (1e9, 32, "plain")])
+@on_ranks(2)
+def test_plain_ddp_has_its_turn_and_the_shorter_one_is_kept_on_all_ranks(
+    rank: int, least: float, bits: int, last: str
+) -> dict[str, Any]:
     """A trial has ended with 4 bits by little, in a state that is loaded."""
     model, state = wrapped(SMALL_BUCKETS, {"preset": "gqsgd_auto", "sample_every": 0})
     saved = state.state_dict()
@@ -139,18 +141,12 @@ def _has_its_turn(rank: int, least: float) -> dict[str, Any]:
         trying.append(state.telemetry.choice["trying"])
     facts = {"bits": fingerprint(model), "carriers": carriers, "trying": trying, "used": state.config.num_bits}
     state.close()
-    return {**facts, "decisions": [row.to_dict() for row in state.decisions]}
-
-
-@pytest.mark.parametrize(("least", "bits", "last"), [(1e-9, 4, "gqsgd_hook"), (1e9, 32, "plain")])
-def test_plain_ddp_has_its_turn_and_the_shorter_one_is_kept_on_all_ranks(
-    least: float, bits: int, last: str, tmp_path: Path
-) -> None:
-    result = run_alike(_has_its_turn, 2, tmp_path, least)
+    result = {**facts, "decisions": [row.to_dict() for row in state.decisions]}
     assert result["carriers"][: LEAVES_AFTER + 20] == ["gqsgd_hook"] * LEAVES_AFTER + ["plain"] * 20
     assert (result["carriers"][-1], result["used"], result["trying"][-1]) == (last, bits, 0.0)
     assert result["trying"][LEAVES_AFTER] == 1.0
     assert [row["bits"] for row in result["decisions"]] == [32, bits]
+    return result
 
 
 def _accumulating(model: nn.Module, rank: int, steps: int, *, to_none: bool, at: dict[int, Callable[[], None]]) -> str:
@@ -166,7 +162,9 @@ def _accumulating(model: nn.Module, rank: int, steps: int, *, to_none: bool, at:
     return fingerprint(model)
 
 
-def _like_ddp(rank: int) -> list[tuple[str, str, str, int]]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_bits_are_those_of_ddp_with_accumulation_momentum_and_gradients_that_are_views_of_buckets(rank: int) -> None:
     results, back = [], LEAVES_AFTER + 11
     for view in (False, True):
         for to_none in (False, True):
@@ -185,20 +183,17 @@ def _like_ddp(rank: int) -> list[tuple[str, str, str, int]]:
             state.close()
             theirs = DistributedDataParallel(mlp(), **ddp)
             results.append((mine, _accumulating(theirs, rank, back + 3, to_none=to_none, at={}), str(ddp), count))
-    return results
+    for mine, ddp, options, count in results:
+        assert mine == ddp, options
+        assert count == LEAVES_AFTER + 14
 
 
 @pytest.mark.slow
-def test_bits_are_those_of_ddp_with_accumulation_momentum_and_gradients_that_are_views_of_buckets(
-    tmp_path: Path,
-) -> None:
-    for results in run(_like_ddp, 2, tmp_path):
-        for mine, ddp, options, count in results:
-            assert mine == ddp, options
-            assert count == LEAVES_AFTER + 14
-
-
-def _saved_while_plain(rank: int, path: Path) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_checkpoint_of_plain_ddps_steps_resumes_with_the_decision_and_states_can_be_loaded_meanwhile(
+    rank: int, tmp_path: Path
+) -> dict[str, Any]:
+    path = tmp_path / "checkpoint.pt"
     model, state = on_plain(rank)
     train(model, rank, range(LEAVES_AFTER + 2, 15))
     if rank == 0:
@@ -226,37 +221,30 @@ def _saved_while_plain(rank: int, path: Path) -> dict[str, Any]:
     facts["at 8 bits"] = (carrier(resumed), state.config.num_bits)
     facts["bits"] = fingerprint(resumed)
     state.close()
+    assert facts["resumed"] == facts["whole"]
+    assert (facts["step"], facts["carriers"]) == (15, ("gqsgd_hook", "plain"))
+    assert facts["loaded"] == (15 + 14, "plain")
+    assert facts["at 8 bits"] == ("gqsgd_hook", 8)
     return facts
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_plain_ddps_steps_resumes_with_the_decision_and_states_can_be_loaded_meanwhile(
-    tmp_path: Path,
-) -> None:
-    result = run_alike(_saved_while_plain, 2, tmp_path, tmp_path / "checkpoint.pt")
-    assert result["resumed"] == result["whole"]
-    assert (result["step"], result["carriers"]) == (15, ("gqsgd_hook", "plain"))
-    assert result["loaded"] == (15 + 14, "plain")
-    assert result["at 8 bits"] == ("gqsgd_hook", 8)
-
-
-def _loaded_on_one_rank(rank: int) -> str:
+@on_ranks(2, timeout=60)
+def test_a_state_of_one_rank_only_is_an_error_on_all_at_the_next_comparison(rank: int) -> None:
     model, state = on_plain(rank)
     if rank == 1:
         state.step = 400
     text = error_text(ConfigError, train, model, rank, range(20, 33))
     assert carrier(model) == "plain"
     state.close()
-    return text
+    assert "do not agree: step" in text
 
 
 @pytest.mark.slow
-def test_a_state_of_one_rank_only_is_an_error_on_all_at_the_next_comparison(tmp_path: Path) -> None:
-    for answer in run(_loaded_on_one_rank, 2, tmp_path, timeout=60):
-        assert "do not agree: step" in answer
-
-
-def _copied_and_closed(rank: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_copies_forks_second_hooks_and_the_end_of_the_hook_are_the_same_while_plain_ddp_carries_gradients(
+    rank: int,
+) -> dict[str, Any]:
     model, state = on_plain(rank)
     again = copy.deepcopy(model)
     known = state.step
@@ -288,38 +276,21 @@ def _copied_and_closed(rank: int) -> dict[str, Any]:
     del model
     gc.collect()
     nn.functional.cross_entropy(module(x), y).backward()  # without DDP
+    assert facts["copy counts"] == 0
+    assert "already has the communication hook 'gqsgd_hook'" in facts["second hook"]
+    assert facts["steps"] == LEAVES_AFTER + 2 + 15
+    assert facts["child"] == 7
+    assert "the hook was closed" in facts["closed"]
+    assert facts["keeps"] == 0
     return facts
 
 
 @pytest.mark.slow
-def test_copies_forks_second_hooks_and_the_end_of_the_hook_are_the_same_while_plain_ddp_carries_gradients(
-    tmp_path: Path,
-) -> None:
-    result = run_alike(_copied_and_closed, 2, tmp_path)
-    assert result["copy counts"] == 0
-    assert "already has the communication hook 'gqsgd_hook'" in result["second hook"]
-    assert result["steps"] == LEAVES_AFTER + 2 + 15
-    assert result["child"] == 7
-    assert "the hook was closed" in result["closed"]
-    assert result["keeps"] == 0
-
-
-def _stays(rank: int) -> list[tuple[str, str, str]]:
-    results = []
-    for options, is_set_later in (({"static_graph": True}, False), ({}, True), ({}, False)):
-        if not options and not is_set_later:
-            plain_module._NEEDED = ("no_such_name",)
-        model, state = auto(options)
-        if is_set_later:
-            model._set_static_graph()
-        train(model, rank, range(LEAVES_AFTER + 4))
-        assert state._steering is not None
-        results.append((carrier(model), state._steering._plain.after_native(), fingerprint(model)))
-        state.close()
-    return results
-
-
-def _finalized_by_hand(rank: int) -> dict[str, Any]:
+@pytest.mark.skipif(
+    not hasattr(DistributedDataParallel, "finalize_backward"), reason="this torch finalizes each backward pass itself"
+)
+@on_ranks(2)
+def test_backward_passes_that_are_finalized_by_hand_stay_so_whoever_carries_the_gradients(rank: int) -> dict[str, Any]:
     facts: dict[str, Any] = {"carriers": []}
     for name, (model, state) in {"mine": auto(SMALL_BUCKETS), "ddp": (DistributedDataParallel(mlp()), None)}.items():
         model.require_manual_backward_finalization = True
@@ -335,29 +306,37 @@ def _finalized_by_hand(rank: int) -> dict[str, Any]:
         facts[name] = fingerprint(model)
         if state is not None:
             state.close()
+    assert facts["carriers"] == ["plain", "gqsgd_hook"]
+    assert facts["mine"] == facts["ddp"]
     return facts
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(DistributedDataParallel, "finalize_backward"), reason="this torch finalizes each backward pass itself"
-)
-def test_backward_passes_that_are_finalized_by_hand_stay_so_whoever_carries_the_gradients(tmp_path: Path) -> None:
-    result = run_alike(_finalized_by_hand, 2, tmp_path)
-    assert result["carriers"] == ["plain", "gqsgd_hook"]
-    assert result["mine"] == result["ddp"]
-
-
-@pytest.mark.slow
-def test_the_hook_stays_where_plain_ddp_cannot_take_its_place_and_the_decision_says_why(tmp_path: Path) -> None:
-    result = run_alike(_stays, 2, tmp_path)
-    for (name, why, _), reason in zip(result, ("static_graph=True", "static_graph=True", "no_such_name"), strict=True):
+@on_ranks(2)
+def test_the_hook_stays_where_plain_ddp_cannot_take_its_place_and_the_decision_says_why(
+    rank: int,
+) -> list[tuple[str, str, str]]:
+    results = []
+    for options, is_set_later in (({"static_graph": True}, False), ({}, True), ({}, False)):
+        if not options and not is_set_later:
+            plain_module._NEEDED = ("no_such_name",)
+        model, state = auto(options)
+        if is_set_later:
+            model._set_static_graph()
+        train(model, rank, range(LEAVES_AFTER + 4))
+        assert state._steering is not None
+        results.append((carrier(model), state._steering._plain.after_native(), fingerprint(model)))
+        state.close()
+    for (name, why, _), reason in zip(results, ("static_graph=True", "static_graph=True", "no_such_name"), strict=True):
         assert name == "gqsgd_hook"
         assert "the hook stays, because of " in why
         assert reason in why
+    return results
 
 
-def _unused(rank: int) -> dict[str, Any]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_plain_ddp_takes_over_where_parameters_are_unused(rank: int) -> dict[str, Any]:
     """Each rank uses other parameters in each step."""
     ddp = {"find_unused_parameters": True}
     results = []
@@ -373,14 +352,10 @@ def _unused(rank: int) -> dict[str, Any]:
             results += [carrier(model), state.step]
             state.close()
     mine, carried_by, steps, ddps = results
-    return {"mine": mine, "ddp": ddps, "carrier": carried_by, "steps": steps}
-
-
-@pytest.mark.slow
-def test_plain_ddp_takes_over_where_parameters_are_unused(tmp_path: Path) -> None:
-    result = run_alike(_unused, 2, tmp_path)
+    result = {"mine": mine, "ddp": ddps, "carrier": carried_by, "steps": steps}
     assert result["mine"] == result["ddp"]
     assert (result["carrier"], result["steps"]) == ("plain", 30)
+    return result
 
 
 def _failing(whole: Callable[..., None], *, is_built: bool) -> Callable[..., None]:
@@ -394,7 +369,9 @@ def _failing(whole: Callable[..., None], *, is_built: bool) -> Callable[..., Non
     return fail
 
 
-def _fails(rank: int) -> list[tuple[str, str, str]]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_an_exception_while_the_reducer_is_built_leaves_the_hook_whole(rank: int) -> list[tuple[str, str, str]]:
     results = []
     for is_built in (False, True):
         model, state = auto({**SMALL_BUCKETS, "gradient_as_bucket_view": True})
@@ -417,18 +394,15 @@ def _fails(rank: int) -> list[tuple[str, str, str]]:
         train(theirs, rank, range(LEAVES_AFTER + 6))
         assert fingerprint(theirs) == fingerprint(model)
         results.append((" ".join(said), str(count), fingerprint(model)))
+    for said, count, _ in results:
+        assert said == "gqsgd_hook gqsgd_hook plain"
+        assert count == str(LEAVES_AFTER + 6)
     return results
 
 
 @pytest.mark.slow
-def test_an_exception_while_the_reducer_is_built_leaves_the_hook_whole(tmp_path: Path) -> None:
-    result = run_alike(_fails, 2, tmp_path)
-    for said, count, _ in result:
-        assert said == "gqsgd_hook gqsgd_hook plain"
-        assert count == str(LEAVES_AFTER + 6)
-
-
-def _joins(rank: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_uneven_inputs_under_join_keep_ranks_equal_and_who_carries_the_gradients(rank: int) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for before in (LEAVES_AFTER - 1, LEAVES_AFTER + 3):
         model, state = auto({})
@@ -439,16 +413,13 @@ def _joins(rank: int) -> dict[str, Any]:
         train(model, rank, range(100, 115))
         facts[f"after {before} steps"] = (carrier(model), fingerprint(model), state.step)
         state.close()
+    assert [name for name, _, _ in facts.values()] == ["gqsgd_hook", "plain"]
     return facts
 
 
 @pytest.mark.slow
-def test_uneven_inputs_under_join_keep_ranks_equal_and_who_carries_the_gradients(tmp_path: Path) -> None:
-    result = run_alike(_joins, 2, tmp_path)
-    assert [name for name, _, _ in result.values()] == ["gqsgd_hook", "plain"]
-
-
-def _rewrapped(rank: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_new_wrapping_begins_with_the_hook_and_unfrozen_parameters_are_noticed(rank: int) -> dict[str, Any]:
     module = mlp()
     module[0].weight.requires_grad_(False)
     model, state = on_plain(rank, module)
@@ -461,18 +432,15 @@ def _rewrapped(rank: int) -> dict[str, Any]:
     carriers.append(carrier(model))
     facts = {"said": said, "steps": steps, "carriers": carriers, "bits": fingerprint(model)}
     state.close()
+    assert "requires a gradient, but did not when" in facts["said"]
+    assert facts["carriers"] == ["gqsgd_hook", "plain"]
+    assert facts["steps"][1] == facts["steps"][0] + 12
     return facts
 
 
 @pytest.mark.slow
-def test_a_new_wrapping_begins_with_the_hook_and_unfrozen_parameters_are_noticed(tmp_path: Path) -> None:
-    result = run_alike(_rewrapped, 2, tmp_path)
-    assert "requires a gradient, but did not when" in result["said"]
-    assert result["carriers"] == ["gqsgd_hook", "plain"]
-    assert result["steps"][1] == result["steps"][0] + 12
-
-
-def _two_reductions(rank: int) -> tuple[str, int, str]:
+@on_ranks(2)
+def test_the_hook_stays_where_steps_cannot_be_counted_without_it(rank: int) -> tuple[str, int, str]:
     """As Lightning's manual optimisation with two optimizers: one forward pass, and DDP is prepared twice."""
     model, state = auto({})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -485,10 +453,5 @@ def _two_reductions(rank: int) -> tuple[str, int, str]:
         optimizer.zero_grad()
     result = carrier(model), state.step, fingerprint(model)
     state.close()
-    return result
-
-
-@pytest.mark.slow
-def test_the_hook_stays_where_steps_cannot_be_counted_without_it(tmp_path: Path) -> None:
-    result = run_alike(_two_reductions, 2, tmp_path)
     assert result[:2] == ("gqsgd_hook", 39)
+    return result

@@ -15,7 +15,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.presets import FIXED, PRESETS
 from lightning_gqsgd.research.simulation import average
 from tests.distributed.models import finish, mlp, train, wrapped
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run
 from tests.errors import error_text
 
 REMEMBERING = [name for name, preset in PRESETS.items() if preset.config.remembers]
@@ -62,7 +62,9 @@ def test_parameters_stay_identical_under_every_preset(names: list[str], tmp_path
         assert change < 0, name
 
 
-def _interrupted(rank: int, folder: Path) -> dict[str, tuple[str, str]]:
+@pytest.mark.slow
+@on_ranks(3)
+def test_interrupted_and_resumed_with_memory_gives_the_same_bits(rank: int, tmp_path: Path) -> None:
     found = {}
     for name in REMEMBERING:
         options, hook = {"bucket_cap_mb": 0.03}, {"preset": name, "seed": 5, "warmup_steps": 2}
@@ -74,12 +76,12 @@ def _interrupted(rank: int, folder: Path) -> dict[str, tuple[str, str]]:
         train(first, rank, range(7))
         saved = state.state_dict()  # every rank, because memory is gathered
         if rank == 0:
-            torch.save({"model": first.module.state_dict(), "gqsgd": saved}, folder / f"{name}.pt")
+            torch.save({"model": first.module.state_dict(), "gqsgd": saved}, tmp_path / f"{name}.pt")
         else:
             assert saved["memory"] is None
         state.close()
         dist.barrier()
-        checkpoint = torch.load(folder / f"{name}.pt", weights_only=True)
+        checkpoint = torch.load(tmp_path / f"{name}.pt", weights_only=True)
         model = mlp()
         model.load_state_dict(checkpoint["model"])
         resumed, state = wrapped(options, hook, model)
@@ -89,14 +91,8 @@ def _interrupted(rank: int, folder: Path) -> dict[str, tuple[str, str]]:
         state.load_state_dict(checkpoint["gqsgd"])
         train(resumed, rank, range(7, 16))
         found[name] = (expected, finish(state, resumed)["bits"])
-    return found
-
-
-@pytest.mark.slow
-def test_interrupted_and_resumed_with_memory_gives_the_same_bits(tmp_path: Path) -> None:
-    for found in run(_interrupted, 3, tmp_path, tmp_path):
-        for name, (whole, resumed) in found.items():
-            assert resumed == whole, name
+    for name, (whole, resumed) in found.items():
+        assert resumed == whole, name
 
 
 def _resumed_elsewhere(rank: int, path: Path, hook: dict[str, Any]) -> list[str]:
@@ -131,24 +127,22 @@ def test_memory_of_another_number_of_ranks_starts_empty_and_says_so(tmp_path: Pa
     assert run(_resumed_elsewhere, 2, tmp_path, path, {"preset": "signsgd_ef"}) == [[], []]
 
 
-def _refused(rank: int) -> list[str]:
+@on_ranks(2)
+def test_what_all_reduce_cannot_do(rank: int) -> None:
     words = []
     for fields in ({"preset": "ecq_sgd"}, {"preset": "gqsgd_sum", "bits": 1}, {"codec": "sign", "bits": 1}):
         words.append(error_text(ConfigError, all_reduce, torch.randn(2000), **fields))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         all_reduce(torch.randn(2000), codec="sign", bits=1, memory="none", reducer="gather")
-    return words
+    first, second, third = words
+    assert "cannot remember anything" in first
+    assert "bits=1" in second
+    assert "is biased" in third
 
 
-def test_what_all_reduce_cannot_do(tmp_path: Path) -> None:
-    for first, second, third in run(_refused, 2, tmp_path):
-        assert "cannot remember anything" in first
-        assert "bits=1" in second
-        assert "is biased" in third
-
-
-def _nan_on_one_rank(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_nan_on_one_rank_reaches_all_and_leaves_memory_alone(rank: int) -> list[Any]:
     found = []
     for name in ("signsgd_ef", "cd_adam", "dore", "topk_ef"):
         model, state = wrapped({}, {"preset": name})
@@ -160,9 +154,5 @@ def _nan_on_one_rank(rank: int) -> list[Any]:
             finite = all(bool(p.grad.isfinite().all()) for p in model.parameters())
             found.append((name, step, finite, float(next(model.parameters()).grad.nan_to_num().norm())))
         state.close()
+    assert [one[:3] for one in found if one[2] == (one[1] == 2)] == []
     return found
-
-
-def test_nan_on_one_rank_reaches_all_and_leaves_memory_alone(tmp_path: Path) -> None:
-    result = run_alike(_nan_on_one_rank, 2, tmp_path)
-    assert [one[:3] for one in result if one[2] == (one[1] == 2)] == []

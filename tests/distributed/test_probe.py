@@ -31,7 +31,7 @@ from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.shared_memory import SharedGroup
 from tests.commands import output_of, refusal
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run_alike
 from tests.errors import error_text
 from tests.processes import ended_well
 
@@ -108,7 +108,8 @@ def test_a_probe_keeps_to_its_time_on_slow_links(scopes: int, monkeypatch: pytes
     assert clock.now_s < 16
 
 
-def _record(rank: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_the_timeline_of_a_model_is_the_same_on_all_ranks_and_has_all_parameters_once(rank: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model, inputs = network()
     before = [p.detach().clone() for p in model.parameters()]
@@ -116,16 +117,13 @@ def _record(rank: int) -> dict[str, Any]:
     for _ in range(4):
         recorder.step()
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-    return recorder.timeline().to_dict()
-
-
-def test_the_timeline_of_a_model_is_the_same_on_all_ranks_and_has_all_parameters_once(tmp_path: Path) -> None:
-    result = run_alike(_record, 2, tmp_path)
+    result = recorder.timeline().to_dict()
     numbers = [number for _, segments in result["buckets"] for number, _, _ in segments]
     assert sorted(numbers) == [0, 1, 2, 3]
     times = [ready for ready, _ in result["buckets"]]
     assert times == sorted(times)
     assert times[-1] <= result["backward_s"]
+    return result
 
 
 def _words(rank: int) -> list[str]:
@@ -144,7 +142,8 @@ def test_a_progress_line_has_the_steps_of_the_model(tmp_path: Path) -> None:
 _PASSES = (((5.0, 1.0), (5.0, 1.0), (1.0, 1.0)), ((1.0, 4.0), (1.0, 6.0), (1.0, 6.0)))
 
 
-def _in_turns(rank: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_each_step_of_a_timeline_is_as_its_last_rank_says(rank: int) -> dict[str, Any]:
     model, inputs = network()
     recorder = Recorder(model, lambda wrapped: wrapped(*inputs).sum())
     for _ in range(2):
@@ -154,26 +153,20 @@ def _in_turns(rank: int) -> dict[str, Any]:
     recorder._rows = [[forward, backward, 0.5, *[backward] * buckets] for forward, backward in _PASSES[rank]]
     if rank:  # a step that the other rank has not recorded
         recorder._rows.insert(0, [9.0] * (3 + buckets))
-    return recorder.timeline().to_dict()
-
-
-def test_each_step_of_a_timeline_is_as_its_last_rank_says(tmp_path: Path) -> None:
-    result = run_alike(_in_turns, 2, tmp_path)
+    result = recorder.timeline().to_dict()
     # Rank 0 is the last in the first step, rank 1 in the others: medians of 5, 1, 1 and of 1, 6, 6.
     assert (result["forward_s"], result["backward_s"], result["update_s"]) == (1.0, 6.0, 0.5)
+    return result
 
 
-def _nothing_recorded(rank: int) -> str:
+@on_ranks(2)
+def test_a_rank_without_a_recorded_step_is_an_error_on_all(rank: int) -> None:
     model, inputs = network()
     recorder = Recorder(model, lambda wrapped: wrapped(*inputs).sum())
     recorder.step()
     if rank:
         recorder.forget()
-    return error_text(ConfigError, recorder.timeline)
-
-
-def test_a_rank_without_a_recorded_step_is_an_error_on_all(tmp_path: Path) -> None:
-    assert run(_nothing_recorded, 2, tmp_path) == ["no step was recorded; make at least three"] * 2
+    assert error_text(ConfigError, recorder.timeline) == "no step was recorded; make at least three"
 
 
 @pytest.mark.parametrize("procs", ["1", "65"])
@@ -377,7 +370,8 @@ def test_a_bench_of_one_process_is_refused() -> None:
     assert "--procs 1 is out of range: 2 to 64" in refusal("bench", "--procs", "1")
 
 
-def _kinds_in_memory(rank: int) -> list[str]:
+@on_ranks(2)
+def test_sums_of_gradients_are_timed_over_gloo_because_plain_ddp_shares_no_memory(rank: int) -> None:
     assert dist.group.WORLD is not None
     communicator = Communicator(torch.device("cpu"), dist.group.WORLD, "probe of memory")
     communicator.extend([(ALL,)])
@@ -392,8 +386,4 @@ def _kinds_in_memory(rank: int) -> list[str]:
     with mock.patch.object(SharedGroup, "start", count):
         found = [kind for kind in KINDS if not taken.clear() and clock._row(kind, 4096, ALL, 3) and taken]
     communicator.close()
-    return found
-
-
-def test_sums_of_gradients_are_timed_over_gloo_because_plain_ddp_shares_no_memory(tmp_path: Path) -> None:
-    assert run(_kinds_in_memory, 2, tmp_path) == [["all_to_all", "all_gather", "max", "sum/uint8"]] * 2
+    assert found == ["all_to_all", "all_gather", "max", "sum/uint8"]

@@ -24,7 +24,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.reducers.memory import Keeps
 from tests.distributed.models import fingerprint, loss_of, mlp, train, wrapped
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run, run_alike
 from tests.errors import error_text
 
 #: One of each reducer, and two that remember: of what a rank sends, and of what it sends back as well.
@@ -206,7 +206,8 @@ def test_join_takes_ranks_without_inputs_as_zeros(unused: bool, tmp_path: Path) 
     assert plain not in [bits for bits, _ in quantised]
 
 
-def _other_divisor(rank: int) -> str:
+@on_ranks(2)
+def test_join_with_another_divisor_is_an_error(rank: int) -> None:
     model, state = wrapped({}, {})
     with (
         pytest.raises(ConfigError) as error,
@@ -214,12 +215,8 @@ def _other_divisor(rank: int) -> str:
     ):
         train(model, rank, range(2))
     state.close()
-    return str(error.value)
-
-
-def test_join_with_another_divisor_is_an_error(tmp_path: Path) -> None:
-    for text in run(_other_divisor, 2, tmp_path):
-        assert "gqsgd divides by the number of all ranks" in text
+    text = str(error.value)
+    assert "gqsgd divides by the number of all ranks" in text
 
 
 # --- forward and backward in other orders ----------------------------------------------------------------------------
@@ -271,13 +268,6 @@ class _Tied(nn.Module):
         return self.out(torch.tanh(self.inner(self.embed(tokens))))
 
 
-def _tied(rank: int) -> list[list[str]]:
-    results = []
-    for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
-        results.append(_under_every_hook({"preset": "signsgd_ef"}, _Tied, options, partial(_train_tied, rank)))
-    return results
-
-
 def _train_tied(rank: int, model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
@@ -304,11 +294,15 @@ def _under_every_hook(
     return bits
 
 
-def test_tied_weights_under_every_ddp_option(tmp_path: Path) -> None:
-    result = run_alike(_tied, 2, tmp_path)
-    for plain, native, *_ in result:
+@on_ranks(2)
+def test_tied_weights_under_every_ddp_option(rank: int) -> list[list[str]]:
+    results = []
+    for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
+        results.append(_under_every_hook({"preset": "signsgd_ef"}, _Tied, options, partial(_train_tied, rank)))
+    for plain, native, *_ in results:
         assert native == plain
-    assert all(bits[2:] == result[0][2:] for bits in result)
+    assert all(bits[2:] == results[0][2:] for bits in results)
+    return results
 
 
 def _two_dtypes() -> nn.Module:
@@ -319,25 +313,15 @@ def _two_dtypes() -> nn.Module:
     return model
 
 
-def _static_graph_of_two_dtypes(rank: int) -> list[list[str]]:
+@on_ranks(2)
+def test_a_static_graph_of_two_dtypes_under_every_hook(rank: int) -> list[list[str]]:
     fit = partial(train, rank=rank, steps=range(4))
     options = ({}, {"static_graph": True}, {"static_graph": True, "bucket_cap_mb": 0.03})
-    return [_under_every_hook({"bits": 4, "memory": "ef"}, _two_dtypes, each, fit) for each in options]
-
-
-def test_a_static_graph_of_two_dtypes_under_every_hook(tmp_path: Path) -> None:
-    # In its first step, DDP hands over a bucket of each dtype, all of them as the first bucket.
-    result = run_alike(_static_graph_of_two_dtypes, 2, tmp_path)
+    result = [_under_every_hook({"bits": 4, "memory": "ef"}, _two_dtypes, each, fit) for each in options]
     for plain, native, *others in result:
         assert native == plain
         assert others == result[0][2:]
-
-
-def _compiled(rank: int) -> list[list[str]]:
-    results = []
-    for options in ({}, {"static_graph": True}):
-        results.append(_under_every_hook({"preset": "dore"}, mlp, options, partial(_train_compiled, rank)))
-    return results
+    return result
 
 
 def _train_compiled(rank: int, model: nn.Module) -> None:
@@ -346,10 +330,14 @@ def _train_compiled(rank: int, model: nn.Module) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_ddp_model(tmp_path: Path) -> None:
-    result = run_alike(_compiled, 2, tmp_path)
-    for plain, native, *_ in result:
+@on_ranks(2)
+def test_a_compiled_ddp_model(rank: int) -> list[list[str]]:
+    results = []
+    for options in ({}, {"static_graph": True}):
+        results.append(_under_every_hook({"preset": "dore"}, mlp, options, partial(_train_compiled, rank)))
+    for plain, native, *_ in results:
         assert native == plain
+    return results
 
 
 # --- errors late in the run ------------------------------------------------------------------------------------------
@@ -386,7 +374,8 @@ def test_an_error_in_a_later_step_reaches_backward_and_stays(stage: int, tmp_pat
         assert finite  # no optimizer step was made with what came of it
 
 
-def _refused_by_one(rank: int) -> str:
+@on_ranks(2)
+def test_a_rank_that_cannot_wrap_anew_tells_the_others_before_they_wait_in_ddps_exchange(rank: int) -> None:
     model = DistributedDataParallel(mlp())
     state = register_gqsgd(model, exclude=["2.weight"])
     train(model, rank, range(2))
@@ -394,13 +383,8 @@ def _refused_by_one(rank: int) -> str:
         model.module[2] = nn.Identity()  # the pattern matches nothing
     text = error_text(ConfigError, state.rewrap, DistributedDataParallel)
     state.close()
-    return text
-
-
-def test_a_rank_that_cannot_wrap_anew_tells_the_others_before_they_wait_in_ddps_exchange(tmp_path: Path) -> None:
-    for text in run(_refused_by_one, 2, tmp_path):
-        assert "2.weight" in text
-        assert "still waits" not in text
+    assert "2.weight" in text
+    assert "still waits" not in text
 
 
 def _an_exception_in_backward(rank: int) -> list[Any]:
@@ -428,7 +412,8 @@ def test_training_goes_on_as_the_error_after_an_interrupted_backward_pass_says(t
     assert step == 6
 
 
-def _exceptions_in_different_places(rank: int) -> str:
+@on_ranks(2, collective_timeout=10)
+def test_buckets_that_one_rank_has_sent_before_an_exception_are_never_paired_with_later_ones(rank: int) -> str:
     def stop(*_: Any) -> None:
         raise ArithmeticError
 
@@ -442,13 +427,9 @@ def _exceptions_in_different_places(rank: int) -> str:
         train(model, rank, range(2, 3))
     text = error_text(ConfigError, state.rewrap, partial(DistributedDataParallel, **options))
     state.close()
-    return text
-
-
-def test_buckets_that_one_rank_has_sent_before_an_exception_are_never_paired_with_later_ones(tmp_path: Path) -> None:
-    text = run_alike(_exceptions_in_different_places, 2, tmp_path, collective_timeout=10)
     assert "stopped in step 2 after" in text
     assert "register it on a new DistributedDataParallel model" in text
+    return text
 
 
 def _destroyed_group(rank: int) -> list[str]:
@@ -463,7 +444,8 @@ def test_what_needs_a_destroyed_group_says_so(tmp_path: Path) -> None:
         assert text.startswith("the process group was destroyed (destroy_process_group); make a new one")
 
 
-def _memories_that_differ_behind_a_rewrap(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_that_have_loaded_different_memories_raise_an_error_after_a_rewrap_as_well(rank: int) -> None:
     model = DistributedDataParallel(mlp())
     state = register_gqsgd(model, "diana", timeout=timedelta(seconds=20))
     train(model, rank, range(2))
@@ -478,10 +460,6 @@ def _memories_that_differ_behind_a_rewrap(rank: int) -> None:
         train(model, rank, range(2, 3))
 
 
-def test_ranks_that_have_loaded_different_memories_raise_an_error_after_a_rewrap_as_well(tmp_path: Path) -> None:
-    run(_memories_that_differ_behind_a_rewrap, 2, tmp_path)
-
-
 def _whole_means(state: GQSGDState) -> dict[str, Tensor]:
     """The mean of all ranks' references of each parameter, which its owners keep in parts."""
     memory = state.state_dict()["memory"]
@@ -492,7 +470,9 @@ def _whole_means(state: GQSGDState) -> dict[str, Tensor]:
     return {names[number]: store.whole(number, rows) for number, rows in memory["up_mean"].items()}
 
 
-def _renumbered(rank: int) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@on_ranks()
+def test_owners_of_parameters_with_other_numbers_get_their_part_of_the_memory(rank: int, ranks: int) -> None:
     module = mlp()
     model = DistributedDataParallel(module)
     state = register_gqsgd(model, bits=4, memory="diana", reducer="two_shot")
@@ -509,12 +489,8 @@ def _renumbered(rank: int) -> None:
         assert torch.equal(after[f"{int(layer) + 1}.{rest}"], mean)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_owners_of_parameters_with_other_numbers_get_their_part_of_the_memory(ranks: int, tmp_path: Path) -> None:
-    run(_renumbered, ranks, tmp_path)
-
-
-def _changed_places(rank: int) -> None:
+@on_ranks(2)
+def test_the_memory_goes_with_layers_that_change_places(rank: int) -> None:
     module = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 40, bias=False))
     model = DistributedDataParallel(module)
     state = register_gqsgd(model, bits=2, memory="ef", reducer="gather")
@@ -527,23 +503,17 @@ def _changed_places(rank: int) -> None:
     assert torch.equal(state._store.row(Keeps.UP_ERROR, 1), first)
 
 
-def test_the_memory_goes_with_layers_that_change_places(tmp_path: Path) -> None:
-    run(_changed_places, 2, tmp_path)
-
-
-def _changed_places_on_one_rank(rank: int) -> str:
+@on_ranks(2)
+def test_layers_that_change_places_on_one_rank_are_an_error_of_all(rank: int) -> str:
     module = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 40, bias=False))
     model = DistributedDataParallel(module)
     state = register_gqsgd(model, bits=4, memory="diana", reducer="two_shot", timeout=timedelta(seconds=20))
     model(torch.randn(8, 40)).square().sum().backward()
     if rank:
         module[0], module[1] = module[1], module[0]
-    return error_text(ConfigError, state.rewrap, DistributedDataParallel)
-
-
-def test_layers_that_change_places_on_one_rank_are_an_error_of_all(tmp_path: Path) -> None:
-    text = run_alike(_changed_places_on_one_rank, 2, tmp_path)
+    text = error_text(ConfigError, state.rewrap, DistributedDataParallel)
     assert "do not agree: places of parameters that were there before" in text
+    return text
 
 
 # --- post-local SGD --------------------------------------------------------------------------------------------------
@@ -621,7 +591,8 @@ def test_ranks_whose_post_local_sgd_differs_raise_an_error_before_one_trains_alo
     assert all(mine != theirs for mine, theirs in zip(one, other, strict=True))
 
 
-def _other_group(rank: int) -> None:
+@on_ranks(2)
+def test_post_local_sgd_that_could_not_count_or_average_as_ddp_does_is_an_error(rank: int) -> None:
     group = dist.new_group([0, 1])
     model = DistributedDataParallel(mlp())
     with pytest.raises(ConfigError, match="another process group than DistributedDataParallel"):
@@ -630,7 +601,3 @@ def _other_group(rank: int) -> None:
         model = DistributedDataParallel(mlp(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
         with pytest.raises(ConfigError, match="leave it False with post_local_sgd"):
             register_gqsgd(model, post_local_sgd=PostLocalSGDState(None, None, 3))
-
-
-def test_post_local_sgd_that_could_not_count_or_average_as_ddp_does_is_an_error(tmp_path: Path) -> None:
-    run(_other_group, 2, tmp_path)

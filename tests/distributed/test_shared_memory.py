@@ -29,7 +29,7 @@ from lightning_gqsgd.wire.neighbours import MEMORY_BYTES, VARIABLE
 from lightning_gqsgd.wire.shared_memory import SharedGroup
 from lightning_gqsgd.wire.workers import VARIABLE as THREADS
 from tests.distributed.models import fingerprint, train, wrapped
-from tests.distributed.ranks import logged, run, run_alike
+from tests.distributed.ranks import logged, on_ranks, run
 
 CPU = torch.device("cpu")
 NODE, PEERS = Scope("node", 2), Scope("peers", 2)
@@ -88,7 +88,9 @@ def _exchanges(rank: int, ranks: int) -> list[Exchange]:
     return exchanges
 
 
-def _equal_bits(rank: int, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks()
+def test_every_exchange_has_the_bits_that_it_has_over_gloo(rank: int, ranks: int) -> None:
     results = []
     for wanted in ("0", "1"):
         with mock.patch.dict(os.environ, {VARIABLE: wanted}):
@@ -106,11 +108,6 @@ def _equal_bits(rank: int, ranks: int) -> None:
         communicator.close()
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8))
-
-
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_exchange_has_the_bits_that_it_has_over_gloo(ranks: int, tmp_path: Path) -> None:
-    run(_equal_bits, ranks, tmp_path, ranks)
 
 
 MEANS: list[dict[str, Any]] = [
@@ -218,7 +215,9 @@ def test_ranks_with_other_numbers_of_threads_cut_the_same_pieces(tmp_path: Path)
 UNUSUAL = (float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3e38, -3e38, 1e-45, -1e-45, 1e-39, 1.0)
 
 
-def _sums(rank: int, flushes: bool) -> list[bytes]:
+@pytest.mark.parametrize("flushes", [False, True])
+@on_ranks(2)
+def test_two_ranks_have_the_same_bits_whatever_they_add(rank: int, flushes: bool) -> list[bytes]:
     communicator = made("sums")
     assert communicator.adds_in_memory(torch.float32)
     assert not communicator.adds_in_memory(torch.bfloat16)
@@ -238,27 +237,19 @@ def _sums(rank: int, flushes: bool) -> list[bytes]:
     return sums
 
 
-@pytest.mark.parametrize("flushes", [False, True])
-def test_two_ranks_have_the_same_bits_whatever_they_add(flushes: bool, tmp_path: Path) -> None:
-    run_alike(_sums, 2, tmp_path, flushes)
-
-
-def _kinds_of_sums(rank: int) -> list[bool]:
+@on_ranks(3)
+def test_more_than_two_ranks_leave_sums_to_gloo_whose_order_decides_on_their_bits(rank: int) -> None:
     communicator = made("three")
     answers = [communicator.adds_in_memory(dtype) for dtype in (torch.float32, torch.float64)]
     communicator.close()
-    return answers
-
-
-def test_more_than_two_ranks_leave_sums_to_gloo_whose_order_decides_on_their_bits(tmp_path: Path) -> None:
-    assert run(_kinds_of_sums, 3, tmp_path) == [[False, False]] * 3
+    assert answers == [False, False]
 
 
 # Who shares
 
 
-def _on_two_nodes(rank: int) -> None:
-    # A launcher's numbers of nodes count, though all ranks are on this machine.
+@on_ranks(4)
+def test_ranks_of_several_nodes_share_memory_inside_of_each(rank: int) -> None:
     os.environ["GROUP_RANK"] = str(rank // 2)
     communicator = made("two nodes", stages=[(ALL, NODE), (PEERS,)])
     assert {scope for _, scope, _ in communicator._shared} == {NODE}
@@ -267,10 +258,6 @@ def _on_two_nodes(rank: int) -> None:
     communicator.start(Exchange("sum", x, x, scope=NODE), stage=1).wait()
     assert x.item() == (1, 1, 5, 5)[rank]
     communicator.close()
-
-
-def test_ranks_of_several_nodes_share_memory_inside_of_each(tmp_path: Path) -> None:
-    run(_on_two_nodes, 4, tmp_path)
 
 
 def _refuse(reason: str) -> Any:
@@ -405,16 +392,13 @@ def test_messages_of_other_sizes_are_an_error_on_all_ranks(tmp_path: Path) -> No
     assert any("bytes where 100" in word and "ranks have other tensors" in word for word in words)
 
 
-def _closes_after_the_last(rank: int) -> None:
+@on_ranks(3)
+def test_a_rank_may_close_when_its_own_collective_is_through(rank: int) -> None:
     for number in range(20):
         communicator = made(f"closes {number}")
         everyone = gathered(communicator, 3 << 20)
         communicator.close()  # at once, though others may still read
         assert everyone[:, ::4096].unique(dim=1).view(-1).tolist() == [0, 1, 2]
-
-
-def test_a_rank_may_close_when_its_own_collective_is_through(tmp_path: Path) -> None:
-    run(_closes_after_the_last, 3, tmp_path)
 
 
 # What is left behind
@@ -433,7 +417,8 @@ def _threads() -> int:
     return sum(thread.name == "gqsgd-shared-memory" for thread in threading.enumerate())
 
 
-def _leaves_nothing(rank: int) -> None:
+@on_ranks(2)
+def test_nothing_is_left_behind_by_a_group_that_was_closed_or_dropped(rank: int) -> None:
     made("warms up").close()
     before = _descriptors()
     communicator = made("leaves nothing")
@@ -455,7 +440,3 @@ def _leaves_nothing(rank: int) -> None:
     assert not _mapped()
     dist.barrier()
     assert _descriptors() <= before
-
-
-def test_nothing_is_left_behind_by_a_group_that_was_closed_or_dropped(tmp_path: Path) -> None:
-    run(_leaves_nothing, 2, tmp_path)

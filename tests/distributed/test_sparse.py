@@ -20,7 +20,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.functional import all_reduce
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from tests.distributed.models import fingerprint
-from tests.distributed.ranks import logged, run, run_alike
+from tests.distributed.ranks import logged, on_ranks, run
 
 ROWS = 60
 
@@ -163,7 +163,9 @@ def test_results_do_not_depend_on_ddp_options_and_nodes_work(tmp_path: Path) -> 
     assert others[:3] == [first] * 3
 
 
-def _joined(rank: int) -> str:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_rank_without_inputs_joins_with_no_rows(rank: int) -> str:
     """Rank 1 has fewer inputs, and then takes part with no rows."""
     model, state = _wrapped(Tables())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
@@ -177,12 +179,11 @@ def _joined(rank: int) -> str:
     return fingerprint(model)
 
 
-@pytest.mark.slow
-def test_a_rank_without_inputs_joins_with_no_rows(tmp_path: Path) -> None:
-    run_alike(_joined, 2, tmp_path)
-
-
-def _native_and_dense(rank: int) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks()
+def test_native_rows_are_plain_ddp_to_rounding_and_a_dense_table_is_that_of_dense_gradients(
+    rank: int, ranks: int
+) -> None:
     """Plain DDP with dense gradients, and what has to give the same."""
     plain = DistributedDataParallel(Tables(sparse=False))
     _train(plain, rank, range(5), norm=0.5)
@@ -214,17 +215,12 @@ def _native_and_dense(rank: int) -> None:
         assert mine.count_nonzero(dim=1).count_nonzero() <= len(rows)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_native_rows_are_plain_ddp_to_rounding_and_a_dense_table_is_that_of_dense_gradients(
-    ranks: int, tmp_path: Path
-) -> None:
-    run(_native_and_dense, ranks, tmp_path)
-
-
 # --- what batches touch ----------------------------------------------------------------------------------------------
 
 
-def _unusual_batches(rank: int) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks()
+def test_all_rows_no_rows_one_row_and_no_table_at_all(rank: int, ranks: int) -> None:
     looks: dict[str, Any] = {"find_unused_parameters": True}
     model, state = _wrapped(Tables(), looks, sparse_limit=100)
     plain = DistributedDataParallel(Tables(sparse=False), **looks)
@@ -261,13 +257,8 @@ def _unusual_batches(rank: int) -> None:
     state.close()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_all_rows_no_rows_one_row_and_no_table_at_all(ranks: int, tmp_path: Path) -> None:
-    run(_unusual_batches, ranks, tmp_path)
-
-
-def _ways_of_training(rank: int) -> None:
-    # Gradients are accumulated: two batches of one step are one batch of twice the size.
+@on_ranks(2)
+def test_accumulation_resuming_and_scaling(rank: int) -> None:
     model, state = _wrapped(Tables(), reducer="native")
     whole, other = _wrapped(Tables(), reducer="native")
     with model.no_sync():
@@ -326,11 +317,9 @@ def _ways_of_training(rank: int) -> None:
     state.close()
 
 
-def test_accumulation_resuming_and_scaling(tmp_path: Path) -> None:
-    run(_ways_of_training, 2, tmp_path)
-
-
-def _dtypes(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_tables_of_every_dtype(rank: int) -> None:
     for dtype, error in ((torch.bfloat16, 0.02), (torch.float16, 0.02), (torch.float64, 0.01)):
         model, state = _wrapped(Tables().to(dtype))
         plain = DistributedDataParallel(Tables(sparse=False).to(dtype))
@@ -344,12 +333,8 @@ def _dtypes(rank: int) -> None:
         state.close()
 
 
-@pytest.mark.slow
-def test_tables_of_every_dtype(tmp_path: Path) -> None:
-    run(_dtypes, 2, tmp_path)
-
-
-def _static_graph(rank: int) -> list[list[bytes]]:
+@on_ranks(2)
+def test_a_static_graph_changes_no_bits(rank: int) -> None:
     """The gradients' bits in three steps, without a static graph and with one."""
     found = []
     for ddp in ({}, {"static_graph": True}):
@@ -363,12 +348,8 @@ def _static_graph(rank: int) -> list[list[bytes]]:
         assert state.step == 3
         state.close()
         found.append(gradients)
-    return found
-
-
-def test_a_static_graph_changes_no_bits(tmp_path: Path) -> None:
-    for without, static in run(_static_graph, 2, tmp_path):
-        assert without == static
+    without, static = found
+    assert without == static
 
 
 # --- what is said and refused ----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from lightning_gqsgd.wire.agreement import Card, compared
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.staging import StagedWork, Staging
 from tests.distributed.models import means_of, train, trained_under, wrapped
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks, run
 from tests.errors import error_text
 
 CPU = torch.device("cpu")
@@ -42,7 +42,8 @@ def _threads() -> int:
     return [thread.name for thread in threading.enumerate()].count("gqsgd-staging")
 
 
-def _kinds(rank: int) -> None:
+@on_ranks(2)
+def test_all_kinds_of_exchanges(rank: int) -> None:
     one = _staged()
     _agree(one, {"same": 1})
     with pytest.raises(ConfigError, match="ranks 0 and 1 do not agree: mine: 0 != 1"):
@@ -72,10 +73,6 @@ def _kinds(rank: int) -> None:
         assert x.tolist() == expected
     one.close()
     assert not _threads()
-
-
-def test_all_kinds_of_exchanges(tmp_path: Path) -> None:
-    run(_kinds, 2, tmp_path)
 
 
 def _order(rank: int) -> list[int]:
@@ -182,7 +179,9 @@ CASES.append({"reducer": "tree", "codec": "exponential"})
 HOOKS: list[dict[str, Any]] = [{"bits": 4}, {"reducer": "sum"}, {"memory": "ef", "codec": "sign", "bits": 1}]
 
 
-def _both_ways(rank: int) -> bool:
+@pytest.mark.slow
+@on_ranks(2)
+def test_results_are_the_same_as_without(rank: int) -> None:
     plain = means_of(CASES), trained_under(HOOKS)
     communicator.needs_staging = lambda *_: True
     started = []
@@ -191,12 +190,7 @@ def _both_ways(rank: int) -> bool:
     staged = means_of(CASES), trained_under(HOOKS)
     assert len(started) > 100
     assert not _threads()
-    return staged == plain
-
-
-@pytest.mark.slow
-def test_results_are_the_same_as_without(tmp_path: Path) -> None:
-    assert all(run(_both_ways, 2, tmp_path))
+    assert staged == plain
 
 
 def _killed(rank: int) -> str:

@@ -25,7 +25,7 @@ from lightning_gqsgd.session.opening import Side, facts_of, open_engines
 from lightning_gqsgd.wire.engine import Engine, Messages
 from lightning_gqsgd.wire.meeting import Meeting
 from tests.distributed.models import fingerprint, mlp, train, wrapped
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run
 from tests.errors import error_text
 
 #: Seconds in which an error is to be there; less than any timeout.
@@ -70,17 +70,14 @@ def test_what_one_rank_refuses_is_an_error_of_all_at_once_and_all_can_try_again(
         assert found[1::2] == results[0][1::2]
 
 
-def _other_stages(rank: int) -> tuple[str, float]:
+@on_ranks(2)
+def test_presets_with_other_stages_are_an_error_before_any_group_is_made(rank: int) -> None:
     model = DistributedDataParallel(mlp())
     preset = "gqsgd" if rank == 0 else "gqsgd_exponential_tree"
-    return _error(lambda: register_gqsgd(model, preset))
-
-
-def test_presets_with_other_stages_are_an_error_before_any_group_is_made(tmp_path: Path) -> None:
-    for text, seconds in run(_other_stages, 2, tmp_path):
-        assert "ranks 0 and 1 do not agree: " in text
-        assert "codec: " in text
-        assert seconds < AT_ONCE
+    text, seconds = _error(lambda: register_gqsgd(model, preset))
+    assert "ranks 0 and 1 do not agree: " in text
+    assert "codec: " in text
+    assert seconds < AT_ONCE
 
 
 def _another_function(rank: int) -> tuple[str, float]:
@@ -115,16 +112,13 @@ def test_a_rank_that_registers_alone_ends_with_the_timeout_and_the_name_of_the_o
     assert seconds < 6
 
 
-def _other_nodes(rank: int) -> tuple[str, float]:
+@on_ranks(4)
+def test_nodes_of_unequal_size_are_an_error(rank: int) -> None:
     os.environ["GROUP_RANK"] = "0012"[rank]  # two ranks on one node, one on each of two others
     model = DistributedDataParallel(mlp())
-    return _error(lambda: register_gqsgd(model, reducer="hierarchical"))
-
-
-def test_nodes_of_unequal_size_are_an_error(tmp_path: Path) -> None:
-    for text, seconds in run(_other_nodes, 4, tmp_path):
-        assert "on the nodes [0, 0, 1, 2], are not in order on nodes of equal size" in text
-        assert seconds < AT_ONCE
+    text, seconds = _error(lambda: register_gqsgd(model, reducer="hierarchical"))
+    assert "on the nodes [0, 0, 1, 2], are not in order on nodes of equal size" in text
+    assert seconds < AT_ONCE
 
 
 def _late_failure(rank: int) -> tuple[str, float, str]:
@@ -152,7 +146,8 @@ def test_a_rank_whose_kernels_cannot_be_compiled_tells_the_others(tmp_path: Path
         assert seconds < AT_ONCE
 
 
-def _stale_store(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_what_is_left_in_a_store_that_lives_on_does_no_harm(rank: int) -> list[Any]:
     """Cards and keys that processes left in the store before they died."""
     model = DistributedDataParallel(mlp())
     circle = Meeting("x", [model.process_group], timedelta(seconds=1))._circles[0]
@@ -172,11 +167,8 @@ def _stale_store(rank: int) -> list[Any]:
     return [fingerprint(model)]
 
 
-def test_what_is_left_in_a_store_that_lives_on_does_no_harm(tmp_path: Path) -> None:
-    run_alike(_stale_store, 2, tmp_path)
-
-
-def _two_groups_of_the_same_ranks(rank: int) -> list[str]:
+@on_ranks(2)
+def test_groups_that_are_destroyed_and_made_anew(rank: int) -> list[str]:
     bits = []
     for number in range(3):
         group = dist.new_group([0, 1])
@@ -189,14 +181,11 @@ def _two_groups_of_the_same_ranks(rank: int) -> list[str]:
     return bits
 
 
-def test_groups_that_are_destroyed_and_made_anew(tmp_path: Path) -> None:
-    run_alike(_two_groups_of_the_same_ranks, 2, tmp_path)
-
-
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def _loaded_on_one(rank: int) -> list[tuple[str, str, float, bool]]:
+@on_ranks(2)
+def test_a_state_that_one_rank_loads_is_an_error_of_all_in_the_next_step(rank: int) -> None:
     found = []
     for entry in ("seed", "step"):
         for steps in (0, 3):  # before the first step, and after some
@@ -208,31 +197,23 @@ def _loaded_on_one(rank: int) -> list[tuple[str, str, float, bool]]:
             text, seconds = _error(lambda model=model: train(model, rank, range(3, 4)), RuntimeError)
             found.append((entry, text, seconds, all(p.isfinite().all() for p in model.parameters())))
             state.close()
-    return found
+    assert len(found) == 4
+    for entry, text, seconds, finite in found:
+        assert f"ranks 0 and 1 do not agree: {entry}: " in text
+        assert "ConfigError" in text
+        assert "load the same state on every rank" in text
+        assert seconds < AT_ONCE
+        assert finite
 
 
-def test_a_state_that_one_rank_loads_is_an_error_of_all_in_the_next_step(tmp_path: Path) -> None:
-    for found in run(_loaded_on_one, 2, tmp_path):
-        assert len(found) == 4
-        for entry, text, seconds, finite in found:
-            assert f"ranks 0 and 1 do not agree: {entry}: " in text
-            assert "ConfigError" in text
-            assert "load the same state on every rank" in text
-            assert seconds < AT_ONCE
-            assert finite
-
-
-def _frozen_elsewhere(rank: int) -> tuple[str, float]:
+@on_ranks(2)
+def test_ranks_that_train_other_parameters_of_the_same_size_are_an_error(rank: int) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[rank].requires_grad_(False)  # of the same size, so that plain DDP does not notice
     ddp = DistributedDataParallel(model)
-    return _error(lambda: register_gqsgd(ddp, bits=4))
-
-
-def test_ranks_that_train_other_parameters_of_the_same_size_are_an_error(tmp_path: Path) -> None:
-    for text, seconds in run(_frozen_elsewhere, 2, tmp_path):
-        assert "do not agree: parameters that require a gradient" in text
-        assert seconds < AT_ONCE
+    text, seconds = _error(lambda: register_gqsgd(ddp, bits=4))
+    assert "do not agree: parameters that require a gradient" in text
+    assert seconds < AT_ONCE
 
 
 def _other_memories(rank: int) -> list[str]:
@@ -294,7 +275,8 @@ def test_states_may_be_saved_and_loaded_in_inference_mode(tmp_path: Path) -> Non
     assert others == [[first, second]]
 
 
-def _in_threads(rank: int) -> list[str]:
+@on_ranks(2, collective_timeout=20)
+def test_threads_register_one_after_another(rank: int) -> list[str]:
     """Two threads register on groups of the same ranks."""
     models = [DistributedDataParallel(mlp(), process_group=dist.new_group([0, 1])) for _ in range(2)]
     bits: dict[int, str] = {}
@@ -311,15 +293,13 @@ def _in_threads(rank: int) -> list[str]:
         thread.start()
     for thread in threads:
         thread.join(60)
-    return [bits.get(number, "no end") for number in range(2)]
-
-
-def test_threads_register_one_after_another(tmp_path: Path) -> None:
-    result = run_alike(_in_threads, 2, tmp_path, collective_timeout=20)
+    result = [bits.get(number, "no end") for number in range(2)]
     assert result[0] == result[1] != "no end"
+    return result
 
 
-def _foreign_states(rank: int) -> list[str]:
+@on_ranks(2)
+def test_what_is_no_state_is_refused_and_a_field_of_another_version_is_not(rank: int) -> list[str]:
     model, state = wrapped({}, {"bits": 4})
     saved = state.state_dict()
     texts = []
@@ -328,20 +308,19 @@ def _foreign_states(rank: int) -> list[str]:
     state.load_state_dict({**saved, "config": {**saved["config"], "from_the_future": 1}})
     train(model, rank, range(2))
     state.close()
-    return [*texts, fingerprint(model)]
-
-
-def test_what_is_no_state_is_refused_and_a_field_of_another_version_is_not(tmp_path: Path) -> None:
-    result = run_alike(_foreign_states, 2, tmp_path)
+    result = [*texts, fingerprint(model)]
     words = ["not NoneType", "not list", "schema None", "schema 7", "'seed' is '0'", "'step' is -1", "'seed' is None"]
     for text, word in zip(result, words, strict=False):
         assert word in text
+    return result
 
 
 # --- arguments of another kind ----------------------------------------------------------------------------------------
 
 
-def _kinds(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_configuration_is_accepted_wherever_fields_are_and_other_kinds_are_refused(rank: int) -> list[str]:
     config = GQSGDConfig(bits=4)
     bits = []
     for arguments, fields in (((config,), {}), (("gqsgd_4bit",), {}), ((), {"bits": 4})):
@@ -372,13 +351,8 @@ def _kinds(rank: int) -> list[str]:
     with pytest.raises(ConfigError, match="hook 'gqsgd_hook' \\(which was closed\\).*new DistributedDataParallel"):
         register_gqsgd(model)
     close()
+    assert len(set(bits)) == 1
     return bits
-
-
-@pytest.mark.slow
-def test_a_configuration_is_accepted_wherever_fields_are_and_other_kinds_are_refused(tmp_path: Path) -> None:
-    result = run_alike(_kinds, 2, tmp_path)
-    assert len(set(result)) == 1
 
 
 # --- all_reduce -------------------------------------------------------------------------------------------------------
@@ -430,7 +404,8 @@ def test_a_state_that_one_rank_asks_for_is_an_error_that_names_the_others(tmp_pa
 # --- what all of them have in common ----------------------------------------------------------------------------------
 
 
-def _fails_when_engines_are_open(rank: int) -> tuple[str, list[bool], list[bool]]:
+@on_ranks(2)
+def test_engines_are_closed_where_the_last_step_of_a_start_fails_and_ranks_can_start_again(rank: int) -> None:
     group = dist.distributed_c10d._get_default_group()
     config = resolve(GQSGDConfig(bits=4), dist.get_world_size())
     seen: list[Engine] = []
@@ -450,11 +425,6 @@ def _fails_when_engines_are_open(rank: int) -> tuple[str, list[bool], list[bool]
     start("")
     later = [engine.is_closed for engine in seen]
     seen[-1].close()
-    return error, failed, later
-
-
-def test_engines_are_closed_where_the_last_step_of_a_start_fails_and_ranks_can_start_again(tmp_path: Path) -> None:
-    for error, failed, later in run(_fails_when_engines_are_open, 2, tmp_path):
-        assert "there is no room for a hook" in error
-        assert failed == [True]
-        assert later == [True, False]
+    assert "there is no room for a hook" in error
+    assert failed == [True]
+    assert later == [True, False]

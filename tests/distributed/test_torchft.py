@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_gqsgd import CollectiveError, ConfigError
 from tests.distributed import torchft_replicas as replicas
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run, run_alike
 from tests.errors import error_text
 from tests.marks import skip_without_torchft
 
@@ -152,21 +152,18 @@ def test_a_rank_goes_on_to_others_while_old_connections_end(port: int, monkeypat
     ended.set()
 
 
-def _disagree(rank: int, port: int) -> tuple[str, str, bool]:
+@on_ranks(2, initialise=False)
+def test_ranks_that_do_not_go_together_are_told_so(rank: int, port: int) -> None:
     group = replicas.process_group(bits=4 + rank)
     at_the_door = error_text(ConfigError, replicas.configure, group, rank, 2, port, "different bits")
     group = replicas.process_group()
     replicas.configure(group, rank, 2, port, "the same bits")
     tensor = replicas.values(0, 20_000 + rank)
     other_tensor = error_text(ConfigError, replicas.reduce, group, tensor)
-    return at_the_door, other_tensor, torch.equal(tensor, replicas.values(0, 20_000 + rank))
-
-
-def test_ranks_that_do_not_go_together_are_told_so(tmp_path: Path, port: int) -> None:
-    for at_the_door, other_tensor, is_unchanged in run(_disagree, 2, tmp_path, port, initialise=False):
-        assert "bits" in at_the_door
-        assert "numel" in other_tensor
-        assert is_unchanged
+    is_unchanged = torch.equal(tensor, replicas.values(0, 20_000 + rank))
+    assert "bits" in at_the_door
+    assert "numel" in other_tensor
+    assert is_unchanged
 
 
 def _cannot_work(rank: int, port: int) -> str:

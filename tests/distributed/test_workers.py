@@ -13,7 +13,7 @@ import torch
 from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.wire.workers import VARIABLE
 from tests.distributed.models import fingerprint, train, wrapped
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks, run
 
 #: Three pieces, the last of which is short.
 NUMEL = 2 * 524_288 + 1_001
@@ -40,14 +40,11 @@ def _means(rank: int, threads: int) -> list[torch.Tensor]:
     return [mean.clone() for mean in means]
 
 
-def _equal(rank: int) -> bool:
-    pairs = zip(_means(rank, 1), _means(rank, 3), strict=True)
-    return all(torch.equal(one, three) for one, three in pairs)
-
-
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_threads_change_no_bit(ranks: int, tmp_path: Path) -> None:
-    assert all(run(_equal, ranks, tmp_path, timeout=240))
+@on_ranks(timeout=240)
+def test_threads_change_no_bit(rank: int, ranks: int) -> None:
+    pairs = zip(_means(rank, 1), _means(rank, 3), strict=True)
+    assert all(torch.equal(one, three) for one, three in pairs)
 
 
 def _trains(rank: int, preset: str) -> list[str]:

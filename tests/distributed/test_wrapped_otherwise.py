@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd import register_gqsgd, register_gqsgd_fsdp
 from lightning_gqsgd.errors import ConfigError
 from tests.distributed.models import mlp
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks
 
 
 def _replicate() -> nn.Module:
@@ -70,7 +69,8 @@ WRAPPED: list[tuple[Callable[[], nn.Module | None], str | None, str | None]] = [
 ]
 
 
-def _refused(_: int) -> None:
+@on_ranks(2)
+def test_the_remedy_does_not_wrap_a_model_twice(rank: int) -> None:
     for make, text, text_fsdp in WRAPPED:
         model = make()
         for register, expected in ((register_gqsgd, text), (register_gqsgd_fsdp, text_fsdp)):
@@ -78,7 +78,3 @@ def _refused(_: int) -> None:
                 with pytest.raises(ConfigError, match=expected) as error:
                     register(model, bits=8)
                 assert ("wrap it first" in str(error.value)) == ("wrap it first" in expected)
-
-
-def test_the_remedy_does_not_wrap_a_model_twice(tmp_path: Path) -> None:
-    run(_refused, 2, tmp_path)

@@ -21,7 +21,7 @@ from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict import Bucket, Timeline, collectives_between, predict
 from lightning_gqsgd.predict.costs import ESTIMATES, Gamma, Link
 from lightning_gqsgd.research.simulation.virtual import average
-from tests.distributed.ranks import run_alike
+from tests.distributed.ranks import on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 RANKS = 4
@@ -97,17 +97,15 @@ def test_steps_with_the_codec_and_the_reducer_are_predicted() -> None:
     assert gathered.step_s > native.step_s > coded.step_s
 
 
-def reduce_as_on_the_page(rank: int) -> list[list[float]]:
+@on_ranks(2)
+def test_both_run_between_processes(rank: int) -> list[list[float]]:
     """What one of two processes has after both reductions."""
     add("A codec")
     add("A reducer")
     mine = gradients()[rank]
-    return [all_reduce(mine, codec="ternary").tolist(), all_reduce(mine, reducer="in_order").tolist()]
-
-
-def test_both_run_between_processes(tmp_path: Path) -> None:
-    result = run_alike(reduce_as_on_the_page, 2, tmp_path)
+    result = [all_reduce(mine, codec="ternary").tolist(), all_reduce(mine, reducer="in_order").tolist()]
     assert result[1] == ((gradients()[0] + gradients()[1]) / 2).tolist()
+    return result
 
 
 def test_the_reducer_adds_in_rank_order() -> None:

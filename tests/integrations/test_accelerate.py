@@ -31,7 +31,7 @@ import lightning_gqsgd
 from lightning_gqsgd import GQSGDKwargs, enable
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from tests.distributed.models import fingerprint, loss_of, mlp
-from tests.distributed.ranks import logged, run, run_alike
+from tests.distributed.ranks import logged, on_ranks, run
 from tests.processes import ended_well
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
@@ -185,18 +185,16 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
         assert "the memory starts empty: the checkpoint has that of 2 ranks" in remembering["logged"]
 
 
-def _on_nodes(rank: int, folder: Path) -> list[str]:
+@on_ranks(2, initialise=False)
+def test_a_folder_that_each_node_has_saved_resumes_to_the_same_bits(rank: int, tmp_path: Path) -> list[str]:
     """Two nodes of one process each, which share no folder: the bits of a run, and of the same run resumed."""
     os.environ.update(OMP_NUM_THREADS="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
     common = {"handler": WITH_MEMORY, "options": {"project_config": ProjectConfiguration(save_on_each_node=True)}}
-    own = folder / str(rank)
+    own = tmp_path / str(rank)
     runs: list[dict[str, Any]] = [{}, {"steps": (0, 3), "save": own}, {"steps": (3, 6), "load": own}]
-    return [fit(rank, **common, **one)["bits"] for one in runs]
-
-
-def test_a_folder_that_each_node_has_saved_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    whole, half, resumed = run_alike(_on_nodes, 2, tmp_path, tmp_path, initialise=False)
+    whole, half, resumed = [fit(rank, **common, **one)["bits"] for one in runs]
     assert resumed == whole != half
+    return whole, half, resumed
 
 
 def test_mixed_precision(tmp_path: Path) -> None:
@@ -216,7 +214,76 @@ def test_mixed_precision(tmp_path: Path) -> None:
     assert scaled["loss"] < 1.5
 
 
-def several_models(rank: int, folder: Path) -> None:
+@on_ranks(2, initialise=False)
+def test_accelerators_with_one_handler_save_and_load_the_states_of_their_own_models(rank: int, tmp_path: Path) -> None:
+    """One handler for two Accelerators, each of which saves its own model, and loads it later."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    handler = GQSGDKwargs(bits=4)
+    both = [Accelerator(cpu=True, kwargs_handlers=[handler]) for _ in range(2)]
+    models = [accelerator.prepare(mlp(64)) for accelerator in both]
+
+    def step(number: int) -> list[int]:
+        both[number].backward(loss_of(models[number], rank, 0))
+        return [state.step for state in handler.states]
+
+    step(1)
+    states = []
+    for number, accelerator in enumerate(both):
+        accelerator.register_for_checkpointing(handler)
+        step(number)
+        accelerator.save_state(str(tmp_path / str(number)))
+    for number, accelerator in enumerate(both):
+        step(number)
+        accelerator.load_state(str(tmp_path / str(number)))
+        states.append([state.step for state in handler.states])
+    handler.load_state_dict(handler.state_dict())  # by nobody: all models
+    assert states == [[1, 2], [1, 2]]
+    assert [state.step for state in handler.states] == [1, 2]
+
+
+@on_ranks(2, initialise=False)
+def test_a_checkpoint_of_a_fold_has_that_fold_s_state_only(rank: int) -> None:
+    """One handler, and an Accelerator for each fold; the models are kept for an ensemble."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    handler = GQSGDKwargs(bits=4)
+    models = []
+    steps = []
+    for fold in range(3):
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+        models.append(accelerator.prepare(mlp(64)))
+        for _ in range(fold + 1):
+            accelerator.backward(loss_of(models[-1], rank, 0))
+        steps.append([state["step"] for state in handler.state_dict()["states"]])
+        accelerator.free_memory()
+        if fold:
+            del accelerator  # the first one is kept as well
+    assert steps == [[1], [2], [3]]
+
+
+@on_ranks(2, initialise=False)
+def test_a_model_that_was_wrapped_anew_keeps_its_state_in_checkpoints(rank: int, tmp_path: Path) -> None:
+    """A layer is frozen in training, and nothing but the Accelerator knows the first DDP model any more."""
+    folder = tmp_path / "saved"
+    accelerator, handler = accelerator_of("kwargs_handlers", {"preset": "signsgd_ef"})
+    assert handler is not None
+    model = accelerator.prepare(mlp(64))
+    accelerator.backward(loss_of(model, rank, 0))
+    (state,) = handler.states
+    next(model.parameters()).requires_grad_(False)
+    model = state.rewrap(DistributedDataParallel)
+    gc.collect()
+    accelerator.backward(loss_of(model, rank, 1))
+    accelerator.save_state(str(folder), safe_serialization=False)
+    accelerator.wait_for_everyone()
+    steps = [one["step"] for one in torch.load(folder / STATE, weights_only=True)["states"]]
+    accelerator.backward(loss_of(model, rank, 2))
+    accelerator.load_state(str(folder))
+    assert steps == [one.step for one in handler.states] == [2]
+
+
+@pytest.mark.slow
+@on_ranks(2, initialise=False)
+def test_several_models_and_a_checkpoint_that_comes_before_them(rank: int, tmp_path: Path) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     accelerator, handler = accelerator_of("enable", {"bits": 4})
     assert handler is not None
@@ -259,85 +326,6 @@ def several_models(rank: int, folder: Path) -> None:
         handler.load_state_dict({"states": []})
     assert [state.step for state in handler.states] == [0, 0]
     del first, second, third, fourth, fifth
-
-
-def _a_model_each(rank: int, folder: Path) -> list[list[int]]:
-    """One handler for two Accelerators, each of which saves its own model, and loads it later."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    handler = GQSGDKwargs(bits=4)
-    both = [Accelerator(cpu=True, kwargs_handlers=[handler]) for _ in range(2)]
-    models = [accelerator.prepare(mlp(64)) for accelerator in both]
-
-    def step(number: int) -> list[int]:
-        both[number].backward(loss_of(models[number], rank, 0))
-        return [state.step for state in handler.states]
-
-    step(1)
-    states = []
-    for number, accelerator in enumerate(both):
-        accelerator.register_for_checkpointing(handler)
-        step(number)
-        accelerator.save_state(str(folder / str(number)))
-    for number, accelerator in enumerate(both):
-        step(number)
-        accelerator.load_state(str(folder / str(number)))
-        states.append([state.step for state in handler.states])
-    handler.load_state_dict(handler.state_dict())  # by nobody: all models
-    return [*states, [state.step for state in handler.states]]
-
-
-def test_accelerators_with_one_handler_save_and_load_the_states_of_their_own_models(tmp_path: Path) -> None:
-    assert run_alike(_a_model_each, 2, tmp_path, tmp_path, initialise=False) == [[1, 2], [1, 2], [1, 2]]
-
-
-def _a_fold_each(rank: int) -> list[list[int]]:
-    """One handler, and an Accelerator for each fold; the models are kept for an ensemble."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    handler = GQSGDKwargs(bits=4)
-    models = []
-    steps = []
-    for fold in range(3):
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
-        models.append(accelerator.prepare(mlp(64)))
-        for _ in range(fold + 1):
-            accelerator.backward(loss_of(models[-1], rank, 0))
-        steps.append([state["step"] for state in handler.state_dict()["states"]])
-        accelerator.free_memory()
-        if fold:
-            del accelerator  # the first one is kept as well
-    return steps
-
-
-def test_a_checkpoint_of_a_fold_has_that_fold_s_state_only(tmp_path: Path) -> None:
-    assert run_alike(_a_fold_each, 2, tmp_path, initialise=False) == [[1], [2], [3]]
-
-
-def _wrapped_anew(rank: int, folder: Path) -> list[list[int]]:
-    """A layer is frozen in training, and nothing but the Accelerator knows the first DDP model any more."""
-    accelerator, handler = accelerator_of("kwargs_handlers", {"preset": "signsgd_ef"})
-    assert handler is not None
-    model = accelerator.prepare(mlp(64))
-    accelerator.backward(loss_of(model, rank, 0))
-    (state,) = handler.states
-    next(model.parameters()).requires_grad_(False)
-    model = state.rewrap(DistributedDataParallel)
-    gc.collect()
-    accelerator.backward(loss_of(model, rank, 1))
-    accelerator.save_state(str(folder), safe_serialization=False)
-    accelerator.wait_for_everyone()
-    steps = [one["step"] for one in torch.load(folder / STATE, weights_only=True)["states"]]
-    accelerator.backward(loss_of(model, rank, 2))
-    accelerator.load_state(str(folder))
-    return [steps, [one.step for one in handler.states]]
-
-
-def test_a_model_that_was_wrapped_anew_keeps_its_state_in_checkpoints(tmp_path: Path) -> None:
-    assert run_alike(_wrapped_anew, 2, tmp_path, tmp_path / "saved", initialise=False) == [[2], [2]]
-
-
-@pytest.mark.slow
-def test_several_models_and_a_checkpoint_that_comes_before_them(tmp_path: Path) -> None:
-    run(several_models, 2, tmp_path, tmp_path, initialise=False)
 
 
 # --- the handler itself -----------------------------------------------------------------------------------------------
@@ -394,7 +382,8 @@ class Subclass(DistributedDataParallelKwargs):
     pass
 
 
-def alone(_: int) -> None:
+@on_ranks(1, initialise=False)
+def test_what_cannot_be_enabled(rank: int) -> None:
     """Errors and warnings of one process that Accelerate takes for one of several."""
     os.environ["OMP_NUM_THREADS"] = "1"
     # When this fails, Accelerate knows subclasses again, and the handler need not pose as its base any more.
@@ -430,11 +419,8 @@ def alone(_: int) -> None:
         enable(accelerator)
 
 
-def test_what_cannot_be_enabled(tmp_path: Path) -> None:
-    run(alone, 1, tmp_path, initialise=False)
-
-
-def unnoticed(_: int) -> None:
+@on_ranks(2, initialise=False)
+def test_processes_that_do_not_find_each_other_are_told(rank: int) -> None:
     del os.environ["LOCAL_RANK"]  # as on a machine without a GPU: Accelerate does not look at it there
     accelerator = Accelerator()
     if accelerator.num_processes == 2:  # old versions do not look at LOCAL_RANK: nothing goes unnoticed
@@ -448,10 +434,6 @@ def unnoticed(_: int) -> None:
         warnings.simplefilter("error")
         enable(Accelerator())
     assert said.getvalue() == "gqsgd: one process, nothing to reduce\n"
-
-
-def test_processes_that_do_not_find_each_other_are_told(tmp_path: Path) -> None:
-    run(unnoticed, 2, tmp_path, initialise=False)
 
 
 @pytest.mark.slow
@@ -551,7 +533,8 @@ def test_an_optimizer_without_a_prepared_model_is_warned_of_once_on_each_rank(tm
     assert run(_forgets_the_model, 1, tmp_path, initialise=False) == [[[], []]]
 
 
-def _local_sgd(rank: int) -> list[Any]:
+@on_ranks(2, initialise=False)
+def test_local_sgd_around_a_model_with_the_hook_points_to_local_steps_on_each_rank(rank: int) -> None:
     """Warnings of LocalSGD around a model with the hook, where it is off, and around a model without the hook."""
     results = []
     for route, enabled in (("enable", True), ("enable", False), ("plain", True)):
@@ -564,12 +547,8 @@ def _local_sgd(rank: int) -> list[Any]:
             with accelerator.no_sync(model):
                 pass
         results.append([str(warning.message) for warning in caught if "LocalSGD" in str(warning.message)])
-    return results
-
-
-def test_local_sgd_around_a_model_with_the_hook_points_to_local_steps_on_each_rank(tmp_path: Path) -> None:
-    for with_hook, off, without_hook in run(_local_sgd, 2, tmp_path, initialise=False):
-        assert len(with_hook) == 1
-        assert "averages whole parameters uncompressed" in with_hook[0]
-        assert "LocalSteps(model, optimizer, every=32)" in with_hook[0]
-        assert off == without_hook == []
+    with_hook, off, without_hook = results
+    assert len(with_hook) == 1
+    assert "averages whole parameters uncompressed" in with_hook[0]
+    assert "LocalSteps(model, optimizer, every=32)" in with_hook[0]
+    assert off == without_hook == []

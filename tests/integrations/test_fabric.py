@@ -16,7 +16,7 @@ from torch import nn
 from lightning_gqsgd.config import ConfigError
 from tests.bits import bits_of
 from tests.distributed.models import batch, fingerprint, mlp
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run
 from tests.errors import error_text
 from tests.processes import ended_well
 
@@ -142,21 +142,26 @@ def test_checkpoints_resume_to_the_same_bits(strategy: dict[str, Any], tmp_path:
     assert every[0][0]["steps"] == [6, 6]
 
 
-def goes_back(rank: int, folder: Path, strategy: dict[str, Any]) -> list[tuple[int, int, str]]:
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [{"bits": 4, "seed": 9}, {"preset": "signsgd_ef", "warmup_steps": 1}], ids=str)
+@on_ranks(2, initialise=False)
+def test_a_hook_that_has_trained_starts_anew_from_a_checkpoint_without_it(
+    rank: int, tmp_path: Path, strategy: dict[str, Any]
+) -> list[tuple[int, int, str]]:
     """Twice from the same checkpoint without gqsgd: with a new hook, and with one that has trained."""
     fabric = fabric_of({"strategy": strategy})
     module = mlp()
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     state = {"model": model, "optimizer": optimizer}
-    fabric.save(folder / "own.ckpt", state)
+    fabric.save(tmp_path / "own.ckpt", state)
     if rank == 0:
-        content = torch.load(folder / "own.ckpt", weights_only=True)
+        content = torch.load(tmp_path / "own.ckpt", weights_only=True)
         del content["gqsgd"]
-        torch.save(content, folder / "plain.ckpt")
+        torch.save(content, tmp_path / "plain.ckpt")
     fabric.barrier()
     found = []
     for _ in range(2):
-        fabric.load(folder / "plain.ckpt", state)
+        fabric.load(tmp_path / "plain.ckpt", state)
         for step in range(3):
             optimizer.zero_grad()
             x, y = batch(rank, step)
@@ -164,44 +169,8 @@ def goes_back(rank: int, folder: Path, strategy: dict[str, Any]) -> list[tuple[i
             optimizer.step()
         hook = fabric.strategy.gqsgd_states[0]
         found.append((hook.step, hook.config.seed, fingerprint(module)))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [{"bits": 4, "seed": 9}, {"preset": "signsgd_ef", "warmup_steps": 1}], ids=str)
-def test_a_hook_that_has_trained_starts_anew_from_a_checkpoint_without_it(
-    strategy: dict[str, Any], tmp_path: Path
-) -> None:
-    result = run_alike(goes_back, 2, tmp_path, tmp_path, strategy, initialise=False)
-    assert result[0] == result[1]
-    assert result[0][:2] == (3, strategy.get("seed", 0))
-
-
-def loads_early(rank: int, folder: Path, strategy: dict[str, Any]) -> list[tuple[list[int], list[str]]]:
-    """Trains two models on from a checkpoint that is loaded where two, one or none of them are set up."""
-    found = []
-    for ready in (None, 2, 1, 0):  # None: the run that writes the checkpoint, and goes on
-        fabric = fabric_of({"strategy": strategy})
-        modules = [mlp(), mlp()]
-        pairs = [(module, torch.optim.SGD(module.parameters(), lr=0.1)) for module in modules]
-        are_set_up = 2 if ready is None else ready
-        pairs[:are_set_up] = [fabric.setup(*pair) for pair in pairs[:are_set_up]]
-        if ready is not None:
-            fabric.load(folder / "two.ckpt", _of_pairs(pairs))
-        pairs[are_set_up:] = [fabric.setup(*pair) for pair in pairs[are_set_up:]]
-        for steps in (3, 4) if ready is None else (4,):
-            for (model, optimizer), more in zip(pairs, (0, 2), strict=True):
-                for step in range(steps + more):
-                    optimizer.zero_grad()
-                    fabric.backward(model(torch.full((2, 32), float(rank + step))).square().mean())
-                    optimizer.step()
-            if steps == 3:
-                fabric.save(folder / "two.ckpt", _of_pairs(pairs))
-        fabric.strategy.finish()
-        states = fabric.strategy.gqsgd_states
-        found.append(([state.step for state in states], [fingerprint(module) for module in modules]))
-        for state in states:
-            state.close()
+    assert found[0] == found[1]
+    assert found[0][:2] == (3, strategy.get("seed", 0))
     return found
 
 
@@ -211,10 +180,38 @@ def _of_pairs(pairs: list[Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", [{"preset": "signsgd_ef"}, {"local_steps": 2}], ids=str)
-def test_a_checkpoint_may_be_loaded_before_its_models_are_set_up(strategy: dict[str, Any], tmp_path: Path) -> None:
-    whole, *resumed = run_alike(loads_early, 2, tmp_path, tmp_path, strategy, initialise=False)
+@on_ranks(2, initialise=False)
+def test_a_checkpoint_may_be_loaded_before_its_models_are_set_up(
+    rank: int, tmp_path: Path, strategy: dict[str, Any]
+) -> list[tuple[list[int], list[str]]]:
+    """Trains two models on from a checkpoint that is loaded where two, one or none of them are set up."""
+    found = []
+    for ready in (None, 2, 1, 0):  # None: the run that writes the checkpoint, and goes on
+        fabric = fabric_of({"strategy": strategy})
+        modules = [mlp(), mlp()]
+        pairs = [(module, torch.optim.SGD(module.parameters(), lr=0.1)) for module in modules]
+        are_set_up = 2 if ready is None else ready
+        pairs[:are_set_up] = [fabric.setup(*pair) for pair in pairs[:are_set_up]]
+        if ready is not None:
+            fabric.load(tmp_path / "two.ckpt", _of_pairs(pairs))
+        pairs[are_set_up:] = [fabric.setup(*pair) for pair in pairs[are_set_up:]]
+        for steps in (3, 4) if ready is None else (4,):
+            for (model, optimizer), more in zip(pairs, (0, 2), strict=True):
+                for step in range(steps + more):
+                    optimizer.zero_grad()
+                    fabric.backward(model(torch.full((2, 32), float(rank + step))).square().mean())
+                    optimizer.step()
+            if steps == 3:
+                fabric.save(tmp_path / "two.ckpt", _of_pairs(pairs))
+        fabric.strategy.finish()
+        states = fabric.strategy.gqsgd_states
+        found.append(([state.step for state in states], [fingerprint(module) for module in modules]))
+        for state in states:
+            state.close()
+    whole, *resumed = found
     assert whole[0] == [7, 11]
     assert resumed == [whole] * 3
+    return found
 
 
 def refuses(rank: int, folder: Path) -> list[str]:

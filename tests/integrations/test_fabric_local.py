@@ -13,7 +13,7 @@ from torch import nn
 from lightning_gqsgd import GQSGDFabricStrategy
 from lightning_gqsgd.errors import ConfigError
 from tests.distributed.models import batch, fingerprint, mlp
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run_alike
 from tests.errors import error_text
 
 
@@ -31,14 +31,15 @@ def _train(fabric: Fabric, model: Any, optimizer: Any, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def _loaded(rank: int, folder: Path) -> list[bool]:
+@on_ranks(2, initialise=False)
+def test_weights_that_are_loaded_after_setup_are_the_anchor(rank: int, tmp_path: Path) -> None:
     """Whether weights of a checkpoint stay, bit by bit, in steps of length 0."""
     saved = mlp()
     with torch.no_grad():
         for parameter in saved.parameters():
             parameter += torch.randn_like(parameter)
     whole = torch.optim.SGD(saved.parameters(), lr=0.0)
-    file = folder / f"plain-{rank}.ckpt"
+    file = tmp_path / f"plain-{rank}.ckpt"
     torch.save({"model": saved.state_dict(), "optimizer": whole.state_dict()}, file)
     stay = []
     for preset in ("gqsgd_diloco", "gqsgd_sparseloco", "gqsgd_chb"):
@@ -52,14 +53,11 @@ def _loaded(rank: int, folder: Path) -> list[bool]:
             fabric.strategy.finish()
             fabric.strategy.gqsgd_states[0].close()
             stay.append(fingerprint(module) == fingerprint(saved))
-    return stay
+    assert stay == [True] * 6
 
 
-def test_weights_that_are_loaded_after_setup_are_the_anchor(tmp_path: Path) -> None:
-    assert run(_loaded, 2, tmp_path, tmp_path, initialise=False) == [[True] * 6] * 2
-
-
-def _loads_one_of_two(rank: int, folder: Path) -> bool:
+@on_ranks(2, initialise=False)
+def test_weights_of_one_model_leave_the_other_one_in_its_round(rank: int, tmp_path: Path) -> None:
     """Whether the model that is not loaded stays what this rank has made of it."""
     fabric = _of(GQSGDFabricStrategy(local_steps=4))
     modules = [mlp(), mlp()]
@@ -68,21 +66,18 @@ def _loads_one_of_two(rank: int, folder: Path) -> bool:
         model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
         _train(fabric, model, optimizer, 2)
         models.append(model)
-    fabric.save(folder / "weights.ckpt", {"model": models[0]})
+    fabric.save(tmp_path / "weights.ckpt", {"model": models[0]})
     before = fingerprint(modules[1])
-    fabric.load(folder / "weights.ckpt", {"model": models[0]})
+    fabric.load(tmp_path / "weights.ckpt", {"model": models[0]})
     after = fingerprint(modules[1])
     fabric.strategy.finish()
     for state in fabric.strategy.gqsgd_states:
         state.close()
-    return before == after
+    assert before == after
 
 
-def test_weights_of_one_model_leave_the_other_one_in_its_round(tmp_path: Path) -> None:
-    assert run(_loads_one_of_two, 2, tmp_path, tmp_path, initialise=False) == [True, True]
-
-
-def _not_counted(rank: int) -> list[Any]:
+@on_ranks(2, initialise=False)
+def test_steps_that_fabric_does_not_make_are_averaged_or_an_error(rank: int) -> list[Any]:
     fabric = _of(GQSGDFabricStrategy(local_steps=3))
     module = mlp()
     raw = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -99,12 +94,9 @@ def _not_counted(rank: int) -> list[Any]:
     fabric.strategy.finish()
     raw = torch.optim.SGD(module.parameters(), lr=0.1)
     _train(fabric, model, raw, 2)
-    return [*results, error_text(ConfigError, fabric.strategy.finish)]
-
-
-def test_steps_that_fabric_does_not_make_are_averaged_or_an_error(tmp_path: Path) -> None:
-    result = run_alike(_not_counted, 2, tmp_path, initialise=False)
+    result = [*results, error_text(ConfigError, fabric.strategy.finish)]
     assert "it was set up and trained without its optimizer" in result[1]
+    return result
 
 
 def _on_two_nodes(rank: int) -> str:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 
 from lightning_gqsgd.config import ConfigError
 from tests.distributed.models import fingerprint
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run
 from tests.errors import error_text
 from tests.integrations.loops import NATIVE, STRATEGIES, Classifier, data, fitted
 
@@ -118,16 +118,13 @@ class _Unfreezes(Classifier):
         return super().training_step(batch, index)
 
 
-def _in_the_step(_: int) -> str:
+@on_ranks(2, initialise=False)
+def test_unfreezing_inside_a_step_is_an_error(rank: int) -> None:
     module = _Unfreezes()
     module.backbone.requires_grad_(False)
-    return error_text(ConfigError, fitted, module, {"bits": 8}, batches=data(4))
-
-
-def test_unfreezing_inside_a_step_is_an_error(tmp_path: Path) -> None:
-    for text in run(_in_the_step, 2, tmp_path, initialise=False):
-        assert "'backbone.0.weight'" in text
-        assert "does this at the start of a batch" in text
+    text = error_text(ConfigError, fitted, module, {"bits": 8}, batches=data(4))
+    assert "'backbone.0.weight'" in text
+    assert "does this at the start of a batch" in text
 
 
 class _Freezes(Classifier):
@@ -147,21 +144,18 @@ class _Freezes(Classifier):
         return super().training_step(batch, index)
 
 
-def _frozen_in_the_step(_: int) -> list[str]:
+@on_ranks(2, initialise=False)
+def test_freezing_inside_a_step_is_an_error(rank: int) -> None:
     texts = []
     for strategy in ({"bits": 8}, {"auto": True}):
         texts.append(error_text(ConfigError, fitted, _Freezes(2, inside=True), strategy, batches=data(8)))
-    return texts
+    for text in texts:
+        assert "parameter 'backbone.0.weight'" in text
+        assert "was frozen after the forward pass had begun" in text
 
 
-def test_freezing_inside_a_step_is_an_error(tmp_path: Path) -> None:
-    for texts in run(_frozen_in_the_step, 2, tmp_path, initialise=False):
-        for text in texts:
-            assert "parameter 'backbone.0.weight'" in text
-            assert "was frozen after the forward pass had begun" in text
-
-
-def _frozen_while_accumulating(_: int) -> list[str]:
+@on_ranks(2, initialise=False)
+def test_gradients_that_frozen_parameters_have_accumulated_are_averaged(rank: int) -> list[str]:
     ways = ({"bits": 8}, {"bits": 32}, {"preset": "diana"})
     module = [_Freezes(5, inside=False) for _ in ways]
     return [
@@ -169,17 +163,10 @@ def _frozen_while_accumulating(_: int) -> list[str]:
     ]
 
 
-def test_gradients_that_frozen_parameters_have_accumulated_are_averaged(tmp_path: Path) -> None:
-    run_alike(_frozen_while_accumulating, 2, tmp_path, initialise=False)
-
-
-def _fits_again(rank: int) -> str:
+@on_ranks(2, initialise=False)
+def test_a_fit_after_one_that_has_wrapped_anew_takes_the_first_ranks_parameters(rank: int) -> str:
     trainer = fitted(_Freezes(1, inside=False), {"bits": 8}, batches=data(2))["trainer"]
     trainer.fit_loop.epoch_progress.reset()
     module = Classifier(seed=rank)
     trainer.fit(module, data(2))
     return fingerprint(module)
-
-
-def test_a_fit_after_one_that_has_wrapped_anew_takes_the_first_ranks_parameters(tmp_path: Path) -> None:
-    run_alike(_fits_again, 2, tmp_path, initialise=False)

@@ -21,7 +21,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
 from tests.bits import bits_of
 from tests.distributed.models import batch, loss_of, mlp, train
-from tests.distributed.ranks import logged, run, run_alike
+from tests.distributed.ranks import logged, on_ranks, run, run_alike
 from tests.integrations.fsdp_models import (
     gradients,
     mesh,
@@ -113,7 +113,9 @@ BOTH = {"min_numel": 0, "reduce_scatter": True}
 BF16 = torch.bfloat16
 
 
-def _policies(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_policies(rank: int) -> None:
     for policy in (
         {},
         {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)},
@@ -130,11 +132,6 @@ def _policies(rank: int) -> None:
             assert not against_torch(rank, hooks, **policy)[1]
 
 
-@pytest.mark.slow
-def test_policies(tmp_path: Path) -> None:
-    run(_policies, 4, tmp_path)
-
-
 def in_one_group() -> nn.Sequential:
     """torch 2.15 puts gradients of one dtype together: here, weights before biases."""
     model = padded()
@@ -143,7 +140,10 @@ def in_one_group() -> nn.Sequential:
     return nn.Sequential(model)
 
 
-def _excluded(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_what_is_excluded_travels_as_it_is(rank: int) -> None:
+    """Hence segments lie where FSDP puts the parameters."""
     for name in sorted(EVERY):
         for hooks in (QUANTISED, BOTH):
             assert against_torch(rank, {**hooks, "exclude": (name,)})[1] == {name}
@@ -154,12 +154,8 @@ def _excluded(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_excluded_travels_as_it_is(tmp_path: Path) -> None:
-    """Hence segments lie where FSDP puts the parameters."""
-    run(_excluded, 4, tmp_path)
-
-
-def _bits_by_name(rank: int) -> None:
+@on_ranks(4)
+def test_each_sharded_parameter_is_reduced_as_if_all_had_its_bits(rank: int) -> None:
     on = mesh(2)
 
     def reduced(bits: object, hooks: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -178,11 +174,6 @@ def _bits_by_name(rank: int) -> None:
             assert torch.equal(gradient, (eight if name.startswith("2.") else four)[name]), (name, hooks)
 
 
-@pytest.mark.slow
-def test_each_sharded_parameter_is_reduced_as_if_all_had_its_bits(tmp_path: Path) -> None:
-    run(_bits_by_name, 4, tmp_path)
-
-
 def accumulate(method: str) -> Backward:
     """Three backward passes, of which the last communicates all."""
 
@@ -194,7 +185,9 @@ def accumulate(method: str) -> Backward:
     return backward
 
 
-def _on_two_dimensions(rank: int) -> str:
+@pytest.mark.slow
+@on_ranks(4)
+def test_sharding_over_two_dimensions_has_the_bits_of_one(rank: int) -> str:
     """Models that are sharded over both dimensions of a mesh have the bits of those that are sharded over one."""
     on = mesh(2)
     found = []
@@ -232,11 +225,6 @@ def _on_two_dimensions(rank: int) -> str:
     return " ".join(found)
 
 
-@pytest.mark.slow
-def test_sharding_over_two_dimensions_has_the_bits_of_one(tmp_path: Path) -> None:
-    assert len(set(run(_on_two_dimensions, 4, tmp_path))) == 1
-
-
 def divided(model: nn.Module, rank: int) -> None:
     """Gradients are the sum over all ranks, divided by 3."""
     for module in model.modules():
@@ -260,7 +248,9 @@ def several(model: nn.Module, rank: int) -> None:
         loss_of(model, rank, step).backward()
 
 
-def _codecs(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_codecs_and_operators(rank: int) -> None:
     """What replicas can average with, even where reduce-scatters cannot; the operator that Gloo does not have."""
     for hooks in (
         {"reducer": "sum", "scale": "global"},
@@ -284,11 +274,8 @@ def _codecs(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_codecs_and_operators(tmp_path: Path) -> None:
-    run(_codecs, 4, tmp_path)
-
-
-def _ways_of_backward(rank: int) -> list[Any]:
+@on_ranks(4)
+def test_accumulation_divisors_and_several_backward_passes(rank: int) -> None:
     for method in ("set_requires_gradient_sync", "set_requires_all_reduce"):
         state, equal = against_torch(rank, NATIVE, accumulate(method))
         assert (state.step, state.telemetry.steps, equal) == (1, 1, EVERY)
@@ -302,11 +289,6 @@ def _ways_of_backward(rank: int) -> list[Any]:
     assert (state.step, not equal) == (2, True)
     state, equal = against_torch(rank, QUANTISED, several)
     assert (state.step, state.telemetry.steps, not equal) == (3, 3, True)
-
-
-@pytest.mark.slow
-def test_accumulation_divisors_and_several_backward_passes(tmp_path: Path) -> None:
-    run(_ways_of_backward, 4, tmp_path)
 
 
 def _three(rank: int) -> dict[str, str]:
@@ -423,7 +405,16 @@ def test_non_finite_values_of_one_rank_reach_all(tmp_path: Path) -> None:
         assert all(bias[6:])  # the other shard's
 
 
-def _interrupted(rank: int) -> None:
+def _through_a_file(state: dict[str, Any]) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_an_interrupted_run_resumes_to_the_same_bits(rank: int) -> None:
     on = mesh(2)
     for hooks in ({"warmup_steps": 2}, {"reduce_scatter": True, "bits": 4, "seed": 3}):
         whole, _ = quantised(on, hooks)
@@ -442,25 +433,15 @@ def _interrupted(rank: int) -> None:
             state.load_state_dict({"schema": 1, "seed": 0, "step": 3, "config": saved["config"]})
 
 
-def _through_a_file(state: dict[str, Any]) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return file
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    run(_interrupted, 4, tmp_path)
-
-
 def wide() -> nn.Sequential:
     """A model that takes longer to send than to begin to send; the same on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 2049), nn.ReLU(), nn.Linear(2049, 1024), nn.ReLU(), nn.Linear(1024, 11))
 
 
-def _on_nodes_of_two(rank: int) -> str:
+@pytest.mark.slow
+@on_ranks(4)
+def test_reduce_scatters_have_levels_on_nodes_of_several_ranks(rank: int) -> str:
     """Four shards on two nodes."""
     os.environ["GROUP_RANK"] = str(rank // 2)
     on = init_device_mesh("cpu", (4,))
@@ -513,11 +494,8 @@ def _on_nodes_of_two(rank: int) -> str:
 
 
 @pytest.mark.slow
-def test_reduce_scatters_have_levels_on_nodes_of_several_ranks(tmp_path: Path) -> None:
-    assert len(set(run(_on_nodes_of_two, 4, tmp_path))) == 1
-
-
-def _on_nodes_that_replicas_share_unequally(rank: int) -> str:
+@on_ranks(8)
+def test_each_group_has_the_levels_that_fit_its_nodes(rank: int) -> str:
     """The ranks of one replica, or of one place in all replicas, are on nodes of equal size, and others are not."""
     found = []
     for nodes, replicas in (("00011122", 2), ("00011111", 4)):
@@ -538,11 +516,6 @@ def _on_nodes_that_replicas_share_unequally(rank: int) -> str:
     return "".join(found)
 
 
-@pytest.mark.slow
-def test_each_group_has_the_levels_that_fit_its_nodes(tmp_path: Path) -> None:
-    run_alike(_on_nodes_that_replicas_share_unequally, 8, tmp_path)
-
-
 class Partly(nn.Module):
     """Uses one of the root's two layers, which have equal sizes."""
 
@@ -556,7 +529,9 @@ class Partly(nn.Module):
         return self.last["used"](self.first(x))
 
 
-def _unused(rank: int) -> tuple[str, bool]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_parameters_without_a_gradient(rank: int) -> None:
     on = mesh(2)
     records = logged()
     model, _ = quantised(on, QUANTISED, Partly())
@@ -575,15 +550,10 @@ def _unused(rank: int) -> tuple[str, bool]:
     register_gqsgd_fsdp(alone[0], replicate=on["replicate"])
     outside = nn.Sequential(sharded(on["shard"]), nn.Linear(10, 10))
     register_gqsgd_fsdp(outside, replicate=on["replicate"])
-    return "\n".join(records), exact
-
-
-@pytest.mark.slow
-def test_parameters_without_a_gradient(tmp_path: Path) -> None:
-    for log, exact in run(_unused, 4, tmp_path):
-        assert exact
-        assert log.count("some parameters of the root got no gradient") == 1
-        assert "does not reduce the gradients of 2 parameters, so they are not averaged here either: 1.weight" in log
+    log = "\n".join(records)
+    assert exact
+    assert log.count("some parameters of the root got no gradient") == 1
+    assert "does not reduce the gradients of 2 parameters, so they are not averaged here either: 1.weight" in log
 
 
 class Chunked(nn.Module):
@@ -726,7 +696,9 @@ def test_parameters_on_two_meshes(tmp_path: Path) -> None:
     assert bits[0] == bits[2] != bits[1] == bits[3]
 
 
-def _lightning(_: int, folder: Path) -> dict[str, Any]:
+@pytest.mark.slow
+@on_ranks(2, initialise=False)
+def test_lightnings_model_parallel_strategy(rank: int, tmp_path: Path) -> None:
     """The example's model, in one go and with an interruption."""
     sys.path.insert(0, str(EXAMPLES))
     import lightning.pytorch as pl
@@ -752,22 +724,17 @@ def _lightning(_: int, folder: Path) -> dict[str, Any]:
 
     whole = fit(12)[1]
     trainer, _ = fit(8)
-    trainer.save_checkpoint(folder / "last.ckpt")
-    _, resumed = fit(12, folder / "last.ckpt")
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    _, resumed = fit(12, tmp_path / "last.ckpt")
     (group,) = whole.net._get_fsdp_state()._fsdp_param_groups
-    return {
+    one = {
         "comm": type(group._reduce_scatter_comm).__name__,
         "steps": (whole.gqsgd.step, resumed.gqsgd.step, whole.gqsgd.telemetry.steps, resumed.gqsgd.telemetry.steps),
         "equal": weight_bits(whole) == weight_bits(resumed),
         "rel_l2": whole.gqsgd.telemetry.last_rel_l2,
     }
-
-
-@pytest.mark.slow
-def test_lightnings_model_parallel_strategy(tmp_path: Path) -> None:
-    for one in run(_lightning, 2, tmp_path, tmp_path, initialise=False):
-        assert (one["comm"], one["steps"], one["equal"]) == ("_ReduceScatter", (12, 12, 12, 4), True)
-        assert 0 < one["rel_l2"] < 0.2
+    assert (one["comm"], one["steps"], one["equal"]) == ("_ReduceScatter", (12, 12, 12, 4), True)
+    assert 0 < one["rel_l2"] < 0.2
 
 
 def _fabric(rank: int, folder: Path) -> list[str]:

@@ -18,7 +18,7 @@ from lightning_gqsgd.wire.communicator import CollectiveError
 from lightning_gqsgd.wire.engine import Engine, Request
 from tests.bits import bits_of
 from tests.distributed.models import loss_of, mlp, train
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run, run_alike
 from tests.errors import error_text
 from tests.integrations.fsdp_models import (
     gradients,
@@ -148,7 +148,9 @@ def test_training_like_torch(tmp_path: Path) -> None:
     assert 2.4 < ranks[0]["sent"]["both"] / ranks[0]["sent"]["gradients"] <= 3
 
 
-def _policies(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_policies_and_accumulation(rank: int) -> None:
     on = mesh(1)["shard"]
     halves = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for policy in (
@@ -177,11 +179,8 @@ def _policies(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_policies_and_accumulation(tmp_path: Path) -> None:
-    run(_policies, 4, tmp_path)
-
-
-def _replicas(rank: int) -> str:
+@on_ranks(4)
+def test_replicas_have_the_same_weights(rank: int) -> str:
     """Two replicas of two shards, without reduce-scatters at few bits."""
     on = mesh(2)
     model = sharded(on["shard"], padded())
@@ -191,12 +190,8 @@ def _replicas(rank: int) -> str:
     return weight_bits(model)
 
 
-@pytest.mark.slow
-def test_replicas_have_the_same_weights(tmp_path: Path) -> None:
-    assert len(set(run(_replicas, 4, tmp_path))) == 1
-
-
-def _plans_made(rank: int) -> list[int]:
+@on_ranks(2)
+def test_a_step_makes_no_plan_that_the_step_before_has_made(rank: int) -> list[int]:
     """The number of plans that each step makes, where the tables of one module are as many as are kept."""
     made = []
     planned = Engine._planned
@@ -215,16 +210,15 @@ def _plans_made(rank: int) -> list[int]:
         once(model, rank)
         counts.append(len(made) - before)
     state.close()
+    first, *later = counts
+    assert first > 2
+    assert later == [0, 0]
     return counts
 
 
-def test_a_step_makes_no_plan_that_the_step_before_has_made(tmp_path: Path) -> None:
-    first, *later = run_alike(_plans_made, 2, tmp_path)
-    assert first > 2
-    assert later == [0, 0]
-
-
-def _compiled(rank: int) -> set[tuple[str, int]]:
+@on_ranks(2)
+def test_kernels_of_uncompressed_gradients_are_compiled_before_they_are_needed(rank: int) -> None:
+    """A module may be reduced uncompressed in any step, and weights are always compressed."""
     found = set()
     compile_one = Engine.compile
 
@@ -237,12 +231,7 @@ def _compiled(rank: int) -> set[tuple[str, int]]:
     state = register_gqsgd_fsdp(model, **GATHERED)
     once(model, rank)
     state.close()
-    return found
-
-
-def test_kernels_of_uncompressed_gradients_are_compiled_before_they_are_needed(tmp_path: Path) -> None:
-    """A module may be reduced uncompressed in any step, and weights are always compressed."""
-    assert run_alike(_compiled, 2, tmp_path) == {("ScatterPlan", 1), ("GatherPlan", 0)}
+    assert found == {("ScatterPlan", 1), ("GatherPlan", 0)}
 
 
 def _held(rank: int) -> set[tuple[str, bool]]:
@@ -268,22 +257,20 @@ def test_tensors_that_fsdp_keeps_are_held(tmp_path: Path) -> None:
     assert run_alike(_held, 4, tmp_path) == expected
 
 
-def _whole_replicas(rank: int) -> str:
+@on_ranks(2)
+def test_a_rank_that_has_a_whole_replica_is_not_said_to_gather_weights(rank: int) -> None:
     on = mesh(2)
     model = sharded(on["shard"], padded())
     state = register_gqsgd_fsdp(model, replicate=on["replicate"], all_gather_bits=2, min_numel=0)
     found = state.report()
     state.close()
-    return found
+    assert "averaged over 2 replicas" in found
+    assert "gathered" not in found
 
 
-def test_a_rank_that_has_a_whole_replica_is_not_said_to_gather_weights(tmp_path: Path) -> None:
-    for text in run(_whole_replicas, 2, tmp_path):
-        assert "averaged over 2 replicas" in text
-        assert "gathered" not in text
-
-
-def _resumed(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_resumed_run_has_the_same_bits(rank: int) -> None:
     whole, _ = gathered(padded())
     train(whole, rank, range(6))
     first, saving = gathered(padded())
@@ -295,23 +282,15 @@ def _resumed(rank: int) -> None:
     assert weight_bits(second) == weight_bits(whole)
 
 
-def _loaded_on_one_rank(rank: int) -> str:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_state_that_one_rank_has_loaded_is_noticed(rank: int) -> None:
     model, state = gathered(padded())
     train(model, rank, range(1))
     if rank == 1:
         state.load_state_dict({**state.state_dict(), "step": 7, "reductions": {}})
-    return error_text(ConfigError, lambda: once(model, rank))
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
-    run(_resumed, 2, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_state_that_one_rank_has_loaded_is_noticed(tmp_path: Path) -> None:
-    for text in run(_loaded_on_one_rank, 2, tmp_path):
-        assert "step" in text
+    text = error_text(ConfigError, lambda: once(model, rank))
+    assert "step" in text
 
 
 def _dies(rank: int) -> tuple[str, bool]:
@@ -334,7 +313,8 @@ def test_a_rank_that_dies_before_a_forward_pass_is_an_error(tmp_path: Path) -> N
     assert unchanged  # the shards
 
 
-def _refused(rank: int) -> list[str]:
+@on_ranks(2)
+def test_refusals(rank: int) -> None:
     texts = []
     on = mesh(1)["shard"]
 
@@ -360,17 +340,13 @@ def _refused(rank: int) -> list[str]:
     assert isinstance(model, FSDPModule)
     model.set_custom_all_gather(Own())
     texts.append(error_text(ConfigError, lambda: once(model, rank)))
-    return texts
-
-
-def test_refusals(tmp_path: Path) -> None:
-    for alone, one, sixteen, flag, word, differing, taken, lost in run(_refused, 2, tmp_path):
-        assert "nothing would be compressed" in alone
-        assert "all_gather_bits=1 is out of range: 2 to 8" in one
-        assert "all_gather_bits=16" in sixteen
-        assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in sixteen
-        assert "all_gather_bits=True must be an integer" in flag
-        assert "all_gather_bits='8' must be an integer" in word
-        assert "all_gather_bits: null != 8" in differing
-        assert "already has an all-gather of its own" in taken
-        assert "no longer has the custom all-gather" in lost
+    alone, one, sixteen, flag, word, differing, taken, lost = texts
+    assert "nothing would be compressed" in alone
+    assert "all_gather_bits=1 is out of range: 2 to 8" in one
+    assert "all_gather_bits=16" in sixteen
+    assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in sixteen
+    assert "all_gather_bits=True must be an integer" in flag
+    assert "all_gather_bits='8' must be an integer" in word
+    assert "all_gather_bits: null != 8" in differing
+    assert "already has an all-gather of its own" in taken
+    assert "no longer has the custom all-gather" in lost

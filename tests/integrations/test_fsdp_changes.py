@@ -18,7 +18,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.frameworks.fsdp import register_gqsgd_fsdp
 from tests.bits import bits_of
 from tests.distributed.models import loss_of, mlp
-from tests.distributed.ranks import logged, run, run_alike
+from tests.distributed.ranks import logged, on_ranks, run, run_alike
 from tests.errors import error_text
 from tests.integrations.fsdp_models import gradients, mesh, needs_fsdp_hooks, quantised, relative_errors, sharded
 
@@ -124,7 +124,9 @@ def _steps(model: nn.Module, rank: int, steps: range) -> None:
         optimizer.zero_grad()
 
 
-def _apart(rank: int, names: list[str]) -> None:
+@pytest.mark.parametrize("names", [list(APART)[:4], list(APART)[4:]], ids=["hooks", "parameters"])
+@on_ranks(2)
+def test_what_would_be_trained_apart_is_an_error_on_all_ranks(rank: int, names: list[str]) -> None:
     for name in names:
         change, text = APART[name]
         model, state = _model({"reduce_scatter": True})
@@ -136,11 +138,6 @@ def _apart(rank: int, names: list[str]) -> None:
         with pytest.raises(ConfigError, match=text):
             loss_of(model, rank, 2).backward()
         state.close()
-
-
-@pytest.mark.parametrize("names", [list(APART)[:4], list(APART)[4:]], ids=["hooks", "parameters"])
-def test_what_would_be_trained_apart_is_an_error_on_all_ranks(tmp_path: Path, names: list[str]) -> None:
-    run(_apart, 2, tmp_path, names)
 
 
 def _together(rank: int) -> list[str]:
@@ -179,7 +176,8 @@ def test_a_hook_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     assert "failed on rank 0 of 2" in waits
 
 
-def _frozen_apart(rank: int) -> list[str]:
+@on_ranks(2)
+def test_ranks_that_freeze_other_layers_all_raise(rank: int) -> None:
     texts = []
     for frozen, steps in (((4, 2), 2), ((2, 4), 2), ((2, None), 2), ((4, 2), 0)):
         model, _ = quantised(mesh(2), {"bits": 4, "sample_every": 0})
@@ -187,14 +185,9 @@ def _frozen_apart(rank: int) -> list[str]:
         if frozen[rank] is not None:
             model[frozen[rank]].requires_grad_(False)
         texts.append(error_text(ConfigError, loss_of(model, rank, 2).backward))
-    return texts
-
-
-def test_ranks_that_freeze_other_layers_all_raise(tmp_path: Path) -> None:
-    for texts in run(_frozen_apart, 2, tmp_path):
-        assert all(
-            "parameters were frozen, unfrozen or left without a gradient, on some ranks only" in text for text in texts
-        )
+    assert all(
+        "parameters were frozen, unfrozen or left without a gradient, on some ranks only" in text for text in texts
+    )
 
 
 class _TwoHeads(nn.Module):
@@ -211,7 +204,8 @@ class _TwoHeads(nn.Module):
         return output
 
 
-def _other_heads(rank: int) -> list[str]:
+@on_ranks(2)
+def test_gradients_of_other_parameters_are_not_taken_for_each_other(rank: int) -> None:
     texts = []
     torch.manual_seed(0)
     model, _ = quantised(mesh(2), {"bits": 4}, _TwoHeads())
@@ -236,14 +230,10 @@ def _other_heads(rank: int) -> list[str]:
     model.set_requires_all_reduce(False)
     loss_of(model, rank, 0).backward()
     model[2].bias.requires_grad_(False)
-    return [*texts, error_text(ConfigError, loss_of(model, rank, 1).backward)]
-
-
-def test_gradients_of_other_parameters_are_not_taken_for_each_other(tmp_path: Path) -> None:
-    for apart, *accumulated in run(_other_heads, 2, tmp_path):
-        assert "left without a gradient, on some ranks only" in apart
-        assert len(accumulated) == 3
-        assert all("had parameters without a gradient in one of the backward passes" in text for text in accumulated)
+    apart, *accumulated = [*texts, error_text(ConfigError, loss_of(model, rank, 1).backward)]
+    assert "left without a gradient, on some ranks only" in apart
+    assert len(accumulated) == 3
+    assert all("had parameters without a gradient in one of the backward passes" in text for text in accumulated)
 
 
 class _SeveralHeads(nn.Module):
@@ -294,7 +284,8 @@ def test_gradients_accumulate_over_several_graphs(separate: bool, tmp_path: Path
     assert separate or steps == 3
 
 
-def _interrupted(rank: int) -> str:
+@on_ranks(2)
+def test_fsdp_s_silence_after_an_interrupted_backward_pass_is_an_error(rank: int) -> str:
     """The error of the next forward pass, and gradients as torch has them after its own remedy."""
     model, _ = quantised(mesh(2), {"reducer": "native"})
     model.set_requires_all_reduce(False)
@@ -311,16 +302,13 @@ def _interrupted(rank: int) -> str:
         for one in (model, theirs):
             loss_of(one, rank, 2).backward()
         assert max(relative_errors(model, gradients(theirs)).values()) == 0
+    assert "an exception has ended an earlier backward pass" in text
+    assert "reset_iter_state() on all ranks, where torch has it, or shard a new model" in text
     return text
 
 
-def test_fsdp_s_silence_after_an_interrupted_backward_pass_is_an_error(tmp_path: Path) -> None:
-    text = run_alike(_interrupted, 2, tmp_path)
-    assert "an exception has ended an earlier backward pass" in text
-    assert "reset_iter_state() on all ranks, where torch has it, or shard a new model" in text
-
-
-def _others(rank: int) -> int:
+@on_ranks(2)
+def test_other_hooks_after_close_and_beside_reduce_scatters_are_no_error(rank: int) -> None:
     """A hook of somebody else after `close`, and one that takes nothing from ours."""
     model, state = quantised(mesh(2), {"bits": 4})
     _steps(model, rank, range(1))
@@ -334,14 +322,11 @@ def _others(rank: int) -> int:
     register_gqsgd_fsdp(model, reduce_scatter=True, bits=4)
     model.set_all_reduce_hook(lambda gradients: torch.distributed.all_reduce(gradients))
     _steps(model, rank, range(1))
-    return len(calls)
+    assert len(calls) == 3
 
 
-def test_other_hooks_after_close_and_beside_reduce_scatters_are_no_error(tmp_path: Path) -> None:
-    assert run(_others, 2, tmp_path) == [3, 3]
-
-
-def _in_silence(rank: int) -> list[str]:
+@on_ranks(2)
+def test_what_fsdp_reduces_or_the_user_averages_is_no_error(rank: int) -> None:
     """What is logged by trainings in which nothing is wrong."""
     outside = nn.Sequential(sharded(mesh(2)["shard"]), nn.Linear(10, 10))
     register_gqsgd_fsdp(outside, replicate=mesh(2)["replicate"], bits=4)  # which warns of the linear layer
@@ -353,11 +338,7 @@ def _in_silence(rank: int) -> list[str]:
     loss_of(lambda x: checkpoint(model, x, use_reentrant=False), rank, 2).backward()
     model.append(fully_shard(nn.Linear(10, 10), mesh=mesh(1)["shard"]))  # whose gradients torch reduces
     _steps(model, rank, range(3, 5))
-    return said
-
-
-def test_what_fsdp_reduces_or_the_user_averages_is_no_error(tmp_path: Path) -> None:
-    assert run_alike(_in_silence, 2, tmp_path) == []
+    assert said == []
 
 
 def _loaded(rank: int) -> list[str]:

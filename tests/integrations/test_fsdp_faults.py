@@ -21,7 +21,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.frameworks.fsdp import register_gqsgd_fsdp
 from lightning_gqsgd.wire.communicator import CollectiveError
 from tests.distributed.models import mlp, train
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks, run
 from tests.errors import error_text
 from tests.integrations.fsdp_models import mesh, needs_fsdp_hooks, once, quantised, sharded
 
@@ -61,7 +61,8 @@ def test_ranks_that_do_not_agree_all_raise(tmp_path: Path) -> None:
     assert all("values of parameters (replicas have to start alike)" in text for text in texts[7:])
 
 
-def _refused(rank: int) -> None:
+@on_ranks(4)
+def test_what_cannot_work_is_refused(rank: int) -> None:
     on = mesh(2)
 
     def refuses(text: str, model: nn.Module | None = None, **arguments: Any) -> None:
@@ -125,10 +126,6 @@ def _refused(rank: int) -> None:
         refuses("has no FSDPModule.set_custom_reduce_scatter, .* torch 2.9", reduce_scatter=True)
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    run(_refused, 4, tmp_path)
-
-
 def _dies(rank: int) -> tuple[str, bool]:
     model, state = quantised(mesh(2), {})
     once(model, rank)
@@ -151,17 +148,14 @@ def test_a_replica_that_dies_is_an_error(tmp_path: Path) -> None:
     assert nan
 
 
-def _collected(rank: int) -> bool:
+@pytest.mark.slow
+@on_ranks(4)
+def test_threads_end_with_the_model(rank: int) -> None:
     model, state = quantised(mesh(2), {"reduce_scatter": True})
     train(model, rank, range(2))
     del model, state
     gc.collect()
-    return "gqsgd-sequencer" not in [thread.name for thread in threading.enumerate()]
-
-
-@pytest.mark.slow
-def test_threads_end_with_the_model(tmp_path: Path) -> None:
-    assert run(_collected, 4, tmp_path) == [True] * 4
+    assert "gqsgd-sequencer" not in [thread.name for thread in threading.enumerate()]
 
 
 def _sharded_later(rank: int) -> list[str]:

@@ -21,7 +21,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks import local
 from lightning_gqsgd.local_steps.options import LocalOptions
 from tests.distributed.models import fingerprint, loss_of, mlp
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run, run_alike
 from tests.errors import error_text
 from tests.integrations.loops import QUIET, Classifier, Gan, data
 from tests.unit.test_weights_in_state import ScheduleFreeLike
@@ -40,7 +40,8 @@ def trainer_of(strategy: Any, callbacks: Any = (), **options: Any) -> pl.Trainer
     return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **{**quiet, **options})
 
 
-def _by_name(rank: int) -> list[Any]:
+@on_ranks(2, initialise=False)
+def test_a_name_is_enough(rank: int) -> list[Any]:
     results = []
     for strategy in ("gqsgd_diloco", "gqsgd_fedpaq"):
         module = Classifier(seed=rank)  # other parameters on each rank, until all take the first rank's
@@ -51,19 +52,17 @@ def _by_name(rank: int) -> list[Any]:
             float(trainer.callback_metrics["gqsgd/bytes_sent"]) if "gqsgd/bytes_sent" in trainer.callback_metrics else 0
         )
         results.append([fingerprint(module), state.step, state.averages, state.report(), sent])
-    return results
-
-
-def test_a_name_is_enough(tmp_path: Path) -> None:
-    diloco, fedpaq = run_alike(_by_name, 2, tmp_path, initialise=False)
+    diloco, fedpaq = results
     assert diloco[1:3] == [12, 1]  # 32 steps are not over, so the only average is the last one
     assert fedpaq[1:3] == [12, 2]
     assert "every 32 steps; outer SGD(lr=0.7, momentum=0.9, nesterov=True)" in diloco[3]
     assert "every 10 steps; outer SGD(lr=1.0)" in fedpaq[3]
     assert fedpaq[4] > 0
+    return results
 
 
-def _fits_twice(rank: int) -> list[Any]:
+@on_ranks(2, initialise=False)
+def test_a_second_fit_averages_its_own_module_with_the_same_telemetry(rank: int) -> list[Any]:
     trainer = trainer_of({"local_steps": 3})
     results: list[Any] = []
     for fit in range(2):
@@ -72,13 +71,10 @@ def _fits_twice(rank: int) -> list[Any]:
         trainer.fit_loop.epoch_progress.reset()
         results += [fingerprint(module), trainer.strategy.gqsgd_state.step]
         assert trainer.strategy.gqsgd_state.is_closed
-    return [*results, sum(isinstance(callback, GQSGDTelemetry) for callback in trainer.callbacks)]
-
-
-def test_a_second_fit_averages_its_own_module_with_the_same_telemetry(tmp_path: Path) -> None:
-    result = run_alike(_fits_twice, 2, tmp_path, initialise=False)
+    result = [*results, sum(isinstance(callback, GQSGDTelemetry) for callback in trainer.callbacks)]
     assert result[1::2] == [4, 4]
     assert result[4] == 1
+    return result
 
 
 def _beside_a_loop(rank: int, way: dict[str, Any]) -> list[str]:
@@ -111,26 +107,22 @@ def test_the_trainer_makes_the_steps_of_a_loop(way: dict[str, Any], tmp_path: Pa
     assert other == [lightning, loop]
 
 
-def _resumed(rank: int, folder: Path) -> list[Any]:
+@pytest.mark.slow
+@on_ranks(2, initialise=False)
+def test_a_checkpoint_within_a_round_gives_the_bits_of_an_undisturbed_run(rank: int, tmp_path: Path) -> None:
     results = []
     for number, way in enumerate(WAYS):
-        saving = ModelCheckpoint(folder / str(number), filename="{step}", save_top_k=-1, every_n_epochs=1)
+        saving = ModelCheckpoint(tmp_path / str(number), filename="{step}", save_top_k=-1, every_n_epochs=1)
         module = Classifier()
         trainer_of(way, [saving], max_epochs=4).fit(module, data(3))
         whole = fingerprint(module)
         for step in (3, 6, 9):
             module = Classifier(seed=3)
-            path = folder / str(number) / f"step={step}.ckpt"
+            path = tmp_path / str(number) / f"step={step}.ckpt"
             safely = {"weights_only": True} if "weights_only" in inspect.signature(pl.Trainer.fit).parameters else {}
             trainer_of(way, max_epochs=4).fit(module, data(3), ckpt_path=path, **safely)
             results.append(fingerprint(module) == whole)
-    return results
-
-
-@pytest.mark.slow
-def test_a_checkpoint_within_a_round_gives_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
-    for results in run(_resumed, 2, tmp_path, tmp_path, initialise=False):
-        assert results == [True] * 6
+    assert results == [True] * 6
 
 
 def _with_more_ranks(rank: int, ranks: int, folder: Path) -> list[Any]:
@@ -176,19 +168,19 @@ class _CriticFirst(Gan):
             optimizer.step()
 
 
-def _critic_first(rank: int) -> list[Any]:
+@on_ranks(2, initialise=False)
+def test_the_first_optimizer_may_make_its_first_step_after_many_of_the_others(rank: int) -> list[Any]:
     local._STEPS_WITHOUT_FIRST = 6
-    return _gan(rank, _CriticFirst, {}, 13)
-
-
-def test_the_first_optimizer_may_make_its_first_step_after_many_of_the_others(tmp_path: Path) -> None:
-    result = run_alike(_critic_first, 2, tmp_path, initialise=False)
+    result = _gan(rank, _CriticFirst, {}, 13)
     assert result[1:] == [2, 1 + 1]  # a round of the first optimizer's steps, and the end
+    return result
 
 
-def _without_local_steps(_: int, folder: Path) -> list[Any]:
+@pytest.mark.slow
+@on_ranks(2, initialise=False)
+def test_a_run_changes_between_averages_in_every_step_and_local_steps(rank: int, tmp_path: Path) -> list[Any]:
     """From a checkpoint of gradients that are averaged in every step, and back."""
-    path = folder / "hook.ckpt"
+    path = tmp_path / "hook.ckpt"
     trainer = trainer_of({"bits": 4})
     trainer.fit(Classifier(), data(4))
     trainer.save_checkpoint(path)
@@ -198,13 +190,9 @@ def _without_local_steps(_: int, folder: Path) -> list[Any]:
     trainer.save_checkpoint(path)
     back = Classifier(seed=5)
     trainer_of({"bits": 4}, max_epochs=3).fit(back, data(4), ckpt_path=path)
-    return [fingerprint(module), trainer.global_step, fingerprint(back)]
-
-
-@pytest.mark.slow
-def test_a_run_changes_between_averages_in_every_step_and_local_steps(tmp_path: Path) -> None:
-    result = run_alike(_without_local_steps, 2, tmp_path, tmp_path, initialise=False)
+    result = [fingerprint(module), trainer.global_step, fingerprint(back)]
     assert result[1] == 8
+    return result
 
 
 @pytest.mark.parametrize(
@@ -232,22 +220,21 @@ def test_arguments_replace_those_of_a_name() -> None:
     assert strategy.gqsgd_config.bits == 3
 
 
-def _mixed(rank: int) -> list[Any]:
+@pytest.mark.slow
+@on_ranks(2, initialise=False)
+def test_sixteen_bit_precision(rank: int) -> list[Any]:
     module = Classifier(seed=rank)
     trainer_of(WAYS[1], precision="bf16-mixed").fit(module, data(5))
     whole = fingerprint(module)
     module = Classifier(seed=rank)
     trainer_of(WAYS[1], precision="bf16-true").fit(module, data(5))
-    return [whole, fingerprint(module), str(next(module.parameters()).dtype)]
-
-
-@pytest.mark.slow
-def test_sixteen_bit_precision(tmp_path: Path) -> None:
-    result = run_alike(_mixed, 2, tmp_path, initialise=False)
+    result = [whole, fingerprint(module), str(next(module.parameters()).dtype)]
     assert result[2] == str(torch.bfloat16)
+    return result
 
 
-def _fabric(rank: int, folder: Path) -> list[Any]:
+@on_ranks(2, initialise=False)
+def test_fabric_makes_the_steps_of_a_loop_and_resumes(rank: int, tmp_path: Path) -> list[Any]:
     """A run, the same run resumed within a round, and the same steps by hand."""
     results = []
     for resumes in (False, True):
@@ -257,14 +244,14 @@ def _fabric(rank: int, folder: Path) -> list[Any]:
         model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
         state = {"model": model, "optimizer": optimizer, "step": 0}
         if resumes:
-            fabric.load(folder / "fabric.ckpt", state)
+            fabric.load(tmp_path / "fabric.ckpt", state)
         for step in range(state["step"], 11):
             with fabric.no_backward_sync(model, enabled=step % 2 == 0):  # there is nothing to block
                 fabric.backward(loss_of(model, rank, step))
             optimizer.step()
             optimizer.zero_grad()
             if step == 5 and not resumes:
-                fabric.save(folder / "fabric.ckpt", {**state, "step": step + 1})
+                fabric.save(tmp_path / "fabric.ckpt", {**state, "step": step + 1})
         fabric.strategy.finish()
         results.append(fingerprint(module))
         fabric.strategy.gqsgd_states[0].close()
@@ -276,12 +263,9 @@ def _fabric(rank: int, folder: Path) -> list[Any]:
         local.zero_grad()
     local.finish()
     local.close()
-    return [*results, fingerprint(module)]
-
-
-def test_fabric_makes_the_steps_of_a_loop_and_resumes(tmp_path: Path) -> None:
-    result = run_alike(_fabric, 2, tmp_path, tmp_path, initialise=False)
+    result = [*results, fingerprint(module)]
     assert len(set(result)) == 1
+    return result
 
 
 def _fabric_changes(rank: int, folder: Path) -> list[Any]:
@@ -319,7 +303,8 @@ def test_fabric_changes_between_averages_in_every_step_and_local_steps(tmp_path:
     assert "with local steps; from its weights on, gradients are averaged in every step" in "".join(said[2])
 
 
-def _folds(rank: int) -> list[Any]:
+@on_ranks(2, initialise=False)
+def test_a_model_of_fabric_that_was_closed_is_forgotten(rank: int) -> list[Any]:
     fabric = Fabric(accelerator="cpu", devices=2, strategy=GQSGDFabricStrategy(local_steps=3))
     fabric.launch()
     results = []
@@ -335,15 +320,13 @@ def _folds(rank: int) -> list[Any]:
             results.append(fingerprint(module))
         results.append(len(fabric.strategy.gqsgd_states))
         fabric.strategy.gqsgd_states[-1].close()
+    assert [results[1], results[2], results[4]] == [1, 1, 1]
     return results
 
 
-def test_a_model_of_fabric_that_was_closed_is_forgotten(tmp_path: Path) -> None:
-    result = run_alike(_folds, 2, tmp_path, initialise=False)
-    assert [result[1], result[2], result[4]] == [1, 1, 1]
-
-
-def _accelerate(rank: int) -> list[Any]:
+@pytest.mark.slow
+@on_ranks(2, initialise=False)
+def test_accelerate_makes_the_steps_of_a_loop(rank: int) -> list[Any]:
     """Accelerate without DistributedDataParallel, with accumulation; the same steps by hand."""
     from accelerate import Accelerator
 
@@ -368,14 +351,10 @@ def _accelerate(rank: int) -> list[Any]:
             local.zero_grad()
     local.finish()
     local.close()
-    return [*results, fingerprint(module)]
-
-
-@pytest.mark.slow
-def test_accelerate_makes_the_steps_of_a_loop(tmp_path: Path) -> None:
-    result = run_alike(_accelerate, 2, tmp_path, initialise=False)
+    result = [*results, fingerprint(module)]
     assert result[0] == result[2]
     assert result[1] == 8
+    return result
 
 
 class _Seen(pl.Callback):
@@ -437,34 +416,30 @@ def test_validation_sees_the_model_that_was_asked_for_and_training_goes_on_with_
     assert "gqsgd" not in torch.load(tmp_path / "anchor" / "weights" / "step=3.ckpt", weights_only=True)
 
 
-def _resumed_from_validation(_: int, folder: Path) -> list[str]:
+@on_ranks(2, initialise=False)
+def test_a_checkpoint_of_a_validation_has_each_ranks_own_model_to_resume_from(rank: int, tmp_path: Path) -> list[str]:
     """A run, and the same run from a checkpoint that was saved while a validation saw the anchor, within a round."""
-    saving = ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}", save_on_train_epoch_end=False)
+    saving = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}", save_on_train_epoch_end=False)
     results = []
-    for callbacks, begins in (([saving], {}), ([], {"ckpt_path": folder / "epoch=0.ckpt"})):
+    for callbacks, begins in (([saving], {}), ([], {"ckpt_path": tmp_path / "epoch=0.ckpt"})):
         module = Classifier()
         trainer = trainer_of({"local_steps": 4, "validate_at": "anchor"}, callbacks, max_epochs=2, limit_val_batches=1)
         trainer.fit(module, data(3), data(2), **begins)
         results.append(fingerprint(module))
+    whole, resumed = results
+    assert resumed == whole
     return results
 
 
-def test_a_checkpoint_of_a_validation_has_each_ranks_own_model_to_resume_from(tmp_path: Path) -> None:
-    whole, resumed = run_alike(_resumed_from_validation, 2, tmp_path, tmp_path, initialise=False)
-    assert resumed == whole
-
-
-def _preserved(_: int) -> list[str]:
+@on_ranks(2, initialise=False)
+def test_validation_sees_the_preserved_model_where_there_is_one(rank: int) -> list[str]:
     seen = _Seen()
     module = Classifier()
     options = {"limit_val_batches": 1, "enable_checkpointing": False}
     trainer_of({"preset": "gqsgd_mcm", "validate_at": "anchor"}, [seen], **options).fit(module, data(4), data(2))
-    return [seen.before[-1], seen.within[-1], fingerprint(module)]
-
-
-def test_validation_sees_the_preserved_model_where_there_is_one(tmp_path: Path) -> None:
-    trained, validated, finished = run_alike(_preserved, 2, tmp_path, initialise=False)
+    trained, validated, finished = [seen.before[-1], seen.within[-1], fingerprint(module)]
     assert trained != validated == finished
+    return trained, validated, finished
 
 
 class _FailsInValidation(Classifier):
@@ -502,17 +477,14 @@ class _PutsOwnWeightsIn(pl.Callback):
                 parameter.add_(0.1 * trainer.global_rank)
 
 
-def _changed_at_the_end(_: int) -> list[str]:
+@on_ranks(2, initialise=False)
+def test_weights_that_a_callback_puts_in_at_the_end_are_averaged(rank: int) -> list[str]:
     results = []
     for batches in (8, 10):  # after the last average of a round, and in the middle of one
         module = Classifier()
         trainer_of({"local_steps": 4}, [_PutsOwnWeightsIn()], enable_checkpointing=False).fit(module, data(batches))
         results.append(fingerprint(module))
     return results
-
-
-def test_weights_that_a_callback_puts_in_at_the_end_are_averaged(tmp_path: Path) -> None:
-    run_alike(_changed_at_the_end, 2, tmp_path, initialise=False)
 
 
 class _SetsWeights(pl.Callback):
@@ -639,7 +611,8 @@ class _NewOptimizers(Classifier):
         self.trainer.strategy.setup_optimizers(self.trainer)
 
 
-def _not_counted(rank: int) -> list[Any]:
+@on_ranks(2, initialise=False)
+def test_steps_of_optimizers_that_do_not_count_are_averaged_or_an_error(rank: int) -> list[Any]:
     results: list[Any] = []
     local._STEPS_WITHOUT_FIRST = 4
     module = _OnlyTheSecond(seed=rank)
@@ -647,13 +620,9 @@ def _not_counted(rank: int) -> list[Any]:
     results.append(fingerprint(module))
     for wrong in (_OnlyTheSecond(seed=rank), _NewOptimizers()):
         results.append(error_text(ConfigError, trainer_of({"local_steps": 2}).fit, wrong, data(7)))
+    assert "the first of 2 optimizers has made no step" in results[1]
+    assert "was made after local steps began" in results[2]
     return results
-
-
-def test_steps_of_optimizers_that_do_not_count_are_averaged_or_an_error(tmp_path: Path) -> None:
-    result = run_alike(_not_counted, 2, tmp_path, initialise=False)
-    assert "the first of 2 optimizers has made no step" in result[1]
-    assert "was made after local steps began" in result[2]
 
 
 class _LoadsLate(Classifier):
@@ -668,16 +637,13 @@ class _LoadsLate(Classifier):
             self.load_state_dict(Classifier(seed=9).state_dict(), strict=False)
 
 
-def _loaded_late(_: int) -> list[str]:
+@on_ranks(2, initialise=False)
+def test_weights_that_are_loaded_after_local_steps_began_are_an_error_on_all_ranks(rank: int) -> list[str]:
     results = []
     for only_second in (False, True):
         results.append(error_text(ConfigError, trainer_of({"local_steps": 4}).fit, _LoadsLate(only_second), data(2)))
+    assert all("changed after local steps began" in text for text in results)
     return results
-
-
-def test_weights_that_are_loaded_after_local_steps_began_are_an_error_on_all_ranks(tmp_path: Path) -> None:
-    result = run_alike(_loaded_late, 2, tmp_path, initialise=False)
-    assert all("changed after local steps began" in text for text in result)
 
 
 class _ScheduleFree(Classifier):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_gqsgd
 from tests.distributed.models import fingerprint
-from tests.distributed.ranks import logged, run, run_alike
+from tests.distributed.ranks import logged, on_ranks, run, run_alike
 from tests.integrations.loops import NATIVE, STRATEGIES, Classifier, Gan, data, fitted, trainer_of
 
 #: Plain DDP first, then ours without compression, which has to give its bits.
@@ -340,14 +340,11 @@ def _synchronised(_: int) -> str:
     return fingerprint(module)
 
 
-def _synchronised_on_cpu(_: int) -> str:
+@on_ranks(2, initialise=False)
+def test_sync_batchnorm_on_the_cpu_is_torchs_error(rank: int) -> None:
     with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules") as error:
         fitted(_Normalised(), {"bits": 8}, sync_batchnorm=True)
-    return str(error.value)
-
-
-def test_sync_batchnorm_on_the_cpu_is_torchs_error(tmp_path: Path) -> None:
-    assert all(run(_synchronised_on_cpu, 2, tmp_path, initialise=False))
+    assert str(error.value)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from lightning_gqsgd import enable, register_gqsgd
 from lightning_gqsgd.errors import ConfigError
 from tests.bits import bits_of
 from tests.distributed.models import fingerprint
-from tests.distributed.ranks import run_alike
+from tests.distributed.ranks import on_ranks, run_alike
 
 WORDS = 128
 
@@ -39,7 +39,8 @@ def frozen(model: torch.nn.Module) -> str:
     return bits_of(parameter for parameter in model.parameters() if not parameter.requires_grad)
 
 
-def adapters_train(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_only_trained_weights_are_averaged_and_another_adapter_needs_rewrap(rank: int) -> list[Any]:
     """Several kinds of adapters, and then a change of adapter; returns what must be equal on all ranks."""
     os.environ["OMP_NUM_THREADS"] = "1"
     found: list[Any] = []
@@ -79,10 +80,6 @@ def adapters_train(rank: int) -> list[Any]:
     wrapped(input_ids=batch, labels=batch).loss.backward()
     state.close()
     return [*found, bits_of(p.grad for p in model.parameters() if p.grad is not None)]
-
-
-def test_only_trained_weights_are_averaged_and_another_adapter_needs_rewrap(tmp_path: Path) -> None:
-    run_alike(adapters_train, 2, tmp_path)
 
 
 def _trainer(folder: Path, **arguments: Any) -> Trainer:

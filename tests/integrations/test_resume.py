@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder, 
 
 from lightning_gqsgd.reducers.memory import MemoryStore
 from tests.distributed.models import fingerprint
-from tests.distributed.ranks import logged, run, run_alike
+from tests.distributed.ranks import logged, on_ranks, run, run_alike
 from tests.integrations.loops import Classifier, data, fitted, trainer_of
 
 MEMORYLESS: dict[str, Any] = {"preset": "gqsgd_4bit"}
@@ -49,8 +49,9 @@ def test_resuming_with_another_number_of_ranks(strategy: dict[str, Any], tmp_pat
                 assert f"this run has {ranks} ranks" in warnings[0]
 
 
-def _weights(_: int, folder: Path) -> list[Any]:
-    best = ModelCheckpoint(folder, filename="weights", save_weights_only=True)
+@on_ranks(2, initialise=False)
+def test_checkpoints_of_weights_alone(rank: int, tmp_path: Path) -> list[Any]:
+    best = ModelCheckpoint(tmp_path, filename="weights", save_weights_only=True)
     module = Classifier()
     trainer = fitted(module, REMEMBERING, [best], enable_checkpointing=True)["trainer"]
     assert trainer.callbacks[-1] is best  # behind the callback for telemetry, as Lightning wants it
@@ -60,27 +61,21 @@ def _weights(_: int, folder: Path) -> list[Any]:
     other = trainer_of(MEMORYLESS)
     with pytest.raises(KeyError, match="checkpoint contains only the model"):
         other.fit(Classifier(), data(), ckpt_path=best.best_model_path)
-    return sorted(torch.load(best.best_model_path, weights_only=True))
-
-
-def test_checkpoints_of_weights_alone(tmp_path: Path) -> None:
-    result = run_alike(_weights, 2, tmp_path, tmp_path, initialise=False)
+    result = sorted(torch.load(best.best_model_path, weights_only=True))
     assert "gqsgd" not in result
     assert "state_dict" in result
+    return result
 
 
-def _validates(_: int, folder: Path) -> list[str]:
-    path = folder / "plain.ckpt"
+@on_ranks(2, initialise=False)
+def test_a_validation_says_nothing_of_the_training_that_wrote_the_checkpoint(rank: int, tmp_path: Path) -> None:
+    path = tmp_path / "plain.ckpt"
     fitted(Classifier(), "ddp", batches=data(2))["trainer"].save_checkpoint(path)
     said: list[str] = []
     trainer = trainer_of(MEMORYLESS)
     trainer.strategy._rank_zero_info = said.append
     trainer.validate(Classifier(), data(2), ckpt_path=path, verbose=False)
-    return said
-
-
-def test_a_validation_says_nothing_of_the_training_that_wrote_the_checkpoint(tmp_path: Path) -> None:
-    assert run_alike(_validates, 2, tmp_path, tmp_path, initialise=False) == []
+    assert said == []
 
 
 def _safely(_: int, folder: Path) -> list[list[Any]]:
@@ -131,18 +126,15 @@ def test_a_run_that_unfreezes_later_is_resumed_before_that(tmp_path: Path) -> No
     assert saved == [4]  # the head's: nothing was remembered of what was frozen
 
 
-def _after_a_search(_: int) -> list[list[Any]]:
+@pytest.mark.slow
+@on_ranks(2, initialise=False)
+def test_a_search_for_a_learning_rate_changes_neither_memory_nor_dither(rank: int) -> None:
+    """LearningRateFinder trains with rates that diverge, and takes the training back to a checkpoint."""
     results = []
     for searches in (False, True):
         search = LearningRateFinder(num_training_steps=6, max_lr=10, update_attr=False, early_stop_threshold=None)
         module = Classifier()
         trainer = fitted(module, REMEMBERING, [search] if searches else [])["trainer"]
         results.append([fingerprint(module), trainer.strategy.gqsgd_state.step])
-    return results
-
-
-@pytest.mark.slow
-def test_a_search_for_a_learning_rate_changes_neither_memory_nor_dither(tmp_path: Path) -> None:
-    """LearningRateFinder trains with rates that diverge, and takes the training back to a checkpoint."""
-    for without, after_search in run(_after_a_search, 2, tmp_path, initialise=False):
-        assert after_search == without
+    without, after_search = results
+    assert after_search == without

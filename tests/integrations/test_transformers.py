@@ -25,7 +25,7 @@ from lightning_gqsgd import GQSGDKwargs, enable
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.frameworks.transformers_local import MeteredCallback
 from tests.distributed.models import fingerprint
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run, run_alike
 from tests.integrations.trainers import Classifier, trainer_of
 
 
@@ -200,7 +200,118 @@ class _Fails(TrainerCallback):
         raise ValueError("a step that fails")
 
 
-def mistakes(rank: int, folder: Path) -> None:
+class _CallsItsOwnModel(Trainer):
+    first_step = 0  # from which it does so
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        called = model if self.state.global_step < self.first_step else self.model
+        return called(**inputs)["loss"]
+
+
+class _WithReference(Trainer):
+    """Prepares a model that it only evaluates when it is made, as TRL's DPOTrainer does."""
+
+    def __init__(self, like: Trainer, evaluates: bool = True) -> None:
+        super().__init__(like.model, like.args, train_dataset=like.train_dataset)
+        self.reference = self.accelerator.prepare_model(Classifier(), evaluation_mode=evaluates)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            reference = self.reference(**inputs)["logits"]
+        outputs = model(**inputs)
+        loss = outputs["loss"] + (outputs["logits"] - reference).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def _beside_a_reference(rank: int, folder: Path) -> list[Any]:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    results = []
+    for fields in (None, {"reducer": "native"}, {"bits": 4}, {"local_steps": 2}):
+        trainer = _WithReference(trainer_of(folder))
+        enabled = None if fields is None else enable(trainer, **fields)
+        trainer.train()
+        steps = [state.step for state in enabled.states] if isinstance(enabled, GQSGDKwargs) else []
+        results.append([fingerprint(trainer.model), fingerprint(trainer.reference), steps])
+    for fields in ({"bits": 4}, {"local_steps": 2}):
+        evaluated = trainer_of(folder)
+        evaluated.evaluate()
+        second = _WithReference(trainer_of(folder), evaluates=False)
+        for trainer in (evaluated, second):
+            with pytest.raises(ConfigError, match="has prepared (1|its) model already"):
+                enable(trainer, **fields)
+    return results
+
+
+@pytest.mark.slow
+def test_a_trainer_may_have_prepared_models_that_it_only_evaluates(tmp_path: Path) -> None:
+    result = run_alike(_beside_a_reference, 2, tmp_path, tmp_path / "run", initialise=False)
+    plain, native, quantised, local = result
+    assert native[0] == plain[0]
+    assert len({plain[0], quantised[0], local[0]}) == 3
+    assert {reference for _, reference, _ in result} == {plain[1]}
+    assert [steps for *_, steps in result] == [[], [8], [8], []]
+
+
+class _Freezes(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["model"].net[0].requires_grad_(state.global_step < 2)
+
+
+@pytest.mark.slow
+@on_ranks(2, initialise=False)
+def test_gradients_that_are_not_averaged_are_an_error_before_weights_change(rank: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    usual = trainer_of(folder)
+    around = _CallsItsOwnModel(usual.model, usual.args, train_dataset=usual.train_dataset)
+    enable(around, bits=4)
+    before = fingerprint(around.model)
+    with pytest.raises(ConfigError, match="gradients of step 0 have not come .* not self.model"):
+        around.train()
+    assert fingerprint(around.model) == before
+
+    usual = trainer_of(folder)
+    later = _CallsItsOwnModel(usual.model, usual.args, train_dataset=usual.train_dataset)
+    later.first_step = 2
+    enable(later, bits=4)
+    with pytest.raises(ConfigError, match="gradients of step 2 have not come"):
+        later.train()
+
+    freezes = trainer_of(folder, ddp_find_unused_parameters=False)
+    enable(freezes, bits=4)
+    freezes.add_callback(_Freezes())
+    with pytest.raises(ConfigError, match="'net.0.bias', which was frozen .* find_unused_parameters=True"):
+        freezes.train()
+    dist.barrier()  # rank 0 has the store, which rank 1 may still need
+
+
+def _keeps_an_earlier_model(rank: int, folder: Path) -> list[Any]:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    saves = {"save_strategy": "steps", "save_steps": 6, "model_init": Classifier}
+    trainer = trainer_of(folder, **saves)
+    handler = enable(trainer, "signsgd_ef")
+    trainer.train()
+    before = [trainer.model_wrapped] if rank == 0 else []
+    trainer.train()
+    resumed = trainer_of(folder, **saves)
+    enable(resumed, "signsgd_ef")
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+    return [len(handler.states), len(before), fingerprint(trainer.model), fingerprint(resumed.model)]
+
+
+@pytest.mark.slow
+def test_only_the_model_in_training_is_saved(tmp_path: Path) -> None:
+    """Each training of a Trainer with ``model_init`` has a model of its own, and one rank may keep an earlier one."""
+    first, second = run(_keeps_an_earlier_model, 2, tmp_path, tmp_path / "run", initialise=False)
+    assert first[0] == second[0] == 1
+    assert (first[1], second[1]) == (1, 0)
+    assert first[2] == first[3] == second[2] == second[3]
+
+
+@pytest.mark.slow
+@on_ranks(2, initialise=False)
+def test_mistakes(rank: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
     os.environ["OMP_NUM_THREADS"] = "1"
     trainer = trainer_of(folder, save_strategy="steps", save_steps=4)
     with pytest.raises(ConfigError, match="no argument 'bit'; did you mean 'bits'"):
@@ -291,121 +402,6 @@ def mistakes(rank: int, folder: Path) -> None:
         trainer.train()
 
 
-class _CallsItsOwnModel(Trainer):
-    first_step = 0  # from which it does so
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        called = model if self.state.global_step < self.first_step else self.model
-        return called(**inputs)["loss"]
-
-
-class _WithReference(Trainer):
-    """Prepares a model that it only evaluates when it is made, as TRL's DPOTrainer does."""
-
-    def __init__(self, like: Trainer, evaluates: bool = True) -> None:
-        super().__init__(like.model, like.args, train_dataset=like.train_dataset)
-        self.reference = self.accelerator.prepare_model(Classifier(), evaluation_mode=evaluates)
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            reference = self.reference(**inputs)["logits"]
-        outputs = model(**inputs)
-        loss = outputs["loss"] + (outputs["logits"] - reference).square().mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-def _beside_a_reference(rank: int, folder: Path) -> list[Any]:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    results = []
-    for fields in (None, {"reducer": "native"}, {"bits": 4}, {"local_steps": 2}):
-        trainer = _WithReference(trainer_of(folder))
-        enabled = None if fields is None else enable(trainer, **fields)
-        trainer.train()
-        steps = [state.step for state in enabled.states] if isinstance(enabled, GQSGDKwargs) else []
-        results.append([fingerprint(trainer.model), fingerprint(trainer.reference), steps])
-    for fields in ({"bits": 4}, {"local_steps": 2}):
-        evaluated = trainer_of(folder)
-        evaluated.evaluate()
-        second = _WithReference(trainer_of(folder), evaluates=False)
-        for trainer in (evaluated, second):
-            with pytest.raises(ConfigError, match="has prepared (1|its) model already"):
-                enable(trainer, **fields)
-    return results
-
-
-@pytest.mark.slow
-def test_a_trainer_may_have_prepared_models_that_it_only_evaluates(tmp_path: Path) -> None:
-    result = run_alike(_beside_a_reference, 2, tmp_path, tmp_path / "run", initialise=False)
-    plain, native, quantised, local = result
-    assert native[0] == plain[0]
-    assert len({plain[0], quantised[0], local[0]}) == 3
-    assert {reference for _, reference, _ in result} == {plain[1]}
-    assert [steps for *_, steps in result] == [[], [8], [8], []]
-
-
-class _Freezes(TrainerCallback):
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        kwargs["model"].net[0].requires_grad_(state.global_step < 2)
-
-
-def _around(rank: int, folder: Path) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    usual = trainer_of(folder)
-    around = _CallsItsOwnModel(usual.model, usual.args, train_dataset=usual.train_dataset)
-    enable(around, bits=4)
-    before = fingerprint(around.model)
-    with pytest.raises(ConfigError, match="gradients of step 0 have not come .* not self.model"):
-        around.train()
-    assert fingerprint(around.model) == before
-
-    usual = trainer_of(folder)
-    later = _CallsItsOwnModel(usual.model, usual.args, train_dataset=usual.train_dataset)
-    later.first_step = 2
-    enable(later, bits=4)
-    with pytest.raises(ConfigError, match="gradients of step 2 have not come"):
-        later.train()
-
-    freezes = trainer_of(folder, ddp_find_unused_parameters=False)
-    enable(freezes, bits=4)
-    freezes.add_callback(_Freezes())
-    with pytest.raises(ConfigError, match="'net.0.bias', which was frozen .* find_unused_parameters=True"):
-        freezes.train()
-    dist.barrier()  # rank 0 has the store, which rank 1 may still need
-
-
-@pytest.mark.slow
-def test_gradients_that_are_not_averaged_are_an_error_before_weights_change(tmp_path: Path) -> None:
-    run(_around, 2, tmp_path, tmp_path / "run", initialise=False)
-
-
-def _keeps_an_earlier_model(rank: int, folder: Path) -> list[Any]:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    saves = {"save_strategy": "steps", "save_steps": 6, "model_init": Classifier}
-    trainer = trainer_of(folder, **saves)
-    handler = enable(trainer, "signsgd_ef")
-    trainer.train()
-    before = [trainer.model_wrapped] if rank == 0 else []
-    trainer.train()
-    resumed = trainer_of(folder, **saves)
-    enable(resumed, "signsgd_ef")
-    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
-    return [len(handler.states), len(before), fingerprint(trainer.model), fingerprint(resumed.model)]
-
-
-@pytest.mark.slow
-def test_only_the_model_in_training_is_saved(tmp_path: Path) -> None:
-    """Each training of a Trainer with ``model_init`` has a model of its own, and one rank may keep an earlier one."""
-    first, second = run(_keeps_an_earlier_model, 2, tmp_path, tmp_path / "run", initialise=False)
-    assert first[0] == second[0] == 1
-    assert (first[1], second[1]) == (1, 0)
-    assert first[2] == first[3] == second[2] == second[3]
-
-
-@pytest.mark.slow
-def test_mistakes(tmp_path: Path) -> None:
-    run(mistakes, 2, tmp_path, tmp_path / "run", initialise=False)
-
-
 class _AsksForCheckpoint(TrainerCallback):
     """Does what a SIGTERM does after three seconds, at the end of step 5 of all ranks."""
 
@@ -451,25 +447,23 @@ def test_a_checkpoint_that_a_signal_asks_for_has_the_state_before_it_is_pushed(t
         assert mine[2] == mine[3] == other[2] == other[3]
 
 
-def _on_nodes(rank: int, folder: Path) -> list[str]:
+@pytest.mark.slow
+@on_ranks(2, initialise=False)
+def test_a_checkpoint_that_each_node_has_saved_resumes_to_the_same_bits(rank: int, tmp_path: Path) -> list[str]:
     """Two nodes of one process each, which share no folder."""
     os.environ.update(OMP_NUM_THREADS="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
     found = []
     for fields in ({"preset": "signsgd_ef"}, {"local_steps": 3}):
-        own = folder / f"{next(iter(fields))}-{rank}"
+        own = tmp_path / f"{next(iter(fields))}-{rank}"
         for begins in ({}, {"resume_from_checkpoint": str(own / "checkpoint-5")}):
             trainer = trainer_of(own, save_strategy="steps", save_steps=5, save_on_each_node=True)
             enable(trainer, **fields)
             trainer.train(**begins)
             found.append(fingerprint(trainer.model))
-    return found
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_each_node_has_saved_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    whole, resumed, local, resumed_local = run_alike(_on_nodes, 2, tmp_path, tmp_path, initialise=False)
+    whole, resumed, local, resumed_local = found
     assert whole == resumed
     assert local == resumed_local
+    return found
 
 
 def _best(_: int, folder: Path) -> list[str]:
@@ -491,33 +485,36 @@ def test_local_steps_leave_the_best_model_as_it_was_saved(tmp_path: Path) -> Non
     assert trained == saved
 
 
-def _one_folder(_: int, folder: Path) -> list[list[str]]:
+@pytest.mark.slow
+@on_ranks(2, initialise=False)
+def test_a_checkpoint_that_is_written_over_keeps_no_state_of_another_training(
+    rank: int, tmp_path: Path
+) -> list[list[str]]:
     """Trainings of several kinds that save the same checkpoint, one after the other: the states in it after each."""
     os.environ["OMP_NUM_THREADS"] = "1"
     found = []
     for fields, only_model in (({"local_steps": 2}, False), ({"bits": 4}, False), ({"local_steps": 2}, True)):
-        trainer = trainer_of(folder, max_steps=2, save_strategy="steps", save_steps=2, save_only_model=only_model)
+        trainer = trainer_of(tmp_path, max_steps=2, save_strategy="steps", save_steps=2, save_only_model=only_model)
         enable(trainer, **fields)
         trainer.train()
         dist.barrier()  # rank 0 writes
-        found.append(sorted(file.name for file in (folder / "checkpoint-2").glob("gqsgd*")))
+        found.append(sorted(file.name for file in (tmp_path / "checkpoint-2").glob("gqsgd*")))
         dist.barrier()
+    assert found == [["gqsgd_local.pt"], ["gqsgd.pt"], []]
     return found
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_is_written_over_keeps_no_state_of_another_training(tmp_path: Path) -> None:
-    found = run_alike(_one_folder, 2, tmp_path, tmp_path, initialise=False)
-    assert found == [["gqsgd_local.pt"], ["gqsgd.pt"], []]
-
-
-def _written_over(rank: int, folder: Path) -> list[list[Any]]:
+@on_ranks(2, initialise=False)
+def test_a_state_is_not_used_where_a_trainer_without_gqsgd_has_written_over_its_checkpoint(
+    rank: int, tmp_path: Path
+) -> list[list[Any]]:
     """A Trainer without gqsgd writes over a checkpoint with gqsgd's state. Then one with it resumes."""
     os.environ["OMP_NUM_THREADS"] = "1"
     found = []
     for fields in ({"local_steps": 2}, {"preset": "signsgd_ef"}):
         for resume in (None, "checkpoint-2"):  # what the other Trainer begins with, which has gqsgd's mark, too
-            own = folder / f"{next(iter(fields))}-{resume}"
+            own = tmp_path / f"{next(iter(fields))}-{resume}"
             saves = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
             trainer = trainer_of(own, **saves)
             enable(trainer, **fields)
@@ -538,23 +535,20 @@ def _written_over(rank: int, folder: Path) -> list[list[Any]]:
             told = "because it belongs to an earlier checkpoint" in said.getvalue()
             found.append([left, told == (rank == 0), fingerprint(trainer.model) == fingerprint(resumed.model)])
             dist.barrier()
-    return found
-
-
-@pytest.mark.slow
-def test_a_state_is_not_used_where_a_trainer_without_gqsgd_has_written_over_its_checkpoint(tmp_path: Path) -> None:
-    found = run_alike(_written_over, 2, tmp_path, tmp_path, initialise=False)
     assert found == 4 * [[[True], True, True]]
+    return found
 
 
 class _Killed(Exception):
     """What a kill is in a test."""
 
 
-def _killed_while_saving(_: int, folder: Path) -> None:
+@pytest.mark.slow
+@on_ranks(2, initialise=False)
+def test_a_checkpoint_that_is_not_whole_is_refused(rank: int, tmp_path: Path) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     for fields in ({"local_steps": 2}, {"bits": 4}):
-        own = folder / next(iter(fields))
+        own = tmp_path / next(iter(fields))
         for _attempt in range(2):  # the second one writes over a checkpoint that is whole
             trainer = trainer_of(own, max_steps=4, save_strategy="steps", save_steps=2)
             enable(trainer, **fields)
@@ -576,11 +570,6 @@ def _killed_while_saving(_: int, folder: Path) -> None:
             resumed.train(resume_from_checkpoint=True)
         resumed.train(resume_from_checkpoint=str(own / "checkpoint-2"))
         dist.barrier()
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> None:
-    run(_killed_while_saving, 2, tmp_path, tmp_path, initialise=False)
 
 
 def _saved_without_mark(_: int, folder: Path) -> list[str]:
@@ -609,46 +598,40 @@ def test_a_checkpoint_of_an_earlier_version_has_no_mark(tmp_path: Path) -> None:
     assert whole == resumed
 
 
-def _locally_first(_: int, folder: Path) -> list[Any]:
+@pytest.mark.slow
+@on_ranks(2, initialise=False)
+def test_a_model_of_local_steps_is_wrapped_by_the_trainers_that_follow(rank: int, tmp_path: Path) -> list[Any]:
     """Trainers that train one model, one after the other: with local steps, then without this package, and with it."""
     os.environ["OMP_NUM_THREADS"] = "1"
     model = Classifier()
     found: list[Any] = []
     for fields in ({"local_steps": 3}, None, {"bits": 4}, {"local_steps": 3}):
-        usual = trainer_of(folder, max_steps=4)
+        usual = trainer_of(tmp_path, max_steps=4)
         trainer = Trainer(model, usual.args, train_dataset=usual.train_dataset)
         if fields is not None:
             enable(trainer, **fields)
         trainer.train()
         found += [isinstance(trainer.model_wrapped, DistributedDataParallel), fingerprint(model)]
+    assert found[::2] == [False, True, True, False]
     return found
 
 
 @pytest.mark.slow
-def test_a_model_of_local_steps_is_wrapped_by_the_trainers_that_follow(tmp_path: Path) -> None:
-    found = run_alike(_locally_first, 2, tmp_path, tmp_path, initialise=False)
-    assert found[::2] == [False, True, True, False]
-
-
-def _local(_: int, folder: Path) -> list[list[Any]]:
+@on_ranks(2, initialise=False)
+def test_local_steps_train_without_ddp_and_resume(rank: int, tmp_path: Path) -> list[list[Any]]:
     results = []
     for number, fields in enumerate(({"local_steps": 3}, {"preset": "gqsgd_fedpaq", "fragments": 2, "delay": 1})):
         saving = {"save_strategy": "steps", "save_steps": 5, "gradient_accumulation_steps": 2}
-        whole = trainer_of(folder / str(number), **saving)
+        whole = trainer_of(tmp_path / str(number), **saving)
         callback = enable(whole, **fields)
         whole.train()
-        resumed = trainer_of(folder / str(number), **saving)
+        resumed = trainer_of(tmp_path / str(number), **saving)
         enable(resumed, **fields)
-        resumed.train(resume_from_checkpoint=str(folder / str(number) / "checkpoint-5"))
+        resumed.train(resume_from_checkpoint=str(tmp_path / str(number) / "checkpoint-5"))
         sent = [row["gqsgd/bytes_sent"] for row in whole.state.log_history if "gqsgd/bytes_sent" in row]
         results.append([fingerprint(whole.model), fingerprint(resumed.model), callback.averages.step, len(sent) > 0])
-    return results
-
-
-@pytest.mark.slow
-def test_local_steps_train_without_ddp_and_resume(tmp_path: Path) -> None:
-    result = run_alike(_local, 2, tmp_path, tmp_path, initialise=False)
-    for whole, resumed, steps, logged in result:
+    for whole, resumed, steps, logged in results:
         assert whole == resumed
         assert steps == 8
         assert logged
+    return results

@@ -25,7 +25,7 @@ from lightning_gqsgd import enable, register_gqsgd_fsdp
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.transformers_fsdp import FSDPCallback
 from tests.distributed.models import loss_of, mlp
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run
 from tests.integrations.fsdp_models import needs_fsdp_hooks
 from tests.integrations.trainers import trainer_of
 
@@ -170,7 +170,10 @@ def test_an_interrupted_trainer_resumes_to_the_same_bits_under_fsdp(tmp_path: Pa
     assert without["weights"] != whole["weights"]  # the dither starts anew, with a warning
 
 
-def trains_twice(rank: int, folder: Path) -> list[Any]:
+@pytest.mark.slow
+@on_ranks(2, initialise=False)
+def test_a_second_training_goes_on_with_the_same_hooks_and_mistakes_are_refused(rank: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
     os.environ["OMP_NUM_THREADS"] = "1"
     with cpu_as_accelerator():
         trainer = sharding_trainer_of(folder)
@@ -194,16 +197,13 @@ def trains_twice(rank: int, folder: Path) -> list[Any]:
         ):
             with pytest.raises(ConfigError, match=match):
                 enable(sharding_trainer_of(folder), **fields)
-    return steps
+    assert steps == [8, 16]
 
 
-@pytest.mark.slow
-def test_a_second_training_goes_on_with_the_same_hooks_and_mistakes_are_refused(tmp_path: Path) -> None:
-    assert run_alike(trains_twice, 2, tmp_path, tmp_path / "run", initialise=False) == [8, 16]
-
-
-def loop(rank: int, folder: Path) -> list[Any]:
+@on_ranks(2, initialise=False)
+def test_an_accelerate_loop_under_fsdp_resumes_to_the_same_bits(rank: int, tmp_path: Path) -> list[Any]:
     """Train with Accelerate, and go on from its checkpoint."""
+    folder = tmp_path / "saved"
     os.environ["OMP_NUM_THREADS"] = "1"
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False, auto_wrap_policy="no_wrap")
     found: list[Any] = []
@@ -234,10 +234,7 @@ def loop(rank: int, folder: Path) -> list[Any]:
         if rank == 0:
             shutil.rmtree(folder)
         state.close()
-    return found
-
-
-def test_an_accelerate_loop_under_fsdp_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    before, after = run_alike(loop, 2, tmp_path, tmp_path / "saved", initialise=False)
+    before, after = found
     assert before == after
     assert before[0] == 2
+    return found

@@ -6,7 +6,6 @@ import gc
 import os
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.errors import ConfigError
 from tests.distributed.models import train, wrapped
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks
 
 
 def code_of_a_child_that_drops(held: list[Any]) -> int:
@@ -33,7 +32,9 @@ def code_of_a_child_that_drops(held: list[Any]) -> int:
     return os.waitstatus_to_exitcode(ended[1])
 
 
-def _child_drops_the_groups_of_a_closed_hook(rank: int) -> tuple[int, float]:
+@pytest.mark.slow
+@on_ranks(2, collective_timeout=20)
+def test_a_forked_child_does_not_end_the_groups_of_a_closed_hook(rank: int) -> None:
     model, state = wrapped({}, {})
     train(model, rank, range(1))
     groups = list(state._engine.communicator._groups.values())
@@ -41,24 +42,16 @@ def _child_drops_the_groups_of_a_closed_hook(rank: int) -> tuple[int, float]:
     code = code_of_a_child_that_drops(groups)
     tensor = torch.ones(3)
     groups[0].allreduce([tensor]).wait()
-    return code, float(tensor.sum())
+    assert code, float(tensor.sum()) == (0, 6.0)
 
 
-def _child_collects_what_an_error_has_left_behind(rank: int) -> tuple[int, float]:
+@pytest.mark.slow
+@on_ranks(2, collective_timeout=20)
+def test_a_forked_child_does_not_wait_for_the_works_that_an_error_has_left_behind(rank: int) -> None:
     gc.disable()  # the parent keeps the cycle of the error and its frames
     with suppress(ConfigError):
         all_reduce(torch.ones(3000), step=rank, async_op=True).wait()
     close()
     code = code_of_a_child_that_drops([])
     gc.enable()
-    return code, float(all_reduce(torch.ones(3000), bits=32).sum())
-
-
-@pytest.mark.slow
-def test_a_forked_child_does_not_end_the_groups_of_a_closed_hook(tmp_path: Path) -> None:
-    assert run(_child_drops_the_groups_of_a_closed_hook, 2, tmp_path, collective_timeout=20) == [(0, 6.0)] * 2
-
-
-@pytest.mark.slow
-def test_a_forked_child_does_not_wait_for_the_works_that_an_error_has_left_behind(tmp_path: Path) -> None:
-    assert run(_child_collects_what_an_error_has_left_behind, 2, tmp_path, collective_timeout=20) == [(0, 3000.0)] * 2
+    assert code, float(all_reduce(torch.ones(3000), bits=32).sum()) == (0, 3000.0)

@@ -24,7 +24,7 @@ from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.local_steps.optimizer import LocalSteps
 from lightning_gqsgd.wire.engine import Engine
 from tests.distributed.models import fingerprint, mlp, train
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run
 from tests.reliability.test_forks import code_of_a_child_that_drops
 
 #: The process group's timeout, and what it takes beyond it at most, in seconds.
@@ -119,19 +119,6 @@ def _seconds_until_error(rank: int, start: str, faults: dict[int, Callable[[], N
     return f"{e.type.__name__}: {e.value}", time.monotonic() - begun[0], _beating()
 
 
-def _bits_after_a_slow_start(rank: int, start: str, slow: int) -> tuple[str, int, int]:
-    """Bits after a start in which one rank compiles for twice the timeout, a forked child's exit code, and threads."""
-    codes = []
-
-    def fork_and_be_slow() -> None:
-        _be_slow()
-        codes.append(code_of_a_child_that_drops([]))
-
-    with _compiling(fork_and_be_slow, rank == slow):
-        bits = STARTS[start]()
-    return bits, sum(codes), _beating()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("start", STARTS)
 def test_a_rank_that_dies_while_it_compiles_is_an_error_within_the_timeout(start: str, tmp_path: Path) -> None:
@@ -157,9 +144,23 @@ def test_a_rank_that_stops_while_it_compiles_counts_as_dead(odd: int, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", STARTS)
-def test_ranks_wait_for_one_that_is_alive_and_compiles_for_longer_than_the_timeout(start: str, tmp_path: Path) -> None:
-    result = run_alike(_bits_after_a_slow_start, 2, tmp_path, start, 1, collective_timeout=TIMEOUT_S)
+@on_ranks(2, collective_timeout=TIMEOUT_S)
+def test_ranks_wait_for_one_that_is_alive_and_compiles_for_longer_than_the_timeout(
+    rank: int, start: str
+) -> tuple[str, int, int]:
+    """Bits after a start in which one rank compiles for twice the timeout, a forked child's exit code, and threads."""
+    slow = 1
+    codes = []
+
+    def fork_and_be_slow() -> None:
+        _be_slow()
+        codes.append(code_of_a_child_that_drops([]))
+
+    with _compiling(fork_and_be_slow, rank == slow):
+        bits = STARTS[start]()
+    result = bits, sum(codes), _beating()
     assert result[1:] == (0, 0)
+    return result
 
 
 @pytest.mark.slow
