@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import dropwhile, islice
 from types import FrameType
 from typing import Any
 
 import torch
+
+from lightning_gqsgd.session.parameters import keys_in
 
 #: Entry of a state that holds the state of local steps, next to the entries of the inner optimizer's state.
 STATE_KEY = "local_steps"
@@ -94,8 +96,3 @@ def unpacked(state: Mapping[str, Any], names: Sequence[str | None]) -> Mapping[s
         rests = {key: {name: values[name] for name in values if name != STATE_KEY} for key, values in entries.items()}
         loaded["state"] = {key: rest for key, rest in rests.items() if rest}
     return loaded
-
-
-def keys_in(state: Mapping[str, Any]) -> Iterable[Any]:
-    """Returns the keys of an optimizer's parameters in its state, in order: numbers, or names."""
-    return [key for group in state["param_groups"] for key in group["params"]]

@@ -14,8 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_gqsgd.errors import ConfigError, check_one_of, counted, describe_difference
 from lightning_gqsgd.kernels.wire import is_in_range
-from lightning_gqsgd.local_steps.distributed_checkpoint import keys_in
-from lightning_gqsgd.session.parameters import parameters_of
+from lightning_gqsgd.session.parameters import keys_in, parameters_of
 
 logger = logging.getLogger(__name__)
 

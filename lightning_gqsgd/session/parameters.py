@@ -6,6 +6,7 @@ import fnmatch
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -90,6 +91,11 @@ def segments_of(parameters: Iterable[Parameter], choices: Mapping[int, int]) -> 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
     """Returns all parameters of some optimizers, in order."""
     return (parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"])
+
+
+def keys_in(state: Mapping[str, Any]) -> Iterable[Any]:
+    """Returns the keys of an optimizer's parameters in its state, in order: numbers, or names."""
+    return [key for group in state["param_groups"] for key in group["params"]]
 
 
 def digest(parameters: Iterable[object]) -> str:
