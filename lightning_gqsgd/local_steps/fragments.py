@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +16,22 @@ from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.sharding import own_part
 
-if TYPE_CHECKING:
-    from lightning_gqsgd.local_steps.options import LocalOptions
+
+class AnchorOptions(Protocol):
+    """The options of `options.LocalOptions` that concern fragments.
+
+    Attributes:
+        fragments: number of parts.
+        anchor_dtype: dtype of the parameters' anchors; None means their compute dtype.
+        anchor_device: device of the anchor; None means the device of the parameters.
+    """
+
+    @property
+    def fragments(self) -> int: ...
+    @property
+    def anchor_dtype(self) -> torch.dtype | None: ...
+    @property
+    def anchor_device(self) -> torch.device | str | None: ...
 
 
 class Entry(NamedTuple):
@@ -56,7 +70,7 @@ class Bundle:
         anchors: the anchor of each tensor, with the tensor's shape.
     """
 
-    def __init__(self, entries: Sequence[Entry], options: LocalOptions) -> None:
+    def __init__(self, entries: Sequence[Entry], options: AnchorOptions) -> None:
         self.entries = tuple(entries)
         self.segments = tuple(entry.segment for entry in entries)
         self._numel = sum(segment.numel for segment in self.segments)
@@ -70,7 +84,7 @@ class Bundle:
         self.take_anchors()
         self._check_range()
 
-    def _anchor_dtype(self, entry: Entry, options: LocalOptions) -> torch.dtype:
+    def _anchor_dtype(self, entry: Entry, options: AnchorOptions) -> torch.dtype:
         """Returns the dtype of a tensor's anchor.
 
         A buffer has no fewer bits than its compute dtype, because it may be a constant, such as a table of positions,
@@ -186,7 +200,7 @@ class Fragment:
         is_kept: whether its tensors will get their previous values back, see `kept`.
     """
 
-    def __init__(self, entries: Sequence[Entry], options: LocalOptions) -> None:
+    def __init__(self, entries: Sequence[Entry], options: AnchorOptions) -> None:
         dtypes = dict.fromkeys(COMPUTE_DTYPES[entry.tensor.dtype] for entry in entries)
         together = ([entry for entry in entries if COMPUTE_DTYPES[entry.tensor.dtype] == dtype] for dtype in dtypes)
         self.bundles = [Bundle(group, options) for group in together]
@@ -253,7 +267,7 @@ def refuse_kept(fragments: Iterable[Fragment]) -> None:
         )
 
 
-def fragments_of(parameters: Sequence[Entry], buffers: Sequence[Entry], options: LocalOptions) -> list[Fragment]:
+def fragments_of(parameters: Sequence[Entry], buffers: Sequence[Entry], options: AnchorOptions) -> list[Fragment]:
     """Returns fragments of consecutive parameters, about equal in size. The buffers are added to the last fragment.
 
     Raises:
