@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,14 +12,24 @@ from torch import Tensor
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.fsdp_modules import ShardedGroup
 
-if TYPE_CHECKING:
-    from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState
+
+class Reduces(Protocol):
+    """The object that the hooks call: `fsdp.GQSGDFSDPState`."""
+
+    def average(self, group: ShardedGroup, reduced: Tensor) -> None:
+        """Replace a module's gradient by its mean over replicas."""
+
+    def scatter(self, group: ShardedGroup, output: Tensor, gradients: Tensor, op: Any) -> None:
+        """Write this rank's shard of a module's reduced gradient."""
+
+    def gather(self, group: ShardedGroup, weights: Tensor, own: Tensor, ranks: dist.ProcessGroup) -> None:
+        """Write all ranks' shards of a module's weights."""
 
 
 class _Hook:
     """What FSDP calls for one module: its all-reduce hook, or, behind torch's `Comm` interface, another collective."""
 
-    def __init__(self, state: GQSGDFSDPState, group: ShardedGroup) -> None:
+    def __init__(self, state: Reduces, group: ShardedGroup) -> None:
         self.state = state
         self._group = group
 
@@ -57,7 +67,7 @@ _KINDS = (
 )
 
 
-def set_hooks(state: GQSGDFSDPState, groups: Sequence[ShardedGroup], wanted: Sequence[bool]) -> None:
+def set_hooks(state: Reduces, groups: Sequence[ShardedGroup], wanted: Sequence[bool]) -> None:
     """Set the hooks of all modules, which call ``state``.
 
     Args:
@@ -70,7 +80,7 @@ def set_hooks(state: GQSGDFSDPState, groups: Sequence[ShardedGroup], wanted: Seq
         group.set_hooks([kind(state, group) if is_wanted else None for (kind, *_), is_wanted in kinds])
 
 
-def check_hooks(state: GQSGDFSDPState, groups: Sequence[ShardedGroup], wanted: Sequence[bool]) -> None:
+def check_hooks(state: Reduces, groups: Sequence[ShardedGroup], wanted: Sequence[bool]) -> None:
     """Raise ConfigError if a module has lost a hook to a later one; the arguments are those of `set_hooks`."""
     for group in groups:
         for (_, name, setter), hook, is_wanted in zip(_KINDS, group.hooks, wanted, strict=True):
