@@ -51,4 +51,7 @@ def unknown(name: str) -> ConfigError:
 def check_network(probe: Path | None, link: str | None) -> None:
     """Raise ConfigError if no option of ``gqsgd advise`` describes a network."""
     if probe is None and link is None:
-        raise ConfigError("nothing is known of the network; give --probe FILE of `gqsgd probe`, or --link, e.g. 10gbit")
+        raise ConfigError(
+            "nothing is known of the network; give --link, e.g. 10gbit, with --model and --backward, or --probe FILE "
+            "of `gqsgd probe`"
+        )

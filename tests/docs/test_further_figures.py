@@ -183,11 +183,6 @@ def spread_of_seeds(trained: str) -> float:
     return max(float(tuned(trained, way, "highest")) - float(tuned(trained, way, "lowest")) for way in TUNED)
 
 
-def compiled(kernel: str) -> str:
-    """Instructions per coordinate of the default's kernels, in aligned tiles."""
-    return cell("compiled", "instructions/coordinate", configuration="gqsgd, fp32", kernel=kernel, tiles="aligned")
-
-
 def of_kernels(column: str, stage: int, case: str = "8 bit", megabytes: str = "25") -> str:
     """Of the kernels for GPUs in fp32; a column has encoding, reducing and decoding, in this order."""
     found = cell("kernels_cuda_h200", column, case=case, MB=megabytes, dtype="float32")
@@ -354,10 +349,6 @@ SENTENCES: Sentences = {
         "docs/performance.md",
         r"The host takes (\d+) µs of processor for a bucket, .*?, and (\d+) µs with 60 parameters",
     ): [partial(host_time, bucket) for bucket in ("one matrix", "60 parameters")],
-    (
-        "docs/prediction.md",
-        r"take ([\d.]+) instructions per coordinate to encode, ([\d.]+) per coordinate .*?, and ([\d.]+) to decode",
-    ): [partial(compiled, kernel) for kernel in ("encode", "reduce", "decode")],
     (
         "docs/prediction.md",
         r"Over (\d+) settings, the median of the absolute errors is ([\d.]+) % and the worst is ([\d.]+) %; (\d+) are",

@@ -353,7 +353,9 @@ def test_what_makes_no_sense_exits_with_2_and_one_line(arguments: list[str], wor
 
 
 def test_what_is_missing_is_asked_for() -> None:
-    assert "give --probe FILE of `gqsgd probe`, or --link" in _refusal("--model", f"{HERE}:network", "--backward", "1s")
+    assert "give --link, e.g. 10gbit, with --model and --backward, or --probe FILE" in _refusal(
+        "--model", f"{HERE}:network", "--backward", "1s"
+    )
     assert "give --backward, e.g. 120ms" in _refusal("--model", f"{HERE}:network", "--link", "1gbit")
 
 
