@@ -5,7 +5,7 @@
 `l40s_links.csv` has steps on four machines with an L40S each over NCCL, on links shaped to a rate, and on links without
 a limit. Its facts are from the telemetry of Adnan082/diloco-measured at 07b7885 (Apache-2.0). A prediction knows the
 model, the rate of the link and the length of the computation, as the command line of `gqsgd advise` does. The logs of
-Global-QSGD's authors are compared as docs/paper.md compares them, with the closed form of their paper.
+Global-QSGD's authors are compared with the closed form of their paper.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def step_of(row: Row) -> Step:
     )
 
 
-#: What docs/paper.md compares with the logs: parameters, steps in a time; the seconds of fp32 and 8 bits over P2P, and
+#: What is compared with the logs: parameters, steps in a time; the seconds of fp32 and 8 bits over P2P, and
 #: of fp32, 8 bits and exponential 8 bits over SHM.
 LOGS = {
     "DeepLight": (607_959_381, 200, (40.03, 23.49), (441.6, 123.9, 142.7)),
