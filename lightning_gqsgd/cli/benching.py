@@ -28,8 +28,8 @@ MEGABYTES = 25.0
 #: A command that predicts steps over a network. Its model comes with torch.
 ADVICE = "gqsgd advise --link 10gbit --backward 120ms --model torch.nn:Transformer"
 _ON_ONE_MACHINE = (
-    "Ranks on one machine share its memory, so nothing is gained there;\n"
-    f"for a network, see `{ADVICE}`,\nor the same with `--model module:factory`, a function of yours."
+    "Ranks on one machine share its memory, so this says nothing of a network;\n"
+    f"for one, see `{ADVICE}`,\nor the same with `--model module:factory`, a function of yours."
 )
 
 
@@ -149,16 +149,18 @@ def note(made: Bench) -> str:
     if made.kernels:
         said.insert(0, "ns: per coordinate; GB/s: of fp32 gradient.")
     if made.all_reduces:
-        said.append(f"Between these ranks {_fastest(made.all_reduces)} is fastest. {_ON_ONE_MACHINE}")
+        said.append(f"{_fastest(made.all_reduces, 'fp32')} {_ON_ONE_MACHINE}")
     return "\n".join(said)
 
 
 def _note_on_steps(made: Training) -> str:
     return (
         f"The model has dense layers and 5 M parameters; medians of {made.rounds} rounds in turns.\n"
-        f"Between these ranks {_fastest(made.steps)} is fastest. {_ON_ONE_MACHINE}"
+        f"{_fastest(made.steps, 'ddp')} {_ON_ONE_MACHINE}"
     )
 
 
-def _fastest(ways: Sequence[WayTime]) -> str:
-    return max(ways, key=lambda way: way.speedup).name
+def _fastest(ways: Sequence[WayTime], against: str) -> str:
+    # Medians of times may have another order, because the speed of a machine changes between rounds.
+    best = max(ways, key=lambda way: way.speedup)
+    return f"Against {against} in the same round, {best.name} is fastest."

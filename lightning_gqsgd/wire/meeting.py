@@ -469,5 +469,4 @@ def _forget_after_fork() -> None:
     _turns_lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_forget_after_fork)

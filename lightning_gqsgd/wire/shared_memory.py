@@ -748,5 +748,4 @@ def _abandon_after_fork() -> None:
     _alive.clear()
 
 
-if hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(after_in_child=_abandon_after_fork)
+os.register_at_fork(after_in_child=_abandon_after_fork)

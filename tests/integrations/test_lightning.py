@@ -9,7 +9,6 @@ import importlib.resources
 import importlib.util
 import inspect
 import json
-import os
 import re
 import sys
 import typing
@@ -318,17 +317,6 @@ def test_a_framework_that_is_too_old_is_named_with_the_version_of_the_extra(
     with pytest.raises(ImportError, match=f"^{re.escape(said)}$"):
         importlib.import_module(f"lightning_gqsgd.frameworks.{package}")
     assert _framework(package) == f"0.9.1; {said}"
-
-
-@pytest.mark.parametrize("name", ["communicator", "pipeline"])
-def test_a_platform_without_fork_can_import_what_looks_after_forks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "register_at_fork")
-    file = Path(lightning_gqsgd.__file__).parent / "wire" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location("on_windows", file)
-    assert spec is not None
-    assert spec.loader is not None
-    monkeypatch.setitem(sys.modules, "on_windows", importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(sys.modules["on_windows"])
 
 
 @pytest.mark.slow
