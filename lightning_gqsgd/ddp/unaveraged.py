@@ -471,11 +471,13 @@ class BackwardWatch:
                 no_sync has left may then be a part of their mean.
 
         Raises:
-            ConfigError: DDP still waits for gradients of the backward pass, so none of its means is complete.
+            ConfigError: DDP still waits for gradients of the backward pass, or for `finalize_backward`, so none of its
+                means is complete.
         """
         self._mean_version = None
         model = self._model()
-        has_news = self._stray_version is not None or self.is_waiting or bool(self._local)
+        is_early = model is not None and _waits_for_finalize(model)
+        has_news = self._stray_version is not None or self.is_waiting or bool(self._local) or is_early
         if model is None or not has_news or self._reduced.isdisjoint(map(id, parameters_of([optimizer]))):
             return
         if torch._C._current_graph_task_id() != -1:
@@ -485,6 +487,11 @@ class BackwardWatch:
             )
         elif self._stray_version is not None:
             self._say_stray()
+        elif is_early:
+            raise ConfigError(
+                "an optimizer steps before finalize_backward() has put the means of all ranks into the gradients, so "
+                "that ranks would train different models; call model.finalize_backward() before optimizer.step()"
+            )
         elif not self.is_waiting:
             if not has_closure:
                 self._say_if_local(optimizer)
@@ -596,6 +603,18 @@ def _count_gradient(watch: weakref.ref[BackwardWatch], parameter: Tensor) -> Non
 
 #: The watches of this process, which the steps of all optimizers are shown to.
 _WATCHES: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
+
+
+def _waits_for_finalize(model: DistributedDataParallel) -> bool:
+    """Returns whether a backward pass has ended whose means only `finalize_backward` puts into the gradients, as torch
+    2.15 can be told."""
+    if not getattr(model, "_require_manual_backward_finalization", False):
+        return False
+    try:
+        model._check_reducer_finalized()
+    except RuntimeError:
+        return True
+    return False
 
 
 @cache

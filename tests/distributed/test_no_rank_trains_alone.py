@@ -133,6 +133,23 @@ def test_a_model_that_was_changed_between_wrapping_and_registering_is_refused(ra
     return texts
 
 
+@pytest.mark.skipif(not hasattr(DistributedDataParallel, "finalize_backward"), reason="torch before 2.15")
+@on_ranks(2)
+def test_an_optimizer_that_steps_before_finalize_backward_is_refused(rank: int) -> str:
+    model, state = wrapped({}, {})
+    model.require_manual_backward_finalization = True
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, rank, 0).backward()
+    before = fingerprint(model)
+    said = error_text(ConfigError, optimizer.step)
+    assert fingerprint(model) == before
+    model.finalize_backward()
+    optimizer.step()
+    assert fingerprint(model) != before
+    state.close()
+    return said
+
+
 @on_ranks(2)
 def test_a_model_whose_gradients_never_reach_ddp_is_refused_by_the_optimizer(rank: int) -> str:
     module = mlp()
