@@ -35,7 +35,11 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "lightning_gqsgd/session/checkpoint",
         "lightning_gqsgd/frameworks/",
     ),
-    "tests/distributed/test_doctor_nodes.py": ("lightning_gqsgd/cli/doctor", "lightning_gqsgd/predict/"),
+    "tests/distributed/test_doctor_nodes.py": (
+        "lightning_gqsgd/cli/doctor",
+        "lightning_gqsgd/cli/ranks",
+        "lightning_gqsgd/predict/",
+    ),
     "tests/distributed/test_elastic.py": ("lightning_gqsgd/membership/", "lightning_gqsgd/local_steps/merges/"),
     "tests/distributed/test_functional.py": ("lightning_gqsgd/ddp/functional", "lightning_gqsgd/reducers/"),
     "tests/distributed/test_local": ("lightning_gqsgd/local_steps/",),

@@ -53,7 +53,7 @@ from lightning_gqsgd.membership.members import (
 from lightning_gqsgd.membership.process_group import QuantisedProcessGroup
 from lightning_gqsgd.membership.quorums import DistinctQuorums
 from lightning_gqsgd.membership.transport import PlainTransport, check_time
-from lightning_gqsgd.wire.communicator import check_timeout
+from lightning_gqsgd.wire.communicator import check_timeout, gloo_devices
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class TorchftMembers(Members):
             with suppress(ConfigError):  # the first merge says that no lighthouse answers
                 self._merges_before = latest_merges_of(self._lighthouse, self._name, self.timeout.total_seconds())
         self._received: Mapping[str, Any] | None = None
-        self._group = QuantisedProcessGroup(ProcessGroupGloo(timeout=self.timeout), config, device, facts)
+        self._group = QuantisedProcessGroup(_Gloo(self._host, self.timeout), config, device, facts)
         self.telemetry = self._group.telemetry
         self._merges = 0  # made by the others before this member meets them
         self._has_met = False
@@ -327,6 +327,33 @@ class TorchftMembers(Members):
         self._group.abort()
         with suppress(Exception):  # its error would repeat the one that is being raised
             self._manager.should_commit()
+
+
+class _Gloo(ProcessGroupGloo):
+    """torchft's process group, which listens where other members reach this machine.
+
+    Args:
+        host: an address of this machine, see `gloo_devices`.
+        timeout: timeout of connections and collectives.
+    """
+
+    def __init__(self, host: str, timeout: timedelta) -> None:
+        super().__init__(timeout=timeout)
+        self._host = host
+
+    def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = self._timeout
+        options._devices = gloo_devices(self._host)
+        options._threads = 2 * len(options._devices)  # as many as torch uses
+        backend = gloo(store, rank, world_size, options)
+        backend._set_sequence_number_for_group()
+        group: Any = dist.ProcessGroup(store, rank, world_size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, backend)
+        return group
 
 
 class _DaemonExecutor(Executor):

@@ -26,11 +26,14 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import py_object, pythonapi
 from datetime import timedelta
+from ipaddress import ip_address
 from itertools import product
 from typing import Any, TypeGuard
 
@@ -429,14 +432,32 @@ def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return parent
 
 
-def gloo_devices() -> list[Any]:
+def gloo_devices(host: str = "") -> list[Any]:
     """Create Gloo's devices as torch creates them for a process group: one for each network interface named in
-    GLOO_SOCKET_IFNAME, or one for the address of this host's name."""
+    GLOO_SOCKET_IFNAME, or one for the address of this host's name.
+
+    Args:
+        host: an address of this host that others reach. It is used if the host's name stands for no such address, as on
+            Debian, where it is 127.0.1.1.
+    """
     gloo: Any = dist.ProcessGroupGloo
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if len(names) > 1:  # as torch checks it
         return [gloo.create_device(interface=name) for name in names.split(",")]
+    if host and _name_reaches_no_other_host():
+        return [gloo.create_device(hostname=host)]
     return [gloo.create_default_device()]
+
+
+def _name_reaches_no_other_host() -> bool:
+    """Returns whether torch would listen at the loopback: it takes the first address of this host's name at which it
+    can listen, or else the loopback."""
+    with suppress(OSError):  # nobody knows the name
+        for family, kind, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind) as listening:
+                listening.bind(address)
+                return ip_address(address[0]).is_loopback
+    return True
 
 
 def backend_for(group: dist.ProcessGroup | Peers, device: torch.device) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -220,3 +221,41 @@ def test_gloo_has_a_device_for_each_interface_that_the_environment_names(
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
     assert len(module.gloo_devices()) == count
+
+
+class _Devices:
+    """Gloo's devices, as what they were asked for."""
+
+    @staticmethod
+    def create_device(**asked: str) -> dict[str, str]:
+        return asked
+
+    @staticmethod
+    def create_default_device() -> dict[str, str]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("address", "asked"),
+    [
+        ("127.0.1.1", {"hostname": "10.0.0.7"}),
+        ("192.0.2.1", {"hostname": "10.0.0.7"}),  # of no interface of this host
+        (None, {"hostname": "10.0.0.7"}),
+        ("0.0.0.0", {}),  # noqa: S104
+    ],
+)
+def test_gloo_listens_at_a_given_address_where_the_name_of_the_host_reaches_no_other_host(
+    address: str | None, asked: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(*_: Any, **__: Any) -> Any:
+        if address is None:
+            raise socket.gaierror("Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(dist, "ProcessGroupGloo", _Devices)
+    assert module.gloo_devices("10.0.0.7") == [asked]
+    assert module.gloo_devices() == [{}]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert module.gloo_devices("10.0.0.7") == [{"interface": "eth1"}]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +25,8 @@ from tests.distributed import elastic_members as members
 from tests.distributed.elastic_members import SECOND
 from tests.distributed.ranks import run
 from tests.distributed.test_merges import network
-from tests.marks import skip_without_torchft
+from tests.marks import needs_root, skip_without_torchft
+from tests.processes import ended_well
 
 skip_without_torchft()
 
@@ -435,3 +438,40 @@ def test_a_state_that_takes_longer_than_members_wait_is_an_error_of_who_fetches_
     transport.shutdown()
     with pytest.raises(OSError, match="refused"):
         PlainTransport.fetch_present(address, SECOND)
+
+
+#: A member on a host whose name reaches no other host. The first one also runs the lighthouse.
+_ON_A_HOST = """
+import os, time
+import torch
+from torchft.coordination import LighthouseServer
+from lightning_gqsgd import LocalSteps
+
+del os.environ["GLOO_SOCKET_IFNAME"]
+address = os.environ["MASTER_ADDR"]
+if os.environ["RANK"] == "0":
+    server = LighthouseServer(bind=f"{address}:29510", min_replicas=2, join_timeout_ms=10_000, quorum_tick_ms=50)
+os.environ["TORCHFT_LIGHTHOUSE"] = f"{address}:29510"
+model = torch.nn.Linear(64, 64)
+options = {"every": 5, "elastic": True, "min_replicas": 2}
+optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.01), **options)
+for _ in range(15):
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+optimizer.finish()
+print("merged", optimizer.samples, float(model.weight.detach().double().sum()), flush=True)
+optimizer.close()
+time.sleep(3)  # the lighthouse is there until both have left
+"""
+
+
+@needs_root
+@pytest.mark.slow
+def test_members_merge_between_hosts_whose_names_reach_no_other_host() -> None:
+    lab = ["-m", "netlab", "--hosts", "2", "--rate", "1gbit", "--", sys.executable, "-c", _ON_A_HOST]
+    shown = ended_well(*lab, timeout=200).stdout
+    merged = re.findall(r"merged (\d+) (\S+)", shown)
+    assert len(merged) == 2, shown
+    assert len({*merged}) == 1, shown
+    assert int(merged[0][0]) == 30
