@@ -186,6 +186,7 @@ def test_a_state_below_the_top_level_is_refused_when_it_is_saved(rank: int, tmp_
         dcp.save({"app": {"gqsgd": DCPState(state)}}, checkpoint_id=folder)
     state.close()
     text = str(error.value)
+    # DCP would pickle it, and restore nothing.
     assert "DCPState(state) has to be at the top level" in text
 
 

@@ -75,19 +75,15 @@ def test_a_training_can_be_summed_up(rank: int) -> None:
     assert line.startswith("gqsgd: in 12 steps, rank 0 sent ")
 
 
-def _all_options(rank: int) -> list[str]:
+@on_ranks(3)
+def test_results_do_not_depend_on_buckets_or_on_ddp_options(rank: int) -> list[str]:
     bits = []
     for options in DDP_OPTIONS:
         model, state = wrapped(options, {"bits": 5, "reducer": "two_shot"})
         train(model, rank, range(6))
         bits.append(finish(state, model)["bits"])
+    assert len(set(bits)) == 1
     return bits
-
-
-def test_results_do_not_depend_on_buckets_or_on_ddp_options(tmp_path: Path) -> None:
-    first, *others = run(_all_options, 3, tmp_path)
-    assert len(set(first)) == 1
-    assert all(other == first for other in others)
 
 
 def _native(rank: int) -> tuple[str, str, str]:
@@ -300,7 +296,9 @@ def test_one_rank_is_plain_training(tmp_path: Path) -> None:
     assert "nothing to reduce" in report
 
 
-def _not_finite(rank: int, value: float) -> list[list[bool]]:
+@pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
+@on_ranks(3)
+def test_a_loss_that_is_not_finite_on_one_rank_reaches_all(rank: int, value: float) -> list[list[bool]]:
     finite = []
     for reducer in QUANTISING:
         model, state = wrapped({}, {"reducer": reducer})
@@ -311,14 +309,8 @@ def _not_finite(rank: int, value: float) -> list[list[bool]]:
         finite += [parameter.grad.isfinite().flatten().tolist() for parameter in model.parameters()]
         assert state.telemetry.totals()["nonfinite_blocks"] > 0
         state.close()
+    assert not any(all(parameter) for parameter in finite)
     return finite
-
-
-@pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
-def test_a_loss_that_is_not_finite_on_one_rank_reaches_all(value: float, tmp_path: Path) -> None:
-    first, *others = run(_not_finite, 3, tmp_path, value)
-    assert not any(all(parameter) for parameter in first)
-    assert all(other == first for other in others)
 
 
 @on_ranks(2)

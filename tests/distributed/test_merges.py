@@ -98,7 +98,9 @@ def test_a_slow_rank_makes_fewer_steps_and_all_have_the_same_bits(delay: int, tm
     assert fast["learns"]
 
 
-def _alone(rank: int, delay: int) -> tuple[int, float, float]:
+@pytest.mark.parametrize("delay", [0, 1])
+@on_ranks(1)
+def test_each_step_is_in_the_model_once(rank: int, delay: int) -> None:
     model, optimizer = counting(delay=delay)
     for _ in range(40):
         optimizer.step()
@@ -107,17 +109,15 @@ def _alone(rank: int, delay: int) -> tuple[int, float, float]:
             assert -float(model.weight.detach().max()) >= optimizer.samples  # what is merged is never lost
     optimizer.finish()
     optimizer.close()
-    return optimizer.samples, float(model.weight.detach().min()), float(model.weight.detach().max())
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-def test_each_step_is_in_the_model_once(delay: int, tmp_path: Path) -> None:
-    ((samples, least, most),) = run(_alone, 1, tmp_path, delay)
+    samples = optimizer.samples
+    least = float(model.weight.detach().min())
+    most = float(model.weight.detach().max())
     assert (samples, least, most) == (40, -40, -40)
 
 
 @on_ranks(2)
 def test_changes_are_weighted_by_samples(rank: int) -> list[tuple[float, float]]:
+    # The weight of a change are its samples: rank 0's steps have 3, those of rank 1 have 1.
     model, optimizer = counting(4.0 if rank else 1.0, every="10s")
     found = []
     for _ in range(3):
@@ -249,7 +249,8 @@ def test_a_run_continues_from_its_state(rank: int, tmp_path: Path) -> list[str]:
     return result
 
 
-def _other_state(rank: int) -> list[str]:
+@on_ranks(1)
+def test_a_state_of_another_kind_is_refused(rank: int) -> None:
     problems = []
     model = network(rank)
     by_steps = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every=4, bits=4)
@@ -276,11 +277,6 @@ def _other_state(rank: int) -> list[str]:
     with pytest.raises(ConfigError, match="before LocalSteps is made"):
         optimizer.step()
     optimizer.close()
-    return problems
-
-
-def test_a_state_of_another_kind_is_refused(tmp_path: Path) -> None:
-    (problems,) = run(_other_state, 1, tmp_path)
     words = ("samples=None", "counted={'1': 5}", "mean_steps=inf", "merges=-1", "merges by the clock")
     assert all(word in problem for word, problem in zip(words, problems, strict=True))
 
@@ -324,7 +320,8 @@ def test_a_state_cannot_be_loaded_over_steps_that_are_not_merged(rank: int) -> l
     return one
 
 
-def _goes_back(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_state_that_goes_back_to_an_earlier_step_can_be_trained_to_the_same_step_again(rank: int) -> list[str]:
     """Bits after three steps from the start, and after the same steps again, from the loaded state of the start."""
     model, optimizer = counting(every="5s")
     start = optimizer.state_dict()
@@ -340,13 +337,8 @@ def _goes_back(rank: int) -> list[str]:
     optimizer.finish()
     bits.append(bits_of_model(model))
     optimizer.close()
+    assert bits[0] == bits[1] != bits[2]
     return bits
-
-
-def test_a_state_that_goes_back_to_an_earlier_step_can_be_trained_to_the_same_step_again(tmp_path: Path) -> None:
-    one, other = run(_goes_back, 2, tmp_path)
-    assert one == other
-    assert one[0] == one[1] != one[2]
 
 
 def _closed_in_a_merge(rank: int) -> str:
@@ -470,16 +462,12 @@ def test_values_that_cannot_work_are_named(fields: dict[str, Any], words: str, t
         dist.destroy_process_group()
 
 
-def _by_steps(rank: int) -> str:
+@on_ranks(1)
+def test_samples_are_for_rounds_by_the_clock(rank: int) -> None:
     _, optimizer, _ = merging(rank, 2)
     text = error_text(ConfigError, lambda: optimizer.samples)
     optimizer.close()
-    return text
-
-
-def test_samples_are_for_rounds_by_the_clock(tmp_path: Path) -> None:
-    (message,) = run(_by_steps, 1, tmp_path)
-    assert "all ranks make equally many steps" in message
+    assert "all ranks make equally many steps" in text
 
 
 def _changes_model(rank: int) -> str:

@@ -317,6 +317,7 @@ def _two_dtypes() -> nn.Module:
 def test_a_static_graph_of_two_dtypes_under_every_hook(rank: int) -> list[list[str]]:
     fit = partial(train, rank=rank, steps=range(4))
     options = ({}, {"static_graph": True}, {"static_graph": True, "bucket_cap_mb": 0.03})
+    # In its first step, DDP hands over a bucket of each dtype, all of them as the first bucket.
     result = [_under_every_hook({"bits": 4, "memory": "ef"}, _two_dtypes, each, fit) for each in options]
     for plain, native, *others in result:
         assert native == plain

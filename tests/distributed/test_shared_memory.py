@@ -250,6 +250,7 @@ def test_more_than_two_ranks_leave_sums_to_gloo_whose_order_decides_on_their_bit
 
 @on_ranks(4)
 def test_ranks_of_several_nodes_share_memory_inside_of_each(rank: int) -> None:
+    # A launcher's numbers of nodes count, though all ranks are on this machine.
     os.environ["GROUP_RANK"] = str(rank // 2)
     communicator = made("two nodes", stages=[(ALL, NODE), (PEERS,)])
     assert {scope for _, scope, _ in communicator._shared} == {NODE}

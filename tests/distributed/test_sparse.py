@@ -259,6 +259,7 @@ def test_all_rows_no_rows_one_row_and_no_table_at_all(rank: int, ranks: int) -> 
 
 @on_ranks(2)
 def test_accumulation_resuming_and_scaling(rank: int) -> None:
+    # Gradients are accumulated: two batches of one step are one batch of twice the size.
     model, state = _wrapped(Tables(), reducer="native")
     whole, other = _wrapped(Tables(), reducer="native")
     with model.no_sync():

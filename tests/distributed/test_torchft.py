@@ -166,16 +166,13 @@ def test_ranks_that_do_not_go_together_are_told_so(rank: int, port: int) -> None
     assert is_unchanged
 
 
-def _cannot_work(rank: int, port: int) -> str:
+@on_ranks(4, initialise=False)
+def test_all_ranks_hear_of_one_whose_compression_cannot_work_for_so_many(rank: int, port: int) -> None:
     # Sums of 2 bits have room for three ranks.
     group = replicas.process_group(**({"bits": 2, "scale": "global"} if rank == 1 else {}))
-    return error_text(ConfigError, replicas.configure, group, rank, 4, port, "one cannot work")
-
-
-def test_all_ranks_hear_of_one_whose_compression_cannot_work_for_so_many(tmp_path: Path, port: int) -> None:
-    for rank, words in enumerate(run(_cannot_work, 4, tmp_path, port, initialise=False)):
-        assert "at most 3 ranks, not 4" in words
-        assert rank == 1 or "rank 1" in words
+    words = error_text(ConfigError, replicas.configure, group, rank, 4, port, "one cannot work")
+    assert "at most 3 ranks, not 4" in words
+    assert rank == 1 or "rank 1" in words
 
 
 @pytest.mark.parametrize(
