@@ -370,6 +370,12 @@ def test_a_timeout_that_cannot_be_is_refused_before_a_lighthouse_is_asked(timeou
         LocalSteps(model, optimizer, every="1s", elastic=True, timeout=timeout)  # type: ignore[arg-type]
 
 
+def _fetch(*_: object) -> dict[str, int]:
+    """A state that takes a while."""
+    time.sleep(0.05)
+    return {"merges": 3}
+
+
 def test_a_state_that_comes_too_slowly_and_is_old_is_refused_before_anybody_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -377,11 +383,7 @@ def test_a_state_that_comes_too_slowly_and_is_old_is_refused_before_anybody_wait
 
     merges = 3
 
-    def fetch(*_: object) -> dict[str, int]:
-        time.sleep(0.05)
-        return {"merges": 3}
-
-    monkeypatch.setattr(manager, "_fetch_present", fetch)
+    monkeypatch.setattr(manager, "_fetch_present", _fetch)
     monkeypatch.setattr(manager, "merges_at", lambda *_: merges)
     newcomer = manager.TorchftMembers.__new__(manager.TorchftMembers)
     newcomer.timeout = SECOND / 100
@@ -425,11 +427,7 @@ def test_a_state_that_takes_longer_than_members_wait_is_an_error_of_who_fetches_
 
     from lightning_gqsgd.membership.transport import PlainTransport
 
-    def fetch(*_: object) -> dict[str, int]:
-        time.sleep(0.05)
-        return {"merges": 3}
-
-    monkeypatch.setattr(HTTPTransport, "recv_checkpoint", fetch)
+    monkeypatch.setattr(HTTPTransport, "recv_checkpoint", _fetch)
     transport = PlainTransport(SECOND, "127.0.0.1", dict)
     assert transport.recv_checkpoint(0, "http://127.0.0.1:1/checkpoint/", 3, 20 * SECOND) == {"merges": 3}
     with pytest.raises(ConfigError, match=r"members wait for each other for timeout=0.01 s; give all of them"):

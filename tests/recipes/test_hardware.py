@@ -151,6 +151,9 @@ def test_a_conflict_ends_a_run(refusal: Callable[..., str], monkeypatch: pytest.
         (["hardware=netlab", "hardware.devices=auto"], "hardware.devices='auto' is none"),
         (["hardware=netlab", "hardware.accelerator=gpu"], "hardware.accelerator=cpu, not gpu"),
         (["hardware=slurm", "hardware.devices=auto"], "hardware=slurm has to know the number of processes per node"),
+        (["trainer.accelerator=gpu"], "^trainer.accelerator=gpu needs a GPU, .*; take trainer.accelerator=cpu$"),
+        (["hardware.accelerator=cuda"], "^hardware.accelerator=cuda needs a GPU, .*; take hardware.accelerator=cpu$"),
+        (["hardware=nvlink"], "^hardware=nvlink needs a GPU, .*; take hardware=cpu$"),
         (["hardware=slurm"], r"submits a job with -m: python recipes/run\.py -m hardware=slurm; .*put srun before"),
     ],
 )
@@ -176,21 +179,6 @@ def test_gpus_that_are_not_there(check: Callable[..., None], profile: str, monke
     monkeypatch.setenv("SLURM_PROCID", "0")
     with pytest.raises(RecipeError, match=f"hardware={profile} asks for 4 GPUs .* finds 2; take hardware.devices=2"):
         check(f"hardware={profile}", "hardware.devices=4")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["trainer.accelerator=gpu"], "^trainer.accelerator=gpu needs a GPU, .*; take trainer.accelerator=cpu$"),
-        (["hardware.accelerator=cuda"], "^hardware.accelerator=cuda needs a GPU, .*; take hardware.accelerator=cpu$"),
-        (["hardware=nvlink"], "^hardware=nvlink needs a GPU, .*; take hardware=cpu$"),
-    ],
-)
-def test_the_override_that_asks_for_a_gpu_is_named(
-    check: Callable[..., None], overrides: list[str], message: str
-) -> None:
-    with pytest.raises(RecipeError, match=message):
-        check(*overrides)
 
 
 def test_lists_of_gpus_are_taken(check: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
