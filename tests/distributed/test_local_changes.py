@@ -272,6 +272,7 @@ def test_an_average_leaves_out_what_was_frozen_when_it_was_started(rank: int) ->
         _steps(model, optimizer, rank, range(9, 10))
         bits.append(bits_of_anchors(optimizer))
         optimizer.close()
+    assert len(set(bits)) == 1
     return bits
 
 
