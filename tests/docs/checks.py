@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 
+import pytest
+
 from tests.docs.pages import Table, tables, text_of, without_code
 
-#: By page and sentence, a regular expression: what the tables say for each of its groups.
-Sentences = dict[tuple[str, str], Sequence[Callable[[], str | float]]]
+#: What the tables say for each group of a sentence.
+Values = Callable[[], Iterable[str | float]]
+#: By page, and by sentence, a regular expression.
+Sentences = dict[str, dict[str, Values]]
 
 _NUMBER = re.compile(r"(?<![\w.])[+−-]?\d[\d,]*(?:\.\d+)?")
 
@@ -36,12 +40,24 @@ def spaced(pattern: str) -> str:
     return pattern.replace(" ", r"\s+")
 
 
-def compare_sentence(page: str, pattern: str, values: Sequence[Callable[[], str | float]]) -> None:
+def every_sentence(sentences: Sentences) -> pytest.MarkDecorator:
+    """Parametrise a test with each sentence."""
+    cases = [(page, pattern, values) for page, found in sentences.items() for pattern, values in found.items()]
+    return pytest.mark.parametrize(("page", "pattern", "values"), cases)
+
+
+def ends(values: Iterable[float]) -> list[float]:
+    """The least and the largest of some values."""
+    ascending = sorted(values)
+    return [ascending[0], ascending[-1]]
+
+
+def compare_sentence(page: str, pattern: str, values: Values) -> None:
     """Assert that a sentence of a page says what the tables say."""
     match = re.search(spaced(pattern), text_of(page), re.DOTALL)
     assert match, f"{page}: the sentence is gone: take its pattern out, too"
     said = [plain(group) for group in match.groups()]
-    assert said == [rounded(value(), like) for value, like in zip(values, said, strict=True)], page
+    assert said == [rounded(value, like) for value, like in zip(values(), said, strict=True)], page
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import re
 from decimal import Decimal
-from functools import partial
 
 import pytest
 
-from tests.docs.checks import Checked, Sentences, compare_sentence, numbers
+from tests.docs.checks import Checked, Sentences, Values, compare_sentence, every_sentence, numbers
 from tests.docs.tables import RESULTS, cell, rows_of
 
 PAGE, FIGURES = "docs/choosing.md", "docs/choosing_figures.md"
@@ -73,85 +72,82 @@ def shared(column: str, samples: str) -> str:
 
 
 SENTENCES: Sentences = {
-    (PAGE, r"8 bits are ([\d.]+) times as fast as fp32, and 4 bits ([\d.]+) times"): [
-        lambda: fast_link("two_shot, 8 bit"),
-        lambda: fast_link("two_shot, 4 bit"),
-    ],
-    (
-        FIGURES,
-        r"a ResNet takes the same (\d) bits, and a transformer from ([\d.]+) bits fewer to\s+([\d.]+) bits more",
-    ): [
-        lambda: cell("noise_layers", "bits, a width each", task="ResNet", ranks="8", batch="64"),
-        lambda: -min(of_layers("difference")),
-        lambda: max(of_layers("difference")),
-    ],
-    (FIGURES, r"The R/V of single parameters is ([\d.]+) to\s+([\d.]+) times that of all"): [
-        lambda: min(of_layers("R/V, least layer")),
-        lambda: max(of_layers("R/V, largest layer")),
-    ],
-    (FIGURES, r"batches of 32 at ([+−]\d[\d.]*) ± ([\d.]+)\s+points with ([\d.]+) bits"): [
-        lambda: noise("digits, batch 32", "difference").partition(" ± ")[0],
-        lambda: noise("digits, batch 32", "difference").partition(" ± ")[2],
-        lambda: noise("digits, batch 32", "average bits"),
-    ],
-    (FIGURES, r"small network on CIFAR-10 at ([+−]\d[\d.]*) ± ([\d.]+) points with ([\d.]+) bits"): [
-        lambda: noise("CIFAR-10, small network", "difference").partition(" ± ")[0],
-        lambda: noise("CIFAR-10, small network", "difference").partition(" ± ")[2],
-        lambda: noise("CIFAR-10, small network", "average bits"),
-    ],
-    (FIGURES, r"at a perplexity higher by (\d[\d.]*) ± ([\d.]+) with ([\d.]+) bits"): [
-        lambda: noise("WikiText-2, transformer", "difference").partition(" ± ")[0],
-        lambda: noise("WikiText-2, transformer", "difference").partition(" ± ")[2],
-        lambda: noise("WikiText-2, transformer", "average bits"),
-    ],
-    (PAGE, r"about 1/\(1 − e\) times faster: ([\d.]+) times at e = 0\.05, ([\d.]+) at\s+0\.3, (\d+) at 0\.8\."): [
-        lambda: at_most(0.05),
-        lambda: at_most(0.3),
-        lambda: at_most(0.8),
-    ],
-    (FIGURES, r"computes for ([\d.]+) s of its (\d+) ms"): [computing, lambda: step("ddp")],
-    (FIGURES, r"at most ([\d.]+) times faster; 4 bits make it ([\d.]+) times faster"): [
-        lambda: float(step("ddp")) / 1000 / float(computing()),
-        lambda: float(step("ddp")) / float(step("gqsgd_4bit")),
-    ],
-    (
-        FIGURES,
-        r"is off by ([\d.]+) % if they are Gaussian, ([\d.]+) % if they are heavy-tailed, and ([\d.]+) % .*? it is "
-        r"([\d.]+), ([\d.]+) and ([\d.]+) %",
-    ): [
-        partial(companded, kind, codec, "4.12")
-        for codec in ("companded, blocks of 128", "linear, blocks of 128")
-        for kind in KINDS[:3]
-    ],
-    (
-        FIGURES,
-        r"from ([\d.]+) to ([\d.]+) % with 64 samples .*? a gain of ([\d.]+) bits, and from ([\d.]+) to ([\d.]+) % "
-        r"with 512",
-    ): [
-        *(partial(shared, column, "64") for column in SHARED),
-        lambda: math.log2(float(shared(SHARED[0], "64")) / float(shared(SHARED[1], "64"))),
-        *(partial(shared, column, "512") for column in SHARED),
-    ],
-    (FIGURES, r"heavy tails no longer matter \(([\d.]+) %\)"): [
-        lambda: companded("heavy-tailed", "companded, blocks of 128, rotated", "4.12"),
-    ],
-    (
-        FIGURES,
-        r"is off by ([\d.]+) % if they are Gaussian, and by ([\d.]+) % .*? by ([\d.]+) and ([\d.]+) %; at 3 bits by "
-        r"([\d.]+) and ([\d.]+) %, and with `companded` by ([\d.]+) and ([\d.]+) %",
-    ): [
-        partial(error, preset, kind)
-        for preset in ("gqsgd_2bit", "gqsgd 2 bit, companded", "gqsgd_2bit 3 bit", "gqsgd_3bit")
-        for kind in ("gaussian", "CNN trained")
-    ],
-    (PAGE, r"\[(\d+) ms instead of (\d+)\]"): [
-        lambda: two_ranks("hierarchical, 4 bit"),
-        lambda: two_ranks("two_shot, 4 bit"),
-    ],
-    (PAGE, r"\[([\d.]+) % where `two_shot` has ([\d.]+) %\]"): [
-        lambda: error("gqsgd_sum", "gaussian"),
-        lambda: error("gqsgd", "gaussian"),
-    ],
+    PAGE: {
+        r"8 bits are ([\d.]+) times as fast as fp32, and 4 bits ([\d.]+) times": lambda: [
+            fast_link("two_shot, 8 bit"),
+            fast_link("two_shot, 4 bit"),
+        ],
+        r"about 1/\(1 − e\) times faster: ([\d.]+) times at e = 0\.05, ([\d.]+) at\s+0\.3, (\d+) at 0\.8\.": lambda: [
+            at_most(0.05),
+            at_most(0.3),
+            at_most(0.8),
+        ],
+        r"\[(\d+) ms instead of (\d+)\]": lambda: [two_ranks("hierarchical, 4 bit"), two_ranks("two_shot, 4 bit")],
+        r"\[([\d.]+) % where `two_shot` has ([\d.]+) %\]": lambda: [
+            error("gqsgd_sum", "gaussian"),
+            error("gqsgd", "gaussian"),
+        ],
+    },
+    FIGURES: {
+        (
+            r"a ResNet takes the same (\d) bits, and a transformer from ([\d.]+) bits fewer to\s+([\d.]+) bits more"
+        ): lambda: [
+            cell("noise_layers", "bits, a width each", task="ResNet", ranks="8", batch="64"),
+            -min(of_layers("difference")),
+            max(of_layers("difference")),
+        ],
+        r"The R/V of single parameters is ([\d.]+) to\s+([\d.]+) times that of all": lambda: [
+            min(of_layers("R/V, least layer")),
+            max(of_layers("R/V, largest layer")),
+        ],
+        r"batches of 32 at ([+−]\d[\d.]*) ± ([\d.]+)\s+points with ([\d.]+) bits": lambda: [
+            noise("digits, batch 32", "difference").partition(" ± ")[0],
+            noise("digits, batch 32", "difference").partition(" ± ")[2],
+            noise("digits, batch 32", "average bits"),
+        ],
+        r"small network on CIFAR-10 at ([+−]\d[\d.]*) ± ([\d.]+) points with ([\d.]+) bits": lambda: [
+            noise("CIFAR-10, small network", "difference").partition(" ± ")[0],
+            noise("CIFAR-10, small network", "difference").partition(" ± ")[2],
+            noise("CIFAR-10, small network", "average bits"),
+        ],
+        r"at a perplexity higher by (\d[\d.]*) ± ([\d.]+) with ([\d.]+) bits": lambda: [
+            noise("WikiText-2, transformer", "difference").partition(" ± ")[0],
+            noise("WikiText-2, transformer", "difference").partition(" ± ")[2],
+            noise("WikiText-2, transformer", "average bits"),
+        ],
+        r"computes for ([\d.]+) s of its (\d+) ms": lambda: [computing(), step("ddp")],
+        r"at most ([\d.]+) times faster; 4 bits make it ([\d.]+) times faster": lambda: [
+            float(step("ddp")) / 1000 / float(computing()),
+            float(step("ddp")) / float(step("gqsgd_4bit")),
+        ],
+        (
+            r"is off by ([\d.]+) % if they are Gaussian, ([\d.]+) % if they are heavy-tailed, and ([\d.]+) % .*? it is "
+            r"([\d.]+), ([\d.]+) and ([\d.]+) %"
+        ): lambda: [
+            companded(kind, codec, "4.12")
+            for codec in ("companded, blocks of 128", "linear, blocks of 128")
+            for kind in KINDS[:3]
+        ],
+        (
+            r"from ([\d.]+) to ([\d.]+) % with 64 samples .*? a gain of ([\d.]+) bits, and from ([\d.]+) "
+            r"to ([\d.]+) % with 512"
+        ): lambda: [
+            *(shared(column, "64") for column in SHARED),
+            math.log2(float(shared(SHARED[0], "64")) / float(shared(SHARED[1], "64"))),
+            *(shared(column, "512") for column in SHARED),
+        ],
+        r"heavy tails no longer matter \(([\d.]+) %\)": lambda: [
+            companded("heavy-tailed", "companded, blocks of 128, rotated", "4.12")
+        ],
+        (
+            r"is off by ([\d.]+) % if they are Gaussian, and by ([\d.]+) % .*? by ([\d.]+) and ([\d.]+) %; at 3 bits "
+            r"by ([\d.]+) and ([\d.]+) %, and with `companded` by ([\d.]+) and ([\d.]+) %"
+        ): lambda: [
+            error(preset, kind)
+            for preset in ("gqsgd_2bit", "gqsgd 2 bit, companded", "gqsgd_2bit 3 bit", "gqsgd_3bit")
+            for kind in ("gaussian", "CNN trained")
+        ],
+    },
 }
 
 
@@ -206,9 +202,9 @@ TABLES = (
 )
 
 
-@pytest.mark.parametrize(("page", "pattern"), SENTENCES)
-def test_sentences_say_what_the_tables_say(page: str, pattern: str) -> None:
-    compare_sentence(page, pattern, SENTENCES[page, pattern])
+@every_sentence(SENTENCES)
+def test_sentences_say_what_the_tables_say(page: str, pattern: str, values: Values) -> None:
+    compare_sentence(page, pattern, values)
 
 
 @pytest.mark.parametrize("checked", TABLES, ids=lambda checked: " ".join(checked.begin))

@@ -168,7 +168,7 @@ def left(page: str, text: str) -> list[str]:
     sentences = list(test_figures.SENTENCES)
     with_tables = (test_figures_of_choosing, test_figures_of_pages)
     for module in (test_further_figures, test_figures_of_further_systems, *with_tables):
-        sentences += [pattern for name, pattern in module.SENTENCES if name == page]
+        sentences += module.SENTENCES.get(page, {})
     for checked in (checked for module in with_tables for checked in module.TABLES):
         if checked.page == page:
             text = text.replace(checked.table.source, "\n")
