@@ -134,7 +134,7 @@ class TorchftMembers(Members):
         self.telemetry = self._group.telemetry
         self._merges = 0  # made by the others before this member meets them
         self._has_met = False
-        self._met_at = time.time()  # not time.monotonic(), which stands still while a machine is suspended
+        self._met_at = _seconds_of_machine()
         self._connecting = threading.Lock()
         self._is_closed = False
         self._manager: Manager | None = None
@@ -285,7 +285,7 @@ class TorchftMembers(Members):
     def _meet(self) -> Quorum:
         self._received = None
         manager = self._connected()
-        if time.time() - self._met_at > _LOOK_AFTER.total_seconds():
+        if _seconds_of_machine() - self._met_at > _LOOK_AFTER.total_seconds():
             # This process may have been suspended, and the others may have finished since.
             with suppress(ConfigError):
                 self._merges_before = latest_merges_of(self._lighthouse, self._name, _GLANCE.total_seconds())
@@ -309,7 +309,7 @@ class TorchftMembers(Members):
         if own is None:
             raise MergeFailed("this member does not take part")
         self._has_met = True
-        self._met_at = time.time()
+        self._met_at = _seconds_of_machine()
         return Quorum(own, self._received)
 
     def _receive(self, state: Mapping[str, Any]) -> None:
@@ -376,6 +376,12 @@ class _DaemonExecutor(Executor):
 
         threading.Thread(target=run, name="gqsgd-quorum", daemon=True).start()
         return future
+
+
+def _seconds_of_machine() -> float:
+    """Returns the seconds since the machine's start. They go on while it is suspended, where `time.monotonic` stands
+    still, and nobody can set them, unlike `time.time`."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _say_why_it_waits(lighthouse: str) -> None:
