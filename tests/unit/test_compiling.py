@@ -208,7 +208,7 @@ def test_kernels_that_were_compiled_wrongly_are_an_error(
     spoil: Callable[[torch.Tensor], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _spoil_decoding(monkeypatch, spoil)
-    with pytest.raises(ConfigError, match=r"of 72 coordinates to other numbers .* numba .* plain DDP"):
+    with pytest.raises(ConfigError, match=r"of 72 coordinates to other numbers .* Numba .* plain DDP"):
         _check("gqsgd", torch.float32)
     (finding,) = [finding for finding in doctor.findings() if finding.question == "CPU kernels"]
     assert finding.is_bad

@@ -58,6 +58,7 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(launch, "JITFunction", Kernel)
+    monkeypatch.setattr(launch, "options", lambda c, kind: {})
     monkeypatch.setattr(launch, "_kept", {})
     return Kernel()
 
