@@ -235,8 +235,7 @@ class Reducer(ABC):
 
     @staticmethod
     def stages(setting: Setting) -> int:
-        """Returns the number of stages, which is the largest number of times that `steps` yields: two, unless a reducer
-        says otherwise."""
+        """Returns the number of stages, two unless a reducer says otherwise. `steps` does not yield more often."""
         return 2
 
     @classmethod
