@@ -164,6 +164,12 @@ def trained(way: str, column: str = "loss at the end") -> float:
     return float(cell("language_model", column, way=way))
 
 
+def trained_with(way: str, rate: float) -> float:
+    """What a training of the language model with the first seed and another learning rate ends with."""
+    curve = json.loads((RESULTS / "language_model" / f"{way}_{rate}_seed_0.json").read_text())
+    return float(curve[-1][2])
+
+
 #: Ways of averaging, in the order of the sentences about fine-tuning.
 TUNED = ("ddp", "8 bit", "4 bit", "2 bit")
 
@@ -317,6 +323,10 @@ SENTENCES: Sentences = {
             *(trained("ddp", column) for column in ("lowest", "highest")),
             trained(DILOCO),
             trained("ddp", "sent (MB)") / trained(DILOCO, "sent (MB)"),
+        ],
+        r"with half of it, fp32 ends at ([\d.]+) and 2 bits at ([\d.]+) \(one": lambda: [
+            trained_with("ddp", 0.0005),
+            trained_with("2_bit", 0.0005),
         ],
         r"It ends at ([\d.]+), after a (\d+)th of fp32's bytes.*every step, the loss is ([\d.]+)\.": lambda: [
             trained(MULOCO),
