@@ -126,7 +126,7 @@ def _cpu_kernels() -> str:
 
 
 def _gpu_kernels() -> str:
-    triton = triton_version()
+    triton = triton_version() or "not installed"
     if not torch.cuda.is_available():
         return f"no GPU to run them on; Triton {triton}"
     _check_kernels(torch.device("cuda"))

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from lightning_gqsgd.cli import doctor_interfaces
 from lightning_gqsgd.cli.doctor_interfaces import Interface
-from lightning_gqsgd.cli.doctor_places import Place, place_of
+from lightning_gqsgd.cli.places import Place, place_of
 from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.errors import ConfigError, counted, first_line
 from lightning_gqsgd.wire.agreement import ranks_in_words

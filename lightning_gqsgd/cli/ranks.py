@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_gqsgd.cli.doctor_places import LAUNCHERS, launcher_of, number_in, torchruns_variables
+from lightning_gqsgd.cli.places import LAUNCHERS, launcher_of, number_in, torchruns_variables
 from lightning_gqsgd.errors import ConfigError, counted, first_line
 from lightning_gqsgd.wire.node import local_ranks
 from lightning_gqsgd.wire.store import wait_for_store

@@ -62,17 +62,17 @@ def _check_numba() -> None:
 @lru_cache(maxsize=1)
 def _check_triton() -> None:
     version = triton_version()
-    if version == "none" or tuple(int(part) for part in version.split(".")[:2]) < MIN_TRITON:
+    if version is None or tuple(int(part) for part in version.split(".")[:2]) < MIN_TRITON:
         wanted = ".".join(map(str, MIN_TRITON))
         raise ConfigError(
-            f"gradients on a GPU need Triton {wanted} or newer, found {version}: it comes with PyTorch 2.8 and newer "
-            "for Linux; upgrade torch, or keep this model on plain DDP"
+            f"gradients on a GPU need Triton {wanted} or newer, found {version or 'none'}: it comes with PyTorch 2.8 "
+            "and newer for Linux; upgrade torch, or keep this model on plain DDP"
         )
 
 
-def triton_version() -> str:
-    """Returns the version of Triton, whose package has another name for AMD's GPUs, or "none"."""
+def triton_version() -> str | None:
+    """Returns the version of Triton, whose package has another name for AMD's GPUs; None if it is not installed."""
     try:
         return str(import_module("triton").__version__)
     except ImportError:
-        return "none"
+        return None

@@ -179,20 +179,21 @@ def merges_at(lighthouse: str, timeout_s: float) -> int:
 
 
 def latest_merges_of(lighthouse: str, name: str, timeout_s: float) -> int:
-    """Returns the same of members with a name (see `name_for`), also if they are gone."""
+    """Returns the number of merges before the latest merge of members with a name (see `name_for`), also of those that
+    are gone. Other arguments and errors are those of `merges_at`."""
     merged = _MERGED.findall(_page_of(lighthouse, timeout_s))
     return max((int(merges) for member, merges, _ in merged if member.partition(":")[0] == name), default=0)
 
 
 def members_at(lighthouse: str, timeout_s: float, alive_s: float = _ALIVE_S) -> list[str]:
     """Returns the members that have given a lighthouse a sign of life within ``alive_s`` seconds, sorted: the name, a
-    colon, and a unique suffix. Otherwise as `merges_at`."""
+    colon, and a unique suffix. Other arguments and errors are those of `merges_at`."""
     return _alive_on(_page_of(lighthouse, timeout_s), alive_s)
 
 
 def shortage_at(lighthouse: str, timeout_s: float) -> str | None:
-    """Returns a line if a lighthouse waits for more members than there are; None if it does not. Otherwise as
-    `merges_at`."""
+    """Returns a line if a lighthouse waits for more members than there are; None if it does not. Arguments and errors
+    are those of `merges_at`."""
     match = _TOO_FEW.search(_page_of(lighthouse, timeout_s))
     if match is None:
         return None

@@ -53,7 +53,7 @@ from lightning_gqsgd.membership.members import (
 from lightning_gqsgd.membership.process_group import QuantisedProcessGroup
 from lightning_gqsgd.membership.quorums import DistinctQuorums
 from lightning_gqsgd.membership.transport import PlainTransport, check_time
-from lightning_gqsgd.wire.communicator import check_timeout, gloo_devices
+from lightning_gqsgd.wire.communicator import check_timeout, gloo_devices, gloo_options
 
 logger = logging.getLogger(__name__)
 
@@ -343,11 +343,7 @@ class _Gloo(ProcessGroupGloo):
 
     def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = self._timeout
-        options._devices = gloo_devices(self._host)
-        options._threads = 2 * len(options._devices)  # as many as torch uses
-        backend = gloo(store, rank, world_size, options)
+        backend = gloo(store, rank, world_size, gloo_options(gloo_devices(self._host), self._timeout))
         backend._set_sequence_number_for_group()
         group: Any = dist.ProcessGroup(store, rank, world_size)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

@@ -226,12 +226,9 @@ class Communicator:
         gloo: Any = dist.ProcessGroupGloo
         if turn not in self._devices:
             self._devices[turn] = gloo_devices()
-        options = gloo._Options()
         # Before torch 2.8, collectives keep the timeout with which their group was connected.
-        options._timeout = self.timeout / (GLOO_PATIENCE if torch.__version__ >= "2.8" else 1)
-        options._devices = list(self._devices[turn])
-        options._threads = 2 * len(self._devices[turn])  # as many as torch uses
-        made = gloo(store, rank, size, options)
+        connecting = self.timeout / (GLOO_PATIENCE if torch.__version__ >= "2.8" else 1)
+        made = gloo(store, rank, size, gloo_options(self._devices[turn], connecting))
         made._set_default_timeout(self.timeout)
         return made
 
@@ -447,6 +444,16 @@ def gloo_devices(host: str = "") -> list[Any]:
     if host and _name_reaches_no_other_host():
         return [gloo.create_device(hostname=host)]
     return [gloo.create_default_device()]
+
+
+def gloo_options(devices: Sequence[Any], timeout: timedelta) -> Any:
+    """Returns Gloo's options for a process group on some devices, with as many threads as torch uses."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = list(devices)
+    options._threads = 2 * len(options._devices)
+    return options
 
 
 def _name_reaches_no_other_host() -> bool:

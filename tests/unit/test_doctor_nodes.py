@@ -11,7 +11,7 @@ import pytest
 from lightning_gqsgd.cli import doctor_nodes
 from lightning_gqsgd.cli.doctor_interfaces import Interface, address_of, busiest, interfaces, warnings
 from lightning_gqsgd.cli.doctor_nodes import Findings, Host, Pair, rounds
-from lightning_gqsgd.cli.doctor_places import Place, first_node, place_of, torchruns_variables
+from lightning_gqsgd.cli.places import Place, first_node, place_of, torchruns_variables
 from lightning_gqsgd.errors import ConfigError
 
 LO = Interface("lo", "127.0.0.1", None, 0, True)

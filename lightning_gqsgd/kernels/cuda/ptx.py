@@ -1,8 +1,8 @@
 """Instructions of NVIDIA's GPUs that Triton does not offer: permutations of bytes, and rounding downwards.
 
-They are written in PTX, whose manual defines them. For AMD's GPUs, operations of Triton compute the same numbers; where
-these are slower for NVIDIA's, `floats` chooses. Triton's interpreter does not support PTX; in tests,
-`tests/unit/interpreter.py` computes these instructions.
+They are written in PTX, whose manual defines them. For AMD's GPUs, operations of Triton compute the same numbers. The
+functions below without such a form are called by `floats` for NVIDIA's GPUs only. Triton's interpreter does not support
+PTX; in tests, `tests/unit/interpreter.py` computes these instructions.
 """
 
 from __future__ import annotations
