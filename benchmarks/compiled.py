@@ -120,8 +120,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.triton:
         front = ["--front"] if options.front else []
-        arguments = ["--kernels", options.kernels, "--arch", *options.arch, *front]
-        sys.exit(1 if matrix(options.triton, arguments) else 0)
+        # A process compiles for one maker, as a PyTorch is built for one.
+        of_amd = [arch for arch in options.arch if arch.startswith("gfx")]
+        of_nvidia = [arch for arch in options.arch if arch not in of_amd]
+        failures = 0
+        for some in filter(None, (of_nvidia, of_amd)):
+            failures += matrix(options.triton, ["--kernels", options.kernels, "--arch", *some, *front])
+        sys.exit(1 if failures else 0)
     facts = compile_with(INSTALLED, "--kernels", "table", "--counts")
     if options.save:
         save(facts["found"], facts["triton"])

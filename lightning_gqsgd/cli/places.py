@@ -107,7 +107,7 @@ def _address(environment: Mapping[str, str], launcher: str) -> str:
         return first_node(nodes)
     raise ConfigError(
         f"{launcher} does not say where rank 0 is; set MASTER_ADDR to the address of its host on all ranks, e.g. "
-        "mpirun -x MASTER_ADDR=10.0.0.1"
+        "export MASTER_ADDR=10.0.0.1 before srun, or mpirun -x MASTER_ADDR=10.0.0.1"
     )
 
 
