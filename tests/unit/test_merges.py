@@ -161,6 +161,19 @@ def test_by_the_clock_a_slow_member_hands_over_before_the_end_and_a_fast_one_aft
     assert not fast.is_due(0)
 
 
+def test_by_the_clock_a_pause_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("lightning_gqsgd.local_steps.merges.rounds.time.monotonic", lambda: now[0])
+    rounds = ByClock(20.0)
+    rounds.end_step()
+    for step_s in (1.0, 15.0, 1.0):  # a validation of 14 seconds
+        now[0] += step_s
+        rounds.end_step()
+    rounds.begin(now[0], [row(1, step_s=rounds.step_s)])
+    now[0] += 18.0
+    assert not rounds.is_due(1)
+
+
 def test_by_steps_the_merge_begins_when_the_steps_are_made() -> None:
     rounds = BySteps(lambda number: 4 * (number + 1))
     assert not rounds.is_due(3)

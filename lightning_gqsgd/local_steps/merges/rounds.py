@@ -29,7 +29,7 @@ class MergeRounds(ABC):
     """The rounds of one member.
 
     Attributes:
-        step_s: seconds of the longest of the latest steps; 0 before the first one.
+        step_s: seconds of the second longest of the latest steps; 0 before the first one.
         patience_s: seconds without a successful merge after which members give up.
     """
 
@@ -42,8 +42,10 @@ class MergeRounds(ABC):
 
     @property
     def step_s(self) -> float:
-        """Seconds of the longest of the latest steps; see the class."""
-        return max(self._times, default=0.0)
+        """Seconds of the second longest of the latest steps; see the class."""
+        # The longest one may contain a pause, such as a validation or a compilation, and a member that took it for a
+        # step would hand over early, and wait.
+        return sorted(self._times)[-2:][0] if self._times else 0.0
 
     @property
     def latest_step(self) -> float:
