@@ -82,7 +82,7 @@ def _unequal(rank: int, delay: int) -> dict[str, Any]:
         "steps": optimizer.averages.step,
         "learns": losses[-1] < losses[0],
     }
-    optimizer.finish()  # does nothing
+    optimizer.finish()  # changes nothing
     assert bits_of_model(model) == result["end"]
     optimizer.close()
     return result
@@ -339,6 +339,19 @@ def test_a_state_that_goes_back_to_an_earlier_step_can_be_trained_to_the_same_st
     optimizer.close()
     assert bits[0] == bits[1] != bits[2]
     return bits
+
+
+@on_ranks(2, collective_timeout=10)
+def test_a_rank_that_has_made_no_step_since_it_finished_takes_part_when_the_others_finish_again(rank: int) -> str:
+    model, optimizer = counting(every="5s")
+    optimizer.step()
+    optimizer.finish()
+    for _ in range(0 if rank else 3):  # this rank has no more data
+        optimizer.step()
+    optimizer.finish()
+    assert optimizer.samples == 5
+    optimizer.close()
+    return bits_of_model(model)
 
 
 def _closed_in_a_merge(rank: int) -> str:

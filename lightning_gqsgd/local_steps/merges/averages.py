@@ -350,8 +350,9 @@ class MergedAverages:
 
         Until then, this member takes part in the merges of the others, which continue to train. If parameters have
         changed without a step since the last merge, for example by a callback that sets averaged weights, this change
-        has the weight of the round before. A second call in a row does nothing; if parameters have changed in between,
-        a warning says that this change is not merged.
+        has the weight of the round before. A second call in a row is a merge of the ranks of a process group, of which
+        some may have made steps in between. With ``elastic``, it does nothing; if parameters have changed in between, a
+        warning says that this change is not merged.
 
         A member that makes no steps, and does not finish, is waited for no longer than the timeout, or, with
         ``elastic``, than the patience of `rounds`. Then members end without it, or raise an error if it cannot leave.
@@ -363,7 +364,7 @@ class MergedAverages:
         """
         refuse_kept([self._fragment])
         self.check_open()
-        if self.step == self._finished_after:
+        if self.step == self._finished_after and not self._members.waits_for_all:
             if self._has_changed():
                 logger.warning(
                     "gqsgd: the model's weights were changed after finish(), and a second finish() does not merge this "
