@@ -220,25 +220,36 @@ def _waits_for_frozen(names: list[str]) -> str:
     return (
         f"DistributedDataParallel still waits for the gradient of parameter {listed(names)}, which was frozen "
         "after the forward pass had begun, or after the model was wrapped, and no rank got the others' gradients. "
-        "Freeze it before the forward pass, and wrap anew then, by state.rewrap(DistributedDataParallel) "
-        "(Lightning's strategy does that for what is frozen in on_train_batch_start, or earlier); or wrap with "
-        "find_unused_parameters=True"
+        "If parameters take turns, as under Lightning's toggle_optimizer, wrap with find_unused_parameters=True, which "
+        "GQSGDStrategy and GQSGDKwargs take, too. Otherwise freeze before the forward pass, and wrap anew then, by "
+        "state.rewrap(DistributedDataParallel) (Lightning's strategy does that for what is frozen in "
+        "on_train_batch_start, or earlier)"
     )
 
 
-def _waits_for_others(names: list[str]) -> str:
+def _waits_for_others(names: list[str], *, is_static: bool) -> str:
     """Returns the error of a backward pass that has not reached all parameters.
 
     Args:
         names: those that have no gradient. There may be none, because gradients of earlier backward passes are kept
             unless they are set to None.
+        is_static: whether DDP was told that the graph is the same in every step.
     """
+    remedy = (
+        "Parameters that do not take part in every step need find_unused_parameters=True, or "
+        "state.rewrap(DistributedDataParallel)"
+    )
+    if is_static:
+        # In the first step, DDP counts how often gradients reach a parameter, also those of other models' losses.
+        remedy = (
+            "static_graph=True needs parameters that take part in every step, and in no other model: leave it out "
+            "where DistributedDataParallel models share layers"
+        )
     have_none = f" ({listed(names)} {'has' if len(names) == 1 else 'have'} none)" if names else ""
     return (
         f"DistributedDataParallel still waits for gradients of some parameters{have_none}, so this step's gradients "
-        "are not averaged. Parameters that do not take part in every step need find_unused_parameters=True, or "
-        "state.rewrap(DistributedDataParallel). After an exception in a backward pass, state.rewrap drops the pass's "
-        "gradients, and training goes on"
+        f"are not averaged. {remedy}. After an exception in a backward pass, state.rewrap drops the pass's gradients, "
+        "and training goes on"
     )
 
 
@@ -572,7 +583,9 @@ class BackwardWatch:
             reduced = {name: p for name, p in model.module.named_parameters() if id(p) in self._reduced}
             frozen = [name for name, p in reduced.items() if not p.requires_grad]
             without = [name for name, p in reduced.items() if p.requires_grad and p.grad is None]
-            raise ConfigError(_waits_for_frozen(frozen) if frozen else _waits_for_others(without)) from error
+            is_static = getattr(model, "static_graph", False)
+            text = _waits_for_frozen(frozen) if frozen else _waits_for_others(without, is_static=is_static)
+            raise ConfigError(text) from error
         raise ConfigError(
             "the latest backward pass has computed gradients, and none of them has reached DistributedDataParallel, so "
             "each rank would train its own. The model was changed after it was wrapped, for example cast to another "

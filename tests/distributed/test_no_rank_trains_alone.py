@@ -185,6 +185,7 @@ def test_a_parameter_that_is_not_reached_is_an_error_before_weights_change(
     of_frozen = error_text(ConfigError, state.rewrap, DistributedDataParallel)
     state.close()
     assert "'layers.0.weight', 'layers.0.bias', which was frozen after the forward pass had begun" in of_frozen
+    assert "toggle_optimizer, wrap with find_unused_parameters=True" in of_frozen
     assert "some parameters ('layers.0.weight', 'layers.0.bias' have none)" in text
     assert "need find_unused_parameters=True" in text
     return text, of_frozen
@@ -503,6 +504,29 @@ def test_a_parameter_of_two_models_is_averaged_by_either_and_nothing_is_logged(r
     assert bits[0] != bits[1]
     assert logs == ["2"]  # at the end, each model says that it has not averaged
     return result
+
+
+@on_ranks(2)
+def test_models_with_static_graphs_that_share_layers_are_refused_with_the_right_remedy(rank: int) -> str:
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(32, 64), nn.ReLU())
+    modules = [nn.Sequential(encoder, nn.Linear(64, 10)) for _ in range(2)]
+    models = [DistributedDataParallel(module, static_graph=True) for module in modules]
+    states = [register_gqsgd(model) for model in models]
+    optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+
+    def train() -> None:
+        for step in range(4):
+            loss_of(models[step % 2], rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    text = error_text(ConfigError, train)
+    for state in states:
+        state.close()
+    assert "leave it out where DistributedDataParallel models share layers" in text
+    assert "find_unused_parameters" not in text
+    return text
 
 
 @on_ranks(2)
