@@ -467,7 +467,11 @@ class MergedAverages:
         """Returns a context in which the model has the anchor's values, e.g. to validate.
 
         After the context, the model has this member's own values again. Do not make a step inside it.
+
+        Raises:
+            RuntimeError: in a forked process.
         """
+        self._thread.check_process()
         self._buffers.take_back()
         with kept([self._fragment]):
             with torch.no_grad(), self._shared.lock:
@@ -508,7 +512,11 @@ class MergedAverages:
         """Returns the state that all members share: plain values and tensors. Not a collective.
 
         A member that loads it starts from the anchor: changes since the last merge are not in it.
+
+        Raises:
+            RuntimeError: in a forked process.
         """
+        self._thread.check_process()
         return {
             "schema": STATE_SCHEMA,
             "seed": self.requested.seed,
@@ -529,7 +537,9 @@ class MergedAverages:
         Raises:
             ConfigError: if this is not such a state, if it is the state of another model, or if this member has a
                 change that is not merged. Nothing is changed then.
+            RuntimeError: in a forked process.
         """
+        self._thread.check_process()
         if isinstance(state, Mapping) and "merged" not in state:
             raise ConfigError(
                 "the state is that of local steps with a number of steps between averages, and this run merges by the "

@@ -144,6 +144,14 @@ class MergeThread:
                 "new LocalSteps"
             )
 
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked process: the thread may have held locks, which nobody releases there."""
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "gqsgd: this LocalSteps belongs to the process that this one was forked from; call it there, before "
+                "the fork if the result is for this process"
+            )
+
     def wait_settled(self, within_s: float) -> Merge | None:
         """Wait for the merge that settles the latest contribution. Returns None if it has not come within so many
         seconds; raises as `check` does."""
