@@ -175,7 +175,9 @@ class Engine:
         messages: Messages | None = None,
         direct: bool = False,
     ) -> None:
-        self._threads = codec_threads(group.size()) if device.type == "cpu" else 1
+        # Processes outside of the group use the processors of their machine as well.
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self._threads = codec_threads(max(world_size, group.size())) if device.type == "cpu" else 1
         self.communicator = Communicator(device, group, key, timeout)
         self.rank = self.communicator.rank
         self.world_size = self.communicator.size

@@ -1,11 +1,30 @@
-"""Finds how many processors this process may use."""
+"""Finds how many processors this process may use, and how many of them are for it alone."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+#: Number of tasks that srun has started, and of the processors of each if the user has said it.
+_SRUN_TASKS, _OF_EACH = "SLURM_STEP_NUM_TASKS", "SLURM_CPUS_PER_TASK"
+
+
+def share_of(ranks: int, local_ranks: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Returns how many processors one rank may use while the other ranks of its machine use equally many; 0 if they are
+    more than the processors.
+
+    Args:
+        ranks: number of all ranks.
+        local_ranks: number of ranks on this machine.
+        environment: where launchers have left their variables.
+    """
+    each = environment.get(_OF_EACH, "")
+    if environment.get(_SRUN_TASKS) == str(ranks) and each.isdecimal():
+        # Each rank is a task. If SLURM binds tasks, this process may use the processors of its own task only.
+        return min(processors(), int(each))
+    return processors() // local_ranks
 
 
 def processors(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.wire.node import local_ranks
-from lightning_gqsgd.wire.processors import processors
+from lightning_gqsgd.wire.processors import share_of
 
 #: Environment variable that sets how many threads of a rank encode and decode, instead of `spare_threads`.
 VARIABLE = "GQSGD_THREADS"
@@ -30,7 +30,8 @@ def codec_threads(ranks: int) -> int:
     """Returns the number of threads of this rank that encode and decode, 1 to `MOST`.
 
     Args:
-        ranks: number of ranks. All are assumed to be on this machine, unless ``LOCAL_WORLD_SIZE`` says how many are.
+        ranks: number of all ranks. All are assumed to be on this machine, unless ``LOCAL_WORLD_SIZE`` says how many
+            are, or srun how many processors each has.
 
     Raises:
         ConfigError: if the variable ``GQSGD_THREADS`` is not such a number; see also `node.local_ranks`.
@@ -39,23 +40,22 @@ def codec_threads(ranks: int) -> int:
     if not said:
         # Without a launcher's number, all ranks may share this machine. Too few threads cost little; too many slow all
         # ranks down.
-        return spare_threads(processors(), local_ranks() or ranks, torch.get_num_threads())
+        return spare_threads(share_of(ranks, local_ranks() or ranks), torch.get_num_threads())
     if not said.isdecimal() or not 1 <= int(said) <= MOST:
         raise ConfigError(f"{VARIABLE}={said!r} is not a number of threads; give 1 to {MOST}, or unset it")
     return int(said)
 
 
-def spare_threads(processors: int, local_ranks: int, compute_threads: int) -> int:
+def spare_threads(share: int, compute_threads: int) -> int:
     """Returns how many threads fit on a rank's share of the processors in addition to those that compute gradients.
 
     It is at least 1.
 
     Args:
-        processors: number of this machine's processors that the process may use.
-        local_ranks: number of processes that share them.
-        compute_threads: number of threads that compute gradients in each process.
+        share: number of processors of the rank, see `processors.share_of`.
+        compute_threads: number of threads that compute gradients in the rank.
     """
-    return max(1, min(MOST_BY_ITSELF, processors // local_ranks - compute_threads))
+    return max(1, min(MOST_BY_ITSELF, share - compute_threads))
 
 
 class Workers:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from lightning_gqsgd.wire.processors import processors
+from lightning_gqsgd.wire.processors import share_of
 from recipes.data.sources import announce_fallback
 from recipes.data.splits import stratified
 from recipes.data.task_data import TaskData
@@ -288,8 +288,8 @@ class ImageFolderData(TaskData):
         )
 
     def _free_cores(self) -> int:
-        processes = self.trainer.num_devices if self.trainer is not None else 1
-        return max(0, processors() // processes - 1)
+        ranks, here = (self.trainer.world_size, self.trainer.num_devices) if self.trainer is not None else (1, 1)
+        return max(0, share_of(ranks, here) - 1)
 
 
 def split_folders(root: Path) -> tuple[Path, Path]:

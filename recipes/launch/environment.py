@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_gqsgd.wire.processors import processors
+from lightning_gqsgd.wire.processors import share_of
 from recipes.errors import RecipeError
 from recipes.launch.hardware import variables
 
@@ -52,18 +52,20 @@ def check_threads(environment: Mapping[str, str]) -> None:
     )
 
 
-def set_threads(threads: int | None, local_processes: int, environment: MutableMapping[str, str]) -> int:
+def set_threads(threads: int | None, ranks: int, local_processes: int, environment: MutableMapping[str, str]) -> int:
     """Limit the compute threads of this process, and of the processes that it starts; returns the limit.
 
     Args:
         threads: the limit; None: OMP_NUM_THREADS if a launcher has set it, otherwise this process's share of the cores.
+        ranks: number of processes on all machines.
         local_processes: number of processes on this machine; LOCAL_WORLD_SIZE of a launcher goes before it.
         environment: where launchers have left their variables, and where OMP_NUM_THREADS is set.
     """
     if threads is None and environment.get("OMP_NUM_THREADS", "").isdecimal():
         threads = int(environment["OMP_NUM_THREADS"])
     if threads is None:
-        threads = max(1, processors() // max(1, int(environment.get("LOCAL_WORLD_SIZE", local_processes))))
+        local_processes = max(1, int(environment.get("LOCAL_WORLD_SIZE", local_processes)))
+        threads = max(1, share_of(ranks, local_processes, environment))
     import torch  # here, not above: the environment of a profile is set before torch is imported
 
     environment["OMP_NUM_THREADS"] = str(threads)  # Lightning sets a number of its own where the variable is missing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from lightning_gqsgd.errors import counted
 from lightning_gqsgd.wire.processors import processors
 from netlab.lab import parse_rate
 from recipes.errors import RecipeError, typed
-from recipes.launch.processes import gpus, local_processes
+from recipes.launch.processes import external_rank, gpus, local_processes
 
 CPU, NETLAB, MULTI_NODE, SLURM = "cpu", "netlab", "multi_node", "slurm"
 
@@ -103,7 +104,12 @@ def _check_processes(key: str, value: Any, accelerator: str) -> None:
 
 
 def _check_cores(config: Mapping[str, Any]) -> None:
-    """Refuse a number of processes that would keep this machine busy with imports for minutes."""
+    """Refuse a number of processes that would keep this machine busy with imports for minutes.
+
+    A launcher outside has started its processes already, and may have bound this one to a core of its own.
+    """
+    if external_rank(os.environ) is not None:
+        return
     trainer, lab = config["trainer"], config["hardware"]["name"] == NETLAB
     here = local_processes("cpu", trainer["devices"]) * (trainer["num_nodes"] if lab else 1)
     most = MOST_PER_CORE * processors()

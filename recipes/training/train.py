@@ -72,7 +72,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
     """
     on_this_machine = local_processes(cfg.trainer.accelerator, cfg.trainer.devices)
     tell_lightning_the_rank(os.environ, on_this_machine)
-    threads = set_threads(cfg.threads, on_this_machine, environment=os.environ)
+    threads = set_threads(cfg.threads, cfg.trainer.num_nodes * on_this_machine, on_this_machine, os.environ)
     seed_everything(cfg.seed, workers=True, verbose=False)
     _silence_expected_messages()
     checkpoint = find_checkpoint(cfg, folder)

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from PIL import Image
 from torch import Tensor
 
-from recipes.data import image_folder, named_files
+from recipes.data import named_files
 from recipes.data.image_folder import MEAN, STD, ImageFolderData
 from recipes.data.named_files import check_stand_in
 from recipes.errors import RecipeError
@@ -157,10 +157,10 @@ def test_companions_of_archives_are_no_images(pictures: Path) -> None:
 def test_workers_have_the_cores_that_training_leaves(
     pictures: Path, monkeypatch: pytest.MonkeyPatch, cores: int, processes: int, workers: int
 ) -> None:
-    monkeypatch.setattr(image_folder, "processors", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     data = _ready(pictures, workers=None)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    trainer: Any = SimpleNamespace(num_devices=processes, world_size=1, strategy=strategy)
+    trainer: Any = SimpleNamespace(num_devices=processes, world_size=processes, strategy=strategy)
     data.trainer = trainer
     training, evaluation = data.train_dataloader(), data.val_dataloader()
     assert training.num_workers == evaluation.num_workers == workers

@@ -87,12 +87,15 @@ def test_torchrun_is_left_to_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     environment: dict[str, str] = {}
-    assert set_threads(None, 2, environment) == torch.get_num_threads() == 4
+    assert set_threads(None, 2, 2, environment) == torch.get_num_threads() == 4
     assert environment == {"OMP_NUM_THREADS": "4"}
-    assert set_threads(None, 16, {}) == 1
-    assert set_threads(None, 2, {"LOCAL_WORLD_SIZE": "8"}) == 1
-    assert set_threads(None, 2, {"OMP_NUM_THREADS": "3"}) == 3
-    assert set_threads(5, 2, {"OMP_NUM_THREADS": "3"}) == 5
+    assert set_threads(None, 16, 16, {}) == 1
+    assert set_threads(None, 2, 2, {"LOCAL_WORLD_SIZE": "8"}) == 1
+    assert set_threads(None, 2, 2, {"OMP_NUM_THREADS": "3"}) == 3
+    assert set_threads(5, 2, 2, {"OMP_NUM_THREADS": "3"}) == 5
+    task = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_CPUS_PER_TASK": "8"}
+    assert set_threads(None, 4, 2, dict(task)) == 8
+    assert set_threads(None, 2, 2, dict(task)) == 4  # these processes are not srun's
 
 
 def test_a_printed_command_works_in_the_folder_where_it_is_printed(

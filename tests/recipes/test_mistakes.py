@@ -149,6 +149,11 @@ def test_more_processes_than_a_machine_can_start_are_refused(
     line = refusal("trainer.devices=64")
     assert line.startswith("RecipeError: trainer.devices=64 asks for 64 processes on 2 cores")
     assert line.endswith("take at most 16, 8 per core")
+    # srun has started these already, and has bound each to a core of its own.
+    monkeypatch.setattr(hardware, "processors", lambda: 1)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    hardware.check_devices({"trainer": {"accelerator": "cpu", "devices": 16, "num_nodes": 1}})
 
 
 def test_mistakes_and_first_words_need_no_torch(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import sys
 import threading
@@ -378,13 +379,19 @@ def test_a_worker_that_is_late_writes_nothing_into_a_result_that_failed() -> Non
 
 
 @pytest.mark.parametrize(
-    ("processors", "local_ranks", "compute_threads", "threads"),
-    [(2, 2, 1, 1), (64, 8, 1, 4), (64, 8, 6, 2), (64, 8, 8, 1), (4, 8, 1, 1), (3, 1, 1, 2)],
+    ("share", "compute_threads", "threads"), [(1, 1, 1), (8, 1, 4), (8, 6, 2), (8, 8, 1), (0, 1, 1), (3, 1, 2)]
 )
-def test_threads_are_those_for_which_there_are_processors(
-    processors: int, local_ranks: int, compute_threads: int, threads: int
-) -> None:
-    assert spare_threads(processors, local_ranks, compute_threads) == threads
+def test_threads_are_those_for_which_there_are_processors(share: int, compute_threads: int, threads: int) -> None:
+    assert spare_threads(share, compute_threads) == threads
+
+
+def test_a_task_of_srun_has_threads_for_its_own_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert codec_threads(4) == 1
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
+    assert codec_threads(4) == 3
 
 
 def test_the_number_of_threads_can_be_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gqsgd.wire.processors import processors
+from lightning_gqsgd.wire.processors import processors, share_of
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +50,18 @@ def test_control_groups_of_version_1_have_limits_too(tmp_path: Path, folder: str
 
 def test_systems_without_control_groups_have_no_limit(tmp_path: Path) -> None:
     assert processors(tmp_path, tmp_path / "nothing") == 8
+
+
+@pytest.mark.parametrize(
+    ("tasks", "each", "ranks", "share"),
+    [
+        ("16", "8", 16, 8),  # bound to the eight processors of its own
+        ("16", "4", 16, 4),  # not bound: the eight are those of two tasks
+        ("2", "8", 16, 1),  # torchrun has started eight ranks in each task
+        ("16", "", 16, 1),
+        ("1", "8", 2, 1),  # a shell in an allocation
+    ],
+)
+def test_a_task_of_srun_has_processors_of_its_own(tasks: str, each: str, ranks: int, share: int) -> None:
+    environment = {"SLURM_STEP_NUM_TASKS": tasks, "SLURM_CPUS_PER_TASK": each}
+    assert share_of(ranks, 8, environment) == share
