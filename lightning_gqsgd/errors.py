@@ -38,11 +38,13 @@ def import_optional(module: str, package: str, feature: str, instead: str) -> An
     Raises:
         PackageError: the package is not installed, or cannot be loaded.
     """
+    top = module.partition(".")[0]
     try:
+        importlib.import_module(top)
         return importlib.import_module(module)
     except Exception as error:  # e.g. a RuntimeError of torchvision next to another torch
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if (missing or "").partition(".")[0] == module.partition(".")[0]:
+        # Where only a part of the package is missing, such as its compiled code, the package is there.
+        if isinstance(error, ModuleNotFoundError) and error.name == top:
             why, remedy = "is not installed", "pip install"
         else:
             why, remedy = f"cannot be loaded ({first_line(error)})", "pip install --force-reinstall"

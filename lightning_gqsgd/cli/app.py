@@ -480,10 +480,11 @@ def lighthouse(
     TORCHFT_LIGHTHOUSE=HOST:PORT for the members (docs/elastic.md).
     """
     with _refusals_in_one_line():
-        from lightning_gqsgd.membership.requirement import torchft_for
+        from lightning_gqsgd.membership.requirement import check_torchft
 
-        with torchft_for("a lighthouse"):
-            from lightning_gqsgd.cli import lighthouse as place
+        check_torchft("a lighthouse")
+        from lightning_gqsgd.cli import lighthouse as place
+
         place.serve(bind, min_replicas, join_timeout, heartbeat_timeout, lambda line: typer.echo(line))
 
 

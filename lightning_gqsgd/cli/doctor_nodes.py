@@ -136,7 +136,7 @@ def opening(findings: Findings) -> str:
     names = len({(host.name, host.namespace) for host in findings.hosts})
     place = findings.place
     launched = f"{counted(place.size, 'rank')} on {counted(names, 'host')}, started by {place.launcher}"
-    return f"{launched}; they met at {place.address}:{place.port}"
+    return f"{launched}; they met at {place.meets_at}"
 
 
 def tables(findings: Findings) -> list[Table]:
@@ -204,7 +204,7 @@ def _not_met(place: Place, wait: timedelta, reason: str) -> str:
             "another job; set MASTER_PORT to a free port, the same on all ranks"
         )
     return (
-        f"{_who(place)} cannot reach rank 0 at {place.address}:{place.port} within {wait.total_seconds():.0f} s "
+        f"{_who(place)} cannot reach rank 0 at {place.meets_at} within {wait.total_seconds():.0f} s "
         f"({reason}); look at the output of rank 0, let port {place.port} through the firewall of that host, and set "
         "MASTER_ADDR to an address that all hosts reach"
     )
@@ -225,7 +225,7 @@ def _rank_0_may_have_ended(place: Place) -> Iterator[None]:
         yield
     except (RuntimeError, OSError) as error:
         raise ConfigError(
-            f"{_who(place)} was waiting for the others, and rank 0 at {place.address}:{place.port}, where they meet, "
+            f"{_who(place)} was waiting for the others, and rank 0 at {place.meets_at}, where they meet, "
             f"has ended or hangs, or another rank has ended ({first_line(error)}); look at their output"
         ) from None
 
@@ -241,7 +241,7 @@ def _asked(store: Any, key: str, host: Host, place: Place, end: float) -> list[H
     if missing:
         raise ConfigError(
             f"{_who(place)} has waited {time.monotonic() - begun:.0f} s for {ranks_in_words(missing)} of {place.size}; "
-            f"look at the output of their hosts, and whether they reach {place.address}:{place.port}"
+            f"look at the output of their hosts, and whether they reach {place.meets_at}"
         )
     found = [Host.of_json(store.get(f"{key}/{rank}")) for rank in range(place.size)]
     # Rank 0 may have the store, and has to be the last to leave.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.membership.door import in_brackets
 
 #: Where launchers say rank and size: torchrun and accelerate, SLURM's srun, Open MPI, and MPICH with its kin. The
 #: script of a SLURM job has SLURM_PROCID and SLURM_NTASKS, too; the number of a step's tasks is srun's alone.
@@ -47,6 +48,11 @@ class Place(NamedTuple):
     size: int
     address: str
     port: int
+
+    @property
+    def meets_at(self) -> str:
+        """Address and port, as one writes them."""
+        return f"{in_brackets(self.address)}:{self.port}"
 
 
 def launcher_of(environment: Mapping[str, str]) -> str | None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import PackageError, first_line
 
 
-@contextmanager
-def torchft_for(what: str) -> Iterator[None]:
-    """A context in which to import torchft.
+def check_torchft(what: str) -> None:
+    """Import torchft, to be called before the first import of a module that needs it.
 
     torchft reads RUST_LOG when it is imported. If the variable is unset, torchft logs several lines for each merge.
 
@@ -20,17 +18,18 @@ def torchft_for(what: str) -> Iterator[None]:
         what: the feature that needs torchft, for the error message.
 
     Raises:
-        ConfigError: if torchft is not installed.
+        PackageError: if torchft is not installed, or cannot be loaded.
     """
     os.environ.setdefault("RUST_LOG", "warn")
     try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "torchft":
-            raise
-        raise ConfigError(
-            f"{what} needs torchft, which is not installed: pip install 'torchft>=0.2'; version 0.2 has wheels for "
-            "Linux on x86-64 and Python 3.10 to 3.13"
+        importlib.import_module("torchft")
+    except Exception as error:  # e.g. an AttributeError of torchft next to a torch that it does not know
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "torchft"
+        why = "is not installed" if is_missing else f"cannot be loaded ({first_line(error)})"
+        install = "pip install" if is_missing else "pip install --force-reinstall"
+        raise PackageError(
+            f"{what} needs torchft, which {why}: {install} 'torchft>=0.2'; version 0.2 has wheels for Linux on x86-64 "
+            "and Python 3.10 to 3.13"
         ) from error
 
 

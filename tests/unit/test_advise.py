@@ -284,6 +284,10 @@ def test_a_module_computes_on_the_usual_device_while_it_is_imported(
     [
         ("raise RuntimeError('no operator')", r"cannot be loaded \(no operator\): pip install --force-reinstall"),
         ("import no_such_module", r"cannot be loaded \(No module named 'no_such_module'\): pip"),
+        (
+            "raise ModuleNotFoundError('no compiled part', name='torchvision._C')",
+            r"cannot be loaded \(no compiled part\): pip install --force-reinstall",
+        ),
         (None, "is not installed: pip install torchvision, or name your own factory$"),
     ],
 )

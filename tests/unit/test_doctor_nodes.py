@@ -185,5 +185,7 @@ def test_each_host_is_warned_of_once_and_its_ranks_share_what_one_has_measured()
     findings = Findings(Place("torchrun", 0, 4, "a", 1), hosts, [Pair(0, 2, 1e-4, 1e9)])
     assert len(doctor_nodes.warnings(findings)) == 2
     assert doctor_nodes.opening(findings) == "4 ranks on 2 hosts, started by torchrun; they met at a:1"
+    by_address = findings._replace(place=Place("torchrun", 0, 4, "fd77::1", 29501))
+    assert doctor_nodes.opening(by_address).endswith("they met at [fd77::1]:29501")
     ranks, pairs = doctor_nodes.tables(findings)
     assert (ranks.row_count, pairs.row_count) == (4, 1)

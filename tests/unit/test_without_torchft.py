@@ -1,8 +1,9 @@
-"""What is said where the extra torchft is not installed."""
+"""What is said where the extra torchft is not installed, or cannot be loaded."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,3 +35,22 @@ def test_the_lighthouse_names_it() -> None:
     result = CliRunner().invoke(app, ["lighthouse"])
     assert result.exit_code == 2
     assert "a lighthouse needs torchft, which is not installed: pip install" in result.output
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import torchft._torchft", "No module named 'torchft._torchft'"),  # compiled for another Python
+        ("raise AttributeError('no such option')", "no such option"),  # next to a torch that it does not know
+    ],
+)
+def test_a_torchft_that_cannot_be_loaded_is_not_called_missing(
+    source: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "torchft")
+    (tmp_path / "torchft").mkdir()
+    (tmp_path / "torchft" / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    result = CliRunner().invoke(app, ["lighthouse"])
+    assert result.exit_code == 2
+    assert f"torchft, which cannot be loaded ({reason}): pip install --force-reinstall" in result.output

@@ -61,7 +61,7 @@ from lightning_gqsgd.local_steps.starting import (
 )
 from lightning_gqsgd.local_steps.watching import WatchedModel, digest_of_tensors, samples_of_others
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
-from lightning_gqsgd.membership.requirement import torchft_for
+from lightning_gqsgd.membership.requirement import check_torchft
 from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state
 from lightning_gqsgd.session.first_rank import take_from_first_rank
 from lightning_gqsgd.session.opening import Side, facts_of, open_engines
@@ -208,9 +208,9 @@ class MergedAverages:
 
     def _meet_elastic(self, model: nn.Module, trained: Trained, timeout: timedelta | None) -> TorchftMembers:
         """Returns the members that the lighthouse knows."""
-        with torchft_for("elastic=True"):
-            from lightning_gqsgd.membership.manager import TorchftMembers
-            from lightning_gqsgd.membership.process_group import refuse_nodes
+        check_torchft("elastic=True")
+        from lightning_gqsgd.membership.manager import TorchftMembers
+        from lightning_gqsgd.membership.process_group import refuse_nodes
 
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
