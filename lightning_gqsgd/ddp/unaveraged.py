@@ -59,6 +59,12 @@ _UNREDUCED = (
     ),
 )
 
+#: How a framework wraps anew that gives nobody the place of its model within a training.
+_IN_TRANSFORMERS = (
+    "A Trainer of transformers does it in the next train() if trainer.model_wrapped = trainer.model and "
+    "trainer.optimizer = None are set before"
+)
+
 #: Parameters whose gradients are watched: each costs a call of Python in every backward pass.
 WATCHED = 4
 
@@ -120,7 +126,7 @@ class TrainedParameters:
                     f"parameter {listed(names)} {change} in DistributedDataParallel, which therefore does not reduce "
                     f"it: each rank would train its own. {advice} before the forward pass and wrap anew: `model = "
                     "state.rewrap(DistributedDataParallel)`. (The Lightning strategy does this at the start of a "
-                    f"batch, for what was {done} by then.)"
+                    f"batch, for what was {done} by then. {_IN_TRANSFORMERS}.)"
                 )
 
     def has_ended(self, reducer: Any) -> bool:
@@ -223,7 +229,7 @@ def _waits_for_frozen(names: list[str]) -> str:
         "If parameters take turns, as under Lightning's toggle_optimizer, wrap with find_unused_parameters=True, which "
         "GQSGDStrategy and GQSGDKwargs take, too. Otherwise freeze before the forward pass, and wrap anew then, by "
         "state.rewrap(DistributedDataParallel) (Lightning's strategy does that for what is frozen in "
-        "on_train_batch_start, or earlier)"
+        f"on_train_batch_start, or earlier). {_IN_TRANSFORMERS}"
     )
 
 

@@ -74,6 +74,7 @@ def test_a_changed_model_is_an_error_on_all_ranks_and_goes_on_when_wrapped_anew(
     for name, (text, _) in results.items():
         assert text.startswith("parameter '"), name
         assert "state.rewrap(DistributedDataParallel)" in text, name
+        assert "trainer.model_wrapped = trainer.model" in text, name
     named = "parameter '0.weight', '0.bias', '2.weight' and 1 more requires a gradient"
     assert results["all is unfrozen"][0].startswith(named)
     return results
