@@ -38,7 +38,6 @@ import numpy as np
 from benchmarks.goodput_rank import EVERY, EVERY_VARIABLE, ROUND_S
 from benchmarks.report import Report, command_line, present
 from netlab.lab import NetLab, NetLabError
-from netlab.ranks import exit_on_signals
 from pictures.style import drawn
 
 RATES = ["1gbit", "1gbit", "100mbit", "1gbit"]
@@ -463,7 +462,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of the schedules of kills")
     parser.add_argument("--seconds", type=_long_enough, default=600.0, help="of each way (600)")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    exit_on_signals()
     present(parser, _measure)
 
 

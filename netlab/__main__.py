@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from netlab.lab import MAX_HOSTS, NetLab, NetLabError
-from netlab.ranks import exit_on_signals, run_everywhere
+from netlab.ranks import run_everywhere
 
 DESCRIPTION = "Run a command on several hosts of this machine, joined by links of a given rate. Needs Linux and root."
 
@@ -35,7 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if bool(command) == options.check:
         parser.error("give a command after --, or --check")
-    exit_on_signals()
     try:
         _check_options(options)
         rate = options.rates or options.rate or "1gbit"

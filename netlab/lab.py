@@ -20,11 +20,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.wire.processors import processors
@@ -50,8 +51,25 @@ _LEAST_WINDOW, _MOST_WINDOW = 32 << 20, 1 << 30
 _numbers = itertools.count()
 
 
+def exit_on_signals() -> list[int]:
+    """Make SIGTERM and SIGHUP raise SystemExit where they would end this process at once, so that a ``with`` takes down
+    what it holds; returns the signals. Only the main thread can do that. In another one there are none."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    numbers: list[int] = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, _exit)
+    return numbers
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
 class NetLab:
     """A lab as a context manager: the hosts exist inside ``with``, and are gone afterwards, whatever happens.
+
+    Inside ``with``, SIGTERM and SIGHUP raise SystemExit, unless the process handles them in another way.
 
     Args:
         hosts: number of hosts, 1 to 64.
@@ -98,10 +116,13 @@ class NetLab:
         self._processes: list[subprocess.Popen[str]] = []
         self._shares: dict[int, shares.Share] = {}
         self._switch: subprocess.Popen[str] | None = None
+        #: Signals that raise SystemExit inside ``with`` only.
+        self._signals: list[int] = []
 
     def __enter__(self) -> NetLab:
         _check_machine()
         remove_leftovers()
+        self._signals = exit_on_signals()
         try:
             self._build()
         except BaseException:
@@ -333,6 +354,8 @@ class NetLab:
 
     def _remove(self) -> None:
         _remove_lab(self._name)
+        for number in self._signals:
+            signal.signal(number, signal.SIG_DFL)
         if self._switch is not None:
             self._switch.wait()
             assert self._switch.stdout is not None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import FrameType
 
 from netlab.lab import GRACE_S, NetLab
 
@@ -77,13 +75,3 @@ def _copy_lines(prefix: str, process: subprocess.Popen[str]) -> None:
     for line in process.stdout:
         sys.stdout.write(f"{prefix}{line}")
         sys.stdout.flush()
-
-
-def exit_on_signals() -> None:
-    """Make SIGTERM and SIGHUP raise SystemExit in this process, so that a ``with NetLab`` takes down its lab."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _exit)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

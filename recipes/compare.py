@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes` is importable from every folder
 
-from netlab.lab import NetLabError
-from netlab.ranks import exit_on_signals
+from netlab.lab import NetLabError, exit_on_signals
 from recipes.errors import RecipeError
 from recipes.files import FULL_DISK
 from recipes.launch.processes import script

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 
-from netlab.lab import NetLab
-from netlab.ranks import exit_on_signals, run_everywhere
+from netlab.lab import NetLab, exit_on_signals
+from netlab.ranks import run_everywhere
 from recipes.errors import check_installed
 from recipes.files import RESULT_FILE
 from recipes.launch.processes import end_session, folder_argument, run_command
@@ -67,7 +67,6 @@ def run_on_hosts(hosts: int, rate: str, ranks_per_host: int, arguments: Sequence
     """
     # No output_subdir: this process has already written the configuration into the folder.
     shared = [folder_argument(folder), "hydra.output_subdir=null"]
-    exit_on_signals()
     try:
         with NetLab(hosts, rate, ranks_per_host) as lab:
             return run_everywhere(lab, run_command([*arguments, *shared]), plain_rank=0)

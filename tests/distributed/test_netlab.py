@@ -457,3 +457,27 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals, tmp_path: Path) 
     assert not os.path.exists(f"/proc/{file.read_text()}")
     assert f"{netlab.lab.PREFIX}-{driver.pid}-" not in _namespaces()
     assert not shares.names(f"{netlab.lab.PREFIX}-{driver.pid}-")
+
+
+@needs_root
+def test_a_script_of_ones_own_takes_its_lab_down_at_sigterm() -> None:
+    program = (
+        "import time\n"
+        "from netlab.lab import NetLab\n"
+        "with NetLab(1):\n    print('ready', flush=True)\n    time.sleep(60)\n"
+    )
+    script = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert script.stdout is not None
+    assert script.stdout.readline() == "ready\n"
+    script.terminate()
+    assert script.wait(30) == 128 + signal.SIGTERM
+    script.stdout.close()
+    assert f"{netlab.lab.PREFIX}-{script.pid}-" not in _namespaces()
+
+
+@needs_root
+def test_a_process_ends_at_sigterm_as_before_once_its_lab_is_gone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with NetLab(1):
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -133,7 +133,6 @@ def test_too_few_seconds_are_refused(
     text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["goodput", "--seconds", text])
-    monkeypatch.setattr("benchmarks.goodput.exit_on_signals", lambda: None)
     with pytest.raises(SystemExit, match="2"):
         main()
     assert f"'{text}' is not a number of at least 6 seconds, which are two rounds" in capsys.readouterr().err
