@@ -8,7 +8,7 @@
 #SBATCH --time=01:00:00
 
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not read the job's own since SLURM 22.05
-export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-ib0} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-ib0}
+# If the doctor names a faster network than the one in use: export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 
 srun gqsgd doctor --nodes
 srun python examples/lightning_nodes.py

@@ -25,6 +25,8 @@ sys.dont_write_bytecode = False
 
 # Under `uv run`, Ray copies the working directory and installs its environment anew for the workers: minutes.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+# Ray would report to its makers, and wait for them where they cannot be reached.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 # No test of wall-clock time: on a busy machine any example may take long.
 settings.register_profile("any machine", deadline=None)
