@@ -107,17 +107,20 @@ CODECS: dict[str, dict[str, Any]] = {
     "companded, blocks of 128, rotated": {"codec": "companded", "block_size": 128, "rotation": True},
 }
 BLOCK = 128
+RANKS = 8
+#: Steps of training before gradients are taken.
+STEPS = 300
 
 
-def lognormal(ranks: int) -> presets.Gradients:
+def lognormal() -> presets.Gradients:
     """Student's t with 3 degrees of freedom, times a lognormal factor; independent between ranks."""
-    generator, numel = torch.Generator().manual_seed(ranks), 1 << 18
+    generator, numel = torch.Generator().manual_seed(RANKS), 1 << 18
 
     def draw() -> Tensor:
         normal, others, factor = torch.randn(5, numel, generator=generator).split([1, 3, 1])
         return normal[0] / (others.square().sum(0) / 3).sqrt() * factor[0].exp()
 
-    return presets.Gradients([draw() for _ in range(ranks)], [presets.Segment(0, numel, raw=False)])
+    return presets.Gradients([draw() for _ in range(RANKS)], [presets.Segment(0, numel, raw=False)])
 
 
 def rounded(x: Tensor, curve: Curve, middle: float, generator: torch.Generator) -> Tensor:
@@ -155,15 +158,13 @@ def _blocks(x: Tensor, gradients: presets.Gradients) -> Tensor:
 
 def measure(options: argparse.Namespace) -> Report:
     """Measure all codecs and curves on all kinds of gradients."""
-    ranks: int = options.ranks
     kinds = {
-        kind: presets.KINDS[kind](ranks, options.steps)
-        for kind in ("gaussian", "heavy-tailed", "CNN trained", "LM trained")
+        kind: presets.KINDS[kind](RANKS, STEPS) for kind in ("gaussian", "heavy-tailed", "CNN trained", "LM trained")
     }
-    kinds = {"gaussian": kinds.pop("gaussian"), "t × lognormal": lognormal(ranks), **kinds}
+    kinds = {"gaussian": kinds.pop("gaussian"), "t × lognormal": lognormal(), **kinds}
     report = Report(
         "companded",
-        f"Relative L2 error (%) of one mean of {ranks} gradients, companded codes, two_shot",
+        f"Relative L2 error (%) of one mean of {RANKS} gradients, companded codes, two_shot",
         {"bits": "d", "codec or curve": "", "bits on the wire": ".2f"} | dict.fromkeys(kinds, ".2f"),
         notes=(
             "bits on the wire: codes and scales, per coordinate. The rows without a block size in words are in blocks "
@@ -173,7 +174,7 @@ def measure(options: argparse.Namespace) -> Report:
             "are those of `python -m benchmarks.presets` (GQSGD_DATA says where CIFAR-10 is, for the CNN).",
         ),
     )
-    for bits in options.bits:
+    for bits in (2, 3, 4, 8):
         for name, codec in CODECS.items():
             config = GQSGDConfig(bits=bits, reducer="two_shot", **codec)
             errors = [presets.percent_error(gradients, config) for gradients in kinds.values()]
@@ -186,8 +187,4 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 if __name__ == "__main__":
-    parser = command_line(__doc__)
-    parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4, 8])
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=300, help="of training, before gradients are taken")
-    present(parser, measure, threads=1)
+    present(command_line(__doc__), measure, threads=1)

@@ -34,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "companded, shared": {"codec": "companded", "memory": "shared"},
     "companded, own": {"codec": "companded", "memory": {"alpha": 0.0, "beta": 0.0, "rho": 0.1}},
 }
+RANKS = 4
+BITS = (1, 2, 3, 4)
 SEED = 0
 
 
@@ -57,15 +59,15 @@ class Sequence(NamedTuple):
         """What is averaged, in words."""
         return f"changes of {self.local_steps} steps" if self.local_steps else "gradients"
 
-    def run(self, ranks: int) -> tuple[list[Segment], Iterator[list[Tensor]]]:
+    def run(self) -> tuple[list[Segment], Iterator[list[Tensor]]]:
         """The parameters, and the vectors of all ranks in each step."""
         torch.manual_seed(SEED)
         task = TASKS[self.task]
         model = task.make()
         if self.local_steps:
-            vectors = changes(task, model, ranks, self.batch, self.length, self.local_steps)
+            vectors = changes(task, model, RANKS, self.batch, self.length, self.local_steps)
         else:
-            vectors = gradients(task, model, ranks, self.batch, self.length)
+            vectors = gradients(task, model, RANKS, self.batch, self.length)
         return segments_of(model), vectors
 
 
@@ -99,14 +101,12 @@ class Energies:
         return sum(first) / len(first), sum(second) / len(second)
 
 
-def measured(
-    sequence: Sequence, ranks: int, bits: list[int]
-) -> tuple[tuple[float, float], dict[tuple[int, str], float]]:
+def measured(sequence: Sequence) -> tuple[tuple[float, float], dict[tuple[int, str], float]]:
     """Shares of energy, and relative errors in per cent by bits and case; means over the second half of the steps."""
-    segments, vectors = sequence.run(ranks)
+    segments, vectors = sequence.run()
     virtual = {
-        (number, name): VirtualRanks(ranks, segments, bits=number, reducer="two_shot", block_size=128, **fields)
-        for number in bits
+        (number, name): VirtualRanks(RANKS, segments, bits=number, reducer="two_shot", block_size=128, **fields)
+        for number in BITS
         for name, fields in CASES.items()
         if number > 1 or fields["codec"] == "linear"  # companded codes begin at 2 bits
     }
@@ -123,14 +123,11 @@ def measured(
 
 def measure(options: argparse.Namespace) -> Report:
     """Measure all sequences."""
-    ranks: int = options.ranks
-    sequences = [
-        Sequence(task, batch, 0, steps) for task in options.task for batch, steps in ((8, 160), (64, 80), (512, 32))
-    ]
-    sequences += [Sequence(task, 32, 8, 24) for task in options.task]
+    sequences = [Sequence(task, batch, 0, steps) for task in TASKS for batch, steps in ((8, 160), (64, 80), (512, 32))]
+    sequences += [Sequence(task, 32, 8, 24) for task in TASKS]
     report = Report(
         "side_information",
-        f"Relative L2 error (%) of one mean of {ranks} ranks, with and without a shared reference, two_shot",
+        f"Relative L2 error (%) of one mean of {RANKS} ranks, with and without a shared reference, two_shot",
         {
             "averaged": "",
             "samples per rank": "d",
@@ -146,8 +143,8 @@ def measure(options: argparse.Namespace) -> Report:
         print(f"side_information: {sequence}", file=sys.stderr)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", StabilityWarning)  # of the worst gradient at 1 and 2 bits
-            left, errors = measured(sequence, ranks, options.bits)
-        for bits in options.bits:
+            left, errors = measured(sequence)
+        for bits in BITS:
             cells = [errors.get((bits, name)) for name in CASES]
             plain = min(cell for cell, name in zip(cells, CASES, strict=True) if cell and "," not in name)
             shared = min(cell for cell, name in zip(cells, CASES, strict=True) if cell and "shared" in name)
@@ -166,8 +163,4 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 if __name__ == "__main__":
-    parser = command_line(__doc__)
-    parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--bits", type=int, nargs="+", default=[1, 2, 3, 4])
-    parser.add_argument("--ranks", type=int, default=4)
-    present(parser, measure, threads=1)
+    present(command_line(__doc__), measure, threads=1)

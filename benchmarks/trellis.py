@@ -39,6 +39,7 @@ CODECS = (
     ("trellis", 4096),
 )
 RANKS = (1, 4, 8)
+BITS = (1, 2, 3, 4)
 #: Iterations of Lloyd's algorithm.
 ITERATIONS = 8
 _NUMEL = 1 << 18
@@ -46,15 +47,15 @@ _NUMEL = 1 << 18
 
 def measure(options: argparse.Namespace) -> Report:
     """Measure errors, or find levels."""
-    return levels(options) if options.levels else errors(options)
+    return levels() if options.levels else errors()
 
 
-def errors(options: argparse.Namespace) -> Report:
+def errors() -> Report:
     """Measure all codecs on all kinds of gradients."""
     kinds = {
         **{f"gaussian, {ranks} ranks": presets.KINDS["gaussian"](ranks, 0) for ranks in RANKS},
         "heavy-tailed, 8 ranks": presets.KINDS["heavy-tailed"](8, 0),
-        "t × lognormal, 8 ranks": lognormal(8),
+        "t × lognormal, 8 ranks": lognormal(),
         "90 % zeros, 8 ranks": presets.KINDS["sparse"](8, 0),
     }
     report = Report(
@@ -68,7 +69,7 @@ def errors(options: argparse.Namespace) -> Report:
             "1/(4^b - 1), gives 85.0, 35.9, 17.3 and 8.6 % for 8 ranks at 1, 2, 3 and 4 bits.",
         ),
     )
-    for bits in options.bits:
+    for bits in BITS:
         for codec, block_size in CODECS:
             if bits == 1 and codec == "companded":
                 continue
@@ -87,7 +88,7 @@ def _error(config: GQSGDConfig, gradients: presets.Gradients) -> float:
     return math.sqrt(2) * presets.percent_error(twice, config.replaced(reducer="gather"))
 
 
-def levels(options: argparse.Namespace) -> Report:
+def levels() -> Report:
     """Find the levels of sequences of 64 steps, and how their error depends on the number of steps."""
     report = Report(
         "trellis_levels",
@@ -95,7 +96,7 @@ def levels(options: argparse.Namespace) -> Report:
         {"bits": "d", "magnitudes": "", "D": ".5f", "a": ".4f"},
         notes=("Magnitudes are in units of the root mean square. The last one is the outermost in two windows.",),
     )
-    for bits in options.bits:
+    for bits in BITS:
         magnitudes = trained(bits)
         # Of 64 steps and of 512: the two equations give D and a.
         short, long = (distortion(magnitudes, steps) for steps in (64, 512))
@@ -139,6 +140,5 @@ def _rounded(magnitudes: np.ndarray, steps: int, generator: torch.Generator) -> 
 
 if __name__ == "__main__":
     parser = command_line(__doc__)
-    parser.add_argument("--bits", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--levels", action="store_true", help="find the levels, and measure no gradients")
     present(parser, measure, threads=1)
