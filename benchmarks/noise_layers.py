@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.gradient_sequences import TASKS, gradients, segments_of
 from benchmarks.report import Report, command_line, present
-from lightning_gqsgd.adaptive.noise import NoiseGauge, NoiseRules, NoiseSums, Way
+from lightning_gqsgd.adaptive.noise import EVERY, LEAST, NoiseGauge, NoiseSums, Way
 from lightning_gqsgd.adaptive.sampling import GradientSampler
 from lightning_gqsgd.config import MAX_SLOWDOWN, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
@@ -91,14 +91,14 @@ def follow(task: str, ranks: int, batch: int, steps: int) -> tuple[Course, list[
     together, *each = (NoiseGauge(ways, ranks, MAX_SLOWDOWN) for _ in range(1 + len(layers)))
     sampler, course = GradientSampler(candidates), Course()
     for step, of_ranks in enumerate(gradients(TASKS[task], model, ranks, batch, steps)):
-        if step % together.rules.every:
+        if step % EVERY:
             continue
         mean = torch.stack(of_ranks).mean(0)
         sums = [[measured(sampler, gradient, mean, layer, step) for layer in layers] for gradient in of_ranks]
         together.observe([added(rank) for rank in sums])
         for gauge, column in zip(each, zip(*sums, strict=True), strict=True):
             gauge.observe(column)
-        if together.count >= together.rules.least:
+        if together.count >= LEAST:
             course.together.append(together.floor)
             course.each.append([gauge.floor for gauge in each])
             course.ratios.append([gauge.ratio(SHOWN) / together.ratio(SHOWN) for gauge in each])
@@ -140,7 +140,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 def enough(text: str) -> int:
     """A number of steps in which bits are chosen at least once."""
-    steps, first = int(text), NoiseRules.every * (NoiseRules.least - 1)
+    steps, first = int(text), EVERY * (LEAST - 1)
     if steps <= first:
         raise argparse.ArgumentTypeError(
             f"{steps} must be above {first}: bits are chosen from the fifth measurement on"

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightning_gqsgd.codecs.variance import relative_variance
@@ -33,24 +33,14 @@ from lightning_gqsgd.errors import ConfigError
 
 #: ρ of bf16 numbers, at most: a number is rounded to 7 bits behind its leading one (`codecs.floats`).
 _RELATIVE_BF16 = relative_variance(7)
-
-
-@dataclass(frozen=True)
-class NoiseRules:
-    """The numbers of the state machine.
-
-    Attributes:
-        every: steps from one measurement to the next one.
-        decay: decay of the exponential moving averages per measurement.
-        least: number of measurements before the first change of bits.
-        margin: fewer bits are chosen only if their R/V is at most ``(1 - margin) max_slowdown``, so that bits do not
-            alternate.
-    """
-
-    every: int = 10
-    decay: float = 0.9
-    least: int = 5
-    margin: float = 0.2
+#: Steps from one measurement to the next one.
+EVERY = 10
+#: Number of measurements before the first change of bits.
+LEAST = 5
+#: Decay of the exponential moving averages per measurement.
+DECAY = 0.9
+#: Fewer bits are chosen only if their R/V is at most (1 - this) ``max_slowdown``, so that bits do not alternate.
+_MARGIN = 0.2
 
 
 class NoiseSums(NamedTuple):
@@ -147,7 +137,8 @@ class NoiseGauge:
         ways: how each candidate averages, by its bits, widest first.
         ranks: n.
         max_slowdown: the largest R/V.
-        rules: the numbers.
+        decay: see `DECAY`.
+        least: see `LEAST`.
         floor: the fewest bits that are allowed; at first the most.
         count: number of measurements so far.
     """
@@ -155,7 +146,8 @@ class NoiseGauge:
     ways: Mapping[int, Way]
     ranks: int
     max_slowdown: float
-    rules: NoiseRules = field(default_factory=NoiseRules)
+    decay: float = DECAY
+    least: int = LEAST
 
     def __post_init__(self) -> None:
         self.floor = max(self.ways)
@@ -208,14 +200,14 @@ class NoiseGauge:
         if not all(sums.is_usable for sums in of_ranks):
             return
         mean = NoiseSums.mean(of_ranks)
-        keep = self.rules.decay
+        keep = self.decay
         # Sums are relative to |g|². Otherwise, measurements of larger gradients would count more, and hide for hundreds
         # of steps what changes as gradients become smaller. Sums start at zero. So all of them are too small by the
         # same factor at first, which does not change ratios.
         fresh = [value / mean.square for value in mean.numbers]
         self._sums = [keep * old + (1 - keep) * new for old, new in zip(self._sums, fresh, strict=True)]
         self.count += 1
-        if self.count >= self.rules.least:
+        if self.count >= self.least:
             self._move()
 
     def _move(self) -> None:
@@ -224,12 +216,12 @@ class NoiseGauge:
             wider = [bits for bits in self.ways if bits > self.floor and self.ratio(bits) <= self.max_slowdown]
             self.floor = min(wider, default=max(self.ways))
             return
-        limit = (1 - self.rules.margin) * self.max_slowdown
+        limit = (1 - _MARGIN) * self.max_slowdown
         self.floor = min([bits for bits in self.ways if bits < self.floor and self.ratio(bits) <= limit] + [self.floor])
 
     def describe(self) -> str:
         """Returns why these bits are allowed, in a few words."""
-        if self.count < self.rules.least:
+        if self.count < self.least:
             return "the noise of gradients is not known yet"
         ratios = ", ".join(f"{bits} bits {self.ratio(bits):.2g}" for bits in self.ways if self.ratio(bits) > 0)
         return f"variance of rounding over sampling variance: {ratios}; at most {self.max_slowdown:g} is allowed"
@@ -282,5 +274,5 @@ class NoiseGauge:
         """Returns sums of absolute numbers as sums relative to |g|², after ``count`` measurements."""
         if not count or not sums or sums[0] <= 0:
             return list(sums)
-        weight = 1 - self.rules.decay**count
+        weight = 1 - self.decay**count
         return [weight * value / sums[0] for value in sums]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.adaptive.clock import StepClock
-from lightning_gqsgd.adaptive.noise import NoiseGauge, NoiseSums, Way
+from lightning_gqsgd.adaptive.noise import EVERY, NoiseGauge, NoiseSums, Way
 from lightning_gqsgd.adaptive.prediction import predicted_steps
 from lightning_gqsgd.adaptive.sampling import GradientSampler, Taken
 from lightning_gqsgd.adaptive.trials import UNKNOWN, Trials
@@ -144,7 +144,7 @@ class Steering:
 
     def take(self, x: Tensor, segments: Sequence[Segment], step: int) -> Taken | None:
         """Copy the sample of a bucket before it is reduced. Returns None if nothing is measured in this step."""
-        if self.gauge is None or self._ranks == 1 or step % self.gauge.rules.every:
+        if self.gauge is None or self._ranks == 1 or step % EVERY:
             return None
         self._measuring = step
         return self.sampler.take(x, segments, step, self.config.seed)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.adaptive.noise import NoiseGauge, NoiseRules, NoiseSums, Way
+from lightning_gqsgd.adaptive.noise import NoiseGauge, NoiseSums, Way
 from lightning_gqsgd.adaptive.sampling import SAMPLE_NUMEL, GradientSampler, Taken
 from lightning_gqsgd.adaptive.steering import Steering
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
@@ -34,7 +34,7 @@ def candidates(ranks: int = RANKS) -> dict[int, GQSGDConfig]:
 def gauge(ranks: int = RANKS, *, decay: float = 0.0, least: int = 1) -> NoiseGauge:
     """A gauge that, unless told otherwise, decides from the first measurement on and forgets what was before."""
     ways = {bits: Way.of(config, ranks) for bits, config in candidates(ranks).items()}
-    return NoiseGauge(ways, ranks, 0.05, NoiseRules(decay=decay, least=least))
+    return NoiseGauge(ways, ranks, 0.05, decay, least)
 
 
 def gradients(deviation: float, draw: int, ranks: int = RANKS, mean: float = 1.0) -> list[Tensor]:
