@@ -47,7 +47,7 @@ from lightning_gqsgd.session import checkpoint
 from lightning_gqsgd.session.copies import DetachedState, say_if_detached
 from lightning_gqsgd.session.first_rank import take_from_first_rank
 from lightning_gqsgd.session.nodes import layouts
-from lightning_gqsgd.session.opening import Kernels, Side, compile_together, digest_of_facts, facts_of, open_engines
+from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import digest, number_parameters
 from lightning_gqsgd.session.report import in_words, report, ring_bytes_in_fp32, summary
 from lightning_gqsgd.sparse.gradients import SparseGradients
@@ -454,7 +454,8 @@ class GQSGDState:
             # Without an end, buckets are still under way, which other ranks may not have sent.
             end = "ended" if has_ended else f"stopped in step {self.step} after {self._handed_over} gradients"
             meeting.agree([{"frozen with a gradient": digest(left), _END_OF_BACKWARD: end}])
-            compile_together(meeting, [Kernels(self._engine, self._candidates)], dtypes)
+            with meeting.preparing():
+                self._engine.compile(self._candidates, dtypes)
         if not has_ended:
             before.trained.drop_gradients(old.reducer)
         average(left.values(), self._group)

@@ -54,7 +54,7 @@ from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.session.checkpoint import REMEDY, STATE_SCHEMA, check_state, is_count
 from lightning_gqsgd.session.nodes import Layout, layouts
-from lightning_gqsgd.session.opening import Kernels, Side, compile_together, digest_of_facts, facts_of, open_engines
+from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import digest
 from lightning_gqsgd.session.report import in_tensors, in_words, ring_bytes_in_fp32, summary
 from lightning_gqsgd.sparse.options import refuse_for
@@ -461,8 +461,9 @@ class GQSGDFSDPState:
                 sums = (group.bit_sums() for group in self._groups)
                 replicas["values of parameters (replicas have to start alike)"] = digest(sums)
             meeting.agree([facts, *([replicas] if self._replicas is not None else [])])
-            needed = [Kernels(one.engine, one.to_compile, one.plan) for one in self._collectives]
-            compile_together(meeting, needed, [x.dtype])
+            with meeting.preparing():
+                for one in self._collectives:
+                    one.engine.compile(one.to_compile, [x.dtype], one.plan)
         self._has_met.add(x.dtype)
 
     @property

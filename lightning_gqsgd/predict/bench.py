@@ -199,7 +199,7 @@ def _all_reduces(device: torch.device, numel: int, rounds: int, tick: Callable[[
         for bits in WIDTHS:
             config = resolve(GQSGDConfig(bits=bits, sample_every=0), ranks)
             engine.connect(config)
-            engine.compile(config, x.dtype)
+            engine.compile([config], [x.dtype])
             request = Request("bench", (config,), (Segment(0, numel, raw=False),), 0)
             name = f"{bits} bits, {config.reducer}"
             cases[name] = lambda request=request: engine.reduce(x, request).wait()  # type: ignore[misc]

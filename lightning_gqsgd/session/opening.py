@@ -10,8 +10,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +20,10 @@ from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.version import __version__
 from lightning_gqsgd.wire.agreement import Card, digest_of
 from lightning_gqsgd.wire.communicator import check_timeout
-from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages
+from lightning_gqsgd.wire.engine import Engine, Messages
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import Peers
 from lightning_gqsgd.wire.pipeline import STREAMS
-from lightning_gqsgd.wire.plan import Plan
 
 
 class Side(NamedTuple):
@@ -67,7 +64,7 @@ def open_engines(
         device: device of the tensors.
         timeout: timeout of collectives; None uses the timeout of each group.
         messages: the words for the caller in errors.
-        dtypes: dtypes of the tensors; empty if kernels are compiled later, by `compile_together`.
+        dtypes: dtypes of the tensors; empty if kernels are compiled later, see `Meeting.preparing`.
         prepare: called with the first engine, to create groups and compile kernels that it needs beyond its
             configurations.
         streams: see `Engine`; 1 if there are several sides.
@@ -101,46 +98,16 @@ def open_engines(
         for engine, side in zip(engines, sides, strict=True):
             engine.connect(*side.configs)
         if dtypes:
-            needed = [Kernels(engine, side.configs) for engine, side in zip(engines, sides, strict=True)]
-            compile_together(meeting, needed, dtypes, None if prepare is None else partial(prepare, engines[0]))
+            with meeting.preparing():
+                if prepare is not None:
+                    prepare(engines[0])
+                for engine, side in zip(engines, sides, strict=True):
+                    engine.compile(side.configs, dtypes)
         elif any(side.configs for side in sides):
             # There is nothing to prepare yet. If a rank could not connect, it tells the others in this round.
             meeting.agree([{}] * len(sides))
         yield engines
         undo.pop_all()
-
-
-class Kernels(NamedTuple):
-    """The kernels that the requests of an engine need.
-
-    Attributes:
-        engine: the engine.
-        configs: the configurations of the requests.
-        plan: the plan of the requests.
-    """
-
-    engine: Engine
-    configs: Sequence[GQSGDConfig]
-    plan: type[Plan] = Plan
-
-
-def compile_together(
-    meeting: Meeting,
-    needed: Sequence[Kernels],
-    dtypes: Sequence[torch.dtype],
-    before: Callable[[], None] | None = None,
-) -> None:
-    """Compile the kernels that are needed, and wait for slower ranks as long as they are alive (see
-    `Meeting.preparing`). A collective, to be called after the meeting has agreed.
-
-    ``before`` is called first, and may take as long as a compilation.
-    """
-    with meeting.preparing(COMPILE_PATIENCE_S):
-        if before is not None:
-            before()
-        for kernels in needed:
-            for config, dtype in product(kernels.configs, dtypes):
-                kernels.engine.compile(config, dtype, kernels.plan)
 
 
 def prepare_later(
@@ -166,7 +133,8 @@ def prepare_later(
         with Meeting(card.purpose, [group], engine.communicator.timeout) as meeting:
             engine.connect(config)
             meeting.agree([{}])
-            compile_together(meeting, [Kernels(engine, [config])], [dtype])
+            with meeting.preparing():
+                engine.compile([config], [dtype])
     except BaseException:
         # A second attempt under the engine's key would find the addresses of the first one in the store.
         engine.close()

@@ -54,8 +54,7 @@ class SparseGradients:
             setting = setting_of(config, engine.world_size, torch.float32)  # any dtype will do: the stages are the same
             later = [tuple(dict.fromkeys((ALL, *scopes))) for scopes in setting.reducer.scopes(setting)]
             engine.communicator.extend([(ALL,), *later])  # at least three stages
-        for config in configs:
-            engine.compile(config, COMPUTE_DTYPES[dtype])
+        engine.compile(configs, [COMPUTE_DTYPES[dtype]])
 
     @property
     def numbers(self) -> frozenset[int]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
+from itertools import product
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -38,9 +39,6 @@ from lightning_gqsgd.wire.workers import codec_threads
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-#: Seconds beyond the timeout that a rank waits for live ranks that may have to compile kernels.
-COMPILE_PATIENCE_S = 600.0
 
 #: Factor by which pieces are larger if ranks share memory. There is no network to keep busy while a piece is encoded,
 #: and Python's overhead for each piece takes more processor time than copying its codes.
@@ -228,10 +226,10 @@ class Engine:
             self.communicator.extend(setting.reducer.scopes(setting), config.connections)
         self.communicator.try_groups()
 
-    def compile(self, config: GQSGDConfig, dtype: torch.dtype, plan: type[Plan] = Plan) -> None:
-        """Compile the kernels of a configuration with a chosen reducer for tensors of a dtype; ``plan`` is that of the
-        requests."""
-        if self.world_size > 1:
+    def compile(self, configs: Iterable[GQSGDConfig], dtypes: Collection[torch.dtype], plan: type[Plan] = Plan) -> None:
+        """Compile the kernels of configurations with chosen reducers for tensors of some dtypes; ``plan`` is that of
+        the requests."""
+        for config, dtype in product(configs, dtypes) if self.world_size > 1 else ():
             compile_kernels(config, dtype, self.communicator.device, self.world_size, plan)
 
     def reduce(self, x: Tensor, request: Request) -> Job:

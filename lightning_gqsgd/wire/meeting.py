@@ -50,6 +50,9 @@ logger = logging.getLogger(__name__)
 #: Seconds that a rank that refuses waits at most until the others know of its refusal.
 REFUSAL_PATIENCE_S = 60.0
 
+#: Seconds beyond the timeout that a rank waits for live ranks that may have to compile kernels.
+COMPILE_PATIENCE_S = 600.0
+
 #: Seconds of waiting after which a rank logs which ranks it waits for.
 SAY_AFTER_S = 10.0
 
@@ -78,8 +81,8 @@ class Meeting:
         with Meeting("register_gqsgd", [group], timeout) as meeting:
             config = make_config(**fields)                  # an error in here is told to all ranks
             (key,) = meeting.agree([config.to_dict()])      # raises on all ranks if they differ
-            with meeting.preparing(patience_s=600):
-                ...                                         # may take so much longer on some ranks, while they live
+            with meeting.preparing():
+                ...                                         # may take longer on some ranks, while they live
 
     Threads of one process meet the same ranks one after another, and have to do so in the same order on all ranks.
 
@@ -169,12 +172,9 @@ class Meeting:
         return [circle.told for circle in self._circles]
 
     @contextmanager
-    def preparing(self, patience_s: float) -> Iterator[None]:
+    def preparing(self) -> Iterator[None]:
         """Show other ranks that this rank is alive while the block runs, and then wait until they reach its end. A
         collective, to be called once, after `agree`.
-
-        Args:
-            patience_s: seconds to wait, beyond the timeout, for ranks that are alive.
 
         Raises:
             ConfigError: if a rank refuses, e.g. because of an error in its block. It is raised on every rank.
@@ -186,7 +186,7 @@ class Meeting:
         if pulses:
             self._turn.callback(Heartbeat(pulses).stop)
         yield
-        self._agree([{}] * len(self._circles), self._timeout_s + patience_s)
+        self._agree([{}] * len(self._circles), self._timeout_s + COMPILE_PATIENCE_S)
 
     def _agree(
         self, facts: Sequence[Mapping[str, Any]], patience_s: float, news: Mapping[str, Any] = MappingProxyType({})

@@ -152,7 +152,7 @@ def test_an_interrupt_of_ranks_that_meet_goes_through_where_the_server_stands_st
             if not others_compile:
                 meeting.agree([{}])
             meeting._keys = ["key"]
-            with meeting.preparing(600):
+            with meeting.preparing():
                 pass
 
     assert _interrupted_after(2.0, process, meet) < 30
