@@ -22,7 +22,7 @@ from lightning_gqsgd.predict.levels import Fit, fitted
 from lightning_gqsgd.predict.model import NATIVE, predict
 from lightning_gqsgd.predict.models import build
 from lightning_gqsgd.predict.timeline import Timeline, estimated
-from lightning_gqsgd.session.nodes import Layout
+from lightning_gqsgd.session.nodes import Nodes
 
 #: Models, and seconds of their backward passes.
 MODELS = {"torchvision:resnet50": 0.06, "torchvision:vgg16": 0.12, "transformers:gpt2": 0.12}
@@ -52,15 +52,15 @@ class Cluster:
         return estimated_costs(self.device, self.nodes, self.per_node, self.link)
 
     @property
-    def layout(self) -> Layout:
+    def of_ranks(self) -> Nodes:
         """The nodes of the ranks."""
         ranks = range(self.nodes * self.per_node)
         nodes = tuple(rank // self.per_node for rank in ranks)
-        return Layout(nodes, self.link.bytes_per_s, frozenset({self.device}))
+        return Nodes(nodes, self.link.bytes_per_s, frozenset({self.device}))
 
     def fitted(self, config: GQSGDConfig, timeline: Timeline) -> Fit:
         """Returns what the start of a training makes of a configuration."""
-        return fitted(config, self.layout, timeline.numel, timeline.dtype)
+        return fitted(config, self.of_ranks, timeline.numel, timeline.dtype)
 
     def milliseconds(self, timeline: Timeline, method: GQSGDConfig | str) -> float:
         """Returns the predicted length of a step."""

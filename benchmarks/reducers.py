@@ -37,7 +37,7 @@ from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.reducers.memory import MemoryStore
-from lightning_gqsgd.session.nodes import layouts, with_nodes
+from lightning_gqsgd.session.nodes import nodes_of_groups, with_nodes
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.compiling import compile_kernels
 from lightning_gqsgd.wire.meeting import Meeting
@@ -89,8 +89,8 @@ class Bench:
     def add_config(self, name: str, config: GQSGDConfig, connections: int = 1) -> None:
         assert dist.group.WORLD is not None
         with Meeting("benchmarks.reducers", [dist.group.WORLD], timedelta(minutes=1)) as meeting:
-            (layout,) = layouts(meeting, self.buffer.device)
-        config = resolve(with_nodes(config, layout), self.ranks)
+            (nodes,) = nodes_of_groups(meeting, self.buffer.device)
+        config = resolve(with_nodes(config, nodes), self.ranks)
         setting = setting_of(config, self.ranks, self.buffer.dtype, self.communicator.piece_size(config.num_bits))
         self.communicator.extend(setting.reducer.scopes(setting), connections)
         compile_kernels(config, self.buffer.dtype, self.buffer.device, self.communicator.size)

@@ -18,7 +18,7 @@ from lightning_gqsgd.errors import MAX_INTEGER, ConfigError, check_integer, plai
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.session.nodes import Layout, layouts
+from lightning_gqsgd.session.nodes import Nodes, nodes_of_groups
 from lightning_gqsgd.session.opening import Side, facts_of, open_engines, prepare_later
 from lightning_gqsgd.session.parameters import check_for_tensors
 from lightning_gqsgd.sparse.options import refuse_for
@@ -44,9 +44,9 @@ _MESSAGES = Messages("all_reduce", "call all_reduce in a process of its own, sta
 class _Reductions:
     """All calls on one process group and device."""
 
-    def __init__(self, engine: Engine, group: dist.ProcessGroup, layout: Layout) -> None:
+    def __init__(self, engine: Engine, group: dist.ProcessGroup, nodes: Nodes) -> None:
         self.engine = engine
-        self.layout = layout
+        self.nodes = nodes
         self._group = group
         self.numbers = count(1)  # of calls; 0 is the one that makes this object
         self._prepared: set[tuple[GQSGDConfig, torch.dtype]] = set()
@@ -181,7 +181,7 @@ def all_reduce(
     if known is not None:
         number = next(known.numbers)  # counted on all ranks, also where one refuses
         try:
-            config = _checked(tensor, out, step, make_config(preset, **fields), known.layout)
+            config = _checked(tensor, out, step, make_config(preset, **fields), known.nodes)
             target, flat = _copied(tensor, out)
         except Exception as error:
             # The other ranks hear of it in what would be the call's agreement. This rank need not wait for them.
@@ -193,12 +193,12 @@ def all_reduce(
         number = 0
         device = tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
         with Meeting(_PURPOSE, [parent], timeout_of(parent, device)) as meeting:
-            (layout,) = layouts(meeting, device)
-            config = _checked(tensor, out, step, make_config(preset, **fields), layout)
+            (nodes,) = nodes_of_groups(meeting, device)
+            config = _checked(tensor, out, step, make_config(preset, **fields), nodes)
             target, flat = _copied(tensor, out)
             side = Side(parent, _facts(tensor, config), [])  # `_Reductions` connects each configuration as it comes
             with open_engines(meeting, [side], tensor.device, messages=_MESSAGES) as (engine,):
-                reductions = _reductions[parent, tensor.device] = _Reductions(engine, parent, layout)
+                reductions = _reductions[parent, tensor.device] = _Reductions(engine, parent, nodes)
     job = reductions.start(flat, config, _facts(tensor, config), number if step is None else step, number)
     reduction = Reduction(job, flat, target)
     return reduction if async_op else reduction.wait()
@@ -214,7 +214,7 @@ atexit.register(close)  # Gloo groups that are still open at exit can abort the 
 
 
 def _usable(group: dist.ProcessGroup, tensor: object) -> _Reductions | None:
-    """Returns the engine and layout of earlier calls on a group for a tensor's device; None if there are none.
+    """Returns the engine and the nodes of earlier calls on a group for a tensor's device; None if there are none.
 
     Those that cannot be used any more are closed, for all groups.
     """
@@ -229,7 +229,7 @@ def _checked(
     out: Tensor | None,
     step: int | None,
     config: GQSGDConfig,
-    layout: Layout,
+    nodes: Nodes,
 ) -> GQSGDConfig:
     """Returns the configuration of a call, with its reducer chosen; raises ConfigError if arguments cannot work."""
     if not isinstance(tensor, Tensor):
@@ -249,7 +249,7 @@ def _checked(
         check_integer("step", step, 0, MAX_INTEGER)
     # Numbers of coordinates of the same power of two share a prediction, and a reducer.
     numel = 1 << tensor.numel().bit_length()
-    config = resolve(fitted(config, layout, numel, tensor.dtype).config, len(layout.nodes))
+    config = resolve(fitted(config, nodes, numel, tensor.dtype).config, len(nodes.of_ranks))
     refuse_for(config, "all_reduce, which takes dense tensors")
     check_for_tensors(config, "all_reduce")
     return config

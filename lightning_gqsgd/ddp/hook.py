@@ -46,7 +46,7 @@ from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.session import checkpoint
 from lightning_gqsgd.session.copies import DetachedState, say_if_detached
 from lightning_gqsgd.session.first_rank import take_from_first_rank
-from lightning_gqsgd.session.nodes import layouts
+from lightning_gqsgd.session.nodes import nodes_of_groups
 from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import digest, number_parameters
 from lightning_gqsgd.session.report import in_words, report, ring_bytes_in_fp32, summary
@@ -100,7 +100,7 @@ class GQSGDState:
         self._steps = StepCounter()
         self._handed_over = 0  # number of parameters whose gradients DDP has handed over in this step
         check_model(model)
-        (layout,) = layouts(meeting, self._device)
+        (nodes,) = nodes_of_groups(meeting, self._device)
         check_tables(model, config, post_local_sgd)
         check_group(post_local_sgd, model)
         ranks = dist.get_world_size(self._group)
@@ -108,7 +108,7 @@ class GQSGDState:
         numbered = number_parameters(named, config)
         dtypes = dtypes_of(model)
         numel = sum(entry.numel for entry in numbered if not entry.raw)
-        fit = fitted(config, layout, numel, dtypes[0])
+        fit = fitted(config, nodes, numel, dtypes[0])
         config = fit.config
         self._note = fit.note
         says = dist.get_rank(self._group) == 0

@@ -53,7 +53,7 @@ from lightning_gqsgd.predict.levels import Fit, fitted, fitted_scatter
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.session.checkpoint import REMEDY, STATE_SCHEMA, check_state, is_count
-from lightning_gqsgd.session.nodes import Layout, layouts
+from lightning_gqsgd.session.nodes import Nodes, nodes_of_groups
 from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import digest
 from lightning_gqsgd.session.report import in_tensors, in_words, ring_bytes_in_fp32, summary
@@ -157,14 +157,14 @@ class GQSGDFSDPState:
         gathered = []
         if all_gather_bits is not None:
             gathered = [replace(make_config(None, bits=all_gather_bits), reducer="two_shot", sample_every=0)]
-        of_shards, *of_replicas = layouts(meeting, device)
+        of_shards, *of_replicas = nodes_of_groups(meeting, device)
         numel = sum(p.numel for group in self._groups for p in group.parameters)
         fit = fitted_scatter(config, of_shards, numel) if reduce_scatter else Fit(config)
         self._note = fit.note
         widths = fit.config.by_bits().values() if reduce_scatter else ()
         scattered = [replace(one_width, memory_down="none") for one_width in widths]
         shard_numel = numel // dist.get_world_size(shards)
-        averaged = [one for layout in of_replicas for one in _for_average(config, layout, shard_numel)]
+        averaged = [one for nodes in of_replicas for one in _for_average(config, nodes, shard_numel)]
         own = {
             "parameters": digest(f"{g.name} {g.parameters}" for g in self._groups),
             "reduce_scatter": reduce_scatter,
@@ -687,12 +687,12 @@ def _group_of(given: Any, name: str, most: int, instead: str) -> dist.ProcessGro
     return given
 
 
-def _for_average(config: GQSGDConfig, layout: Layout, numel: int) -> list[GQSGDConfig]:
+def _for_average(config: GQSGDConfig, nodes: Nodes, numel: int) -> list[GQSGDConfig]:
     """Returns the configurations of means over replicas, in the order of their bits in ``bits``; ``numel`` is the
     number of coordinates that a rank reduces in a step."""
     # The dtype of the gradients is known in the first step only.
-    fit = fitted(config, layout, numel, torch.float32)
-    return list(resolve_each(fit.config, len(layout.nodes)).values())
+    fit = fitted(config, nodes, numel, torch.float32)
+    return list(resolve_each(fit.config, len(nodes.of_ranks)).values())
 
 
 def _lacks_gradients(name: str) -> str:

@@ -31,7 +31,7 @@ from lightning_gqsgd.local_steps.sharding import (
     sharding_of,
 )
 from lightning_gqsgd.predict.levels import fitted
-from lightning_gqsgd.session.nodes import layouts
+from lightning_gqsgd.session.nodes import nodes_of_groups
 from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters, parameters_of
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.meeting import Meeting
@@ -237,10 +237,10 @@ def numbered(
 
 def fitted_to_ranks(start: Meeting, trained: Trained, config: GQSGDConfig) -> tuple[GQSGDConfig, str]:
     """Returns the compression with a reducer chosen for the ranks of a meeting, and a note on it."""
-    (layout,) = layouts(start, trained.device)
+    (nodes,) = nodes_of_groups(start, trained.device)
     numel = sum(entry.segment.numel for entry in trained.parameters)
-    fit = fitted(config, layout, numel, trained.parameters[0].tensor.dtype)
-    return resolve(fit.config, len(layout.nodes)), fit.note
+    fit = fitted(config, nodes, numel, trained.parameters[0].tensor.dtype)
+    return resolve(fit.config, len(nodes.of_ranks)), fit.note
 
 
 def own_facts(options: LocalOptions, trained: Trained) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from lightning_gqsgd.predict.timeline import BUCKET_BYTES, Bucket, Timeline
 from lightning_gqsgd.session.nodes import with_nodes
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.session.nodes import Layout
+    from lightning_gqsgd.session.nodes import Nodes
 
 #: Bytes per second of the links between nodes, by the device of gradients, if no node knows its rate: 1 Gbit/s for
 #: machines without GPUs, and 10 Gbit/s for others.
@@ -53,43 +53,42 @@ class Fit:
 
 
 @lru_cache(maxsize=256)  # `all_reduce` asks in every call
-def fitted(config: GQSGDConfig, layout: Layout, numel: int, dtype: torch.dtype) -> Fit:
+def fitted(config: GQSGDConfig, nodes: Nodes, numel: int, dtype: torch.dtype) -> Fit:
     """Returns a configuration with the reducer that fits the nodes of a process group best, if the user did not choose
     it.
 
-    All ranks with the same layout get the same result.
+    All ranks with the same nodes get the same result.
 
     Args:
         config: any configuration.
-        layout: nodes of the process group's ranks, and the devices of their gradients.
+        nodes: nodes of the process group's ranks, and the devices of their gradients.
         numel: number of coordinates that are reduced in a step.
         dtype: dtype of the gradients.
 
     Raises:
         ConfigError: if ``reducer="hierarchical"`` has no ``node_size``, and nodes have unequal sizes.
     """
-    config = with_nodes(config, layout)
+    config = with_nodes(config, nodes)
     widths = _widths(config)
     if not widths or not numel:
         return Fit(config)
-    if layout.num_nodes == 1:
-        return Fit(config, _warning_of_one_node(config, layout))
-    nodes = _Nodes.of(layout)
+    if nodes.number == 1:
+        return Fit(config, _warning_of_one_node(config, nodes))
     # All candidates of `auto` use the same way, which is chosen for the widest one, the closest to plain DDP.
     seconds_of = partial(_all_reduce_s, nodes, numel, dtype, max(widths))
     advice = "; `gqsgd advise` says what pays, and auto=True takes plain DDP where that is faster"
     return _fastest(_ways(config, nodes.size), nodes, seconds_of, "plain DDP", advice)
 
 
-def fitted_scatter(config: GQSGDConfig, layout: Layout, numel: int) -> Fit:
+def fitted_scatter(config: GQSGDConfig, nodes: Nodes, numel: int) -> Fit:
     """Returns a configuration for FSDP2's reduce-scatters with the number of levels that fits the nodes of a process
     group best, if the user did not choose it.
 
-    All ranks with the same layout get the same result.
+    All ranks with the same nodes get the same result.
 
     Args:
         config: a configuration whose reducer is "auto", "two_shot" or "hierarchical".
-        layout: nodes of the ranks among which the model is divided, and the devices of their gradients.
+        nodes: nodes of the ranks among which the model is divided, and the devices of their gradients.
         numel: number of coordinates that are reduced in a step.
 
     Raises:
@@ -97,20 +96,19 @@ def fitted_scatter(config: GQSGDConfig, layout: Layout, numel: int) -> Fit:
             no nodes of this size, or one node.
     """
     one_level = replace(config, reducer="two_shot", node_size=0)
-    size = layout.node_size
+    size = nodes.size
     if config.reducer == "hierarchical":
-        config = level_or_levels(with_nodes(config, layout), len(layout.nodes))
+        config = level_or_levels(with_nodes(config, nodes), len(nodes.of_ranks))
         if config.reducer == "native":
             raise ConfigError(
                 "reducer='hierarchical' compresses nothing inside a node, and the model is divided among the "
-                f"{counted(len(layout.nodes), 'rank')} of one node: leave out reduce_scatter, or give "
+                f"{counted(len(nodes.of_ranks), 'rank')} of one node: leave out reduce_scatter, or give "
                 "reducer='two_shot'"
             )
         return Fit(config if config.reducer == "hierarchical" else one_level)
     widths = _widths(config)
-    if layout.num_nodes == 1 or size < 2 or not widths or not numel:
+    if nodes.number == 1 or size < 2 or not widths or not numel:
         return Fit(one_level)
-    nodes = _Nodes.of(layout)
     seconds_of = partial(_reduce_scatter_s, nodes, numel, max(widths))
     advice = " in fp32; `gqsgd advise --fsdp` says what pays"
     return _fastest([one_level, *_ways(config, size)[1:]], nodes, seconds_of, "torch's own reduce-scatters", advice)
@@ -118,7 +116,7 @@ def fitted_scatter(config: GQSGDConfig, layout: Layout, numel: int) -> Fit:
 
 def _fastest(
     ways: Sequence[GQSGDConfig],
-    nodes: _Nodes,
+    nodes: Nodes,
     seconds_of: Callable[[GQSGDConfig | None], float],
     plain: str,
     advice: str,
@@ -135,35 +133,36 @@ def _fastest(
         plain: what torch itself does, in words.
         advice: the end of the warning.
     """
+    link = f"{'' if nodes.bytes_per_s else 'an assumed '}{8 * _link(nodes).bytes_per_s / 1e9:.3g} Gbit/s"
     seconds = {way: seconds_of(way) for way in ways}
     chosen = min(ways, key=lambda way: seconds[way])
     note = ""
     if chosen != ways[0]:
         note = (
-            f"; hierarchical, because {nodes.size} ranks share the link of a node: on {nodes.link_in_words}, the "
+            f"; hierarchical, because {nodes.size} ranks share the link of a node: on {link}, the "
             f"gradients of a step are predicted to take {in_ms(seconds[chosen])}, and {in_ms(seconds[ways[0]])} "
             "without levels"
         )
     plain_s = seconds_of(None)
-    if nodes.is_known and not chosen.auto and seconds[chosen] > plain_s * (1 + TOLERANCE):
+    if nodes.bytes_per_s and not chosen.auto and seconds[chosen] > plain_s * (1 + TOLERANCE):
         note += (
-            f"; PREDICTED TO BE SLOWER than {plain}: on {nodes.link_in_words}, {in_ms(seconds[chosen])} for the "
+            f"; PREDICTED TO BE SLOWER than {plain}: on {link}, {in_ms(seconds[chosen])} for the "
             f"gradients of a step against {in_ms(plain_s)}{advice}"
         )
     return Fit(chosen, note)
 
 
-def _warning_of_one_node(config: GQSGDConfig, layout: Layout) -> str:
+def _warning_of_one_node(config: GQSGDConfig, nodes: Nodes) -> str:
     """Returns a clause on GPUs of one machine; empty if there are none, or if the configuration may choose plain DDP.
 
     There is no prediction for them, because the rate of their links is unknown. Processes on the CPU of one machine are
     about as fast with codes as without.
     """
-    if len(layout.nodes) == 1 or layout.devices == {"cpu"} or config.auto:
+    if len(nodes.of_ranks) == 1 or nodes.devices == {"cpu"} or config.auto:
         return ""
     return (
-        f"; all {len(layout.nodes)} ranks are on one machine, and links between GPUs are often faster than any codec: "
-        "compare with plain DDP, as gqsgd_auto does while it trains"
+        f"; all {len(nodes.of_ranks)} ranks are on one machine, and links between GPUs are often faster than any "
+        "codec: compare with plain DDP, as gqsgd_auto does while it trains"
     )
 
 
@@ -184,37 +183,19 @@ def _ways(config: GQSGDConfig, node_size: int) -> list[GQSGDConfig]:
         return [config]
 
 
-@dataclass(frozen=True)
-class _Nodes:
-    """A number of nodes with ``size`` ranks each, and the link between nodes, as predictions take them; ``device`` is a
-    name of `costs.ESTIMATES`."""
-
-    count: int
-    size: int
-    rate: float
-    is_known: bool
-    device: str
-
-    @classmethod
-    def of(cls, layout: Layout) -> _Nodes:
-        """Returns the nodes of a layout."""
-        device = _estimate_for(layout.devices)
-        size = max(1, layout.node_size)
-        rate = layout.bytes_per_s or ASSUMED_RATES.get(device, OTHER_ASSUMED_RATE)
-        return cls(len(layout.nodes) // size, size, rate, bool(layout.bytes_per_s), device)
-
-    @property
-    def link_in_words(self) -> str:
-        """The rate of the link."""
-        return f"{'' if self.is_known else 'an assumed '}{8 * self.rate / 1e9:.3g} Gbit/s"
-
-    @property
-    def costs(self) -> Costs:
-        """All constants."""
-        return estimated_costs(self.device, self.count, self.size, Link(self.rate, LATENCY_S))
+def _link(nodes: Nodes) -> Link:
+    """Returns the link between nodes, with an assumed rate if no node knows its rate."""
+    assumed = ASSUMED_RATES.get(_estimate_for(nodes.devices), OTHER_ASSUMED_RATE)
+    return Link(nodes.bytes_per_s or assumed, LATENCY_S)
 
 
-def _reduce_scatter_s(nodes: _Nodes, numel: int, bits: int, way: GQSGDConfig | None) -> float:
+def _costs(nodes: Nodes) -> Costs:
+    """Returns all constants. If nodes have unequal sizes, each rank counts as a node."""
+    size = max(1, nodes.size)
+    return estimated_costs(_estimate_for(nodes.devices), len(nodes.of_ranks) // size, size, _link(nodes))
+
+
+def _reduce_scatter_s(nodes: Nodes, numel: int, bits: int, way: GQSGDConfig | None) -> float:
     """Returns the seconds of the reduce-scatters of a step's gradients, which come one after the other; if ``way`` is
     None, of torch's own in fp32."""
     # The model of steps takes some time to import, and most starts have one node.
@@ -223,10 +204,10 @@ def _reduce_scatter_s(nodes: _Nodes, numel: int, bits: int, way: GQSGDConfig | N
     bucket = min(BUCKET_BYTES // 4, numel)
     has_levels = way is not None and way.reducer == "hierarchical"
     method = ShardedMethod(torch.float32, None if way is None else bits, has_levels=has_levels)
-    return numel / bucket * scatter_seconds(nodes.costs, nodes.count, nodes.size, method, bucket)
+    return numel / bucket * scatter_seconds(_costs(nodes), nodes.number, nodes.size, method, bucket)
 
 
-def _all_reduce_s(nodes: _Nodes, numel: int, dtype: torch.dtype, bits: int, way: GQSGDConfig | None) -> float:
+def _all_reduce_s(nodes: Nodes, numel: int, dtype: torch.dtype, bits: int, way: GQSGDConfig | None) -> float:
     """Returns the seconds of the all-reduces of a step's gradients; if ``way`` is None, those of plain DDP.
 
     The default codec is assumed, because its costs are known. Both ways use the same codec.
@@ -238,19 +219,19 @@ def _all_reduce_s(nodes: _Nodes, numel: int, dtype: torch.dtype, bits: int, way:
     if way is not None:
         has_levels = way.reducer == "hierarchical" and nodes.size > 1
         levels = {"reducer": "hierarchical", "node_size": nodes.size} if has_levels else {"reducer": "two_shot"}
-        method = resolve(GQSGDConfig(bits=bits, sample_every=0, **levels), nodes.count * nodes.size)
+        method = resolve(GQSGDConfig(bits=bits, sample_every=0, **levels), len(nodes.of_ranks))
     return numel / (count * bucket) * _seconds(method, nodes, dtype, bucket, count)
 
 
 @lru_cache(maxsize=256)
-def _seconds(method: GQSGDConfig | None, nodes: _Nodes, dtype: torch.dtype, numel: int, count: int) -> float:
+def _seconds(method: GQSGDConfig | None, nodes: Nodes, dtype: torch.dtype, numel: int, count: int) -> float:
     """Returns the seconds to reduce some equal buckets, without any computation at the same time."""
     # The model of steps takes some time to import, and most starts have one node.
     from lightning_gqsgd.predict.model import NATIVE, predict
 
     buckets = tuple(Bucket((Segment(number, numel, raw=False),), 0.0) for number in range(count))
     timeline = Timeline(buckets, 0.0, dtype=dtype)
-    return predict(timeline, nodes.costs, nodes.count * nodes.size, method or NATIVE).step_s
+    return predict(timeline, _costs(nodes), len(nodes.of_ranks), method or NATIVE).step_s
 
 
 def _estimate_for(devices: frozenset[str]) -> str:

@@ -23,36 +23,36 @@ if TYPE_CHECKING:
     from lightning_gqsgd.wire.meeting import Meeting
 
 
-class Layout(NamedTuple):
+class Nodes(NamedTuple):
     """The nodes that the ranks of a process group run on.
 
     Attributes:
-        nodes: for each rank, in the group's order, the number of its node.
+        of_ranks: for each rank, in the group's order, the number of its node.
         bytes_per_s: bytes per second that the node with the slowest link can send to others; 0 if no node knows its
             rate.
         devices: names of the gradients' devices; ``"cpu"`` for a CPU.
     """
 
-    nodes: tuple[int, ...]
+    of_ranks: tuple[int, ...]
     bytes_per_s: float = 0.0
     devices: frozenset[str] = frozenset({"cpu"})
 
     @property
-    def node_size(self) -> int:
+    def size(self) -> int:
         """Number of consecutive ranks on each node; 0 if nodes have unequal numbers of ranks, or ranks that are not
         consecutive."""
-        runs = [(node, len(list(run))) for node, run in groupby(self.nodes)]
+        runs = [(node, len(list(run))) for node, run in groupby(self.of_ranks)]
         sizes = {size for _, size in runs}
-        return sizes.pop() if len(sizes) == 1 and len(runs) == self.num_nodes else 0
+        return sizes.pop() if len(sizes) == 1 and len(runs) == self.number else 0
 
     @property
-    def num_nodes(self) -> int:
+    def number(self) -> int:
         """Number of nodes."""
-        return len(set(self.nodes))
+        return len(set(self.of_ranks))
 
 
-def layouts(meeting: Meeting, device: torch.device) -> list[Layout]:
-    """Returns the layout of each process group of a meeting. A collective: a round of the meeting.
+def nodes_of_groups(meeting: Meeting, device: torch.device) -> list[Nodes]:
+    """Returns the nodes of each process group of a meeting. A collective: a round of the meeting.
 
     Args:
         meeting: the ranks.
@@ -66,15 +66,15 @@ def layouts(meeting: Meeting, device: torch.device) -> list[Layout]:
     codec_threads(dist.get_world_size())  # checks the number of threads before ranks agree on anything
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     news = {"node": digest_of(this_node()), "bytes_per_s": link_rate(), "device": name}
-    return [_layout(told) for told in meeting.exchange(news)]
+    return [_nodes(told) for told in meeting.exchange(news)]
 
 
-def _layout(told: Sequence[Mapping[str, Any]]) -> Layout:
-    """Returns the layout of ranks from their news: their nodes, the rates of the nodes' links, and their devices."""
+def _nodes(told: Sequence[Mapping[str, Any]]) -> Nodes:
+    """Returns the nodes of ranks from their news: their nodes, the rates of the nodes' links, and their devices."""
     numbers = {node: number for number, node in enumerate(dict.fromkeys(rank["node"] for rank in told))}
     known = [rank["bytes_per_s"] for rank in told if rank["bytes_per_s"]]
-    nodes = tuple(numbers[rank["node"]] for rank in told)
-    return Layout(nodes, min(known, default=0.0), frozenset(rank["device"] for rank in told))
+    of_ranks = tuple(numbers[rank["node"]] for rank in told)
+    return Nodes(of_ranks, min(known, default=0.0), frozenset(rank["device"] for rank in told))
 
 
 def link_rate(root: Path = Path("/sys/class")) -> float:
@@ -114,7 +114,7 @@ def card_rate(card: Path) -> int | None:
     return None
 
 
-def with_nodes(config: GQSGDConfig, layout: Layout) -> GQSGDConfig:
+def with_nodes(config: GQSGDConfig, nodes: Nodes) -> GQSGDConfig:
     """Returns the configuration, with ``node_size`` set if its reducer needs it and the user gave none.
 
     Raises:
@@ -122,9 +122,9 @@ def with_nodes(config: GQSGDConfig, layout: Layout) -> GQSGDConfig:
     """
     if config.reducer != "hierarchical" or config.node_size:
         return config
-    if not layout.node_size:
+    if not nodes.size:
         raise ConfigError(
-            f"the group's ranks, on the nodes {list(layout.nodes)}, are not in order on nodes of equal size; "
+            f"the group's ranks, on the nodes {list(nodes.of_ranks)}, are not in order on nodes of equal size; "
             "reducer='hierarchical' needs that: give node_size, or take another reducer"
         )
-    return replace(config, node_size=layout.node_size)
+    return replace(config, node_size=nodes.size)

@@ -14,7 +14,7 @@ from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers.gather import Gather
 from lightning_gqsgd.research.simulation import average, relative_error
-from lightning_gqsgd.session.nodes import Layout, _layout, link_rate, with_nodes
+from lightning_gqsgd.session.nodes import Nodes, _nodes, link_rate, with_nodes
 from lightning_gqsgd.wire.node import this_node
 from lightning_gqsgd.wire.plan import Plan
 from tests.unit.test_scatter import gaussian
@@ -113,17 +113,17 @@ LEVELS = GQSGDConfig(reducer="hierarchical")
     ],
 )
 def test_size_of_nodes_is_that_of_the_group_on_each(ranks: Sequence[int], size: int) -> None:
-    layout = Layout(tuple(rank // 4 for rank in ranks))
-    assert layout.node_size == size
-    assert with_nodes(LEVELS, layout).node_size == size
+    nodes = Nodes(tuple(rank // 4 for rank in ranks))
+    assert nodes.size == size
+    assert with_nodes(LEVELS, nodes).node_size == size
 
 
 @pytest.mark.parametrize("ranks", [range(6), [0, 1, 4], [0, 4, 1, 5], range(2, 6 + 1)])
 def test_a_group_with_unequal_or_mixed_nodes_is_refused(ranks: Sequence[int]) -> None:
-    layout = Layout(tuple(rank // 4 for rank in ranks))
-    assert with_nodes(GQSGDConfig(), layout) == GQSGDConfig()
+    nodes = Nodes(tuple(rank // 4 for rank in ranks))
+    assert with_nodes(GQSGDConfig(), nodes) == GQSGDConfig()
     with pytest.raises(ConfigError, match=r"are not in order on nodes of equal size.*give node_size"):
-        with_nodes(LEVELS, layout)
+        with_nodes(LEVELS, nodes)
 
 
 @pytest.mark.parametrize("text", ["abc", "", "0", "-4", "4.5"])
@@ -165,8 +165,8 @@ def test_the_rate_of_a_node_is_that_of_its_infiniband_ports_or_of_its_fastest_ca
 def test_the_rate_of_a_group_is_that_of_its_slowest_link_that_is_known() -> None:
     rates = [("a", 3e9), ("b", 0.0), ("a", 2e9)]
     told = [{"node": node, "bytes_per_s": rate, "device": "cpu"} for node, rate in rates]
-    assert _layout(told) == Layout((0, 1, 0), 2e9)
-    assert _layout(told[1:2]).bytes_per_s == 0
+    assert _nodes(told) == Nodes((0, 1, 0), 2e9)
+    assert _nodes(told[1:2]).bytes_per_s == 0
 
 
 def test_stages_of_two_levels() -> None:

@@ -17,22 +17,22 @@ from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.predict.levels import fitted, fitted_scatter
 from lightning_gqsgd.predict.timeline import estimated
-from lightning_gqsgd.session.nodes import Layout
+from lightning_gqsgd.session.nodes import Nodes
 
 NUMEL = 25_000_000
 
 
-def on(nodes: int, per_node: int, gbit: float = 10) -> Layout:
-    return Layout(tuple(rank // per_node for rank in range(nodes * per_node)), gbit * 1e9 / 8)
+def on(nodes: int, per_node: int, gbit: float = 10) -> Nodes:
+    return Nodes(tuple(rank // per_node for rank in range(nodes * per_node)), gbit * 1e9 / 8)
 
 
-def on_gpus(nodes: int, per_node: int, gbit: float = 10) -> Layout:
+def on_gpus(nodes: int, per_node: int, gbit: float = 10) -> Nodes:
     return on(nodes, per_node, gbit)._replace(devices=frozenset({"NVIDIA H100"}))
 
 
-def reducer(layout: Layout, **fields: Any) -> str:
-    fit = fitted(GQSGDConfig(**fields), layout, NUMEL, torch.float32)
-    return resolve(fit.config, len(layout.nodes)).reducer
+def reducer(nodes: Nodes, **fields: Any) -> str:
+    fit = fitted(GQSGDConfig(**fields), nodes, NUMEL, torch.float32)
+    return resolve(fit.config, len(nodes.of_ranks)).reducer
 
 
 def test_several_ranks_of_a_node_share_its_link_by_two_levels() -> None:
@@ -44,13 +44,13 @@ def test_several_ranks_of_a_node_share_its_link_by_two_levels() -> None:
 def test_one_level_is_taken_where_there_is_nothing_to_choose() -> None:
     assert reducer(on(1, 8)) == "two_shot"
     assert reducer(on(8, 1)) == "two_shot"
-    unequal = Layout((0, 0, 0, 1, 1), 1e8)
-    mixed = Layout((0, 1, 0, 1), 1e8)
+    unequal = Nodes((0, 0, 0, 1, 1), 1e8)
+    mixed = Nodes((0, 1, 0, 1), 1e8)
     assert reducer(unequal) == reducer(mixed) == "two_shot"
 
 
 def test_what_the_user_asks_for_stays() -> None:
-    layout = on(4, 8, 1)
+    nodes = on(4, 8, 1)
     for fields in (
         {"reducer": "two_shot"},
         {"reducer": "gather"},
@@ -59,7 +59,7 @@ def test_what_the_user_asks_for_stays() -> None:
         {"reducer": "hierarchical", "node_size": 4},
     ):
         config = GQSGDConfig(**fields)
-        assert fitted(config, layout, NUMEL, torch.float32).config == config
+        assert fitted(config, nodes, NUMEL, torch.float32).config == config
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_a_fast_link_between_nodes_and_a_slow_one_inside_make_one_level_faster()
 
 
 def test_an_unknown_link_is_assumed_and_gives_no_warning() -> None:
-    unknown = Layout(on(4, 8).nodes)
+    unknown = Nodes(on(4, 8).of_ranks)
     fit = fitted(GQSGDConfig(), unknown, NUMEL, torch.float32)
     assert fit.config.reducer == "hierarchical"
     assert "on an assumed 1 Gbit/s" in fit.note
-    flat = Layout(on(4, 1).nodes)
+    flat = Nodes(on(4, 1).of_ranks)
     assert fitted(GQSGDConfig(), flat, NUMEL, torch.float32).note == ""
 
 
@@ -108,15 +108,15 @@ def test_slower_than_plain_ddp_is_said() -> None:
 
 
 def test_gpus_of_one_machine_are_told_to_compare_with_plain_ddp() -> None:
-    layout = on(1, 8)._replace(devices=frozenset({"NVIDIA L40S"}))
-    note = fitted(GQSGDConfig(), layout, NUMEL, torch.float32).note
+    nodes = on(1, 8)._replace(devices=frozenset({"NVIDIA L40S"}))
+    note = fitted(GQSGDConfig(), nodes, NUMEL, torch.float32).note
     assert note.startswith("; all 8 ranks are on one machine")
     assert "gqsgd_auto" in note
     for config, quiet in (
-        (GQSGDConfig(auto=True), layout),
-        (GQSGDConfig(bits=32), layout),
+        (GQSGDConfig(auto=True), nodes),
+        (GQSGDConfig(bits=32), nodes),
         (GQSGDConfig(), on(1, 8)),
-        (GQSGDConfig(), layout._replace(nodes=(0,))),
+        (GQSGDConfig(), nodes._replace(of_ranks=(0,))),
     ):
         assert fitted(config, quiet, NUMEL, torch.float32).note == ""
 
@@ -148,8 +148,8 @@ def test_reduce_scatters_have_two_levels_where_ranks_share_a_link() -> None:
     fit = fitted_scatter(GQSGDConfig(), on_gpus(2, 8), NUMEL)
     assert (fit.config.reducer, fit.config.node_size) == ("hierarchical", 8)
     assert fit.note.startswith("; hierarchical, because 8 ranks share the link of a node: on 10 Gbit/s, the gradients")
-    for layout in (on_gpus(1, 8), on_gpus(8, 1), Layout((0, 0, 0, 1, 1), 1e8)):
-        fit = fitted_scatter(GQSGDConfig(), layout, NUMEL)
+    for nodes in (on_gpus(1, 8), on_gpus(8, 1), Nodes((0, 0, 0, 1, 1), 1e8)):
+        fit = fitted_scatter(GQSGDConfig(), nodes, NUMEL)
         assert (fit.config.reducer, fit.config.node_size, fit.note) == ("two_shot", 0, "")
 
 
@@ -162,12 +162,12 @@ def test_reduce_scatters_of_one_level_warn_where_torchs_own_are_faster() -> None
 
 
 def test_two_levels_of_reduce_scatters_need_equal_nodes() -> None:
-    for layout, size, words in (
+    for nodes, size, words in (
         (on(2, 2), 3, "4 ranks do not make nodes of 3"),
         (on(1, 4), 0, "the 4 ranks of one node"),
         (on(2, 2), 4, "the 4 ranks of one node"),
-        (Layout((0, 0, 1), 1e8), 0, "are not in order on nodes of equal size"),
+        (Nodes((0, 0, 1), 1e8), 0, "are not in order on nodes of equal size"),
     ):
         with pytest.raises(ConfigError, match=words):
-            fitted_scatter(GQSGDConfig(reducer="hierarchical", node_size=size), layout, NUMEL)
+            fitted_scatter(GQSGDConfig(reducer="hierarchical", node_size=size), nodes, NUMEL)
     assert fitted_scatter(GQSGDConfig(reducer="hierarchical"), on(4, 1), NUMEL).config.reducer == "two_shot"
