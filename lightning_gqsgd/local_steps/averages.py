@@ -41,8 +41,7 @@ from lightning_gqsgd.local_steps.preserved import (
     gathered_errors,
     is_preserved,
     own_errors,
-    take_off_anchors,
-    take_off_tensors,
+    preserved,
 )
 from lightning_gqsgd.local_steps.rules import Exchanges, PendingMean, RuleRequest
 from lightning_gqsgd.local_steps.schedule import Rounds
@@ -270,7 +269,8 @@ class LocalAverages(AveragingLoop[Average]):
         super().finish()
         if is_preserved(self.config, self.outer):
             with self._or_broken():
-                take_off_anchors(self.fragments, self._errors())
+                for anchor, _, value in preserved(self.fragments, self._errors()):
+                    anchor.copy_(value)
                 self.store.forget(Keeps.DOWN_ERROR)
                 self.start_from_anchors()
 
@@ -360,7 +360,9 @@ class LocalAverages(AveragingLoop[Average]):
         self.check_open()
         with self.at_anchor():
             if is_preserved(self.config, self.outer) and not self.under_way:
-                take_off_tensors(self.fragments, self._errors())
+                with torch.no_grad():
+                    for _, tensor, value in preserved(self.fragments, self._errors()):
+                        tensor.copy_(value)
             yield
 
     def report(self) -> str:

@@ -72,26 +72,11 @@ def gathered_errors(own: Tensor, everyone: Tensor) -> Exchanges:
     return Exchanges(own, steps, (len(everyone) - 1) * own.nbytes, own.nbytes)
 
 
-@torch.no_grad()
-def take_off_anchors(fragments: Iterable[Fragment], errors: Mapping[int, Tensor]) -> None:
-    """Move anchors to the preserved model; ``errors`` come from `errors_by_parameter`."""
-    for anchor, _, error in _with_errors(fragments, errors):
-        anchor.sub_(error.to(anchor.device, anchor.dtype))
-
-
-@torch.no_grad()
-def take_off_tensors(fragments: Iterable[Fragment], errors: Mapping[int, Tensor]) -> None:
-    """Move parameters to the preserved model, and leave the anchors unchanged; see `take_off_anchors`."""
-    for anchor, tensor, error in _with_errors(fragments, errors):
-        tensor.copy_(anchor - error.to(anchor.device, anchor.dtype))
-
-
-def _with_errors(
-    fragments: Iterable[Fragment], errors: Mapping[int, Tensor]
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield the anchor, the parameter and the error of each parameter that has an error; all three have the same
-    shape."""
+def preserved(fragments: Iterable[Fragment], errors: Mapping[int, Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yields the anchor and the tensor of each parameter that has an error, and its value in the preserved model;
+    ``errors`` come from `errors_by_parameter`."""
     for fragment in fragments:
         for entry, anchor in fragment.entries():
-            if entry.segment.parameter in errors:
-                yield anchor, entry.tensor, errors[entry.segment.parameter].view(anchor.shape)
+            error = errors.get(entry.segment.parameter)
+            if error is not None:
+                yield anchor, entry.tensor, anchor - error.view(anchor.shape).to(anchor.device, anchor.dtype)

@@ -24,7 +24,7 @@ from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop, Pending
 from lightning_gqsgd.local_steps.fragments import Entry, Fragment, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import make_outer
-from lightning_gqsgd.local_steps.preserved import errors_by_parameter, is_preserved, own_errors, take_off_anchors
+from lightning_gqsgd.local_steps.preserved import errors_by_parameter, is_preserved, own_errors, preserved
 from lightning_gqsgd.local_steps.rules import MeanOf, RuleRequest, RuleRequests
 from lightning_gqsgd.reducers import run_virtual
 from lightning_gqsgd.reducers.memory import Keeps
@@ -216,7 +216,8 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
         super().finish()
         if not is_preserved(self.config, self.outer):
             return
-        take_off_anchors(self.fragments, self._errors())
+        for anchor, _, value in preserved(self.fragments, self._errors()):
+            anchor.copy_(value)
         for replicas in self._replicas:
             for fragment in replicas:
                 fragment.set_tensors()
