@@ -21,7 +21,6 @@ from lightning_gqsgd.predict.advice import (
     Candidate,
     Cluster,
     CostsAt,
-    Sweeps,
     advice_on_local_steps,
     break_even,
     check_batch,
@@ -336,9 +335,15 @@ def lines(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | Non
     return [*filter(None, advice), *(f"Note: {note}." for note in cluster.notes)]
 
 
-def to_dict(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | None, sweeps: Sweeps) -> dict[str, Any]:
+def to_dict(
+    cluster: Cluster,
+    choices: Sequence[Candidate],
+    local: Candidate | None,
+    by_nodes: dict[int, list[Candidate]],
+    by_rates: dict[float, list[Candidate]],
+) -> dict[str, Any]:
     """Returns all of it as plain values."""
-    limit = break_even(sweeps.rates)
+    limit = break_even(by_rates)
     return {
         "model": cluster.timeline.name,
         "parameters": cluster.timeline.numel,
@@ -357,8 +362,8 @@ def to_dict(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | N
         "notes": list(cluster.notes),
         # From this rate of the links on, nothing is worth a change; None: no rate of the sweep separates the two.
         "break_even": None if limit is None else _rate(cluster, limit),
-        "over_nodes": [{"nodes": nodes, "candidates": _rows(made)} for nodes, made in sweeps.nodes.items()],
-        "over_rates": [{**_rate(cluster, at), "candidates": _rows(made)} for at, made in sweeps.rates.items()],
+        "over_nodes": [{"nodes": nodes, "candidates": _rows(made)} for nodes, made in by_nodes.items()],
+        "over_rates": [{**_rate(cluster, at), "candidates": _rows(made)} for at, made in by_rates.items()],
     }
 
 

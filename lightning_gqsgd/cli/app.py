@@ -320,7 +320,14 @@ def advise(
             asking.check_network(probe, link)
     # Here, not above: they import torch, which takes seconds.
     from lightning_gqsgd.cli import advising, tables, waiting
-    from lightning_gqsgd.predict.advice import Sweeps, candidates, recommendable, with_intervals, with_local_steps
+    from lightning_gqsgd.predict.advice import (
+        candidates,
+        over_nodes,
+        over_rates,
+        recommendable,
+        with_intervals,
+        with_local_steps,
+    )
 
     question = advising.Question(
         model, batch, probe, link, latency, intra, nodes, gpus_per_node, backward, forward, codec, fsdp or None
@@ -350,14 +357,15 @@ def advise(
         local = with_local_steps(cluster)
         if plot is not None or as_json:
             say("predicting other numbers of nodes and rates")
-            sweeps = Sweeps.known(cluster) if plot is None else Sweeps.of(cluster)
+            by_nodes = over_nodes(cluster) if plot is not None or cluster.knows_other_nodes else {}
+            by_rates = over_rates(cluster)
         if plot is not None:
-            pictures.draw_sweeps(cluster, sweeps, plot)
+            pictures.draw_sweeps(cluster, by_nodes, by_rates, plot)
         if gantt is not None:
             steps = {candidate.name: candidate.prediction for candidate in recommendable(choices)}
             pictures.draw_steps(steps, gantt)
     if as_json:
-        _print_json(advising.to_dict(cluster, choices, local, sweeps))
+        _print_json(advising.to_dict(cluster, choices, local, by_nodes, by_rates))
         return
     tables.show(advising.table(cluster, choices, local))
     typer.echo("\n".join(advising.lines(cluster, choices, local)))

@@ -404,6 +404,9 @@ def over_nodes(cluster: Cluster) -> dict[int, list[Candidate]]:
     """Returns the recommendable candidates for several numbers of nodes, with at most `MOST_RANKS` ranks.
 
     Candidates with fewer bits take equally long to predict, so they are left out.
+
+    Raises:
+        ConfigError: if the costs of several nodes are not known.
     """
     counts = [nodes for nodes in SWEEP_NODES if 1 < nodes * cluster.per_node <= MOST_RANKS]
     widths = [bits for bits in BITS if bits >= FEWEST_BITS]
@@ -413,29 +416,6 @@ def over_nodes(cluster: Cluster) -> dict[int, list[Candidate]]:
 def over_rates(cluster: Cluster) -> dict[float, list[Candidate]]:
     """Returns the candidates for several factors on the rate of the links."""
     return {factor: candidates(cluster, factor=factor) for factor in RATE_FACTORS}
-
-
-@dataclass(frozen=True)
-class Sweeps:
-    """Candidates for several numbers of nodes, and for several factors on the rate of the links."""
-
-    nodes: dict[int, list[Candidate]]
-    rates: dict[float, list[Candidate]]
-
-    @classmethod
-    def of(cls, cluster: Cluster) -> Sweeps:
-        """Returns both sweeps of a cluster.
-
-        Raises:
-            ConfigError: if the costs of several nodes are not known.
-        """
-        return cls(over_nodes(cluster), over_rates(cluster))
-
-    @classmethod
-    def known(cls, cluster: Cluster) -> Sweeps:
-        """Returns both sweeps of a cluster. The sweep over nodes is empty if the costs of several nodes are not
-        known."""
-        return cls(over_nodes(cluster) if cluster.knows_other_nodes else {}, over_rates(cluster))
 
 
 def break_even(sweep: dict[float, list[Candidate]]) -> float | None:

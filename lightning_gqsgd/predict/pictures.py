@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_gqsgd.errors import ConfigError, import_optional
-from lightning_gqsgd.predict.advice import Candidate, Cluster, Sweeps, break_even
+from lightning_gqsgd.predict.advice import Candidate, Cluster, break_even
 from lightning_gqsgd.predict.files import check_writable
 from lightning_gqsgd.predict.model import Prediction
 from lightning_gqsgd.spec.quantities import rate_in_words
@@ -48,15 +48,16 @@ def check_files(files: Mapping[str, Path]) -> None:
         raise ConfigError(f"{' and '.join(files)} name one file, {next(iter(files.values()))}; name two files")
 
 
-def draw_sweeps(cluster: Cluster, sweeps: Sweeps, file: Path) -> None:
-    """Draw the scaling efficiency over nodes, and the duration of a step over the rate of links.
+def draw_sweeps(
+    cluster: Cluster, nodes: dict[int, list[Candidate]], rates: dict[float, list[Candidate]], file: Path
+) -> None:
+    """Draw the scaling efficiency over nodes, and the duration of a step over the rate of links; ``nodes`` and
+    ``rates`` are the results of `advice.over_nodes` and `advice.over_rates`.
 
     Raises:
         ConfigError: if matplotlib is not installed, or if the file cannot be written.
     """
     plt = _pyplot()
-    nodes = sweeps.nodes
-    rates = sweeps.rates
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.6), layout="constrained")
     for name, first in {candidate.name: candidate for choices in nodes.values() for candidate in choices}.items():
         style = {"color": _colour(first), "ls": _line_style(name), "lw": 1.4}
