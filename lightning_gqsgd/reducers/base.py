@@ -285,9 +285,7 @@ class HasSteps(Protocol):
     sent_bytes: int
     message_bytes: int
 
-    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """Replace ``x`` by the mean over ranks; see `Reducer.steps`."""
-        ...
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps: ...
 
 
 def reduced(reducer: HasSteps, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
@@ -319,7 +317,6 @@ class WholeNumbers(Reducer):
 
     @classmethod
     def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
-        """Returns the number of coordinates; see `Reducer.alike`."""
         return sum(run.numel for run in block_runs)
 
 

@@ -39,13 +39,10 @@ class Bf16(Reducer):
 
     @staticmethod
     def check(codec: Codec) -> None:
-        """Raise ConfigError if the reducer does not work with the codec; see `reducers.base.Reducer.check`. This
-        reducer adds no codes."""
         if not isinstance(codec, FloatCodec):
             raise ConfigError(f"reducer='bf16' is for bits=16, not bits={codec.bits}; leave reducer out")
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         # fp16 and bf16 gradients already have 16 bits, so they are not rounded. They are divided before the sum,
         # because the sum might overflow otherwise.
         if x.dtype.itemsize == torch.bfloat16.itemsize:

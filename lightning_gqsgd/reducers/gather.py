@@ -43,8 +43,6 @@ class Gather(Reducer):
 
     @staticmethod
     def check_device(setting: Setting, device: torch.device) -> None:
-        """Raise ConfigError if the setting does not work on the device; see `reducers.base.Reducer.check_device`. Elias
-        codes have no fixed length, so a GPU cannot write them."""
         if setting.coder == "elias" and device.type != "cpu":
             raise ConfigError(
                 f"coder='elias' is for tensors on the CPU, not on {device}: its codes have no fixed length; take "
@@ -53,17 +51,14 @@ class Gather(Reducer):
 
     @staticmethod
     def stages(setting: Setting) -> int:
-        """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 1 + setting.global_scales + (setting.coder == "elias")
 
     @classmethod
     def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
-        """Returns the sizes of the piece; see `reducers.base.Reducer.alike`."""
         q = setting.codec.quantiser(setting.block_size)
         return sizes_by_owner(block_runs, q, shards=1, **setting.record_sizes)
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         layout = self.layout.on(x.device)
         # The message is written into this rank's row of the gathered messages, so that it need not be copied there.
         received = torch.empty(self.ranks, layout.message_bytes, dtype=torch.uint8, device=x.device)

@@ -66,23 +66,20 @@ class Hierarchical(Reducer):
 
     @staticmethod
     def stages(setting: Setting) -> int:
-        """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         between = between_nodes(setting)
         return 2 + between.reducer.stages(between)
 
     @classmethod
     def scopes(cls, setting: Setting) -> list[tuple[Scope, ...]]:
-        """Returns the scopes of the exchanges, stage by stage; see `reducers.base.Reducer.scopes`. The first stage
-        includes all ranks, because telemetry exchanges its samples between all ranks in it."""
         size = setting.ranks // between_nodes(setting).ranks
         node = Scope("node", size)
         peers = Scope("peers", size)
+        # In the first stage, telemetry exchanges its samples between all ranks.
         return [(ALL, node), *[(peers,)] * (cls.stages(setting) - 2), (node,)]
 
     @classmethod
     def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
-        """Returns the sizes of the shards, and the results of `alike` of the reducers between nodes; see
-        `reducers.base.Reducer.alike`."""
+        """Returns the sizes of the shards, and the results of `alike` of the reducers between nodes."""
         between = between_nodes(setting)
         parts = divided(block_runs, setting.ranks // between.ranks, setting.block_size)
         numels = [sum(run.numel for run in part) for part in parts]
@@ -92,12 +89,9 @@ class Hierarchical(Reducer):
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. The prediction is the error
-        of `two_shot` over all ranks, which is an upper limit."""
-        return TwoShot.mean_error(codec, ranks)
+        return TwoShot.mean_error(codec, ranks)  # an upper limit
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         size = self.node.node_size
         nodes = len(keys.up) // self.node.node_size
         place = rank % size

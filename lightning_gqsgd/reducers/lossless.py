@@ -57,7 +57,6 @@ class Lossless(WholeNumbers):
 
     @staticmethod
     def check(codec: Codec) -> None:
-        """Raise ConfigError if the reducer does not work with the codec; see `reducers.base.Reducer.check`."""
         if codec.name != "float":
             raise ConfigError(
                 f"reducer='lossless' is for bits=32, which keeps every gradient as it is, not bits={codec.bits}; "
@@ -66,8 +65,6 @@ class Lossless(WholeNumbers):
 
     @staticmethod
     def check_device(setting: Setting, device: torch.device) -> None:
-        """Raise ConfigError if the setting does not work on the device; see `reducers.base.Reducer.check_device`. The
-        codes have no fixed length, so a GPU cannot write them."""
         if device.type != "cpu":
             raise ConfigError(
                 f"reducer='lossless' is for tensors on the CPU, not on {device}: its codes have no fixed length; take "
@@ -76,11 +73,9 @@ class Lossless(WholeNumbers):
 
     @staticmethod
     def stages(setting: Setting) -> int:
-        """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 4
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         shards = [x[low:high] for low, high in zip(self._bounds[:-1], self._bounds[1:], strict=True)]
         messages = [b"" if owner == rank else pack(shard) for owner, shard in enumerate(shards)]
         received = yield from self._to_owners(messages)

@@ -22,7 +22,6 @@ class Native(WholeNumbers):
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         x.mul_(1.0 / self.ranks)  # before the sum, as DDP does: sums of fp16 numbers overflow otherwise
         yield (Exchange.in_place("sum", x),)
         return 0

@@ -31,8 +31,6 @@ class Sum(Summed):
 
     @staticmethod
     def check(codec: Codec) -> None:
-        """Raise ConfigError if the reducer does not work with the codec; see `reducers.base.Reducer.check`. Codes have
-        to be numbers of equidistant levels."""
         if not codec.adds_as_integers:
             others = "'tree' or 'two_shot'" if codec.adds_in_pairs else "'two_shot' or 'gather'"
             raise ConfigError(
@@ -42,8 +40,7 @@ class Sum(Summed):
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. Each rank rounds once, to
-        fewer levels, and the roundings average out."""
+        # Each rank rounds once, to fewer levels, and the roundings average out.
         return codec.error_variance(ranks) / ranks
 
     def _placed(self, table: np.ndarray) -> Layout:

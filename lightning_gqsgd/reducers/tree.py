@@ -88,20 +88,16 @@ class Tree(Summed):
 
     @staticmethod
     def check(codec: Codec) -> None:
-        """Raise ConfigError if the reducer does not work with the codec; see `reducers.base.Reducer.check`. Codes have
-        to be powers of two."""
         if not codec.adds_in_pairs:
             raise ConfigError("reducer='tree' adds powers of two: it needs codec='exponential' with mantissa=0")
 
     @staticmethod
     def stages(setting: Setting) -> int:
-        """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 1 + len(hops_of(0, setting.ranks))
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. Each level of the tree
-        rounds once, and these roundings do not average out."""
+        # Each level of the tree rounds once, and these roundings do not average out.
         return codec.error_variance(ranks) * ranks.bit_length()
 
     def _placed(self, table: np.ndarray) -> Layout:

@@ -46,19 +46,18 @@ class TwoShot(Reducer):
 
     @classmethod
     def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
-        """Returns the sizes of the piece and of rank 0's shard; see `reducers.base.Reducer.alike`."""
+        """Returns the sizes of the piece and of rank 0's shard."""
         q = setting.codec.quantiser(setting.block_size)
         return sizes_by_owner(block_runs, q, shards=setting.ranks, **setting.record_sizes)
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. Each rank except for the
-        owner rounds once, and these roundings average out. The owner rounds the mean once more."""
+        # Each rank except for the owner rounds once, and these roundings average out. The owner rounds the mean once
+        # more.
         rounding = codec.error_variance()
         return rounding * (ranks - 1) / ranks**2 + rounding
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         device = x.device
         layout = self.layout.on(device)
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=device)

@@ -42,7 +42,6 @@ class DirectRunner:
         self._error: BaseException | None = None
 
     def submit(self, communicator: Communicator, job: Job) -> None:
-        """Start a job; see `Runner.submit`."""
         error = self.error_of(communicator)
         if error is None and not job.is_direct:
             self._behind.submit(communicator, job)
@@ -69,11 +68,9 @@ class DirectRunner:
         future.add_done_callback(partial(self._arrived, job, steps))
 
     def error_of(self, communicator: Communicator) -> BaseException | None:
-        """Returns the error after which no job can be run any more; see `Runner.error_of`."""
         return self._error or self._behind.error_of(communicator)
 
     def close(self, communicator: Communicator) -> None:
-        """Fail all jobs that are under way; see `Runner.close`."""
         self._fail(RuntimeError("it was closed"), "its end")
         self._behind.close(communicator)
 

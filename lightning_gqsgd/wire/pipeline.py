@@ -377,7 +377,6 @@ class StreamRunner:
         self._broken: dict[Communicator, BaseException] = {}
 
     def submit(self, communicator: Communicator, job: Job) -> None:
-        """Start a job; see `Runner.submit`."""
         refuse_capture(job)
         stream = next(self._streams)
         job.take(stream)
@@ -415,12 +414,10 @@ class StreamRunner:
         return torch.cuda.stream(self._beside)
 
     def error_of(self, communicator: Communicator) -> BaseException | None:
-        """Returns the error after which a communicator can run no more jobs; see `Runner.error_of`."""
         return self._broken.get(communicator)
 
     def close(self, communicator: Communicator) -> None:
-        """Forget a communicator; see `Runner.close`. No job is under way between calls, so none has to fail."""
-        self._broken.pop(communicator, None)
+        self._broken.pop(communicator, None)  # no job is under way between calls, so none has to fail
 
 
 class Sequencer:
@@ -437,16 +434,13 @@ class Sequencer:
         self._thread.start()
 
     def submit(self, communicator: Communicator, job: Job) -> None:
-        """Start a job; see `Runner.submit`."""
         refuse_capture(job)
         self._events.put(lambda: self._add(communicator, job))
 
     def error_of(self, communicator: Communicator) -> BaseException | None:
-        """Returns the error after which a communicator can run no more jobs; see `Runner.error_of`."""
         return self._broken.get(communicator)
 
     def close(self, communicator: Communicator) -> None:
-        """Fail all jobs that are under way on a communicator, and forget it; see `Runner.close`."""
         closed = threading.Event()
 
         def forget() -> None:

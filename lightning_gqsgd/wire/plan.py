@@ -301,7 +301,6 @@ class ShardPlan(Plan):
 
     @staticmethod
     def parts(ranks: int) -> int:
-        """Returns the number of ranks, see `Plan.parts`."""
         return ranks
 
     def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
@@ -364,7 +363,6 @@ class ScatterPlan(ShardPlan):
 
     @staticmethod
     def collective(table: np.ndarray, setting: Setting) -> HasSteps:
-        """Returns the reducer of a piece, see `ShardPlan.collective`."""
         return (ReduceScatter if setting.between is None else HierarchicalReduceScatter)(table, setting)
 
     def _result(self, rank: int) -> slice:
@@ -377,7 +375,6 @@ class GatherPlan(ShardPlan):
 
     @staticmethod
     def collective(table: np.ndarray, setting: Setting) -> HasSteps:
-        """Returns the reducer of a piece, see `ShardPlan.collective`."""
         return AllGather(table, setting)
 
 

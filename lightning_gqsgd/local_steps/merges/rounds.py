@@ -168,8 +168,7 @@ class BySteps(MergeRounds):
         return None
 
     def _plan(self, began: float, rows: Sequence[Row]) -> None:
-        """Plan the next round, whose number is equal on all members."""
-        self.start_after(rows[0].merges + 1)
+        self.start_after(rows[0].merges + 1)  # which is equal on all members
 
 
 def rounds_of(options: LocalOptions) -> MergeRounds:
