@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from benchmarks import accuracy
 from benchmarks.gradient_sequences import images, segments_of
 from benchmarks.report import RESULTS, Report, command_line, present
-from lightning_gqsgd.cli.facts import HEADINGS, NOTES, facts_of, notes
+from lightning_gqsgd.cli.facts import HEADINGS, NOTES, facts_at, notes
 from lightning_gqsgd.cli.listing import LOCAL_STEPS, OTHER_SYSTEMS
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels.layout import Segment
@@ -352,7 +352,7 @@ def _most_added(facts: list[dict[str, Any]]) -> str:
 
 def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Sequence[int]) -> None:
     """Write the page of presets at ``path``, and beside it the page of their errors and the figure."""
-    described = [facts_of(name, DOCS_RANKS) for name in PRESETS]
+    described = [facts_at(name, DOCS_RANKS) for name in PRESETS]
     lines = [
         "# Presets",
         "",

@@ -30,7 +30,7 @@ from lightning_gqsgd.local_steps.merges.shared import SharedState
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import make_outer
 from lightning_gqsgd.local_steps.starting import numbered
-from lightning_gqsgd.membership.members import Gather, Meet, Quorum, Request, Sum
+from lightning_gqsgd.membership.members import Meet, Quorum, Request, RowsOfAll, SumOfAll
 from lightning_gqsgd.research.simulation.virtual import VirtualRanks
 
 #: No buffers that are not averaged.
@@ -266,7 +266,7 @@ class VirtualMembers:
         if member.is_alive:
             member.end_merge(found)
 
-    def _sum(self, requests: Sequence[Sum]) -> Tensor:
+    def _sum(self, requests: Sequence[SumOfAll]) -> Tensor:
         """Returns the sum of what members send, through the codec and reducer of so many ranks."""
         ranks = len(requests)
         if ranks not in self._codecs:
@@ -276,7 +276,7 @@ class VirtualMembers:
 
 
 def answer(
-    merges: Sequence[Requests], shared: Sequence[SharedState], add: Callable[[Sequence[Sum]], Tensor]
+    merges: Sequence[Requests], shared: Sequence[SharedState], add: Callable[[Sequence[SumOfAll]], Tensor]
 ) -> list[Merge]:
     """Answer the requests of a merge of several members, none of which fails, and return what became of it on each."""
     answers: list[Any] = [None] * len(merges)
@@ -294,7 +294,7 @@ def answer(
 
 
 def _answers(
-    asked: Sequence[Request], shared: Sequence[SharedState], add: Callable[[Sequence[Sum]], Tensor]
+    asked: Sequence[Request], shared: Sequence[SharedState], add: Callable[[Sequence[SumOfAll]], Tensor]
 ) -> list[Any]:
     first = asked[0]
     if isinstance(first, Meet):
@@ -302,9 +302,9 @@ def _answers(
         return [
             Quorum(own, newest.state_dict() if one.merges < newest.merges else None) for own, one in enumerate(shared)
         ]
-    if isinstance(first, Gather):
-        return [torch.stack([request.row for request in asked if isinstance(request, Gather)])] * len(asked)
-    if isinstance(first, Sum):
-        total = add([request for request in asked if isinstance(request, Sum)])
+    if isinstance(first, RowsOfAll):
+        return [torch.stack([request.row for request in asked if isinstance(request, RowsOfAll)])] * len(asked)
+    if isinstance(first, SumOfAll):
+        total = add([request for request in asked if isinstance(request, SumOfAll)])
         return [total.clone() for _ in asked]
     return [True] * len(asked)  # a Commit

@@ -145,7 +145,7 @@ def presets(
     with _refusals_in_one_line():
         if block_size is not None:
             GQSGDConfig(block_size=block_size)
-        rows = [facts.facts_of(preset, ranks or 8, block_size) for preset in ([name] if name else PRESETS)]
+        rows = [facts.facts_at(preset, ranks or 8, block_size) for preset in ([name] if name else PRESETS)]
     if as_json:
         values = [row.to_dict() for row in rows]
         if not name:

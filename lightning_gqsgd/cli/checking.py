@@ -15,7 +15,7 @@ from lightning_gqsgd.research.experiments import EXPERIMENTS, Row, source_of
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Checked:
     """The result of an experiment.
 
     Attributes:
@@ -40,7 +40,7 @@ class Outcome:
         return {**asdict(self), "holds": self.holds}
 
 
-def checked(names: Sequence[str], say: Callable[[str], None]) -> list[Outcome]:
+def checked(names: Sequence[str], say: Callable[[str], None]) -> list[Checked]:
     """Run the experiments of systems, each once, in the order of the names. Returns their results.
 
     Args:
@@ -56,15 +56,15 @@ def checked(names: Sequence[str], say: Callable[[str], None]) -> list[Outcome]:
         torch.set_num_threads(threads)
 
 
-def _outcome(name: str, say: Callable[[str], None]) -> Outcome:
+def _outcome(name: str, say: Callable[[str], None]) -> Checked:
     say(f"checking {name}")
     begun = time.perf_counter()
     # A comparison of numbers of NumPy's is a bool of NumPy's, which JSON does not know.
     rows = tuple(replace(row, holds=bool(row.holds)) for row in EXPERIMENTS[name]())
-    return Outcome(name, source_of(name), rows, round(time.perf_counter() - begun, 2))
+    return Checked(name, source_of(name), rows, round(time.perf_counter() - begun, 2))
 
 
-def table(made: Sequence[Outcome]) -> Table:
+def table(made: Sequence[Checked]) -> Table:
     """Returns the table for a terminal: a row for each claim, with its verdict."""
     headings = ("system", "claim", "measured", "holds", "source")
     shown = table_of_texts("Claims of the literature", headings, whole=("system", "holds"))
@@ -76,7 +76,7 @@ def table(made: Sequence[Outcome]) -> Table:
     return shown
 
 
-def summary(made: Sequence[Outcome]) -> str:
+def summary(made: Sequence[Checked]) -> str:
     """Returns a line: how many claims hold, and the systems of which some do not."""
     rows = [row for outcome in made for row in outcome.rows]
     holding = sum(row.holds for row in rows)

@@ -152,7 +152,7 @@ class Facts:
         }
 
 
-def facts_of(name: str, ranks: int, block_size: int | None = None) -> Facts:
+def facts_at(name: str, ranks: int, block_size: int | None = None) -> Facts:
     """Returns the facts of a preset at ``ranks``, with another block size if one is given.
 
     Raises:

@@ -31,7 +31,7 @@ PROBLEMS: dict[str, Callable[[], Any]] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Simulated:
     """The result of a preset.
 
     Attributes:
@@ -59,7 +59,7 @@ class Outcome:
 
 def outcomes(
     presets: Sequence[str], problem: str, workers: int, steps: int, lr: float, say: Callable[[str], None]
-) -> list[Outcome]:
+) -> list[Simulated]:
     """Train with each preset on the same problem, from the same start. Returns the results.
 
     Raises:
@@ -73,7 +73,7 @@ def outcomes(
     return [_outcome(name, made, workers, steps, lr, say) for name in presets]
 
 
-def _outcome(name: str, problem: Problem, workers: int, steps: int, lr: float, say: Callable[[str], None]) -> Outcome:
+def _outcome(name: str, problem: Problem, workers: int, steps: int, lr: float, say: Callable[[str], None]) -> Simulated:
     say(f"training with {name}")
     with warnings.catch_warnings():  # a memory that may be unstable shows in the loss
         warnings.simplefilter("ignore", StabilityWarning)
@@ -83,7 +83,7 @@ def _outcome(name: str, problem: Problem, workers: int, steps: int, lr: float, s
         math.nan if record.diverged_at is not None else float(column[-1])
         for column in (record.wire_bits, record.bytes_sent, record.relative_error)
     )
-    return Outcome(name, record.last(), bits, nbytes / 1e6, error)
+    return Simulated(name, record.last(), bits, nbytes / 1e6, error)
 
 
 def notes(problem: str, workers: int) -> list[str]:
@@ -97,7 +97,7 @@ def notes(problem: str, workers: int) -> list[str]:
     ]
 
 
-def table(made: Sequence[Outcome], problem: str, workers: int, steps: int) -> Table:
+def table(made: Sequence[Simulated], problem: str, workers: int, steps: int) -> Table:
     """Returns the table for a terminal."""
     title = f"{problem}, {counted(workers, 'virtual worker')}, {counted(steps, 'step')} of SGD"
     shown = plain_table(title, ["preset", "loss at the end", "bits", "sent (MB)", "relative error"])

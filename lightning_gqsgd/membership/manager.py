@@ -41,14 +41,14 @@ from lightning_gqsgd.membership.door import (
 )
 from lightning_gqsgd.membership.members import (
     Commit,
-    Gather,
     Meet,
     Members,
     MergeFailed,
     Quorum,
     Rejoin,
     Request,
-    Sum,
+    RowsOfAll,
+    SumOfAll,
 )
 from lightning_gqsgd.membership.process_group import QuantisedProcessGroup
 from lightning_gqsgd.membership.quorums import DistinctQuorums
@@ -225,9 +225,9 @@ class TorchftMembers(Members):
         try:
             if isinstance(request, Meet):
                 return self._meet()
-            if isinstance(request, Gather):
+            if isinstance(request, RowsOfAll):
                 return self._group.rows_of_all(request.row)
-            if isinstance(request, Sum):
+            if isinstance(request, SumOfAll):
                 return self._group.sum(request.x, request.segments, request.number)
             if isinstance(request, Rejoin):
                 return self.start_after(0)

@@ -42,7 +42,7 @@ class Meet:
 
 
 @dataclass(frozen=True)
-class Gather:
+class RowsOfAll:
     """A request for the rows of all members. The answer is [members, numel].
 
     Attributes:
@@ -53,7 +53,7 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Sum:
+class SumOfAll:
     """A request for the sum of a flat tensor over all members, by the configuration's codec and reducer. The answer is
     [numel].
 
@@ -91,7 +91,7 @@ class Rejoin:
     problem: str = ""
 
 
-Request = Meet | Gather | Sum | Commit | Rejoin
+Request = Meet | RowsOfAll | SumOfAll | Commit | Rejoin
 
 Result = TypeVar("Result")
 

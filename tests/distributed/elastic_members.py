@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_gqsgd import CollectiveError, ConfigError, LocalSteps
-from lightning_gqsgd.membership.members import Gather, Request
+from lightning_gqsgd.membership.members import Request, RowsOfAll
 from tests.distributed.local_models import bits_of_model
 from tests.distributed.ranks import logged
 from tests.distributed.test_merges import network, train_step
@@ -91,7 +91,7 @@ def death_in_a_merge(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]
         answer = TorchftMembers.answer
 
         def dies(self: TorchftMembers, request: Request) -> Any:
-            if isinstance(request, Gather) and optimizer.averages.world_size == 4:
+            if isinstance(request, RowsOfAll) and optimizer.averages.world_size == 4:
                 (folder / "dead").touch()
                 os._exit(0)
             return answer(self, request)

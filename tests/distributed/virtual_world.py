@@ -26,7 +26,7 @@ from lightning_gqsgd.local_steps.merges.shared import SharedState
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import make_outer
 from lightning_gqsgd.local_steps.starting import numbered
-from lightning_gqsgd.membership.members import Commit, Gather, Meet, Quorum, Rejoin, Request, Sum
+from lightning_gqsgd.membership.members import Commit, Meet, Quorum, Rejoin, Request, RowsOfAll, SumOfAll
 
 OPTIONS = LocalOptions(every="1s", outer="sgd", elastic=True)
 
@@ -386,10 +386,10 @@ class VirtualWorld:
         requests = [waiting[member.name][1] for member in self._quorum]
         self._exchange["waiting"] = {}
         answer: Any
-        if isinstance(requests[0], Gather):
+        if isinstance(requests[0], RowsOfAll):
             answer = torch.stack([request.row for request in requests])  # type: ignore[union-attr]
         else:
-            assert isinstance(requests[0], Sum)
+            assert isinstance(requests[0], SumOfAll)
             answer = torch.stack([request.x for request in requests]).sum(0)  # type: ignore[union-attr]
         for member in self._quorum:
             if not member.is_alive:

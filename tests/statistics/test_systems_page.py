@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.cli.facts import facts_of
+from lightning_gqsgd.cli.facts import facts_at
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.research.experiments import voting
@@ -142,4 +142,4 @@ def test_a_preset_remembers_as_many_numbers_as_the_table_says(preset: str) -> No
     gradients = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
     virtual.mean(gradients, 0)
     kept = sum(tensor.numel() for store in virtual.stores for tensor in store._tensors.values())
-    assert kept / ranks / numel == pytest.approx(sum(facts_of(preset, ranks).state.values()))
+    assert kept / ranks / numel == pytest.approx(sum(facts_at(preset, ranks).state.values()))

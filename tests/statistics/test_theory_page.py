@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gqsgd.cli.facts import facts_of
+from lightning_gqsgd.cli.facts import facts_at
 from lightning_gqsgd.codecs.companded.codec import SLOPE
 from lightning_gqsgd.kernels.wire import DITHER_FIRST, DITHER_UNIT
 from lightning_gqsgd.presets import make_config
@@ -193,7 +193,7 @@ def test_two_shots_reach_theta_on_a_block_of_one_coordinate_that_all_ranks_have(
 
 
 def test_bits_of_two_shots_do_not_grow_with_the_number_of_ranks() -> None:
-    bits = [facts_of("gqsgd_4bit", ranks).wire_bits for ranks in (8, 64)]
+    bits = [facts_at("gqsgd_4bit", ranks).wire_bits for ranks in (8, 64)]
     assert bits[0] == pytest.approx(bits[1])
 
 

@@ -12,7 +12,7 @@ import torch
 from lightning_gqsgd.adaptive.clock import StepClock
 from lightning_gqsgd.adaptive.states import Stay
 from lightning_gqsgd.adaptive.steering import Steering
-from lightning_gqsgd.cli.facts import facts_of, notes
+from lightning_gqsgd.cli.facts import facts_at, notes
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.presets import FIXED, PRESETS, make_config
@@ -153,7 +153,7 @@ def test_auto_is_refused_where_no_steps_of_ddp_are_timed() -> None:
 
 
 def test_the_table_of_presets_says_that_auto_chooses_in_training() -> None:
-    facts = facts_of("gqsgd_auto", 8)
+    facts = facts_at("gqsgd_auto", 8)
     assert "chosen in training" in facts.row()
     assert not any("gqsgd_auto" in note for note in notes([facts]))
     assert facts.to_dict()["works"] is True

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import lightning_gqsgd
 from lightning_gqsgd.cli import ranks, tables
 from lightning_gqsgd.cli.app import app, main
-from lightning_gqsgd.cli.facts import HEADINGS, facts_of
+from lightning_gqsgd.cli.facts import HEADINGS, facts_at
 from lightning_gqsgd.cli.listing import LOCAL_STEPS, OTHER_SYSTEMS
 from lightning_gqsgd.codecs import CompandedCodec
 from lightning_gqsgd.config.resolving import resolve
@@ -235,7 +235,7 @@ def test_one_preset_in_full() -> None:
 def test_warnings_are_facts_of_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     unstable = {**PRESETS["ecq_sgd"].fields, "memory": "ef"}
     monkeypatch.setitem(PRESETS, "unstable", type(PRESETS["ecq_sgd"])(unstable, "none", "plain feedback"))
-    assert facts_of("unstable", 8).warnings[0].startswith("memory with alpha=1, beta=1 may diverge")
+    assert facts_at("unstable", 8).warnings[0].startswith("memory with alpha=1, beta=1 may diverge")
     assert "warning" in _run("unstable")
 
 

@@ -31,7 +31,7 @@ from lightning_gqsgd.local_steps.merges.thread import MergeThread
 from lightning_gqsgd.local_steps.options import LocalOptions, parse_time
 from lightning_gqsgd.local_steps.outer import make_outer
 from lightning_gqsgd.local_steps.starting import numbered
-from lightning_gqsgd.membership.members import Commit, Gather, Meet, Members, Quorum, Rejoin, Request, Sum
+from lightning_gqsgd.membership.members import Commit, Meet, Members, Quorum, Rejoin, Request, RowsOfAll, SumOfAll
 from lightning_gqsgd.wire.telemetry import Telemetry
 
 SENDS = Flag.HAS_CHANGE | Flag.IS_FINITE
@@ -315,9 +315,9 @@ class OnlyOne(Members):
         if isinstance(request, Meet):
             assert self.meets.wait(30)
             return Quorum(0)
-        if isinstance(request, Sum):
+        if isinstance(request, SumOfAll):
             return request.x
-        return request.row[None] if isinstance(request, Gather) else True
+        return request.row[None] if isinstance(request, RowsOfAll) else True
 
     def close(self) -> None:
         """See `Members`."""
@@ -419,7 +419,7 @@ def met(merges: Sequence[Any]) -> torch.Tensor:
     for own, requests in enumerate(merges):
         assert isinstance(next(requests), Meet)
         gather = requests.send(Quorum(own))
-        assert isinstance(gather, Gather)
+        assert isinstance(gather, RowsOfAll)
         rows.append(gather.row)
     return torch.stack(rows)
 
@@ -505,7 +505,7 @@ def test_buffers_are_no_part_of_the_size_of_a_change_but_have_to_be_finite(varia
     requests = merge(state_of(5.0, buffer=1.0), Member(1, "one"), _handed_over([5.0, 1.0], [3.0, variance]))
     assert isinstance(next(requests), Meet)
     gather = requests.send(Quorum(0))
-    assert isinstance(gather, Gather)
+    assert isinstance(gather, RowsOfAll)
     row = Row.of(gather.row)
     assert (row.norm, row.flags) == (2.0, flags)
 
@@ -538,14 +538,14 @@ def merged(
         for own, request in enumerate(requests):
             if isinstance(request, Meet):
                 answers[own] = Quorum(own)
-            elif isinstance(request, Gather):
+            elif isinstance(request, RowsOfAll):
                 answers[own] = torch.stack([each.row for each in requests])
-            elif isinstance(request, Sum):
+            elif isinstance(request, SumOfAll):
                 answers[own] = torch.stack([each.x for each in requests]).sum(0) + overflow
             else:
                 answers[own] = not request.problem
         if sums is not None:
-            sums += [request.number for request in requests if isinstance(request, Sum)]
+            sums += [request.number for request in requests if isinstance(request, SumOfAll)]
     return found
 
 

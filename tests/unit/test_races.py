@@ -23,7 +23,7 @@ from lightning_gqsgd.kernels import cuda
 from lightning_gqsgd.kernels.layout import Segment, cut
 from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.local_steps.merges.fixed import FixedMembers
-from lightning_gqsgd.membership.members import Gather, Sum
+from lightning_gqsgd.membership.members import RowsOfAll, SumOfAll
 from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.wire.agreement import WEIGHTS_COMPARED, Stamp, Weights
@@ -178,9 +178,9 @@ def test_the_sums_of_a_merge(simulated: SimulatedCuda) -> None:
     simulated.default.waited_for.clear()
     for number in range(3):
         change = rank.new_bucket()
-        mean = members.answer(Sum(change, rank.segments[0], number))
+        mean = members.answer(SumOfAll(change, rank.segments[0], number))
         mean += 1
-        assert members.answer(Gather(torch.tensor([7]))).tolist() == [[7]] * RANKS
+        assert members.answer(RowsOfAll(torch.tensor([7]))).tolist() == [[7]] * RANKS
         del change, mean
     # The training goes on meanwhile, on the default stream, which is that of all threads.
     assert not simulated.default.waited_for

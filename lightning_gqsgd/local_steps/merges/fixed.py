@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import CollectiveError
-from lightning_gqsgd.membership.members import Commit, Gather, Meet, Members, Quorum, Rejoin, Request, Sum
+from lightning_gqsgd.membership.members import Commit, Meet, Members, Quorum, Rejoin, Request, RowsOfAll, SumOfAll
 from lightning_gqsgd.wire.agreement import named
 from lightning_gqsgd.wire.engine import Engine
 from lightning_gqsgd.wire.engine import Request as EngineRequest
@@ -46,12 +46,12 @@ class FixedMembers(Members):
         """
         if isinstance(request, Meet):
             return Quorum(self._engine.rank)
-        if isinstance(request, Gather):
+        if isinstance(request, RowsOfAll):
             communicator = self._engine.communicator
             with self._beside():
                 row = request.row.to(communicator.control_device)
                 return communicator.gather(row, "gathering what ranks tell each other in a merge").cpu()
-        if isinstance(request, Sum):
+        if isinstance(request, SumOfAll):
             return self._sum(request)
         if isinstance(request, Commit) and not request.problem:
             return True
@@ -77,7 +77,7 @@ class FixedMembers(Members):
         """Stop using threads and process groups."""
         self._engine.close()
 
-    def _sum(self, request: Sum) -> Tensor:
+    def _sum(self, request: SumOfAll) -> Tensor:
         asked = EngineRequest(
             name=f"sum {request.number} of a merge",
             configs=(self.config,),

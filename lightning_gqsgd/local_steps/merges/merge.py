@@ -27,7 +27,7 @@ from lightning_gqsgd.local_steps.merges.contribution import Contribution, norm_o
 from lightning_gqsgd.local_steps.merges.rows import Flag, Row, Shares, are_last, majority, shares_of
 from lightning_gqsgd.local_steps.merges.shared import SharedState
 from lightning_gqsgd.local_steps.outer import describe_outer
-from lightning_gqsgd.membership.members import Commit, Gather, Meet, Quorum, Rejoin, Request, Sum
+from lightning_gqsgd.membership.members import Commit, Meet, Quorum, Rejoin, Request, RowsOfAll, SumOfAll
 from lightning_gqsgd.wire.agreement import digest_of
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def merge(
     )
     if sent is not None:
         row = _with_change(row, sent, shared.fragment.bundles, changes)
-    rows = [Row.of(each) for each in (yield Gather(row.tensor()))]
+    rows = [Row.of(each) for each in (yield RowsOfAll(row.tensor()))]
     gathered_at = time.monotonic()
     if len({each.known for each in rows}) > 1:
         yield from _part(shared, row, rows)
@@ -132,13 +132,13 @@ def merge(
         for place, bundle in enumerate(bundles):
             # Zeros, not 0 times the change, which may be NaN.
             x = changes[place] * share if share else bundle.zeros()
-            mean: Tensor = yield Sum(x, bundle.segments, shared.merges * len(bundles) + place)
+            mean: Tensor = yield SumOfAll(x, bundle.segments, shared.merges * len(bundles) + place)
             means.append(mean)
     integers = shared.integers
     if means and integers.numel():
         # Use the values of the first member whose change is used.
         own = integers if sent is None else sent.integers
-        integers = (yield Gather(own))[next(n for n, share in enumerate(shares.of_members) if share)]
+        integers = (yield RowsOfAll(own))[next(n for n, share in enumerate(shares.of_members) if share)]
     if not (yield Commit()):
         return None
     is_used = shared.apply(means, rows, shares, integers)
