@@ -22,10 +22,7 @@ from lightning_gqsgd.reducers.memory import MemoryStore
 
 
 class Bf16(Reducer):
-    """Reduces with the backend's own all-reduce, in bf16.
-
-    See `reducers.base.Reducer` for the arguments.
-    """
+    """Reduces with the backend's own all-reduce, in bf16."""
 
     scales: ClassVar[tuple[str, ...]] = ()
     float_bits: ClassVar[tuple[int, ...]] = (16,)

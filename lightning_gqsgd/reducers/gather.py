@@ -22,10 +22,7 @@ from lightning_gqsgd.reducers.memory import UP, MemoryStore
 
 
 class Gather(Reducer):
-    """Gathers the messages of all ranks, which every rank decodes and averages.
-
-    See `reducers.base.Reducer` for the arguments.
-    """
+    """Gathers the messages of all ranks, which every rank decodes and averages."""
 
     scales: ClassVar[tuple[str, ...]] = ("local", "global")
     memories: ClassVar[tuple[str, ...]] = ("memory",)

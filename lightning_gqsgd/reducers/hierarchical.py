@@ -38,8 +38,7 @@ from lightning_gqsgd.reducers.two_shot import TwoShot
 class Hierarchical(Reducer):
     """Reduces in full precision within each node, and quantised between nodes.
 
-    ``message_bytes`` counts only the bytes between nodes, and ``sent_bytes`` counts all bytes. See
-    `reducers.base.Reducer` for the arguments.
+    ``message_bytes`` counts only the bytes between nodes, and ``sent_bytes`` counts all bytes.
     """
 
     scales: ClassVar[tuple[str, ...]] = ("local", "global")

@@ -41,10 +41,7 @@ _INTEGERS = {2: (torch.int16, "<u2"), 4: (torch.int32, "<u4"), 8: (torch.int64, 
 
 
 class Lossless(WholeNumbers):
-    """Averages each shard on its owner, from exact gradients with entropy-coded exponents.
-
-    See `reducers.base.Reducer` for the arguments.
-    """
+    """Averages each shard on its owner, from exact gradients with entropy-coded exponents."""
 
     lengths_vary: ClassVar[bool] = True
 

@@ -11,10 +11,7 @@ from lightning_gqsgd.reducers.memory import MemoryStore
 
 
 class Native(WholeNumbers):
-    """Reduces with the backend's own all-reduce, without quantisation.
-
-    See `reducers.base.Reducer` for the arguments.
-    """
+    """Reduces with the backend's own all-reduce, without quantisation."""
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         self.ranks = setting.ranks

@@ -22,10 +22,7 @@ from lightning_gqsgd.reducers.summed import Summed
 
 
 class Sum(Summed):
-    """Reduces with an integer all-reduce of codes under shared scales.
-
-    See `reducers.base.Reducer` for the arguments.
-    """
+    """Reduces with an integer all-reduce of codes under shared scales."""
 
     memories: ClassVar[tuple[str, ...]] = ("memory",)
 

@@ -31,10 +31,7 @@ from lightning_gqsgd.reducers.two_shot import TwoShot, uncompressed
 
 
 class Summed(Reducer):
-    """Reduces with sums of codes under shared scales.
-
-    See `reducers.base.Reducer` for the arguments.
-    """
+    """Reduces with sums of codes under shared scales."""
 
     scales: ClassVar[tuple[str, ...]] = ("global",)
     adds_codes: ClassVar[bool] = True

@@ -81,10 +81,7 @@ def hops_of(rank: int, ranks: int) -> list[Hop]:
 
 
 class Tree(Summed):
-    """Reduces by recursive halving and doubling, adding the codes of two ranks at every hop.
-
-    See `reducers.base.Reducer` for the arguments.
-    """
+    """Reduces by recursive halving and doubling, adding the codes of two ranks at every hop."""
 
     @staticmethod
     def check(codec: Codec) -> None:

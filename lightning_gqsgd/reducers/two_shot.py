@@ -26,10 +26,7 @@ from lightning_gqsgd.reducers.native import Native
 
 
 class TwoShot(Reducer):
-    """Averages each shard on its owner, from quantised messages, and gathers the quantised means.
-
-    See `reducers.base.Reducer` for the arguments.
-    """
+    """Averages each shard on its owner, from quantised messages, and gathers the quantised means."""
 
     memories: ClassVar[tuple[str, ...]] = ("memory", "memory_down")
     owns_shards: ClassVar[bool] = True
