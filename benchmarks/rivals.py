@@ -190,7 +190,10 @@ RIVALS = [
 OURS = ("gqsgd", "gqsgd_4bit", "gqsgd_3bit", "gqsgd_2bit")
 KINDS = ("gaussian", "heavy-tailed", "CNN trained", "LM trained")
 REPEATS = 16
+RANKS = (2, 8, 32)
 SHOWN_RANKS = 8
+#: Steps of training before gradients are taken.
+STEPS = 300
 #: Bits by which messages may differ and still count as equally long.
 SAME_BITS = 0.5
 
@@ -252,7 +255,7 @@ def _normal_quantile(share: float) -> float:
 
 def measure(options: argparse.Namespace) -> Report:
     """Measure everything on all kinds of gradients."""
-    kinds = {kind: presets.KINDS[kind](max(options.ranks), options.steps) for kind in KINDS}
+    kinds = {kind: presets.KINDS[kind](max(RANKS), STEPS) for kind in KINDS}
     report = Report(
         "rivals",
         "Relative L2 error (%) of one averaged gradient, beside the codecs of other tools",
@@ -267,15 +270,14 @@ def measure(options: argparse.Namespace) -> Report:
             "say so. PowerSGD is not in the table, because its error without its memory says nothing.",
         ),
     )
-    for ranks in options.ranks:
+    for ranks in RANKS:
         by_kind = [points(data, ranks, REPEATS if kind == KINDS[0] else 1) for kind, data in kinds.items()]
         for row in zip(*by_kind, strict=True):
             first = row[0]
             errors = [100 * point.error for point in row]
             report.rows.append([first.name, ranks, first.bits, first.sent, *errors, first.kept])
-    report.notes = (*report.notes, *(in_words(report.rows, ranks) for ranks in options.ranks))
-    shown = SHOWN_RANKS if SHOWN_RANKS in options.ranks else options.ranks[0]
-    report.draw = lambda file: save_figure(report.rows, shown, file)
+    report.notes = (*report.notes, *(in_words(report.rows, ranks) for ranks in RANKS))
+    report.draw = lambda file: save_figure(report.rows, SHOWN_RANKS, file)
     return report
 
 
@@ -352,7 +354,4 @@ def _draw(axes: Axes, found: list[tuple[str, float, float]]) -> None:
 
 
 if __name__ == "__main__":
-    parser = command_line(__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32])
-    parser.add_argument("--steps", type=int, default=300, help="of training, before gradients are taken")
-    present(parser, measure, threads=1)
+    present(command_line(__doc__), measure, threads=1)

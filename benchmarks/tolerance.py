@@ -154,6 +154,9 @@ WORDS, TOUCHED, CLASSES, TOKENS = 1024, 819, 10, 8
 WIDTH, WIDTHS = 32, (8, 32, 128)
 BATCH, WORKERS, SAMPLES = 16, 4, 2048
 RATE_OF_LEARNING = 0.01
+BITS = (8, 4)
+STEPS = 200
+SEEDS = 3
 EXACT = "exact mean"
 
 
@@ -263,11 +266,9 @@ def price(bits: int, zeros: float) -> tuple[float, float]:
     return errors(today, gradients)[0], errors(other, gradients)[0]
 
 
-def how_to_read(
-    options: argparse.Namespace, by_inputs: dict[str, dict[str, str]], moved: dict[int, float]
-) -> tuple[str, ...]:
+def how_to_read(by_inputs: dict[str, dict[str, str]], moved: dict[int, float]) -> tuple[str, ...]:
     """The paragraphs under the table."""
-    bits = options.bits[0]
+    bits = BITS[0]
     return (
         f"The grid: inputs {', '.join(INPUTS)}; {', '.join(DTYPES)}; {', '.join(map(str, SIZES))} coordinates; "
         f"{RANKS[0]} to {RANKS[-1]} ranks; `two_shot`. Inputs of 16 bits are drawn in their dtype, so a uniform one is "
@@ -282,7 +283,7 @@ def how_to_read(
         "by today's default and by the other rule: "
         + "; ".join(
             "{} bits, {:.0%} zeros: {:.2f} % and {:.2f} %".format(each, share, *price(each, share))
-            for each in options.bits
+            for each in BITS
             for share in (0.01, 0.1, 0.5)
         )
         + ".",
@@ -290,9 +291,9 @@ def how_to_read(
         + "; ".join(f"{inputs} {passed}" for inputs, passed in by_inputs[f"{DEFAULT}, {bits} bits"].items())
         + ".",
         f"Adam: a table of {WORDS} words and {WIDTH} numbers each, whose gradients are dense, and a matrix; "
-        f"{WORKERS} virtual ranks with {BATCH} bags of {TOKENS} words each, rate {RATE_OF_LEARNING}. {options.steps} "
-        f"steps on all words are averaged exactly. Then {options.steps} steps on {TOUCHED} of the words follow, under "
-        f"each dither. {options.seeds} seeds. loss: of bags of these words, at the end. by seed: its difference to "
+        f"{WORKERS} virtual ranks with {BATCH} bags of {TOKENS} words each, rate {RATE_OF_LEARNING}. {STEPS} "
+        f"steps on all words are averaged exactly. Then {STEPS} steps on {TOUCHED} of the words follow, under "
+        f"each dither. {SEEDS} seeds. loss: of bags of these words, at the end. by seed: its difference to "
         "the exact mean's, in units of 0.0001. rows moved: of the other words' rows, whose gradient is zero on all "
         "ranks in every step. moved by: root mean square of their change over the table's. untouched loss: of bags "
         "of the other words.",
@@ -326,19 +327,19 @@ def measure(options: argparse.Namespace) -> Report:
         },
     )
     kinds = {kind: presets.KINDS[kind](AVERAGED, 300) for kind in KINDS}
-    exact = adam(WIDTH, None, options.seeds, options.steps)
+    exact = adam(WIDTH, None, SEEDS, STEPS)
     report.rows.append(
         [EXACT, 32, *[None] * 7, *[0.0] * len(KINDS), fmean(each.touched for each in exact), None, None, 0.0, 0.0]
         + [fmean(each.untouched for each in exact), None],
     )
     by_inputs: dict[str, dict[str, str]] = {}
-    for bits in options.bits:
+    for bits in BITS:
         for name, fields in DITHERS.items():
             found = outcomes({"bits": bits, **fields})
             by_inputs[f"{name}, {bits} bits"] = {
                 inputs: _passed([each for each in found if each.inputs == inputs]) for inputs in INPUTS
             }
-            ends = adam(WIDTH, {"bits": bits, **fields}, options.seeds, options.steps)
+            ends = adam(WIDTH, {"bits": bits, **fields}, SEEDS, STEPS)
             apart = [each.touched - plain.touched for each, plain in zip(ends, exact, strict=True)]
             unseen = [each.untouched - plain.untouched for each, plain in zip(ends, exact, strict=True)]
             report.rows.append(
@@ -360,18 +361,11 @@ def measure(options: argparse.Namespace) -> Report:
                     fmean(unseen),
                 ]
             )
-    moved = {
-        width: fmean(each.moved for each in adam(width, {"bits": options.bits[0]}, options.seeds, options.steps))
-        for width in WIDTHS
-    }
+    moved = {width: fmean(each.moved for each in adam(width, {"bits": BITS[0]}, SEEDS, STEPS)) for width in WIDTHS}
     report.raw = {"passed by inputs": by_inputs, "rows moved by width": moved}
-    report.notes = how_to_read(options, by_inputs, moved)
+    report.notes = how_to_read(by_inputs, moved)
     return report
 
 
 if __name__ == "__main__":
-    parser = command_line(__doc__)
-    parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3)
-    present(parser, measure, threads=1)
+    present(command_line(__doc__), measure, threads=1)

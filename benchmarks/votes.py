@@ -26,6 +26,7 @@ from lightning_gqsgd.research.simulation.record import Record
 from lightning_gqsgd.research.simulation.votes import FedVote
 
 CLIENTS = 8
+SEEDS = 3
 
 #: How far above its budget a method may be: scales of blocks are what votes do without.
 TOLERANCE = 1.04
@@ -142,12 +143,12 @@ class Outcome:
     binary: list[float]
 
 
-def outcome(method: Method, rate: float, local_steps: int, budget: float, seeds: int) -> Outcome | None:
+def outcome(method: Method, rate: float, local_steps: int, budget: float) -> Outcome | None:
     """Train with as many rounds as fit a budget in bytes; None: not even one round fits."""
     rounds = int(TOLERANCE * budget // _bytes_of(method, rate))
     if not rounds:
         return None
-    records = [method.run(HiddenLayer(seed), rounds, local_steps, rate, seed) for seed in range(seeds)]
+    records = [method.run(HiddenLayer(seed), rounds, local_steps, rate, seed) for seed in range(SEEDS)]
     voted = "binary_accuracy" in records[0].metrics
     return Outcome(
         rate,
@@ -183,7 +184,7 @@ def measure(options: argparse.Namespace) -> Report:
         notes=(
             "One round is one shot: all clients train by themselves and send one message. rounds: as many as fit the "
             "bytes of FedVote; one round of signSGD is one gradient. A dash: not even one round fits.",
-            f"Network 64-128-10, batches of 32, means over {options.seeds} seeds of data, start, batches and codes. "
+            f"Network 64-128-10, batches of 32, means over {SEEDS} seeds of data, start, batches and codes. "
             "All methods train the 8,192 weights of the hidden layer, FedVote and FedPAQ with Adam and signSGD with "
             "SGD. of the signs: of the binary model.",
             "Learning rates that were tried: "
@@ -195,7 +196,7 @@ def measure(options: argparse.Namespace) -> Report:
         budget = _bytes_of(METHODS[0], METHODS[0].rates[0]) * rounds
         for method in METHODS:
             print(f"votes: {rounds} rounds of {local_steps} steps, {method.name}", file=sys.stderr)
-            tried = [outcome(method, rate, local_steps, budget, options.seeds) for rate in method.rates]
+            tried = [outcome(method, rate, local_steps, budget) for rate in method.rates]
             outcomes = [each for each in tried if each is not None]
             steps = None if method.rounds_are_steps else local_steps
             if not outcomes:
@@ -222,6 +223,4 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 if __name__ == "__main__":
-    parser = command_line(__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    present(parser, measure, threads=1)
+    present(command_line(__doc__), measure, threads=1)
