@@ -25,6 +25,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -338,11 +339,11 @@ def advise(
 
         with _refusals_in_one_line():
             planning.check_alone([*question.given(), *files])
-            planned = planning.Planned.of(local_steps)
+            best, others = planning.plans(local_steps)
         if as_json:
-            _print_json(planned.to_dict())
+            _print_json(planning.to_dict(best, others))
         else:
-            typer.echo("\n".join(planned.lines()))
+            typer.echo("\n".join(planning.lines(best, others)))
         return
     with _refusals_in_one_line(), waiting.status("building the model") as say:
         if files:  # matplotlib takes a while to import
@@ -404,7 +405,7 @@ def bench(
         if made is None:
             return
     if as_json:
-        _print_json(made.to_dict())
+        _print_json(asdict(made))
         return
     tables.show(*benching.parts_of(made))
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -50,10 +49,6 @@ class Training:
     ranks: int
     rounds: int
     steps: tuple[WayTime, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the measurements as plain values."""
-        return asdict(self)
 
 
 def check(part: str | None, megabytes: float | None) -> None:

@@ -3,8 +3,8 @@ choices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,48 +20,37 @@ def check_alone(others: Sequence[str]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The best plan, and the best ones that make one step in a round, or take one sample for each step.
+def plans(path: Path) -> tuple[LocalPlan, dict[str, LocalPlan]]:
+    """Returns the plan of least energy for the problem of a JSON file (see `LocalProblem.load`), and plans with less
+    freedom, by what they do without; those that keep no limit are left out.
 
-    Attributes:
-        best: the plan of least energy.
-        others: plans with less freedom, by what they do without; those that keep no limit are left out.
+    Raises:
+        ConfigError: a file or a problem that cannot work.
     """
+    problem = LocalProblem.load(path)
+    best = plan(problem)
+    others = {}
+    for name, restriction in (("one sample per step", {"batch": 1}), ("one step per round", {"most_steps": 1})):
+        try:
+            others[name] = plan(problem, **restriction)
+        except ConfigError:  # no such plan keeps the limits, and the best plan is what was asked for
+            continue
+    return best, others
 
-    best: LocalPlan
-    others: dict[str, LocalPlan]
 
-    @classmethod
-    def of(cls, path: Path) -> Planned:
-        """Returns the plans for the problem of a JSON file, see `LocalProblem.load`.
+def lines(best: LocalPlan, others: Mapping[str, LocalPlan]) -> list[str]:
+    """Returns a line for each plan, the best one first."""
+    steps = ", ".join(map(str, best.steps))
+    return [
+        f"least energy: {best.rounds} rounds of {steps} local steps (by kind of workers) on batches of "
+        f"{best.batch}: {best.energy:.0f} J, {best.seconds:.0f} s, error {best.error:.3g}",
+        *(
+            f"{name}: {other.rounds} rounds, batches of {other.batch}: {other.energy:.0f} J, {other.seconds:.0f} s"
+            for name, other in others.items()
+        ),
+    ]
 
-        Raises:
-            ConfigError: a file or a problem that cannot work.
-        """
-        problem = LocalProblem.load(path)
-        best = plan(problem)
-        others = {}
-        for name, restriction in (("one sample per step", {"batch": 1}), ("one step per round", {"most_steps": 1})):
-            try:
-                others[name] = plan(problem, **restriction)
-            except ConfigError:  # no such plan keeps the limits, and the best plan is what was asked for
-                continue
-        return cls(best, others)
 
-    def lines(self) -> list[str]:
-        """Returns a line for each plan, the best one first."""
-        best = self.best
-        steps = ", ".join(map(str, best.steps))
-        return [
-            f"least energy: {best.rounds} rounds of {steps} local steps (by kind of workers) on batches of "
-            f"{best.batch}: {best.energy:.0f} J, {best.seconds:.0f} s, error {best.error:.3g}",
-            *(
-                f"{name}: {other.rounds} rounds, batches of {other.batch}: {other.energy:.0f} J, {other.seconds:.0f} s"
-                for name, other in self.others.items()
-            ),
-        ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the plans as plain values."""
-        return {**asdict(self.best), "others": {name: asdict(other) for name, other in self.others.items()}}
+def to_dict(best: LocalPlan, others: Mapping[str, LocalPlan]) -> dict[str, Any]:
+    """Returns the plans as plain values."""
+    return {**asdict(best), "others": {name: asdict(other) for name, other in others.items()}}

@@ -7,9 +7,8 @@ rounds of the ratios within a round.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -122,10 +121,6 @@ class Bench:
     rounds: int
     kernels: tuple[KernelTime, ...]
     all_reduces: tuple[WayTime, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the measurements as plain values."""
-        return asdict(self)
 
 
 def measure(
