@@ -21,7 +21,7 @@ from lightning_gqsgd.local_steps.choosing import make_local
 from lightning_gqsgd.local_steps.distributed_checkpoint import STATE_KEY, is_called_by_it, packed, unpacked
 from lightning_gqsgd.local_steps.divided_state import names_of
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
-from lightning_gqsgd.local_steps.options import Every
+from lightning_gqsgd.local_steps.options import Every, LocalArguments
 from lightning_gqsgd.local_steps.outer import OuterOptimizer
 from lightning_gqsgd.session.parameters import parameters_of
 from lightning_gqsgd.wire.communicator import parent_group
@@ -31,8 +31,6 @@ from lightning_gqsgd.wire.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from lightning_gqsgd.local_steps.options import LocalArguments
 
 
 class LocalSteps(Optimizer):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,10 +20,7 @@ from lightning_gqsgd.errors import ConfigError, counted, in_ms
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.costs import LATENCY_S, Costs, Link, estimated_costs
 from lightning_gqsgd.predict.timeline import BUCKET_BYTES, Bucket, Timeline
-from lightning_gqsgd.session.nodes import with_nodes
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.session.nodes import Nodes
+from lightning_gqsgd.session.nodes import Nodes, with_nodes
 
 #: Bytes per second of the links between nodes, by the device of gradients, if no node knows its rate: 1 Gbit/s for
 #: machines without GPUs, and 10 Gbit/s for others.
@@ -82,18 +78,15 @@ def fitted(config: GQSGDConfig, nodes: Nodes, numel: int, dtype: torch.dtype) ->
 
 def fitted_scatter(config: GQSGDConfig, nodes: Nodes, numel: int) -> Fit:
     """Returns a configuration for FSDP2's reduce-scatters with the number of levels that fits the nodes of a process
-    group best, if the user did not choose it.
-
-    All ranks with the same nodes get the same result.
+    group best, if the user did not choose it. See `fitted`.
 
     Args:
         config: a configuration whose reducer is "auto", "two_shot" or "hierarchical".
-        nodes: nodes of the ranks among which the model is divided, and the devices of their gradients.
-        numel: number of coordinates that are reduced in a step.
+        nodes: nodes of the ranks among which the model is divided.
+        numel: the same.
 
     Raises:
-        ConfigError: if ``reducer="hierarchical"`` has no ``node_size``, and nodes have unequal sizes; if the ranks make
-            no nodes of this size, or one node.
+        ConfigError: also if the ranks make no nodes of the size that "hierarchical" has, or one node.
     """
     one_level = replace(config, reducer="two_shot", node_size=0)
     size = nodes.size

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,12 +18,9 @@ from lightning_gqsgd.codecs.scales import kernels_find_scales, over_ranks, round
 from lightning_gqsgd.kernels.layout import Layout, Part
 from lightning_gqsgd.kernels.protocol import Coding, Count
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key
-from lightning_gqsgd.reducers.base import Exchange
+from lightning_gqsgd.reducers.base import Exchange, Setting
 from lightning_gqsgd.reducers.memory import UP, Direction, Keeps, MemoryStore
 from lightning_gqsgd.spec.memories import Memory
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.reducers.base import Setting
 
 #: Changes a sender's memory after the step, at the coordinates whose result is finite. The argument is the result, a
 #: flat tensor as long as the input.
