@@ -202,7 +202,7 @@ class LocalAverages(AveragingLoop[Average]):
         self._weights_in_state = WeightsInState(optimizers if self.world_size > 1 else [], options)
         self.watched = WatchedModel(model, optimizers, parameters, self.group)
         self._buffers = OwnBuffers(model)
-        self._integers = IntegerBuffers(model, self.group)
+        self._integers = IntegerBuffers(model)
         self._has_started = False
         self.expected_sum: int | None = None
         self._was_loaded = False
@@ -584,7 +584,7 @@ class LocalAverages(AveragingLoop[Average]):
             if self.options.inner_state == "average":
                 self._start_inner(average)
             if number == len(self.fragments) - 1:
-                average.integers, works = self._integers.start()
+                average.integers, works = self._integers.start(self.group)
                 average.waits += [work.wait for work in works]
         return average
 

@@ -307,25 +307,18 @@ class OwnBuffers:
             model.get_submodule(module)._buffers[own_name] = buffer  # type: ignore[union-attr]
 
 
-def integer_buffers(model: nn.Module) -> list[Tensor]:
-    """Returns the buffers that cannot be averaged, such as counters, because their dtype is not floating-point."""
-    return [buffer for buffer in model.buffers() if not buffer.is_floating_point() and buffer.numel()]
-
-
 class IntegerBuffers:
-    """Buffers that cannot be averaged, such as counters. Every rank uses the values of the group's first rank."""
+    """Buffers that cannot be averaged, such as counters, because their dtype is not floating-point."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        self._buffers = integer_buffers(model)
-        self._group = group
-        self._source = dist.get_global_rank(group, 0)
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [buffer for buffer in model.buffers() if not buffer.is_floating_point() and buffer.numel()]
 
-    def start(self) -> tuple[list[Tensor], list[dist.Work]]:
-        """Start to broadcast the first rank's current values. Returns the tensors that will hold them, and the works to
-        wait for."""
+    def start(self, group: dist.ProcessGroup) -> tuple[list[Tensor], list[dist.Work]]:
+        """Start to broadcast the current values of a group's first rank. Returns the tensors that will hold them, and
+        the works to wait for."""
         values = [buffer.clone(memory_format=torch.contiguous_format) for buffer in self._buffers]
         flats = [value.view(-1).view(torch.uint8) for value in values]
-        works = [dist.broadcast(flat, self._source, group=self._group, async_op=True) for flat in flats]
+        works = [dist.broadcast(flat, dist.get_global_rank(group, 0), group, async_op=True) for flat in flats]
         return values, [work for work in works if work is not None]
 
     def take(self, values: Sequence[Tensor]) -> None:
@@ -333,15 +326,9 @@ class IntegerBuffers:
         for buffer, value in zip(self._buffers, values, strict=True):
             buffer.copy_(value)
 
-
-class IntegerValues:
-    """The same buffers as one row of numbers, which is sent with a merge."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = integer_buffers(model)
-
     def read(self) -> Tensor:
-        """Returns the buffers' bytes as int64 numbers on the CPU, [numel]; empty if there is no such buffer."""
+        """Returns the buffers' bytes as int64 numbers on the CPU, [numel], which are sent with a merge; empty if there
+        is no such buffer."""
         parts = [buffer.detach().cpu().contiguous().view(-1).view(torch.uint8) for buffer in self._buffers]
         if not parts:
             return torch.empty(0, dtype=torch.int64)

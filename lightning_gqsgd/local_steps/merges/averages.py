@@ -52,7 +52,7 @@ from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer
 from lightning_gqsgd.local_steps.starting import (
     ROUNDING,
-    IntegerValues,
+    IntegerBuffers,
     OwnBuffers,
     Trained,
     fitted_to_ranks,
@@ -180,7 +180,7 @@ class MergedAverages:
         trained = trained_by(model, self._optimizers, self.options, self.requested, group=None)
         self.device = trained.device
         (self._fragment,) = trained.fragments
-        self._integers = IntegerValues(model)
+        self._integers = IntegerBuffers(model)
         self._shared = SharedState(self._fragment, trained.outer, self.options, self._integers.read())
         return trained
 

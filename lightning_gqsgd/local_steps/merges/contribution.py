@@ -22,7 +22,7 @@ class Contribution:
         positions: the end of the change: the member's tensors.
         samples: number of samples that the steps in between have used, or another weight if there were no steps.
         steps: number of those steps.
-        integers: the member's buffers that are not averaged, as int64 numbers; see `starting.IntegerValues`.
+        integers: the member's buffers that are not averaged, as int64 numbers; see `starting.IntegerBuffers`.
     """
 
     number: int

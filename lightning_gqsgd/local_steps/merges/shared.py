@@ -41,7 +41,7 @@ class SharedState:
         fragment: the whole model, with its anchors.
         outer: the outer optimizer of the anchors.
         options: the options, which say when the outer optimizer begins, and which changes are left out.
-        integers: the buffers that are not averaged, as int64 numbers; see `starting.IntegerValues`.
+        integers: the buffers that are not averaged, as int64 numbers; see `starting.IntegerBuffers`.
 
     Attributes:
         fragment: see above.
