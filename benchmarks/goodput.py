@@ -46,6 +46,8 @@ CPUS = ["0.3", "0.3", "0.3", "0.075"]
 CORES = [0, 1, 0, 1]
 #: Seconds between two kills, give or take half a round, and until the killed rank may start again.
 EVERY_S, DOWN_S = 20.0, 5.0
+#: Seeds of the schedules of kills.
+SEEDS = [0, 1, 2, 3, 4]
 #: Seconds of a trial of a number of steps between two averages, and the numbers that are tried.
 TRIAL_S, TRIALS = 45.0, (16, 64, 256)
 #: Seconds for which ranks may take to make their first merge.
@@ -438,9 +440,9 @@ def _measure(options: argparse.Namespace) -> Report:
     for name in options.ways:
         way = WAYS[name]
         if way.is_tuned:
-            way = tuned(report, name, way, options.seed[0])
+            way = tuned(report, name, way, SEEDS[0])
             report.notes = [*report.notes, f"{name}: {way.every} steps between two averages."]
-        for seed in options.seed if name == "elastic" else options.seed[:1]:
+        for seed in SEEDS if name == "elastic" else SEEDS[:1]:
             measured = add(report, name, name, way, seed, options.seconds)
             curves.setdefault(name, {})[str(seed)] = curve(measured.begun, measured.journals)
     return report
@@ -459,7 +461,6 @@ def _long_enough(text: str) -> float:
 def main() -> None:
     """Run the command line."""
     parser = command_line(__doc__)
-    parser.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of the schedules of kills")
     parser.add_argument("--seconds", type=_long_enough, default=600.0, help="of each way (600)")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     present(parser, _measure)

@@ -33,7 +33,6 @@ from triton.runtime import driver
 from benchmarks.report import Report, command_line, present
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
-from lightning_gqsgd.errors import check_integer
 from lightning_gqsgd.kernels import cpu, cuda
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import FIXED
@@ -48,6 +47,8 @@ from lightning_gqsgd.wire.pipeline import StreamRunner
 RANKS = 8
 #: Buckets of a step.
 BUCKETS = 6
+#: Steps that are timed.
+STEPS = 300
 CPU = torch.device("cpu")
 
 
@@ -209,9 +210,8 @@ def facts(steps: int) -> list[dict[str, Any]]:
 
 def measure(options: argparse.Namespace) -> Report:
     """Returns the table of all cases."""
-    check_integer("--steps", options.steps, 10, 1_000_000)
     stand_in()
-    rows = facts(options.steps)
+    rows = facts(STEPS)
     return Report(
         "host_time",
         "Processor time of the host for a bucket on a GPU",
@@ -223,7 +223,7 @@ def measure(options: argparse.Namespace) -> Report:
             "function calls": ".0f",
         },
         notes=(
-            f"One of {RANKS} ranks, {BUCKETS} buckets in a step, lowest tenth of {options.steps} steps. Processor time "
+            f"One of {RANKS} ranks, {BUCKETS} buckets in a step, lowest tenth of {STEPS} steps. Processor time "
             "from the engine's call to the last launch, with compiled kernels, and with stand-ins for the driver and "
             "for NCCL, whose time is not in it. Nor is that of CUDA's streams and events. The first bucket of a step "
             "also has what ranks compare, and new keys. function calls: for each other bucket, those in C included; "
@@ -235,6 +235,4 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 if __name__ == "__main__":
-    parser = command_line(__doc__)
-    parser.add_argument("--steps", type=int, default=300, help="how many are timed (default 300)")
-    present(parser, measure, threads=1)
+    present(command_line(__doc__), measure, threads=1)

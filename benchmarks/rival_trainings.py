@@ -38,6 +38,7 @@ from workloads.digits import load_digits
 
 WIDTHS = (64, 384, 384, 10)
 BATCH = 32
+SEEDS = 3
 RATE_OF_LEARNING, MOMENTUM = 0.05, 0.9
 #: PowerSGD has plain averages in its first steps, as its documentation advises; they are not timed.
 POWERSGD_START = 10
@@ -233,7 +234,7 @@ def work(options: argparse.Namespace) -> None:
     begin()
     batches = Batches()
     found: dict[str, dict[str, Any]] = {name: {"losses": [], "seconds": [], "processor": []} for name in WAYS}
-    for seed in range(options.seeds):
+    for seed in range(SEEDS):
         runs, early = train(list(WAYS), seed, options.steps, batches)
         for name, run in runs.items():
             case = found[name]
@@ -253,7 +254,7 @@ def measure(options: argparse.Namespace) -> Report:
     """Run the workers in every lab."""
     report = Report(
         "rival_trainings",
-        f"Trainings under other tools' hooks and codes, {options.steps} steps, {options.seeds} seeds",
+        f"Trainings under other tools' hooks and codes, {options.steps} steps, {SEEDS} seeds",
         {
             "way": "",
             "rate": "",
@@ -372,5 +373,4 @@ if __name__ == "__main__":
     add_labs(parser)
     parser.set_defaults(rate=["100mbit"])
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seeds", type=int, default=3)
     work_or_present(parser, work, measure)

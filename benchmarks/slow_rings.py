@@ -247,7 +247,7 @@ def measure(options: argparse.Namespace) -> Report:
             "difference.",
         ],
     )
-    for rate in options.rate:
+    for rate in RATES:
         os.environ[RATE] = rate
         with NetLab(HOSTS, "none") as lab:
             _widen(lab)
@@ -277,6 +277,4 @@ def _add_rows(report: Report, rate: str, result: dict[str, list[float]]) -> None
 
 
 if __name__ == "__main__":
-    parser = command_line(__doc__)
-    parser.add_argument("--rate", nargs="+", default=list(RATES), help="of each link (default 50mbit to 1gbit)")
-    work_or_present(parser, work, measure)
+    work_or_present(command_line(__doc__), work, measure)
