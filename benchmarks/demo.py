@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from benchmarks.report import Report, listed
-from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, outcome, run, tuned_ways
-from lightning_gqsgd.errors import counted
+from benchmarks.report import Report, command_line, listed, present
+from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, outcome, tuned_ways
 from lightning_gqsgd.research.systems import SYSTEMS
 
+STEPS = 120
 #: Learning rates that are tried with AdamW, and with optimizers of signs.
 ADAMW, SIGNS = (4e-3, 8e-3, 1.6e-2), (5e-4, 1e-3, 2e-3)
 
@@ -62,25 +62,25 @@ WAYS: dict[str, Way] = {
 }
 
 
-def trained(options: argparse.Namespace, way: str, rate: float, seed: int) -> tuple[float, float]:
+def trained(way: str, rate: float, seed: int) -> tuple[float, float]:
     """Returns the loss at the end, and the megabytes that a worker has sent."""
     preset, fields, make, _ = WAYS[way]
 
     def scheduled(parameters: list[Tensor]) -> Optimizer:
-        return Scheduled(make(parameters, rate), options.steps)
+        return Scheduled(make(parameters, rate), STEPS)
 
-    return outcome(options, VirtualCharacters(seed), scheduled, preset, seed=seed, **fields)
+    return outcome(STEPS, VirtualCharacters(seed), scheduled, preset, seed=seed, **fields)
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Tune the learning rate of every way with the first seed, and train with all seeds."""
+    """Tune the learning rate of every way with one seed."""
     rates_of = {way: rates for way, (*_, rates) in WAYS.items()}
-    report = tuned_ways("demo", "DeMo", options, rates_of, trained)
+    report = tuned_ways("demo", "DeMo", STEPS, rates_of, trained)
     problem = VirtualCharacters()
     numel = sum(segment.numel for segment in problem.segments)
     report.notes = (
         f"{problem.text}; {numel:,} parameters, {BATCH} windows of {LENGTH} bytes per worker and step, "
-        f"{counted(options.seeds, 'seed')}. Loss: nats per byte of the validation text. Sent: bytes of each worker, to "
+        f"1 seed. Loss: nats per byte of the validation text. Sent: bytes of each worker, to "
         "all others.",
         "DeMo and its variants: momentum 0.999, of which the largest coordinates of each block of 4,096 are sent, 6 "
         "bytes each; steps along the signs of the mean. The other momentum is 0.95. Learning rates that were tried "
@@ -91,4 +91,4 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 if __name__ == "__main__":
-    run(__doc__, measure, steps=120, seeds=1)
+    present(command_line(__doc__), measure, threads=1)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.report import Report, listed
-from benchmarks.virtual_characters import BATCH, LENGTH, WORKERS, Scheduled, VirtualCharacters, outcome, run, tuned_ways
-from lightning_gqsgd.errors import counted
+from benchmarks.report import Report, command_line, listed, present
+from benchmarks.virtual_characters import BATCH, LENGTH, WORKERS, Scheduled, VirtualCharacters, outcome, tuned_ways
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.research.optim import Dion, MuonAdamW
 from lightning_gqsgd.research.simulation.shapes import Shaped
 
+STEPS = 120
 #: Learning rate of the parameters that are no matrices, beside Dion.
 OTHERS_RATE = 4e-3
 #: Ways: the rank of Dion's factors over the smaller side, or another optimizer, and the learning rates that are tried.
@@ -33,7 +33,7 @@ WAYS: dict[str, tuple[float | None, tuple[float, ...]]] = {
 }
 
 
-def trained(options: argparse.Namespace, way: str, rate: float, seed: int) -> tuple[float, float]:
+def trained(way: str, rate: float, seed: int) -> tuple[float, float]:
     """Returns the loss at the end, and the megabytes that a worker would send."""
     problem = VirtualCharacters(seed)
     rank, _ = WAYS[way]
@@ -48,26 +48,26 @@ def trained(options: argparse.Namespace, way: str, rate: float, seed: int) -> tu
         return torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1)
 
     def shaped(flat: list[Tensor]) -> Optimizer:
-        made.append(Shaped(flat, problem.shapes, lambda parts: Scheduled(make(parts), options.steps)))
+        made.append(Shaped(flat, problem.shapes, lambda parts: Scheduled(make(parts), STEPS)))
         return made[-1]
 
-    loss, sent = outcome(options, problem, shaped)
+    loss, sent = outcome(STEPS, problem, shaped)
     (scheduled,) = made[0].optimizers
     if isinstance(scheduled, Scheduled) and isinstance(scheduled.inner, Dion):
-        sent = options.steps * ring_bytes(4 * scheduled.inner.averaged_numel, WORKERS) / 1e6
+        sent = STEPS * ring_bytes(4 * scheduled.inner.averaged_numel, WORKERS) / 1e6
     return loss, sent
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Tune the learning rate of every way with the first seed, and train with all seeds."""
+    """Tune the learning rate of every way with one seed."""
     rates_of = {way: rates for way, (_, rates) in WAYS.items()}
-    report = tuned_ways("dion", "Dion", options, rates_of, trained)
+    report = tuned_ways("dion", "Dion", STEPS, rates_of, trained)
     problem = VirtualCharacters()
     sizes = [segment.numel for segment in problem.segments]
     hidden = sum(size for size, is_hidden in zip(sizes, problem.hidden, strict=True) if is_hidden)
     report.notes = (
         f"{problem.text}; {sum(sizes):,} parameters, of which {hidden:,} are in matrices of hidden layers; {BATCH} "
-        f"windows of {LENGTH} bytes per worker and step, {counted(options.seeds, 'seed')}. Loss: nats per "
+        f"windows of {LENGTH} bytes per worker and step, 1 seed. Loss: nats per "
         "byte of the validation text. Sent: bytes of each worker in a ring, in fp32; of Dion, those of the factors and "
         "of the gradients of all other parameters.",
         "Learning rates that were tried with the first seed, each with warm-up and a cosine down to a tenth: "
@@ -78,4 +78,4 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 if __name__ == "__main__":
-    run(__doc__, measure, steps=120, seeds=1)
+    present(command_line(__doc__), measure, threads=1)

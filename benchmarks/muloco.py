@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.report import Report, listed
-from benchmarks.virtual_characters import BATCH, LENGTH, WORKERS, Scheduled, VirtualCharacters, outcome, run, tuned
-from lightning_gqsgd.errors import counted
+from benchmarks.report import Report, command_line, listed, present
+from benchmarks.virtual_characters import BATCH, LENGTH, WORKERS, Scheduled, VirtualCharacters, outcome, tuned
 from lightning_gqsgd.research.optim import MuonAdamW
 from lightning_gqsgd.research.simulation.shapes import Shaped
 
+STEPS = 480
+SEEDS = 3
 #: Inner optimizers, and the learning rates that are tried with each.
 RATES: dict[str, tuple[float, ...]] = {"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "Muon": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)}
 #: Steps between averages of the local ways.
@@ -41,28 +42,28 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def trained(options: argparse.Namespace, way: str, name: str, rate: float, seed: int) -> tuple[float, float]:
+def trained(way: str, name: str, rate: float, seed: int) -> tuple[float, float]:
     """Returns the loss at the end, and the megabytes that a worker has sent."""
     preset, fields = WAYS[way]
     problem = VirtualCharacters(seed)
 
     def inner(parameters: list[nn.Parameter]) -> Optimizer:
         if name == "AdamW":
-            return Scheduled(torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1), options.steps)
-        return Scheduled(MuonAdamW(*problem.divided(parameters), lr=rate, betas=(0.9, 0.999)), options.steps)
+            return Scheduled(torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1), STEPS)
+        return Scheduled(MuonAdamW(*problem.divided(parameters), lr=rate, betas=(0.9, 0.999)), STEPS)
 
     def shaped(flat: list[Tensor]) -> Optimizer:
         return Shaped(flat, problem.shapes, inner)
 
-    after = {"outer_after": round(OUTER_SHARE * options.steps)} if preset != "ddp" else {}
-    return outcome(options, problem, shaped, preset, seed=seed, **fields, **after)
+    after = {"outer_after": round(OUTER_SHARE * STEPS)} if preset != "ddp" else {}
+    return outcome(STEPS, problem, shaped, preset, seed=seed, **fields, **after)
 
 
 def measure(options: argparse.Namespace) -> Report:
     """Tune the learning rate of every way with the first seed, and train with all seeds."""
     report = Report(
         "muloco",
-        f"Muon inside local steps: {options.steps} steps of a character transformer, {WORKERS} virtual workers",
+        f"Muon inside local steps: {STEPS} steps of a character transformer, {WORKERS} virtual workers",
         {
             "inner": "",
             "averages": "",
@@ -77,7 +78,7 @@ def measure(options: argparse.Namespace) -> Report:
     for name, rates in RATES.items():
         plain = math.nan
         for way in WAYS:
-            found = tuned(partial(trained, options, way, name), rates, options.seeds)
+            found = tuned(partial(trained, way, name), rates, SEEDS)
             losses = found.losses
             plain = fmean(losses) if WAYS[way][0] == "ddp" else plain
             row: list[str | float | None] = [
@@ -96,7 +97,7 @@ def measure(options: argparse.Namespace) -> Report:
     numel = sum(segment.numel for segment in problem.segments)
     report.notes = (
         f"{problem.text}; {numel:,} parameters, {BATCH} windows of {LENGTH} bytes per worker and step, means over "
-        f"{counted(options.seeds, 'seed')}. Loss: nats per byte of the validation text, after the last average. Sent: "
+        f"{SEEDS} seeds. Loss: nats per byte of the validation text, after the last average. Sent: "
         "bytes of each worker. Less every step's: the difference from the loss of the same optimizer whose gradients "
         "are averaged in every step.",
         "Learning rates that were tried with the first seed, each with warm-up and a cosine down to a tenth: "
@@ -108,4 +109,4 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 if __name__ == "__main__":
-    run(__doc__, measure, steps=480, seeds=3)
+    present(command_line(__doc__), measure, threads=1)

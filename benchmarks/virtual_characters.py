@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from benchmarks.gradient_sequences import segments_of
-from benchmarks.report import Report, command_line, present
+from benchmarks.report import Report
 from benchmarks.schedule import share_of_rate
 from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.problems import Problem
@@ -142,7 +141,7 @@ def tuned(outcome: Callable[[float, int], tuple[float, float]], rates: Sequence[
 
 
 def outcome(
-    options: argparse.Namespace,
+    steps: int,
     problem: Problem,
     make: Callable[[list[Tensor]], Optimizer],
     preset: str = "ddp",
@@ -153,9 +152,9 @@ def outcome(
         preset,
         problem,
         workers=WORKERS,
-        steps=options.steps,
+        steps=steps,
         optimizer=make,
-        record_every=options.steps,
+        record_every=steps,
         progress=False,
         **fields,
     )
@@ -166,27 +165,19 @@ def outcome(
 def tuned_ways(
     name: str,
     title: str,
-    options: argparse.Namespace,
+    steps: int,
     rates: Mapping[str, Sequence[float]],
-    trained: Callable[[argparse.Namespace, str, float, int], tuple[float, float]],
+    trained: Callable[[str, float, int], tuple[float, float]],
 ) -> Report:
-    """Tune the learning rate of every way with the first seed, train with all seeds, and return the table."""
+    """Tune the learning rate of every way with one seed, and return the table."""
     report = Report(
         name,
-        f"{title}: {options.steps} steps of a character transformer, {WORKERS} virtual workers",
+        f"{title}: {steps} steps of a character transformer, {WORKERS} virtual workers",
         {"way": "", "learning rate": "g", "sent (MB)": ".2f", "loss at the end": ".3f"},
     )
     for way, tried in rates.items():
-        found = tuned(partial(trained, options, way), tried, options.seeds)
+        found = tuned(partial(trained, way), tried, seeds=1)
         row: list[str | float | None] = [way, found.rate, found.sent, fmean(found.losses)]
         print(f"{name}: {row}; tried {found.tried}", file=sys.stderr, flush=True)
         report.rows.append(row)
     return report
-
-
-def run(description: str, measure: Callable[[argparse.Namespace], Report], *, steps: int, seeds: int) -> None:
-    """Run the command line of a benchmark on virtual workers."""
-    parser = command_line(description)
-    parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--seeds", type=int, default=seeds)
-    present(parser, measure, threads=1)
