@@ -48,6 +48,8 @@ MIXED: dict[str, dict[str, dict[str, Any]]] = {
         "16 bits in layer4, else 4": {"bits": {"*": 4, "layer4.*": 16, "fc.*": 16}},
     }
 }
+#: Rounds, and the least seconds of a case in each of them.
+ROUNDS, SECONDS = 5, 2.0
 #: Steps after which a change of the link counts as not noticed.
 MOST_STEPS = 150
 #: Environment variable of workers: the rates that their links take one after the other.
@@ -117,10 +119,9 @@ def work(options: argparse.Namespace) -> None:
         warm = slowest([case.steps(WARM_UP) for case in cases.values()]).tolist()
         # A turn of few short steps is shorter than the pauses that other programs of the machine make.
         counts = {
-            name: max(options.steps, math.ceil(options.seconds / step_s))
-            for name, step_s in zip(cases, warm, strict=True)
+            name: max(options.steps, math.ceil(SECONDS / step_s)) for name, step_s in zip(cases, warm, strict=True)
         }
-        for number in range(options.rounds):
+        for number in range(ROUNDS):
             for name in list(cases) if number % 2 == 0 else reversed(cases):
                 seconds[name].append(cases[name].steps(counts[name]))
         result = {"seconds": {name: slowest(values).tolist() for name, values in seconds.items()}}
@@ -162,8 +163,8 @@ def measure(options: argparse.Namespace) -> Report:
             "auto took": "",
         },
         notes=(
-            f"step = median over {options.rounds} rounds of the mean of at least {options.steps} steps in a row, and "
-            f"{options.seconds:g} seconds, of the slowest host, one compute thread each.",
+            f"step = median over {ROUNDS} rounds of the mean of at least {options.steps} steps in a row, and "
+            f"{SECONDS:g} seconds, of the slowest host, one compute thread each.",
             "Ratios are medians over rounds of times within one round; the cases take turns, in reverse order in every "
             "second round. best fixed = the fixed number of bits, or plain DDP, with the shortest median. `auto` had "
             "trained alone until its first decision.",
@@ -214,8 +215,6 @@ if __name__ == "__main__":
     parser.set_defaults(rate=["none", "1gbit", "100mbit"])
     parser.add_argument("--model", choices=list(MODELS), default="resnet18")
     parser.add_argument("--batch-size", type=int, default=16, help="per host (default 16)")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of a case in a round, at least (default 4)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a case in a round, at least (default 2)")
     parser.add_argument("--changes", nargs="*", default=["200mbit", "none"], help="rates of the last lab, in turn")
     work_or_present(parser, work, measure)

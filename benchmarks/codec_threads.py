@@ -37,6 +37,9 @@ from lightning_gqsgd.wire.telemetry import Telemetry
 from lightning_gqsgd.wire.workers import MOST
 
 RANKS = 2
+#: Coordinates of the bucket, which has 25 MiB.
+NUMEL = 6_553_600
+BITS = (8, 4)
 
 
 class _Done:
@@ -140,7 +143,7 @@ def measure(options: argparse.Namespace) -> Report:
     torch.set_num_threads(1)
     report = Report(
         "codec_threads",
-        f"Encoding and decoding a bucket of {options.numel:,} fp32 coordinates as one of two ranks, by threads",
+        f"Encoding and decoding a bucket of {NUMEL:,} fp32 coordinates as one of two ranks, by threads",
         {
             "case": "",
             "threads": "d",
@@ -155,15 +158,15 @@ def measure(options: argparse.Namespace) -> Report:
             "kernels alone = each thread encodes and decodes its part of the bucket, on a processor of its own.",
         ),
     )
-    bench = Bench(options.numel)
-    for bits in options.bits:
+    bench = Bench(NUMEL)
+    for bits in BITS:
         alone = {n: Alone(bench.buffer, bits, n) for n in options.threads}
         plan = bench.plan("gather", bits)  # its messages hold the codes once
         _add_rows(report, options, f"kernels alone, {bits} bit", plan, {str(n): one.run for n, one in alone.items()})
         for one in alone.values():
             one.close()
-    for reducer in options.reducer:
-        for bits in options.bits:
+    for reducer in ("two_shot", "gather"):
+        for bits in BITS:
             plan = bench.plan(reducer, bits)
             cases = {str(n): partial(bench.run, plan, n) for n in options.threads}
             _add_rows(report, options, f"{reducer}, {bits} bit", plan, cases)
@@ -193,9 +196,6 @@ def main() -> None:
     """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], choices=range(1, MOST + 1), metavar="N")
-    parser.add_argument("--numel", type=int, default=6_553_600, help="coordinates (default 6553600, 25 MiB)")
-    parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
-    parser.add_argument("--reducer", nargs="+", choices=["two_shot", "gather"], default=["two_shot", "gather"])
     parser.add_argument("--rounds", type=int, default=30)
     present(parser, measure)
 

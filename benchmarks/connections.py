@@ -49,9 +49,8 @@ def work(options: argparse.Namespace) -> None:
     rank, ranks = begin()
     bench = Bench(options.numel, ranks, rank)
     bench.add_native()
-    for bits in options.bits:
-        for connections in options.connections:
-            bench.add_reducer("two_shot", bits, connections)
+    for connections in options.connections:
+        bench.add_reducer("two_shot", 4, connections)
     cases = {name: case for name, case in bench.cases.items() if not name.endswith(BARE)}
     seconds = in_turns(cases, options.rounds, before=dist.barrier)
     medians = {name: float(np.median(slowest(values))) for name, values in seconds.items()}
@@ -98,7 +97,6 @@ if __name__ == "__main__":
     parser.add_argument("--member-rate", default="50mbit", help="of each member (default 50mbit)")
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--numel", type=int, default=6_553_600, help="coordinates (default 6553600, 25 MiB)")
-    parser.add_argument("--bits", type=int, nargs="+", default=[4])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--labs", type=int, default=7)
     work_or_present(parser, work, measure)
