@@ -58,6 +58,8 @@ OF_REPLICAS = (
 )
 #: The name of the step that computes without communication, and the rounds before the measurement of the links.
 COMPUTED, WARMUP = "computed", 3
+#: Samples of a rank in a step.
+BATCH = 8
 #: Epochs of a training on the digits, and its seeds.
 EPOCHS, SEEDS = 15, (0, 1, 2)
 #: Digits that are trained on; the others are for validation.
@@ -193,13 +195,7 @@ def ways_of(options: argparse.Namespace) -> dict[str, Way]:
     """The ways to measure, by name."""
     if options.flat and options.ranks_per_host == 1:
         raise SystemExit("--flat has no effect on hosts with one rank; give --ranks-per-host 2, or leave it out")
-    every = WAYS if options.ranks_per_host == 1 else FLAT_WAYS if options.flat else WAYS_OF_REPLICAS
-    for name in options.case:
-        if name not in every:
-            raise SystemExit(
-                f"--case {name!r} is none of {', '.join(every)} (--ranks-per-host {options.ranks_per_host})"
-            )
-    return {name: every[name] for name in options.case or every}
+    return WAYS if options.ranks_per_host == 1 else FLAT_WAYS if options.flat else WAYS_OF_REPLICAS
 
 
 def has_replicas(options: argparse.Namespace) -> bool:
@@ -227,7 +223,7 @@ def work(options: argparse.Namespace) -> None:
     if options.losses:
         finish({name: [loss_on_digits(way, seed, mesh) for seed in SEEDS] for name, way in ways.items()})
         return
-    batch, labels = batch_of("mlp", options.batch_size, torch.Generator().manual_seed(rank))
+    batch, labels = batch_of("mlp", BATCH, torch.Generator().manual_seed(rank))
     cases = {}
     for name, way in ways.items():
         torch.manual_seed(0)
@@ -264,7 +260,7 @@ def measure(options: argparse.Namespace) -> Report:
     report = Report(
         "sharded_nodes_netlab" if options.flat else "replicated_netlab" if place else "sharded_netlab",
         f"Training step of dense layers under FSDP2{place}, "
-        f"{options.batch_size} samples per {'rank' if place else 'host'}, over shaped links",
+        f"{BATCH} samples per {'rank' if place else 'host'}, over shaped links",
         {
             "case": "",
             "hosts": "d",
@@ -340,8 +336,6 @@ def _add_rows(
 if __name__ == "__main__":
     parser = command_line(__doc__)
     add_labs(parser)
-    parser.add_argument("--batch-size", type=int, default=8, help="per rank (default 8)")
-    parser.add_argument("--case", nargs="+", default=[], metavar="NAME", help="the cases of these names only")
     parser.add_argument(
         "--flat", action="store_true", help="with several ranks per host, divide the model among the ranks of all hosts"
     )
