@@ -24,7 +24,7 @@ from lightning_gqsgd.session.parameters import check_for_tensors
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Card
 from lightning_gqsgd.wire.communicator import parent_group, timeout_of
-from lightning_gqsgd.wire.engine import Engine, Messages, Request, untraced
+from lightning_gqsgd.wire.engine import Engine, Request, Words, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import is_alive
 from lightning_gqsgd.wire.pipeline import Job
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _PURPOSE = "all_reduce"
 #: What the number of a call is called in messages. A call that a rank has left early, by an interrupt, pairs wrongly.
 _NUMBER = "number of the call on this process group"
-_MESSAGES = Messages("all_reduce", "call all_reduce in a process of its own, started by spawn")
+_WORDS = Words("all_reduce", "call all_reduce in a process of its own, started by spawn")
 
 
 class _Reductions:
@@ -197,7 +197,7 @@ def all_reduce(
             config = _checked(tensor, out, step, make_config(preset, **fields), nodes)
             target, flat = _copied(tensor, out)
             side = Side(parent, _facts(tensor, config), [])  # `_Reductions` connects each configuration as it comes
-            with open_engines(meeting, [side], tensor.device, messages=_MESSAGES) as (engine,):
+            with open_engines(meeting, [side], tensor.device, words=_WORDS) as (engine,):
                 reductions = _reductions[parent, tensor.device] = _Reductions(engine, parent, nodes)
     job = reductions.start(flat, config, _facts(tensor, config), number if step is None else step, number)
     reduction = Reduction(job, flat, target)

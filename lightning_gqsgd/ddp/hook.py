@@ -56,7 +56,7 @@ from lightning_gqsgd.sparse.options import check_tables, tables_of
 from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.wire.agreement import Stamp, StepCounter, digest_of
 from lightning_gqsgd.wire.communicator import Communicator, parent_group, patience_of
-from lightning_gqsgd.wire.engine import Engine, Messages, Request, untraced
+from lightning_gqsgd.wire.engine import Engine, Request, Words, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import PLANS_KEPT, check_parameters
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 #: Bytes of all gradients from which on a sum through shared memory is taken to save more than the hook's calls cost.
 LEAST_IN_MEMORY = 1 << 22
 
-_MESSAGES = Messages(remedy="register it on a new DistributedDataParallel model")
+_WORDS = Words(remedy="register it on a new DistributedDataParallel model")
 
 #: What `GQSGDState.rewrap` calls the end of the last backward pass, with the remedy if ranks differ.
 _END_OF_BACKWARD = (
@@ -134,7 +134,7 @@ class GQSGDState:
         sides = [Side(self._group, self._facts, self._candidates, direct=direct)]
         prepare = partial(self._prepare, list(tables.values()), dtypes[0])
         with open_engines(
-            meeting, sides, self._device, timeout=timeout, messages=_MESSAGES, dtypes=dtypes, prepare=prepare
+            meeting, sides, self._device, timeout=timeout, words=_WORDS, dtypes=dtypes, prepare=prepare
         ) as (self._engine,):
             self._attach(model, is_countable=False)
 
@@ -422,7 +422,7 @@ class GQSGDState:
         before = self._attachment
         old = before.model()
         if old is None:
-            raise RuntimeError(f"gqsgd: the model is gone; {_MESSAGES.remedy}")
+            raise RuntimeError(f"gqsgd: the model is gone; {_WORDS.remedy}")
         module = old.module
         with self._meeting("rewrap") as meeting:
             named = unignored(module, old.parameters_to_ignore)

@@ -60,7 +60,7 @@ from lightning_gqsgd.session.report import in_tensors, in_words, ring_bytes_in_f
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Stamp, digest_of
 from lightning_gqsgd.wire.communicator import patience_of
-from lightning_gqsgd.wire.engine import Engine, Messages, Request, untraced
+from lightning_gqsgd.wire.engine import Engine, Request, Words, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import GatherPlan, Plan, ScatterPlan, Segments
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MESSAGES = Messages(
+_WORDS = Words(
     remedy="shard a new model and register the hooks there",
     differ="A state was loaded, or parameters were frozen, unfrozen or left without a gradient, on some ranks only: do "
     "the same on every rank (set_reduce_scatter_unused_params(True) is for the last), and register the hooks on a new "
@@ -190,7 +190,7 @@ class GQSGDFSDPState:
         self._used = ""  # which of them had one at its end
         self._changes = ModelChanges(model, replicate is not None)
         # Kernels are compiled in `_meet`: FSDP's mixed precision decides on the dtype of gradients.
-        with open_engines(meeting, sides, device, timeout=timeout, messages=_MESSAGES, streams=1) as engines:
+        with open_engines(meeting, sides, device, timeout=timeout, words=_WORDS, streams=1) as engines:
             self._sharded = engines[0]
             self._average = None
             self._scatter = None

@@ -63,14 +63,14 @@ from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, ope
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.wire.agreement import Card, Stamp, Weights, digest_of
 from lightning_gqsgd.wire.communicator import parent_group, patience_of
-from lightning_gqsgd.wire.engine import Messages, Request, untraced
+from lightning_gqsgd.wire.engine import Request, Words, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.pipeline import Job
 from lightning_gqsgd.wire.telemetry import moment
 
 logger = logging.getLogger(__name__)
 
-_MESSAGES = Messages(
+_WORDS = Words(
     "LocalSteps",
     "make a new LocalSteps",
     "Ranks have made different numbers of optimizer steps, or a state was loaded, or parameters were frozen, or the "
@@ -182,7 +182,7 @@ class LocalAverages(AveragingLoop[Average]):
             dtype = COMPUTE_DTYPES[parameters[0].tensor.dtype]
             facts = facts_of(self.config, own_facts(options, trained))
             side = Side(self.group, facts, [self.config])
-            with open_engines(start, [side], self.device, timeout=timeout, messages=_MESSAGES, dtypes=[dtype]) as (
+            with open_engines(start, [side], self.device, timeout=timeout, words=_WORDS, dtypes=[dtype]) as (
                 self._engine,
             ):
                 # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
@@ -382,12 +382,12 @@ class LocalAverages(AveragingLoop[Average]):
         if self.is_closed:
             raise RuntimeError(
                 "gqsgd: this LocalSteps was closed, or belongs to the process that this one was forked from; "
-                f"{_MESSAGES.remedy}"
+                f"{_WORDS.remedy}"
             )
         if self.is_broken:
             raise RuntimeError(
                 "gqsgd: an exception has ended an average on this rank (its start, the wait for it or its use), and "
-                f"other ranks may have used it; close this LocalSteps, and {_MESSAGES.remedy} on every rank"
+                f"other ranks may have used it; close this LocalSteps, and {_WORDS.remedy} on every rank"
             )
 
     def close(self) -> None:

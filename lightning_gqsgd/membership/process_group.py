@@ -34,7 +34,7 @@ from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Card
 from lightning_gqsgd.wire.communicator import timeout_of
 from lightning_gqsgd.wire.compiling import compile_kernels
-from lightning_gqsgd.wire.engine import Engine, Messages, Request, untraced
+from lightning_gqsgd.wire.engine import Engine, Request, Words, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import Peers, peers_of_unregistered
 from lightning_gqsgd.wire.pipeline import Job
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from lightning_gqsgd.spec.fields import FieldArguments
 
-_MESSAGES = Messages("torchft's process group", "let the Manager configure it for the next quorum")
+_WORDS = Words("torchft's process group", "let the Manager configure it for the next quorum")
 
 #: Seconds that `shutdown` waits at most until old connections have ended.
 _CLOSE_S = 10.0
@@ -284,7 +284,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             side = self._side()
         seen = self._greet(side)
         if side is not None and seen.are_ready:
-            engine = Engine(self._device, side.group, seen.key, timeout=timeout, messages=_MESSAGES)
+            engine = Engine(self._device, side.group, seen.key, timeout=timeout, words=_WORDS)
             try:
                 engine.connect(*side.configs)
             except BaseException:
@@ -294,7 +294,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             with Meeting("torchft's quorum", [peers], timeout) as meeting:
                 side = self._side()
                 with open_engines(
-                    meeting, [side], self._device, timeout=timeout, messages=_MESSAGES, dtypes=[torch.float32]
+                    meeting, [side], self._device, timeout=timeout, words=_WORDS, dtypes=[torch.float32]
                 ) as engines:
                     (engine,) = engines
             self._compiled.add(self._kernels_of(side.configs[0], peers.size()))

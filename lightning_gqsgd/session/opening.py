@@ -20,7 +20,7 @@ from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.version import __version__
 from lightning_gqsgd.wire.agreement import Card, digest_of
 from lightning_gqsgd.wire.communicator import check_timeout
-from lightning_gqsgd.wire.engine import Engine, Messages
+from lightning_gqsgd.wire.engine import Engine, Words
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import Peers
 from lightning_gqsgd.wire.pipeline import STREAMS
@@ -49,7 +49,7 @@ def open_engines(
     device: torch.device,
     *,
     timeout: timedelta | None = None,
-    messages: Messages,
+    words: Words,
     dtypes: Sequence[torch.dtype] = (),
     prepare: Callable[[Engine], None] | None = None,
     streams: int = STREAMS,
@@ -63,7 +63,7 @@ def open_engines(
         sides: the process groups, in the meeting's order. All engines share the runner of the first.
         device: device of the tensors.
         timeout: timeout of collectives; None uses the timeout of each group.
-        messages: the words for the caller in errors.
+        words: the words for the caller in errors.
         dtypes: dtypes of the tensors; empty if kernels are compiled later, see `Meeting.preparing`.
         prepare: called with the first engine, to create groups and compile kernels that it needs beyond its
             configurations.
@@ -88,7 +88,7 @@ def open_engines(
                 timeout=timeout,
                 streams=streams,
                 shares_runner_of=engines[0] if engines else None,
-                messages=messages,
+                words=words,
                 direct=side.direct,
             )
             undo.callback(engine.close)

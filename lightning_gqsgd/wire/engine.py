@@ -69,7 +69,7 @@ def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 @dataclass(frozen=True)
-class Messages:
+class Words:
     """The words that describe an engine's caller in the engine's error messages.
 
     Attributes:
@@ -146,7 +146,7 @@ class Engine:
         streams: on a GPU over NCCL, number of streams to work on; 1 if another engine shares this engine's runner.
         shares_runner_of: another engine, which was made with one stream. Both engines use the other engine's runner,
             so that their collectives never run at the same time, and both add to the same counters.
-        messages: the words for the caller in errors.
+        words: the words for the caller in errors.
         direct: whether the calling thread starts native all-reduces over Gloo itself; see `wire.direct`.
 
     Attributes:
@@ -170,7 +170,7 @@ class Engine:
         timeout: timedelta | None = None,
         streams: int = STREAMS,
         shares_runner_of: Engine | None = None,
-        messages: Messages | None = None,
+        words: Words | None = None,
         direct: bool = False,
     ) -> None:
         # Processes outside of the group use the processors of their machine as well.
@@ -182,10 +182,10 @@ class Engine:
         self._has_large_pieces = self._wants_large_pieces()
         self.telemetry: Telemetry = Telemetry() if shares_runner_of is None else shares_runner_of.telemetry
         self.plans = PlanCache()
-        self._messages = messages or Messages()
+        self._words = words or Words()
         self._process = os.getpid()
         self._stamps = StampCheck(
-            self.communicator.numbers, self.communicator.control_device, self._messages.differ, says=self.rank == 0
+            self.communicator.numbers, self.communicator.control_device, self._words.differ, says=self.rank == 0
         )
         self._borrowed: Runner | None = None  # the runner that `close` releases
         if shares_runner_of is None:
@@ -333,10 +333,10 @@ class Engine:
         if self._process != os.getpid():
             raise RuntimeError(
                 "gqsgd: this process was forked from the one whose threads and connections it would need; "
-                f"{self._messages.remedy}"
+                f"{self._words.remedy}"
             )
         if self._runner is None:
-            raise RuntimeError(f"gqsgd: {self._messages.owner} was closed; {self._messages.remedy}")
+            raise RuntimeError(f"gqsgd: {self._words.owner} was closed; {self._words.remedy}")
 
     def close(self) -> None:
         """Stop using threads and process groups. This is not a collective. It does nothing in a forked process."""

@@ -22,7 +22,7 @@ from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.session.opening import Side, facts_of, open_engines
-from lightning_gqsgd.wire.engine import Engine, Messages
+from lightning_gqsgd.wire.engine import Engine, Words
 from lightning_gqsgd.wire.meeting import Meeting
 from tests.distributed.models import fingerprint, mlp, train, wrapped
 from tests.distributed.ranks import on_ranks, run
@@ -414,7 +414,7 @@ def test_engines_are_closed_where_the_last_step_of_a_start_fails_and_ranks_can_s
         with Meeting("a start", [group], timedelta(seconds=60)) as meeting:
             sides = [Side(group, facts_of(config, {"parameters": "two"}), [config])]
             with open_engines(
-                meeting, sides, torch.device("cpu"), messages=Messages(), dtypes=[torch.float32], prepare=seen.append
+                meeting, sides, torch.device("cpu"), words=Words(), dtypes=[torch.float32], prepare=seen.append
             ) as engines:
                 assert engines == seen[-1:]
                 if last_step:

@@ -67,7 +67,7 @@ from lightning_gqsgd.session.first_rank import take_from_first_rank
 from lightning_gqsgd.session.opening import Side, facts_of, open_engines
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.wire.communicator import parent_group
-from lightning_gqsgd.wire.engine import Messages, untraced
+from lightning_gqsgd.wire.engine import Words, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MESSAGES = Messages("LocalSteps", "make a new LocalSteps")
+_WORDS = Words("LocalSteps", "make a new LocalSteps")
 
 #: Seconds between two looks whether this process was sent SIGTERM while it waits for a merge.
 _LOOK_S = 0.5
@@ -195,9 +195,7 @@ class MergedAverages:
             facts = facts_of(config, own_facts(self.options, trained))
             dtypes = list(dict.fromkeys(COMPUTE_DTYPES[entry.tensor.dtype] for entry in trained.parameters))
             side = Side(group, facts, [config])
-            with open_engines(start, [side], self.device, timeout=timeout, messages=_MESSAGES, dtypes=dtypes) as (
-                engine,
-            ):
+            with open_engines(start, [side], self.device, timeout=timeout, words=_WORDS, dtypes=dtypes) as (engine,):
                 # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
                 # broadcast.
                 take_from_first_rank((*model.parameters(), *model.buffers()), group)
