@@ -243,7 +243,7 @@ def parse_time(name: str, value: str | timedelta, otherwise: str = "") -> timede
     """Returns a time that a user has written, such as ``"20s"``.
 
     Args:
-        name: name of the option, for messages.
+        name: name of the option, for errors.
         value: the value that the user has written.
         otherwise: end of the message, which says what the option may be other than a time.
 

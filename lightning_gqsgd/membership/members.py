@@ -85,7 +85,7 @@ class Rejoin:
     None.
 
     Attributes:
-        problem: what does not fit, for messages.
+        problem: what does not fit, for errors.
     """
 
     problem: str = ""

@@ -1,7 +1,7 @@
 """Reads JSON files, and checks their values, and whether a file can be written.
 
 Each check of a value returns it with the type in the function's name. ``value`` is the value in the file, and ``what``
-is its place there, for messages. If the value has another type or is out of range, the check raises a ConfigError that
+is its place there, for errors. If the value has another type or is out of range, the check raises a ConfigError that
 names the place and the value.
 """
 
@@ -51,7 +51,7 @@ def entries(value: object, what: str, names: tuple[str, ...] | None = None) -> d
 
     Args:
         value: the value in the file.
-        what: its place there, for messages.
+        what: its place there, for errors.
         names: the exact keys of the dictionary; None allows any keys.
     """
     if not isinstance(value, Mapping):
@@ -128,7 +128,7 @@ def check_writable(option: str, file: Path) -> None:
     """Check that a file can be created or replaced, before its contents are computed. Nothing is written.
 
     Args:
-        option: the option that names the file, for messages.
+        option: the option that names the file, for errors.
         file: the file.
 
     Raises:

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from lightning_gqsgd.errors import ConfigError, did_you_mean, import_optional
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 
-#: The forms of a model's name, for messages.
+#: The forms of a model's name, for errors.
 FORMS = "torchvision:NAME, transformers:TYPE or transformers:FOLDER, or module:factory"
 #: Size of the images, and number of tokens of the texts, on which models are tried.
 IMAGE_SIZE = 224

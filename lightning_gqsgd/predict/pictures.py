@@ -32,7 +32,7 @@ def check_files(files: Mapping[str, Path]) -> None:
     """Check that pictures can be written to files, before the data for them are computed.
 
     Args:
-        files: the files, by the options that name them, for messages.
+        files: the files, by the options that name them, for errors.
 
     Raises:
         ConfigError: if matplotlib is not installed, if a suffix is not that of a picture, if a file cannot be written,

@@ -99,7 +99,7 @@ class Fields:
 
     @property
     def without_memory(self) -> str:
-        """The arguments that switch off the memories that there are, for messages: ``memory='none'``."""
+        """The arguments that switch off the memories that there are, for errors: ``memory='none'``."""
         memories = {"memory": self.up, "memory_down": self.down}
         return " and ".join(f"{name}='none'" for name, memory in memories.items() if memory is not None)
 

@@ -31,7 +31,7 @@ def quantity(text: str, units: Mapping[str, float]) -> float | None:
 
 
 def bytes_per_second(text: str, option: str) -> float:
-    """Returns the bytes per second of a rate such as ``"10gbit"``; ``option`` is the source of the text, for messages.
+    """Returns the bytes per second of a rate such as ``"10gbit"``; ``option`` is the source of the text, for errors.
 
     Raises:
         ConfigError: if the text is no number with a unit, or if the rate is out of range.

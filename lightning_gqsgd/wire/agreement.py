@@ -49,7 +49,7 @@ class Card:
     """The facts about the call that one rank is about to make. All ranks compare their cards.
 
     Attributes:
-        purpose: the function that was called, for messages.
+        purpose: the function that was called, for errors.
         facts: the facts that all ranks must have in common: plain values by name.
         error: why the rank refuses; empty if it does not refuse.
         is_own: whether the error arose on this rank; False if the rank heard of it in another process group.
@@ -187,7 +187,7 @@ class Weights(NamedTuple):
     """Some weights of one parameter on this rank.
 
     Attributes:
-        name: name of the parameter, for messages.
+        name: name of the parameter, for errors.
         values: the weights, float64 [`WEIGHTS_COMPARED`].
     """
 

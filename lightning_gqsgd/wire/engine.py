@@ -87,7 +87,7 @@ class Request(NamedTuple):
     """A request to reduce one flat tensor.
 
     Attributes:
-        name: for messages.
+        name: for errors.
         configs: the configuration with the chosen reducer; if segments have different ones, the configuration of each
             choice. They differ only in ``bits``, and in fields that follow from ``bits``.
         segments: the parameters in the tensor, in order.

@@ -87,7 +87,7 @@ class Meeting:
     Threads of one process meet the same ranks one after another, and have to do so in the same order on all ranks.
 
     Args:
-        purpose: the function that was called, for messages.
+        purpose: the function that was called, for errors.
         groups: process groups. If there are several, they have to connect every two ranks: news go round the first
             group, then round the second group, and then round the first group again.
         timeout: how long to wait for other ranks in a round.

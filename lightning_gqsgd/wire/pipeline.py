@@ -78,7 +78,7 @@ class Job:
     Attributes:
         tensor: the tensor; after an error it is all NaN, unless ``kept_if_refused`` says otherwise.
         pieces: for each piece, a function that starts its steps.
-        name: for messages.
+        name: for errors.
         counters: counters of the bucket, to which times are added.
         telemetry: counters of the process, to which times are added.
         ends_step: whether the tensor is the last one of its step.

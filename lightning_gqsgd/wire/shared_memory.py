@@ -356,7 +356,7 @@ class SharedGroup:
 
     Args:
         neighbours: the ranks. The group closes the connections to them.
-        numbers: the number that each rank has among all processes, for messages.
+        numbers: the number that each rank has among all processes, for errors.
         timeout_s: seconds within which a collective has to end.
     """
 

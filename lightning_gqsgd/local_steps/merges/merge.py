@@ -39,7 +39,7 @@ class Member:
 
     Attributes:
         identity: a number that no other member has.
-        name: for messages.
+        name: for errors.
     """
 
     identity: int

@@ -38,7 +38,7 @@ class Row:
 
     Attributes:
         identity: a number that no other member has.
-        name: for messages, e.g. ``host-3:4711``.
+        name: for errors, e.g. ``host-3:4711``.
         merges: number of merges that it has made.
         checksum: checksum of its anchors' bits.
         outer: digest of its outer optimizer and the hyperparameters, with which it moves its anchors.
