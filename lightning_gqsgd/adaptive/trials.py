@@ -500,10 +500,8 @@ class Trials:
         elif fresh:
             trials.state = Settle(f"{', '.join(map(str, fresh))} bits are allowed now", Rules.settling)
         else:
-            trials._watch.reference_s = reference_s
-            trials._watch.is_plain = is_plain
-            trials._watch.is_refined = is_plain
-            trials._watch.began_s = began_s
+            trials._watch = Watch(reference_s, began_s)
+            trials._watch.is_plain = trials._watch.is_refined = is_plain
             trials.state = challenge if challenge is not None and challenge.bits in trials.allow else Stay()
         return trials
 

@@ -181,7 +181,7 @@ def positive(value: Any) -> float:
 
 
 def not_negative(value: Any) -> float:
-    """Returns a number from a saved state, such as a prediction in seconds or a credit of steps, after a check.
+    """Returns a prediction from a saved state, in seconds, after a check.
 
     Raises:
         TypeError, ValueError: if the number is not finite, or is negative.
