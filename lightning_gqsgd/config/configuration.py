@@ -28,8 +28,8 @@ from lightning_gqsgd.errors import (
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.spec import memories
 from lightning_gqsgd.spec.bits_by_name import BitsByName
-from lightning_gqsgd.spec.decisions import WIDTHS, WIDTHS_IN_WORDS, pinned_bits
-from lightning_gqsgd.spec.fields import ALLOW, Chosen, Fields
+from lightning_gqsgd.spec.decisions import ALLOW, WIDTHS, WIDTHS_IN_WORDS, pinned_bits
+from lightning_gqsgd.spec.fields import Chosen, Fields
 
 #: How codes are written: with a fixed width, or as Elias omega codes.
 CODERS = ("fixed", "elias")
@@ -164,7 +164,7 @@ class GQSGDConfig(Fields):
     def __post_init__(self) -> None:
         if not isinstance(self.auto, bool):
             self._check_allow()
-            self._pin(pinned_bits(self.auto, self.bits, self.max_slowdown, self.allow, ALLOW))
+            self._pin(pinned_bits(self.auto, self.bits, self.max_slowdown, self.allow))
         for name, value in list(vars(self).items()):
             object.__setattr__(self, name, plain_integer(value))
         if hasattr(self.bits, "__array__"):  # a tensor, or a number of NumPy that is not an integer

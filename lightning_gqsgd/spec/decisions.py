@@ -20,6 +20,8 @@ LAG = 3
 #: uncompressed gradients.
 WIDTHS = (*range(1, 9), 16, 32)
 WIDTHS_IN_WORDS = "1 to 8, 16, 32"
+#: The default of the field ``allow``: the numbers of bits that ``auto`` chooses among.
+ALLOW = (32, 16, 8, 4)
 
 #: Part of error messages: how to pass a decision instead of ``auto=True``.
 _REMEDY = "give a row of state.decisions, or its to_dict()"
@@ -192,15 +194,14 @@ def not_negative(value: Any) -> float:
     return number
 
 
-def pinned_bits(value: Any, bits: Any, max_slowdown: float | None, allow: Sequence[int], usual: Sequence[int]) -> int:
+def pinned_bits(value: Any, bits: Any, max_slowdown: float | None, allow: Sequence[int]) -> int:
     """Returns the bits of a decision that was passed as ``auto``.
 
     Args:
         value: the decision, or its dictionary.
         bits: ``bits`` of the same configuration; must be None.
         max_slowdown: ``max_slowdown`` of the same configuration; must be None.
-        allow: ``allow`` of the same configuration.
-        usual: the default of ``allow``. If ``allow`` has this value, a decision may have any number of bits.
+        allow: ``allow`` of the same configuration. If it is `ALLOW`, a decision may have any number of bits.
 
     Raises:
         ConfigError: if the value is not a decision, or if another field of the configuration contradicts it.
@@ -209,7 +210,7 @@ def pinned_bits(value: Any, bits: Any, max_slowdown: float | None, allow: Sequen
     for name, other in (("bits", bits), ("max_slowdown", max_slowdown)):
         if other is not None:
             raise ConfigError(f"{name}={other!r} with a decision for {decided} bits as auto; leave {name} or auto out")
-    if set(allow) != set(usual) and decided not in allow:
+    if set(allow) != set(ALLOW) and decided not in allow:
         raise ConfigError(
             f"the decision that auto has is for {decided} bits, and allow={tuple(allow)} has others; leave allow out, "
             f"or give auto=True to decide anew"

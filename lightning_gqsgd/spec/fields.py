@@ -7,11 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar
 
 from lightning_gqsgd.spec.bits_by_name import BitsByName
-from lightning_gqsgd.spec.decisions import Decision
+from lightning_gqsgd.spec.decisions import ALLOW, Decision
 from lightning_gqsgd.spec.memories import Memory, named
 
-#: The default of the field ``allow``: the numbers of bits that ``auto`` chooses among.
-ALLOW = (32, 16, 8, 4)
 #: The default of the field ``sparse_limit``. A gather sends each rank's touched rows to all ranks, and a dense
 #: reduction sends each coordinate about twice. In a gather, a short row also has its own scale and its row number,
 #: which take about as many bytes as its codes.
