@@ -522,14 +522,8 @@ class LocalAverages(AveragingLoop[Average]):
             )
 
     def _leaves_anchor(self, numbers: list[int], buffers: bool = True, tolerance: float = 0.0) -> list[bool]:
-        """Returns, for each of some fragments, True if its tensors have left the anchor on some rank of any shard. A
-        collective.
-
-        Args:
-            numbers: numbers of the fragments.
-            buffers: whether to check buffers.
-            tolerance: the largest change of a tensor that is ignored, relative to the norm of its anchor.
-        """
+        """Returns, for each of some fragments, by their numbers, True if its tensors have left the anchor on some rank
+        of any shard (see `Bundle.has_changed`). A collective."""
         parts = [self.fragments[number].bundles for number in numbers]
         changed = [float(any(bundle.has_changed(buffers, tolerance) for bundle in bundles)) for bundles in parts]
         sums = torch.tensor(changed, device=self.device)

@@ -335,29 +335,17 @@ ESTIMATES = {
 
 
 def estimated_costs(device: str, nodes: int, per_node: int, link: Link) -> Costs:
-    """Returns all constants for nodes of a device.
-
-    Args:
-        device: a name of `ESTIMATES`.
-        nodes: number of nodes.
-        per_node: number of ranks on each node.
-        link: link of a node to the other nodes.
-    """
+    """Returns all constants for nodes of a device, a name of `ESTIMATES`. The other arguments are those of
+    `collectives_between`."""
     return on_links(ESTIMATES[device], nodes, per_node, link, inside_of(device, link))
 
 
 def on_links(costs: Costs, nodes: int, per_node: int, link: Link, inside: Link) -> Costs:
     """Returns the costs of a device with collectives over links with given rates.
 
-    Over NCCL, a link that uses TCP has additional terms.
-
-    Args:
-        costs: costs of the codec and of a rank's other work. If they have a latency, the clock uses it for the
-            collectives of Gloo (`tcp.ways`), and the latency of ``link`` is ignored.
-        nodes: number of nodes.
-        per_node: number of ranks on each node.
-        link: link of a node to the other nodes.
-        inside: link of a rank to the ranks of its node.
+    Over NCCL, a link that uses TCP has additional terms. ``costs`` are those of the codec and of a rank's other work.
+    If they have a latency, the clock uses it for the collectives of Gloo (`tcp.ways`), and the latency of ``link`` is
+    ignored. The other arguments are those of `collectives_between`.
     """
     counted = replace(link, latency_s=0.0) if costs.latency_s else link
     made = collectives_between(nodes, per_node, counted, inside)
