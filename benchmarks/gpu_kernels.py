@@ -394,7 +394,7 @@ def row_of(facts: Sequence[Fact]) -> list[Any]:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Run all cases on all sizes and dtypes of the command line."""
+    """Run all cases on all sizes of the command line."""
     if not torch.cuda.is_available():
         raise SystemExit(
             f"--device cuda: torch {torch.__version__} sees no CUDA device; run this on a machine with an NVIDIA GPU, "
@@ -403,7 +403,7 @@ def measure(options: argparse.Namespace) -> Report:
     target = Target.cuda()
     facts = [
         fact
-        for dtype in options.dtype or DTYPES
+        for dtype in DTYPES
         for megabytes in options.megabytes
         for fact in facts_of(target, megabytes, getattr(torch, dtype), ranks=options.ranks, rounds=options.rounds)
     ]

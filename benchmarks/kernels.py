@@ -94,18 +94,15 @@ def measure_on_cpu(options: argparse.Namespace) -> Report:
             "Encoding reads each coordinate twice, for the scale of its block and for its code, but from memory once.",
         ),
     )
-    for dtype in (getattr(torch, name) for name in options.dtype or ["float32"]):
-        for numel in options.numel:
-            x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
-            pairs = {
-                _name(codec, bits, block): codec_cases(x, codec_of(GQSGDConfig(codec=codec, bits=bits)), block)
-                for bits in options.bits
-                for block in options.block_size
-                for codec in options.codec
-            }
-            if dtype == torch.float32:
-                pairs = {"cast to bf16": cast_cases(x), **pairs}
-            _measure_one(x, pairs, options.rounds, report)
+    for numel in options.numel:
+        x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+        pairs = {
+            _name(codec, bits, block): codec_cases(x, codec_of(GQSGDConfig(codec=codec, bits=bits)), block)
+            for bits in options.bits
+            for block in options.block_size
+            for codec in options.codec
+        }
+        _measure_one(x, {"cast to bf16": cast_cases(x), **pairs}, options.rounds, report)
     return report
 
 
@@ -139,8 +136,6 @@ def main() -> None:
     """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--device", choices=list(OF_DEVICE), default="cpu")
-    dtypes = ["float32", "bfloat16", "float16"]
-    parser.add_argument("--dtype", nargs="+", choices=dtypes, help="default float32; on a GPU, and bfloat16")
     parser.add_argument("--rounds", type=int, default=40)
     cpu = parser.add_argument_group("with --device cpu")
     cpu.add_argument("--numel", type=int, nargs="+", help="sizes (default 6553600, 25 MiB)")
