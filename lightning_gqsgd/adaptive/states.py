@@ -118,12 +118,8 @@ State = Settle | Try | Stay | Challenge
 class Watch:
     """Detects that the duration of steps has changed since a decision.
 
-    Args:
-        reference_s: the duration of steps with which others are compared, in seconds; None means the next median.
-        began_s: see below.
-
     Attributes:
-        reference_s: see above.
+        reference_s: the duration of steps with which others are compared, in seconds; None means the next median.
         is_refined: whether the reference is a median of steps after the decision.
         is_plain: whether the reference is a median of plain DDP's steps.
         began_s: the median of plain DDP's steps that began the latest trial; None if something else began it.

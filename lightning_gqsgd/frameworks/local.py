@@ -93,13 +93,10 @@ class TrainedModule:
 class LocalTraining:
     """The local steps of a strategy.
 
-    Args:
+    Attributes:
         options: when and how to average.
         given_timeout: the timeout that the user has given; None: none. Members that come and go wait for this long for
             one that has died, and not for Lightning's half an hour.
-
-    Attributes:
-        given_timeout: see above.
         trained: the modules that are trained, in the order in which they were set up.
         is_lent: whether the modules have the anchors' values, see `lend_anchors`.
     """

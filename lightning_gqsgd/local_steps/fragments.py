@@ -60,12 +60,8 @@ class Bundle:
 
     The anchor is the common starting point of all ranks, with the same bits on all of them.
 
-    Args:
-        entries: the tensors, in order, with one device and one compute dtype.
-        options: the device and dtype of the anchor.
-
     Attributes:
-        entries: the tensors.
+        entries: the tensors, in order, with one device and one compute dtype.
         segments: their places in the flat tensor.
         anchors: the anchor of each tensor, with the tensor's shape.
     """
@@ -189,12 +185,8 @@ class Bundle:
 class Fragment:
     """A part of the model whose tensors are averaged together.
 
-    Args:
-        entries: its tensors. Tensors with the same compute dtype are sent together.
-        options: see `Bundle`.
-
     Attributes:
-        bundles: the bundles, each of which is sent as one flat tensor.
+        bundles: the bundles, each of which has the tensors of one compute dtype, and is sent as one flat tensor.
         settled_after: the step after which all ranks had the same bits in its tensors, as they do at the start; None if
             a rank has changed them since.
         is_kept: whether its tensors will get their previous values back, see `kept`.

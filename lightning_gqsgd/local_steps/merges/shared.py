@@ -37,21 +37,15 @@ class SharedState:
 
     Threads hold ``lock`` while they read or change it.
 
-    Args:
+    Attributes:
         fragment: the whole model, with its anchors.
         outer: the outer optimizer of the anchors.
         options: the options, which say when the outer optimizer begins, and which changes are left out.
-        integers: the buffers that are not averaged, as int64 numbers; see `starting.IntegerBuffers`.
-
-    Attributes:
-        fragment: see above.
-        outer: see above.
-        options: see above.
         merges: number of merges so far.
         samples: number of samples that have entered the anchors, of all members together.
         mean_steps: number of steps that have entered the anchors, as a mean over members.
         left_out: number of changes that were not used.
-        integers: see above.
+        integers: the buffers that are not averaged, as int64 numbers; see `starting.IntegerBuffers`.
         version: a number that changes whenever the anchors change.
         lock: see above.
     """
