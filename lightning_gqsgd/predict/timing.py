@@ -35,20 +35,17 @@ class Spread(NamedTuple):
         return cls(float(median), float(low), float(high))
 
 
-def stopwatch(case: Case) -> Callable[[], float]:
-    """Clock that measures the wall-clock time while this thread runs a case."""
-    begun = time.perf_counter()
+def _timed(now: Callable[[], float], case: Case) -> Callable[[], float]:
+    begun = now()
     case()
-    elapsed = time.perf_counter() - begun
+    elapsed = now() - begun
     return lambda: elapsed
 
 
-def thread_clock(case: Case) -> Callable[[], float]:
-    """Clock that measures this thread's own processor time, for cases that use no other thread."""
-    begun = time.thread_time()
-    case()
-    elapsed = time.thread_time() - begun
-    return lambda: elapsed
+#: Clock that measures the wall-clock time while this thread runs a case.
+stopwatch: Clock = partial(_timed, time.perf_counter)
+#: Clock that measures this thread's own processor time, for cases that use no other thread.
+thread_clock: Clock = partial(_timed, time.thread_time)
 
 
 class EventClock:
