@@ -429,16 +429,11 @@ def _measure(options: argparse.Namespace) -> Report:
     numbers = {"goodput": ".2f", "bound": ".2f", "samples/s": ".0f", "alone": ".0f", "loss": ".2f", "back (s)": ".1f"}
     columns = {"way": "", "seed": ".0f", **numbers, "equal": ""}
     curves: dict[str, dict[str, Curve]] = {}
-    # Some ways alone have a table of their own, so that they do not replace that of all.
-    all_ways = options.ways == list(WAYS)
-    name_of_table = "goodput" if all_ways else "_".join(["goodput", *options.ways])
-    report = Report(
-        name_of_table, "Goodput while ranks die, are slow, and have slow links", columns, _notes(options.seconds)
-    )
+    title = "Goodput while ranks die, are slow, and have slow links"
+    report = Report("goodput", title, columns, _notes(options.seconds))
     report.raw["curves"] = curves
     report.draw = lambda file: draw(curves, file)
-    for name in options.ways:
-        way = WAYS[name]
+    for name, way in WAYS.items():
         if way.is_tuned:
             way = tuned(report, name, way, SEEDS[0])
             report.notes = [*report.notes, f"{name}: {way.every} steps between two averages."]
@@ -462,7 +457,6 @@ def main() -> None:
     """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--seconds", type=_long_enough, default=600.0, help="of each way (600)")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     present(parser, _measure)
 
 
