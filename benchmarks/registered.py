@@ -8,7 +8,7 @@
 The benchmark needs Linux, root and iproute2, see `netlab`. A prediction knows the model, the rate and the latency of
 the links, and the probe: the steps of all models without communication, the speed of kernels, and what Gloo's
 collectives take between hosts whose links have no limit. No link with a limit, and no step with communication, was
-measured for it. From set 3 on, predictions are tables over the speed of the machine (see `registered_speed`). The
+measured for it. Predictions are tables over the speed of the machine (see `registered_speed`), but in sets 1 and 2. The
 length of a step without communication, which is measured in turns with the others, says which place of the table
 counts. ``--only 5..12`` takes a part of the settings, and what was measured before is kept.
 """
@@ -50,20 +50,13 @@ TIMEOUT_S = 280.0
 #: Bytes of each parameter that an average of models reads or writes besides codes: the change, whether it is finite,
 #: the anchor's step, and the copy of the anchor (`local_steps.averages`).
 AVERAGE_BYTES = 40
-#: Ends of the intervals of each set, over predictions at the ends of what is known of the link. Those of
-#: `predict.intervals`, 0.972 and 1.16, are for a machine and a link that were probed just before; here, the probe is of
-#: other hosts, and older. Set 1: in a rehearsal of 11 other settings (results/registered/rehearsal.json), steps had
-#: 0.83 to 1.42 times the length that an earlier state of this model said, and all but two of them 0.96 to 1.07 times.
-#: Set 2: steps of set 1 have 0.85 to 1.2 times their predicted length, all but the three shortest and the two longest.
-#: Set 3 has the ends of set 2. Set 4: sets 1 to 3, which a better model knows, and `SPEEDS` besides.
-ENDS = {1: (0.92, 1.18), 2: (0.82, 1.25), 3: (0.82, 1.25), 4: (0.94, 1.12)}
-#: The first set whose predictions are tables over the speed of the machine.
-FIRST_BY_SPEED = 3
-#: How many steps without communication take their turn in each round of a set; 1 where no number is given.
-ALONE_CASES = {1: 0, 2: 0, 4: 3}
+#: Ends of intervals, over predictions at the ends of what is known of the link; `NOTES` has those of earlier sets.
+#: Those of `predict.intervals`, 0.972 and 1.16, are for a machine and a link that were probed just before; here,
+#: the probe is of other hosts, and older.
+SHORTEST, LONGEST = 0.94, 1.12
 #: Lengths of a step without communication, over the measured one, at which the ends of a set's intervals are taken: a
 #: median of a few such steps says the speed of other steps only so well. What computes is in this part of an interval,
-#: and what sends is in `ENDS`. Sets without an entry take both at 1.
+#: and what sends is in `SHORTEST` and `LONGEST`. Sets without an entry take both at 1.
 SPEEDS = {4: (0.8, 1.25)}
 
 
@@ -117,23 +110,17 @@ def _predicted(number: int, setting: Setting, probed: dict[str, Any]) -> dict[st
             f"{lab.of.name} hosts and ranks were not probed; run `{PROGRAM} probe --save` before `predict`"
         )
     line = Timeline.from_dict(found["timelines"][lab.model])
-    ends = ENDS[number]
-    if number < FIRST_BY_SPEED:
-        return {**describe(setting), **_named(ends_of(setting, line, probed, ends, 1.0))}
-    table = [ends_of(setting, line, probed, ends, length) for length in registered_speed.LENGTHS]
+    table = [ends_of(setting, line, probed, length) for length in registered_speed.LENGTHS]
     usual = _named(_at_speed(number, table, 1.0))
     return {**describe(setting), **usual, "alone_s": line.compute_s, "by_length": table}
 
 
-def ends_of(
-    setting: Setting, line: Timeline, probed: dict[str, Any], ends: tuple[float, float], length: float
-) -> list[float]:
+def ends_of(setting: Setting, line: Timeline, probed: dict[str, Any], length: float) -> list[float]:
     """Returns the seconds of a step and of its interval's ends on a machine that takes ``length`` times as long as the
     probed one."""
     costs = _costs(probed, setting, length)
     step_s, shortest_s, longest_s = _step(setting, registered_speed.slower_timeline(line, length), costs)
-    shortest, longest = ends
-    return [step_s, shortest * shortest_s, longest * longest_s]
+    return [step_s, SHORTEST * shortest_s, LONGEST * longest_s]
 
 
 def _named(three: Sequence[float]) -> dict[str, float]:
@@ -242,16 +229,14 @@ def run(options: argparse.Namespace) -> None:
     for lab, group in groupby(missing, key=lambda setting: setting.lab):
         settings = list(group)
         ways = [lab.ways.index(setting.way) for setting in settings]
-        alone_cases = ALONE_CASES.get(options.set, 1)
-        task = {"set": options.set, "lab": SETS[options.set].index(lab), "ways": ways, "alone": alone_cases}
+        task = {"set": options.set, "lab": SETS[options.set].index(lab), "ways": ways}
         where = f"{lab.model}, {lab.of.name}, {lab.rate}, {lab.latency}"
         with NetLab(lab.of.hosts, lab.rate, lab.of.ranks_per_host, latency=lab.latency) as netlab:
             seconds = _run(netlab, task, where)
         alone = [each for values in seconds[len(settings) :] for each in values]
         for setting, values in zip(settings, seconds, strict=False):  # those alone come last
             found["seconds"][str(setting.number)] = values
-            if alone:
-                found["alone"][str(setting.number)] = alone
+            found["alone"][str(setting.number)] = alone
             print(f"{setting.number}: {where}, {setting.way.name}: {1e3 * np.median(values):.0f} ms", flush=True)
         _save(options, "measured", found)
 
@@ -314,7 +299,7 @@ def _point(row: dict[str, Any], seconds: Sequence[float]) -> Point:
 def chosen(number: int, row: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     """Returns a set's prediction at the speed that the machine had, if the prediction is a table over speeds."""
     alone = measured.get("alone", {}).get(str(row["number"]))
-    if alone is None or "by_length" not in row:
+    if alone is None:
         return row
     length = float(np.median(alone)) / row["alone_s"]
     return {**row, **_named(_at_speed(number, row["by_length"], length))}

@@ -12,7 +12,7 @@ import argparse
 
 import numpy as np
 
-from benchmarks.registered import ENDS, SPEEDS, chosen, ends_of, read
+from benchmarks.registered import SPEEDS, chosen, ends_of, read
 from benchmarks.registered_settings import SETS, settings_of
 from benchmarks.report import Cell, Report, command_line, present
 from lightning_gqsgd.predict.device_times import codec_of_bits
@@ -71,9 +71,7 @@ def _now(number: int) -> list[tuple[float, float, float]]:
         line = Timeline.from_dict(probed["hosts"][setting.lab.of.name]["timelines"][setting.lab.model])
         alone = measured.get("alone", {}).get(str(setting.number), [line.compute_s])
         length = float(np.median(alone)) / line.compute_s
-        least, usual, most = (
-            ends_of(setting, line, probed, ENDS[LIKE], factor * length) for factor in (faster, 1.0, slower)
-        )
+        least, usual, most = (ends_of(setting, line, probed, factor * length) for factor in (faster, 1.0, slower))
         made.append((usual[0], least[1], most[2]))
     return made
 

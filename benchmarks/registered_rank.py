@@ -30,9 +30,10 @@ TASK = "GQSGD_REGISTERED_TASK"
 RATE = 1e-3
 #: The fewest and the most timed rounds, and rounds before them: DDP builds its buckets anew after the first.
 ROUNDS, FIRST_ROUNDS = (3, 15), 2
-#: Seconds of the timed rounds of a setting, about, in sets 1 to 3 and in later ones; and of those in which timelines
-#: are recorded.
-SETTING_S, LATER_SETTING_S, TIMELINES_S = 5.0, 9.0, 25.0
+#: Seconds of the timed rounds of a setting, about, and of those in which timelines are recorded.
+SETTING_S, TIMELINES_S = 9.0, 25.0
+#: How many steps without communication take their turn in each round.
+ALONE_CASES = 3
 #: Rounds of the probe that warm up: steps of many ranks per core become shorter until then.
 WARMUP = 3
 #: Bits whose kernels are timed.
@@ -100,13 +101,13 @@ def probe(ranks_per_host: int) -> dict[str, Any]:
     return {"probe": made.to_dict(), "timelines": timelines}
 
 
-def time_steps(ways: list[Way], model: str, seed: int, ranks_per_host: int, setting_s: float) -> list[list[float]]:
+def time_steps(ways: list[Way], model: str, seed: int, ranks_per_host: int) -> list[list[float]]:
     """Returns the seconds of a step in each round, of each way; those of local steps are a mean over a round."""
     cases = [Trained(way, model, seed, ranks_per_host) for way in ways]
     rounds = {str(number): case.round for number, case in enumerate(cases)}
     first = in_turns(rounds, FIRST_ROUNDS, warmup=0, before=dist.barrier)
     round_s = float(sum(slowest(values)[-1] for values in first.values()))
-    count = int(np.clip(setting_s * len(ways) / round_s, *ROUNDS))
+    count = int(np.clip(SETTING_S * len(ways) / round_s, *ROUNDS))
     seconds = in_turns(rounds, count, warmup=0, before=dist.barrier)
     result = [(slowest(seconds[str(number)]) / way.every).tolist() for number, way in enumerate(ways)]
     for case in cases:
@@ -122,9 +123,8 @@ def main() -> None:
         finish(probe(asked["probe"]))
         return
     lab = SETS[asked["set"]][asked["lab"]]
-    ways = [lab.ways[place] for place in asked["ways"]] + [ALONE] * asked["alone"]
-    setting_s = SETTING_S if asked["set"] <= 3 else LATER_SETTING_S
-    finish(time_steps(ways, lab.model, lab.seed, lab.of.ranks_per_host, setting_s))
+    ways = [lab.ways[place] for place in asked["ways"]] + [ALONE] * ALONE_CASES
+    finish(time_steps(ways, lab.model, lab.seed, lab.of.ranks_per_host))
 
 
 if __name__ == "__main__":

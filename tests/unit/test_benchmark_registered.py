@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import registered, registered_speed
+from benchmarks import registered, registered_rank, registered_speed
 from benchmarks.registered_settings import SETS, settings_of
 from benchmarks.shaped_links import MANY_PAIRS, RING, on_link
 from lightning_gqsgd.kernels.layout import Segment
@@ -19,6 +19,7 @@ from lightning_gqsgd.predict.costs import KINDS, Collective, Costs, Gamma, Link
 from lightning_gqsgd.predict.timeline import Bucket, Timeline
 
 OPTIONS = argparse.Namespace(set=1, only=range(1, 1000), save=True)
+TIMES = {"step_s": 1.0, "shortest_s": 0.9, "longest_s": 1.2}
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -31,14 +32,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with predictions of the first set that nobody has committed yet."""
     monkeypatch.setattr(registered, "FOLDER", tmp_path)
     git(tmp_path, "init")
-    times = {"step_s": 1.0, "shortest_s": 0.9, "longest_s": 1.2}
-    rows = [{**registered.describe(setting), **times} for setting in settings_of(1)]
-    write(tmp_path / "set_1_predictions.json", {"machine": "one", "rows": rows})
+    predict(tmp_path, 1)
     return tmp_path
 
 
 def write(file: Path, values: dict[str, Any]) -> None:
     file.write_text(json.dumps(values))
+
+
+def predict(folder: Path, number: int) -> None:
+    rows = [{**registered.describe(setting), **TIMES} for setting in settings_of(number)]
+    write(folder / f"set_{number}_predictions.json", {"machine": "one", "rows": rows})
 
 
 def commit(folder: Path) -> None:
@@ -97,7 +101,7 @@ def test_what_was_registered_is_still_what_the_settings_say(number: int) -> None
 
 
 def test_a_row_says_whether_the_median_is_inside() -> None:
-    row = {**registered.describe(settings_of(1)[0]), "step_s": 1.0, "shortest_s": 0.9, "longest_s": 1.2}
+    row = {**registered.describe(settings_of(1)[0]), **TIMES}
     found = [registered._row(1, row, {"1": values})[-1] for values in ([1.3, 1.1, 0.5], [1.3, 1.3, 1.0], [0.8])]
     assert found == ["yes", "no", "no"]
     assert registered._row(1, row, {})[-1] is None
@@ -186,14 +190,9 @@ def test_the_interval_of_a_link_begins_without_headers() -> None:
     assert least == pytest.approx(1.0)
 
 
-def test_a_lab_of_a_late_set_times_several_steps_without_communication(folder: Path, monkeypatch: Any) -> None:
-    rows = [
-        {**registered.describe(setting), "step_s": 1.0, "shortest_s": 0.9, "longest_s": 1.2}
-        for setting in settings_of(4)
-    ]
-    write(folder / "set_4_predictions.json", {"machine": "one", "rows": rows})
+def test_a_lab_times_several_steps_without_communication(folder: Path, monkeypatch: Any) -> None:
+    predict(folder, 4)
     commit(folder)
-    asked = []
 
     class Lab:
         def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -204,13 +203,11 @@ def test_a_lab_of_a_late_set_times_several_steps_without_communication(folder: P
         def __exit__(self, *_: object) -> None: ...
 
     def run(_: Any, task: dict[str, Any], __: str) -> list[list[float]]:
-        asked.append(task)
-        return [[1.0]] * len(task["ways"]) + [[0.5]] * task["alone"]
+        return [[1.0]] * len(task["ways"]) + [[0.5]] * registered_rank.ALONE_CASES
 
     monkeypatch.setattr(registered, "NetLab", Lab)
     monkeypatch.setattr(registered, "_run", run)
     registered.run(argparse.Namespace(set=4, only=range(1, 5), save=True))
     found = json.loads((folder / "set_4_measured.json").read_text())
-    assert [task["alone"] for task in asked] == [registered.ALONE_CASES[4]]
     assert found["seconds"]["1"] == [1.0]
-    assert found["alone"]["4"] == [0.5] * registered.ALONE_CASES[4]
+    assert found["alone"]["4"] == [0.5] * registered_rank.ALONE_CASES
