@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import mean, median
 
 import pytest
 
+from benchmarks import presets
 from lightning_gqsgd.codecs import TrellisCodec
 from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST
 from lightning_gqsgd.research.theory import omega_eden, tree_second_moment
 from tests.docs.checks import Checked, Sentences, Values, compare_sentence, ends, every_sentence
-from tests.docs.pages import tables, text_of
+from tests.docs.pages import text_of
 from tests.docs.tables import RESULTS, cell, rows_of, saved_rows
 from tests.docs.test_figures import convnet, convnet_seeds, convnet_target
 
@@ -427,22 +430,13 @@ def test_tables_are_those_of_the_results(checked: Checked) -> None:
     checked.compare()
 
 
-def test_the_page_of_presets_is_that_of_its_results() -> None:
-    """Their errors, row by row; all other paragraphs with figures are those of the results' page."""
-    page, results = text_of("docs/preset_errors.md"), RESULTS / "presets.md"
-    count = 0
-    for table in tables("docs/preset_errors.md"):
-        match = re.fullmatch(r"n = (\d+)(, mean of 16 steps on the same gradients)?", table.heading)
-        if match is None:
-            continue
-        for row in table.rows:
-            key = {"preset": row[0], "n": match[1], "steps": "16" if match[2] else "1"}
-            columns = ["bits", *table.columns[2:]] if match[2] else table.columns[1:]
-            columns = ["bits" if column == "bits per step" else column for column in columns]
-            assert row[1:] == tuple(cell("presets", column, **key) for column in columns), (table.heading, row[0])
-            count += 1
-    assert count == len(rows_of(results))
-    about = page[page.index("## Relative L2 error") : page.index("### n = 2")]
-    paragraphs = [part for part in about.split("\n\n") if re.search(r"\d\.\d|\d %", part)]
-    assert paragraphs
-    assert [part for part in paragraphs if part.strip() not in results.read_text()] == []
+def test_the_pages_of_presets_are_what_their_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the results' JSON, as which the results' page has them, too; the picture takes long, and is not drawn."""
+    monkeypatch.setattr(presets, "save_figure", lambda *_: None)
+    options = argparse.Namespace(from_results=True, save=False, docs=str(tmp_path / "presets.md"))
+    report = presets.measure(options)
+    for page in ("presets.md", presets.ERRORS):
+        assert (tmp_path / page).read_text(encoding="utf-8") == text_of(f"docs/{page}"), presets.COMMAND
+    results = RESULTS / "presets.md"
+    assert [[*row.values()][1:] for row in rows_of(results)] == report._texts()
+    assert [note for note in report.notes if note not in results.read_text()] == []

@@ -47,9 +47,9 @@ UNCOMPARED: dict[tuple[str, str, tuple[str, ...]], str] = {
     ("docs/paper.md", "Quality", ("task", "default")): "the paper's, from its public logs",
     ("docs/local_systems.md", "Systems", ("preset", "what it adds")): "the papers' settings, which presets have",
     ("docs/presets.md", "At 8 ranks", ("preset",)): "test_the_table_of_all_presets_is_what_the_command_prints",
-    ("docs/presets.md", "Local steps", ("preset",)): "tests/unit/test_cli.py compares it with the command",
+    ("docs/presets.md", "Local steps", ("preset",)): "test_the_pages_of_presets_are_what_their_command_writes",
     ("docs/presets.md", "Optimizers, rules of training, topologies", ("system",)): "as above",
-    ("docs/presets.md", "What is left out", ("system",)): "tests/unit/test_cli_systems.py compares it with the code",
+    ("docs/presets.md", "What is left out", ("system",)): "as above",
     ("docs/reliability.md", "What is promised, and how it is tested", ("promise",)): "limits that its tests hold",
     ("docs/reliability.md", "Measured", ("what",)): "each row has its command",
     ("docs/reliability.md", "Events", ("event",)): "printed by the command of the row on chaos",
@@ -178,7 +178,7 @@ def left(page: str, text: str) -> list[str]:
             text = text.replace(table.source, "\n")
     for row in ROWS.get(page, ()):
         text = row.sub("", text)
-    if page == "docs/preset_errors.md":  # test_the_page_of_presets_is_that_of_its_results
+    if page == "docs/preset_errors.md":  # test_the_pages_of_presets_are_what_their_command_writes
         text = text[: text.index("## Relative L2 error")]
     for pattern in (*sentences, *ALLOWED.get(page, ()), *EVERYWHERE):
         text = re.sub(spaced(pattern), "…", text, flags=re.DOTALL)

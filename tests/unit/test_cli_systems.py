@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.presets import left_out
 from lightning_gqsgd.cli import checking
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.presets import FIXED, LOCAL_PRESETS
@@ -87,8 +85,3 @@ def test_a_claim_that_does_not_hold_is_exit_code_1(monkeypatch: pytest.MonkeyPat
 )
 def test_a_name_without_an_experiment_is_refused_in_one_line(name: str, message: str) -> None:
     assert message in refusal("systems", "check", name)
-
-
-def test_the_page_of_presets_says_what_is_left_out() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "presets.md").read_text()
-    assert "\n".join(left_out()).strip() in page
