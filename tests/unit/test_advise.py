@@ -144,11 +144,6 @@ def test_a_probe_with_a_timeline_needs_nothing_else(tmp_path: Path) -> None:
     assert advised["notes"] == ["codec: measured on CPU"]
 
 
-def test_a_probe_is_read_as_it_was_written(tmp_path: Path) -> None:
-    probe = _probe(tmp_path / "p.json")
-    assert Probe.load(tmp_path / "p.json") == probe
-
-
 def _probe_of_nodes(path: Path) -> Probe:
     """A probe of two nodes with four ranks each. Collectives inside a node are a hundred times faster."""
     of_links = {f"{scope} {kind}": Collective(1e-2, 1e-8) for scope in ("all", "peers") for kind in KINDS}
@@ -315,12 +310,6 @@ def test_a_configuration_without_a_model_names_its_type() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "torchvision:resnt50"], "torchvision has no model 'resnt50'; did you mean 'resnet50'?"),
-        (["--model", "transformers:gpt22"], "did you mean 'gpt2'? nor a folder or file"),
-        (["--model", "resnet50"], "is none of torchvision:NAME"),
-        (["--model", "no_such_module:factory"], "No module named 'no_such_module'"),
-        (["--model", f"{HERE}:nothing"], "has no function 'nothing'"),
-        (["--model", f"{HERE}:no_model"], "returned int; return a torch.nn.Module"),
         (["--link", "10"], "--link '10' is not a number and a unit; write e.g. 100mbit"),
         (["--link", "0gbit"], "has to be more than 0"),
         (["--link", "9" * 320 + "gbit"], "999...' is out of range: 1bit to 1000000tbit; write a number"),
@@ -329,7 +318,6 @@ def test_a_configuration_without_a_model_names_its_type() -> None:
         (["--latency", "5"], "--latency '5' is not a number and a unit; write e.g. 50us"),
         (["--backward", "120"], "--backward '120' is not a number and a unit"),
         (["--nodes", "0"], "--nodes 0 has to be at least 1"),
-        (["--nodes", "1"], "one rank sends nothing"),
         (["--batch", "0"], "--batch 0 has to be at least 1"),
         (["--batch", "99999999999999999999"], "--batch 99999999999999999999 has to be at most 1,000,000"),
         (["--nodes", "8193"], "--nodes 8193 with 1 rank each are more than 8,192 ranks"),
@@ -352,8 +340,15 @@ def test_a_configuration_without_a_model_names_its_type() -> None:
         (["--gantt", "/"], "has no suffix of a picture"),
     ],
 )
-def test_what_makes_no_sense_exits_with_2_and_one_line(arguments: list[str], words: str) -> None:
+def test_what_makes_no_sense_exits_with_2_and_one_line_before_a_model_is_built(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "build", None)
     assert words in _refusal(*USUAL, "--link", "1gbit", *arguments)
+
+
+def test_one_rank_is_refused() -> None:
+    assert "one rank sends nothing" in _refusal(*USUAL, "--link", "1gbit", "--nodes", "1")
 
 
 def test_what_is_missing_is_asked_for() -> None:
@@ -379,29 +374,6 @@ def test_a_file_that_is_no_probe_of_this_version_is_refused(tmp_path: Path, text
 def test_a_model_that_the_probe_does_not_have_is_asked_for(tmp_path: Path) -> None:
     _probe(tmp_path / "p.json")
     assert "(the probe has mine)" in _refusal("--probe", str(tmp_path / "p.json"), "--model", "torchvision:resnet18")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--link", "nan"],
-        ["--link", "9" * 320 + "gbit"],
-        ["--latency", "5"],
-        ["--backward", "1"],
-        ["--nodes", "0"],
-        ["--nodes", "99999999"],
-        ["--batch", "0"],
-        ["--codec", "foo"],
-        ["--plot", "a.nothing"],
-        ["--gantt", "/nowhere/a.png"],
-    ],
-)
-def test_values_are_checked_before_a_model_is_built(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def built(*_: Any) -> None:
-        raise AssertionError("a model was built")
-
-    monkeypatch.setattr(models, "build", built)
-    _refusal(*USUAL, "--link", "1gbit", *arguments)
 
 
 def _timed(path: Path, batch: int | None) -> list[str]:
@@ -502,6 +474,12 @@ def no_tuple() -> tuple[nn.Module, int]:
         (f"{HERE}:lazy", "weight has no size before the first forward pass; give its layer a size"),
         (f"{HERE}:imaginary", "weight has the dtype torch.complex64; give it one of torch.float32"),
         (f"{HERE}:no_tuple", "returned inputs of type int; return a tensor, or a tuple"),
+        ("torchvision:resnt50", "torchvision has no model 'resnt50'; did you mean 'resnet50'?"),
+        ("transformers:gpt22", "did you mean 'gpt2'? nor a folder or file"),
+        ("resnet50", "is none of torchvision:NAME"),
+        ("no_such_module:factory", "No module named 'no_such_module'"),
+        (f"{HERE}:nothing", "has no function 'nothing'"),
+        (f"{HERE}:no_model", "returned int; return a torch.nn.Module"),
         (":x", "model ':x' is none of torchvision:NAME"),
         ("..:x", "model '..:x' is none of torchvision:NAME"),
         (".a:x", "model '.a:x' is none of torchvision:NAME"),
