@@ -8,6 +8,7 @@ import torch
 from benchmarks import rivals
 from benchmarks.rival_hooks import BlockwiseCodes, Codes, MaxMinCodes, RowCodes, UniformCodes, dynamic_levels, mean_of
 from lightning_gqsgd.research.simulation import relative_error
+from tests.unit.test_scatter import gaussian
 
 #: Codes, bits of a message per coordinate at 200,000 normal numbers, and the range of one mean's error.
 CODES: list[tuple[Codes, float, float, float]] = [
@@ -19,16 +20,11 @@ CODES: list[tuple[Codes, float, float, float]] = [
 ]
 
 
-def gradients(ranks: int, numel: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(ranks)
-    return [torch.randn(numel, generator=generator) for _ in range(ranks)]
-
-
 @pytest.mark.parametrize(("codes", "bits", "low", "high"), CODES)
 def test_messages_have_their_length_and_their_mean_its_error(
     codes: Codes, bits: float, low: float, high: float
 ) -> None:
-    xs = gradients(2, 200_000)
+    xs = gaussian(2, 200_000)
     messages = [codes.encode(x) for x in xs]
     assert 8 * messages[0].numel() / xs[0].numel() == pytest.approx(bits, rel=0.01)
     assert low < relative_error(mean_of(codes, messages, xs[0].numel()), xs) < high
@@ -43,7 +39,7 @@ def test_zeros_stay_zeros_at_any_length(codes: Codes, numel: int) -> None:
 
 
 def test_packed_codes_say_what_the_formula_of_the_other_table_says() -> None:
-    (x,) = gradients(1, 4096)
+    (x,) = gaussian(1, 4096)
     codes = MaxMinCodes()
     assert torch.equal(codes.decode(codes.encode(x), 4096), rivals.max_min(x, 512, 4))
 

@@ -11,11 +11,7 @@ import torch
 from benchmarks import rivals
 from benchmarks.report import RESULTS
 from lightning_gqsgd.research.simulation import relative_error
-
-
-def gradients(ranks: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(ranks)
-    return [torch.randn(1 << 14, generator=generator) for _ in range(ranks)]
+from tests.unit.test_scatter import gaussian
 
 
 @pytest.mark.parametrize(
@@ -32,7 +28,7 @@ def gradients(ranks: int) -> list[torch.Tensor]:
 )
 def test_error_on_gaussian_gradients(name: str, low: float, high: float) -> None:
     (rival,) = [rival for rival in rivals.RIVALS if rival.name == name]
-    xs = gradients(4)
+    xs = gaussian(4, 1 << 14)
     error = relative_error(rival.mean(xs, torch.Generator().manual_seed(0)).double(), xs)
     assert low < error < high
 
