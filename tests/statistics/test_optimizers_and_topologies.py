@@ -67,20 +67,6 @@ def test_shifted_error_feedback_at_other_widths() -> None:
     assert rates.of(**SIGN, rotation=False) > exact + 0.05
 
 
-def test_the_shifted_point_of_one_worker_is_gradient_descent_itself() -> None:
-    """z = x - η e follows gradient descent without compression, at 2 bits as well, up to rounding."""
-    problem = LeastSquares(dimension=116, rows=400, noise=0.0, dtype=torch.float64)
-    lr, z = 0.2, problem.start()
-    run = DGDDEF(1, lr).run(problem, 12, **{**SYSTEMS["dgd_def"].fields, "bits": 2})
-    for step in range(12):
-        z = z - lr * problem.gradients(z, step, 1)[0]
-    x = torch.from_numpy(run.parameters)
-    assert float((x - z).norm()) > 1e-3 * float(z.norm())  # x itself is off by what the last message lost
-    # The next step of x uses the gradient at z: x - η Q(u) - η (u - Q(u)) = z - η ∇f(z).
-    longer = DGDDEF(1, lr).run(problem, 12, **{**SYSTEMS["dgd_def"].fields, "bits": 8, "clip": 0.0})
-    assert float((torch.from_numpy(longer.parameters) - z).norm()) < 0.05 * float((x - z).norm())
-
-
 def test_shifted_error_feedback_needs_an_error_memory() -> None:
     problem = LeastSquares(dimension=16, rows=40)
     with pytest.raises(ConfigError, match="no error memory; take memory='ef'"):
@@ -120,23 +106,17 @@ def test_votes_of_eight_workers_train_a_binary_model(digits: DigitsMLP) -> None:
     assert signs.last("accuracy") < run.last("accuracy") - 0.02
 
 
-def test_reputations_outvote_attackers(digits: DigitsMLP) -> None:
-    """3 of 8 workers send the opposite of their votes. Found before: .952 with reputations, .071 without."""
-    weighed = FedVote(8, reputations=True, attackers=3).run(digits, 5)
-    assert weighed.last("accuracy") > 0.85
-    assert weighed.wire_bits[-1] < 1.1
-    assert FedVote(8, attackers=3).run(digits, 5).last("accuracy") < 0.6
-
-
 @pytest.mark.slow
 def test_votes_for_thirty_rounds(digits: DigitsMLP) -> None:
-    """The whole experiment; accuracy of no compression .96 here."""
+    """The whole experiment; accuracy of no compression .96 here. Found before with 3 attackers of 8: .952 with
+    reputations. That they outvote attackers is an experiment of FedVote."""
     run = FedVote(8).run(digits, 30)
     assert run.last("accuracy") > 0.94
     assert run.last("binary_accuracy") > 0.94
     assert run.bytes_sent[-1] < 220_000
     weighed = FedVote(8, reputations=True, attackers=3).run(digits, 30)
     assert weighed.last("accuracy") > 0.92
+    assert weighed.wire_bits[-1] < 1.1
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ QUICK = (
     "global_qsgd_linear",
     "global_qsgd_exponential",
     "natural_compression",
+    "natural_dithering",
     "qsgd_elias",
     "wyner_ziv",
     "s2_reducer",
