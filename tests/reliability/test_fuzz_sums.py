@@ -93,10 +93,12 @@ def test_any_bytes_are_logarithmic_rows(bits: int, dtype: torch.dtype) -> None:
 
 def test_any_stream_of_row_numbers_is_rows_of_the_table_or_an_error() -> None:
     numbers, height = chance("row numbers"), 10_000_000
-    rows = np.array(sorted(numbers.sample(range(height), 300)))
-    valid = row_numbers.write(rows).tobytes()
+    hashed, neighbours = sorted(numbers.sample(range(height), 300)), range(300)
+    valid = [row_numbers.write(np.array(rows)).tobytes() for rows in (hashed, neighbours)]  # one in each form
     for trial in range(scaled(2000)):
-        data = mutated_bytes(numbers, valid) if trial % 2 else bytes([trial // 2 % 3]) + numbers.randbytes(trial % 97)
+        form = trial // 2 % 3
+        noise = bytes([form]) + numbers.randbytes(trial % 97)
+        data = mutated_bytes(numbers, valid[form % 2]) if trial % 2 else noise
         count = numbers.choice([1, 2, 31, 32, 33, 300])
         try:
             read = row_numbers.read(np.frombuffer(data, np.uint8), count, height)

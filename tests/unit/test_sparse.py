@@ -68,29 +68,6 @@ def test_numbers_of_very_large_tables_come_back() -> None:
     np.testing.assert_array_equal(row_numbers._digits(np.array([0, 1, 2, 2**53 + 1, 2**54 - 1])), [0, 1, 2, 54, 54])
 
 
-@pytest.mark.parametrize("kind", ["hashed", "mostly neighbours"])
-def test_streams_that_were_changed_or_cut_raise_or_stay_in_the_table(kind: str) -> None:
-    rows = _row_numbers()[kind][:200]
-    stream = row_numbers.write(rows)
-    generator = np.random.default_rng(1)
-    refused = 0
-    for trial in range(300):
-        broken = stream.copy()
-        if trial % 3:
-            broken[generator.integers(0, len(broken))] ^= 1 << generator.integers(0, 8)
-        else:
-            broken = broken[: generator.integers(0, len(broken))]
-        try:
-            read = row_numbers.read(broken, len(rows), HEIGHT)
-        except RuntimeError:
-            refused += 1
-            continue
-        assert len(read) == len(rows)
-        assert (np.diff(read) > 0).all()
-        assert 0 <= read[0] <= read[-1] < HEIGHT
-    assert refused > 100
-
-
 def test_of_forms_of_equal_length_the_packed_one_is_taken() -> None:
     assert row_numbers.write(np.array([0])).tolist() == [0, 0]
 
