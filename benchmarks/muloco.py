@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -20,14 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.report import Report, command_line, listed, present
-from benchmarks.virtual_characters import BATCH, LENGTH, WORKERS, Scheduled, VirtualCharacters, outcome, tuned
+from benchmarks.virtual_characters import BATCH, LENGTH, WORKERS, Scheduled, VirtualCharacters, outcome
 from lightning_gqsgd.research.optim import MuonAdamW
 from lightning_gqsgd.research.simulation.shapes import Shaped
 
-STEPS = 480
-SEEDS = 3
 #: Inner optimizers, and the learning rates that are tried with each.
 RATES: dict[str, tuple[float, ...]] = {"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "Muon": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)}
+STEPS, SEEDS = 480, 3
 #: Steps between averages of the local ways.
 EVERY = 30
 #: First steps, whose averages leave the outer optimizer out: as large a share as the default is of 1,024 steps.
@@ -78,20 +76,22 @@ def measure(options: argparse.Namespace) -> Report:
     for name, rates in RATES.items():
         plain = math.nan
         for way in WAYS:
-            found = tuned(partial(trained, way, name), rates, SEEDS)
-            losses = found.losses
+            tried = {rate: trained(way, name, rate, 0) for rate in rates}
+            best = min(tried, key=lambda rate: tried[rate][0])
+            first, sent = tried[best]
+            losses = [first] + [trained(way, name, best, seed)[0] for seed in range(1, SEEDS)]
             plain = fmean(losses) if WAYS[way][0] == "ddp" else plain
             row: list[str | float | None] = [
                 name,
                 way,
-                found.rate,
-                found.sent,
+                best,
+                sent,
                 fmean(losses),
                 fmean(losses) - plain,
                 min(losses),
                 max(losses),
             ]
-            print(f"muloco: {row}; tried {found.tried}", file=sys.stderr, flush=True)
+            print(f"muloco: {row}; tried {tried}", file=sys.stderr, flush=True)
             report.rows.append(row)
     problem = VirtualCharacters()
     numel = sum(segment.numel for segment in problem.segments)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -29,6 +26,8 @@ BATCH, LENGTH, VALIDATION = 4, 64, 128
 WORKERS = 4
 #: Steps in which learning rates warm up.
 WARMUP = 16
+#: Steps of a training of `tuned_ways`.
+STEPS = 120
 
 
 class VirtualCharacters:
@@ -115,31 +114,6 @@ class Scheduled(Optimizer):
         self._scheduler.step()
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """What a way of training ends with, at the best of some learning rates.
-
-    Attributes:
-        rate: the best learning rate, by the loss of the first seed.
-        sent: megabytes that a worker has sent.
-        losses: at the end, of all seeds.
-        tried: loss and megabytes of the first seed at each learning rate.
-    """
-
-    rate: float
-    sent: float
-    losses: list[float]
-    tried: dict[float, tuple[float, float]]
-
-
-def tuned(outcome: Callable[[float, int], tuple[float, float]], rates: Sequence[float], seeds: int) -> Tuned:
-    """Tune a learning rate with the first seed, and train with all seeds."""
-    tried = {rate: outcome(rate, 0) for rate in rates}
-    best = min(tried, key=lambda rate: tried[rate][0])
-    losses = [tried[best][0]] + [outcome(best, seed)[0] for seed in range(1, seeds)]
-    return Tuned(best, tried[best][1], losses, tried)
-
-
 def outcome(
     steps: int,
     problem: Problem,
@@ -165,19 +139,20 @@ def outcome(
 def tuned_ways(
     name: str,
     title: str,
-    steps: int,
     rates: Mapping[str, Sequence[float]],
-    trained: Callable[[str, float, int], tuple[float, float]],
+    trained: Callable[[str, float], tuple[float, float]],
 ) -> Report:
-    """Tune the learning rate of every way with one seed, and return the table."""
+    """Tune the learning rate of every way, and return the table."""
     report = Report(
         name,
-        f"{title}: {steps} steps of a character transformer, {WORKERS} virtual workers",
+        f"{title}: {STEPS} steps of a character transformer, {WORKERS} virtual workers",
         {"way": "", "learning rate": "g", "sent (MB)": ".2f", "loss at the end": ".3f"},
     )
-    for way, tried in rates.items():
-        found = tuned(partial(trained, way), tried, seeds=1)
-        row: list[str | float | None] = [way, found.rate, found.sent, fmean(found.losses)]
-        print(f"{name}: {row}; tried {found.tried}", file=sys.stderr, flush=True)
+    for way, several in rates.items():
+        tried = {rate: trained(way, rate) for rate in several}
+        best = min(tried, key=lambda rate: tried[rate][0])
+        loss, sent = tried[best]
+        row: list[str | float | None] = [way, best, sent, loss]
+        print(f"{name}: {row}; tried {tried}", file=sys.stderr, flush=True)
         report.rows.append(row)
     return report
