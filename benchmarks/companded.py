@@ -107,20 +107,21 @@ CODECS: dict[str, dict[str, Any]] = {
     "companded, blocks of 128, rotated": {"codec": "companded", "block_size": 128, "rotation": True},
 }
 BLOCK = 128
+BITS = (2, 3, 4, 8)
 RANKS = 8
-#: Steps of training before gradients are taken.
+#: Of training, before gradients are taken.
 STEPS = 300
 
 
-def lognormal() -> presets.Gradients:
+def lognormal(ranks: int) -> presets.Gradients:
     """Student's t with 3 degrees of freedom, times a lognormal factor; independent between ranks."""
-    generator, numel = torch.Generator().manual_seed(RANKS), 1 << 18
+    generator, numel = torch.Generator().manual_seed(ranks), 1 << 18
 
     def draw() -> Tensor:
         normal, others, factor = torch.randn(5, numel, generator=generator).split([1, 3, 1])
         return normal[0] / (others.square().sum(0) / 3).sqrt() * factor[0].exp()
 
-    return presets.Gradients([draw() for _ in range(RANKS)], [presets.Segment(0, numel, raw=False)])
+    return presets.Gradients([draw() for _ in range(ranks)], [presets.Segment(0, numel, raw=False)])
 
 
 def rounded(x: Tensor, curve: Curve, middle: float, generator: torch.Generator) -> Tensor:
@@ -161,7 +162,7 @@ def measure(options: argparse.Namespace) -> Report:
     kinds = {
         kind: presets.KINDS[kind](RANKS, STEPS) for kind in ("gaussian", "heavy-tailed", "CNN trained", "LM trained")
     }
-    kinds = {"gaussian": kinds.pop("gaussian"), "t × lognormal": lognormal(), **kinds}
+    kinds = {"gaussian": kinds.pop("gaussian"), "t × lognormal": lognormal(RANKS), **kinds}
     report = Report(
         "companded",
         f"Relative L2 error (%) of one mean of {RANKS} gradients, companded codes, two_shot",
@@ -174,7 +175,7 @@ def measure(options: argparse.Namespace) -> Report:
             "are those of `python -m benchmarks.presets` (GQSGD_DATA says where CIFAR-10 is, for the CNN).",
         ),
     )
-    for bits in (2, 3, 4, 8):
+    for bits in BITS:
         for name, codec in CODECS.items():
             config = GQSGDConfig(bits=bits, reducer="two_shot", **codec)
             errors = [presets.percent_error(gradients, config) for gradients in kinds.values()]

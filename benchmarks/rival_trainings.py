@@ -38,8 +38,8 @@ from workloads.digits import load_digits
 
 WIDTHS = (64, 384, 384, 10)
 BATCH = 32
-SEEDS = 3
 RATE_OF_LEARNING, MOMENTUM = 0.05, 0.9
+SEEDS = 3
 #: PowerSGD has plain averages in its first steps, as its documentation advises; they are not timed.
 POWERSGD_START = 10
 UNTIMED = POWERSGD_START + 2

@@ -190,9 +190,8 @@ RIVALS = [
 OURS = ("gqsgd", "gqsgd_4bit", "gqsgd_3bit", "gqsgd_2bit")
 KINDS = ("gaussian", "heavy-tailed", "CNN trained", "LM trained")
 REPEATS = 16
-RANKS = (2, 8, 32)
-SHOWN_RANKS = 8
-#: Steps of training before gradients are taken.
+RANKS, SHOWN_RANKS = (2, 8, 32), 8
+#: Of training, before gradients are taken.
 STEPS = 300
 #: Bits by which messages may differ and still count as equally long.
 SAME_BITS = 0.5

@@ -34,8 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "companded, shared": {"codec": "companded", "memory": "shared"},
     "companded, own": {"codec": "companded", "memory": {"alpha": 0.0, "beta": 0.0, "rho": 0.1}},
 }
-RANKS = 4
 BITS = (1, 2, 3, 4)
+RANKS = 4
 SEED = 0
 
 

@@ -31,6 +31,7 @@ from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 LIMIT, SMALLEST = 0.04, 1e-7
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SIZES = (512, 2048, 4096)
+BITS = (8, 4)
 RANKS = (2, 3, 4)
 MULTIPLIER = 100.0
 #: Gradients of `benchmarks.presets` whose mean is rounded, too, and of how many ranks.
@@ -154,9 +155,7 @@ WORDS, TOUCHED, CLASSES, TOKENS = 1024, 819, 10, 8
 WIDTH, WIDTHS = 32, (8, 32, 128)
 BATCH, WORKERS, SAMPLES = 16, 4, 2048
 RATE_OF_LEARNING = 0.01
-BITS = (8, 4)
-STEPS = 200
-SEEDS = 3
+STEPS, SEEDS = 200, 3
 EXACT = "exact mean"
 
 
@@ -221,7 +220,7 @@ class Ending:
     far: float
 
 
-def adam(width: int, fields: dict[str, Any] | None, seeds: int, steps: int) -> list[Ending]:
+def adam(width: int, fields: dict[str, Any] | None, seeds: int = SEEDS, steps: int = STEPS) -> list[Ending]:
     """Train on four fifths of the words, once for each seed; without fields, gradients are averaged exactly."""
     endings = []
     for seed in range(seeds):
@@ -268,7 +267,6 @@ def price(bits: int, zeros: float) -> tuple[float, float]:
 
 def how_to_read(by_inputs: dict[str, dict[str, str]], moved: dict[int, float]) -> tuple[str, ...]:
     """The paragraphs under the table."""
-    bits = BITS[0]
     return (
         f"The grid: inputs {', '.join(INPUTS)}; {', '.join(DTYPES)}; {', '.join(map(str, SIZES))} coordinates; "
         f"{RANKS[0]} to {RANKS[-1]} ranks; `two_shot`. Inputs of 16 bits are drawn in their dtype, so a uniform one is "
@@ -287,8 +285,8 @@ def how_to_read(by_inputs: dict[str, dict[str, str]], moved: dict[int, float]) -
             for share in (0.01, 0.1, 0.5)
         )
         + ".",
-        f"By inputs, {DEFAULT} at {bits} bits: "
-        + "; ".join(f"{inputs} {passed}" for inputs, passed in by_inputs[f"{DEFAULT}, {bits} bits"].items())
+        f"By inputs, {DEFAULT} at {BITS[0]} bits: "
+        + "; ".join(f"{inputs} {passed}" for inputs, passed in by_inputs[f"{DEFAULT}, {BITS[0]} bits"].items())
         + ".",
         f"Adam: a table of {WORDS} words and {WIDTH} numbers each, whose gradients are dense, and a matrix; "
         f"{WORKERS} virtual ranks with {BATCH} bags of {TOKENS} words each, rate {RATE_OF_LEARNING}. {STEPS} "
@@ -297,7 +295,7 @@ def how_to_read(by_inputs: dict[str, dict[str, str]], moved: dict[int, float]) -
         "the exact mean's, in units of 0.0001. rows moved: of the other words' rows, whose gradient is zero on all "
         "ranks in every step. moved by: root mean square of their change over the table's. untouched loss: of bags "
         "of the other words.",
-        f"Rows moved by {DEFAULT} at {bits} bits, by the width of a row: "
+        f"Rows moved by {DEFAULT} at {BITS[0]} bits, by the width of a row: "
         + ", ".join(f"{width}: {share:.1f} %" for width, share in moved.items())
         + ".",
     )
@@ -327,7 +325,7 @@ def measure(options: argparse.Namespace) -> Report:
         },
     )
     kinds = {kind: presets.KINDS[kind](AVERAGED, 300) for kind in KINDS}
-    exact = adam(WIDTH, None, SEEDS, STEPS)
+    exact = adam(WIDTH, None)
     report.rows.append(
         [EXACT, 32, *[None] * 7, *[0.0] * len(KINDS), fmean(each.touched for each in exact), None, None, 0.0, 0.0]
         + [fmean(each.untouched for each in exact), None],
@@ -339,7 +337,7 @@ def measure(options: argparse.Namespace) -> Report:
             by_inputs[f"{name}, {bits} bits"] = {
                 inputs: _passed([each for each in found if each.inputs == inputs]) for inputs in INPUTS
             }
-            ends = adam(WIDTH, {"bits": bits, **fields}, SEEDS, STEPS)
+            ends = adam(WIDTH, {"bits": bits, **fields})
             apart = [each.touched - plain.touched for each, plain in zip(ends, exact, strict=True)]
             unseen = [each.untouched - plain.untouched for each, plain in zip(ends, exact, strict=True)]
             report.rows.append(
@@ -361,7 +359,7 @@ def measure(options: argparse.Namespace) -> Report:
                     fmean(unseen),
                 ]
             )
-    moved = {width: fmean(each.moved for each in adam(width, {"bits": BITS[0]}, SEEDS, STEPS)) for width in WIDTHS}
+    moved = {width: fmean(each.moved for each in adam(width, {"bits": BITS[0]})) for width in WIDTHS}
     report.raw = {"passed by inputs": by_inputs, "rows moved by width": moved}
     report.notes = how_to_read(by_inputs, moved)
     return report

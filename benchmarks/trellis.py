@@ -39,7 +39,6 @@ CODECS = (
     ("trellis", 4096),
 )
 RANKS = (1, 4, 8)
-BITS = (1, 2, 3, 4)
 #: Iterations of Lloyd's algorithm.
 ITERATIONS = 8
 _NUMEL = 1 << 18
@@ -55,7 +54,7 @@ def errors() -> Report:
     kinds = {
         **{f"gaussian, {ranks} ranks": presets.KINDS["gaussian"](ranks, 0) for ranks in RANKS},
         "heavy-tailed, 8 ranks": presets.KINDS["heavy-tailed"](8, 0),
-        "t × lognormal, 8 ranks": lognormal(),
+        "t × lognormal, 8 ranks": lognormal(8),
         "90 % zeros, 8 ranks": presets.KINDS["sparse"](8, 0),
     }
     report = Report(
@@ -69,7 +68,7 @@ def errors() -> Report:
             "1/(4^b - 1), gives 85.0, 35.9, 17.3 and 8.6 % for 8 ranks at 1, 2, 3 and 4 bits.",
         ),
     )
-    for bits in BITS:
+    for bits in MAGNITUDES:
         for codec, block_size in CODECS:
             if bits == 1 and codec == "companded":
                 continue
@@ -96,7 +95,7 @@ def levels() -> Report:
         {"bits": "d", "magnitudes": "", "D": ".5f", "a": ".4f"},
         notes=("Magnitudes are in units of the root mean square. The last one is the outermost in two windows.",),
     )
-    for bits in BITS:
+    for bits in MAGNITUDES:
         magnitudes = trained(bits)
         # Of 64 steps and of 512: the two equations give D and a.
         short, long = (distortion(magnitudes, steps) for steps in (64, 512))
