@@ -109,8 +109,6 @@ CODECS: dict[str, dict[str, Any]] = {
 BLOCK = 128
 BITS = (2, 3, 4, 8)
 RANKS = 8
-#: Of training, before gradients are taken.
-STEPS = 300
 
 
 def lognormal(ranks: int) -> presets.Gradients:
@@ -159,9 +157,7 @@ def _blocks(x: Tensor, gradients: presets.Gradients) -> Tensor:
 
 def measure(options: argparse.Namespace) -> Report:
     """Measure all codecs and curves on all kinds of gradients."""
-    kinds = {
-        kind: presets.KINDS[kind](RANKS, STEPS) for kind in ("gaussian", "heavy-tailed", "CNN trained", "LM trained")
-    }
+    kinds = {kind: presets.KINDS[kind](RANKS) for kind in ("gaussian", "heavy-tailed", "CNN trained", "LM trained")}
     kinds = {"gaussian": kinds.pop("gaussian"), "t × lognormal": lognormal(RANKS), **kinds}
     report = Report(
         "companded",

@@ -16,7 +16,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def percent_error(gradients: Gradients, config: GQSGDConfig) -> float:
     return 100 * relative_error(virtual.mean(gradients.ranks, 0), gradients.ranks)
 
 
-def synthetic(kind: str, ranks: int, steps: int) -> Gradients:
+def synthetic(kind: str, ranks: int) -> Gradients:
     """A kind of `benchmarks.accuracy`; each layer of the heavy-tailed kind is a parameter."""
     gradients = accuracy.KINDS[kind](ranks, torch.Generator().manual_seed(ranks))
     parts = accuracy.LAYERS if kind == "heavy-tailed" else 1
@@ -189,7 +189,7 @@ def transformer() -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
     return model, torch.optim.Adam(model.parameters(), lr=1e-3), loss
 
 
-def trained(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer, Batch]], ranks: int, steps: int) -> Gradients:
+def trained(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer, Batch]], steps: int, ranks: int) -> Gradients:
     """Gradients of ``ranks`` batches of 16 images or texts, after ``steps`` steps on batches of 32."""
     torch.manual_seed(0)
     model, optimizer, loss = make()
@@ -211,14 +211,15 @@ def _text() -> Tensor:
     return torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8).long()
 
 
-KINDS: dict[str, Callable[[int, int], Gradients]] = {
-    "gaussian": lambda ranks, steps: synthetic("gaussian", ranks, steps),
-    "heavy-tailed": lambda ranks, steps: synthetic("heavy-tailed", ranks, steps),
-    "sparse": lambda ranks, steps: synthetic("sparse", ranks, steps),
-    "CNN new": lambda ranks, steps: trained(resnet, ranks, 0),
-    "CNN trained": lambda ranks, steps: trained(resnet, ranks, steps),
-    "LM new": lambda ranks, steps: trained(transformer, ranks, 0),
-    "LM trained": lambda ranks, steps: trained(transformer, ranks, steps),
+#: Steps of training before gradients of trained models are taken.
+STEPS = 300
+#: Gradients of so many ranks, by kind.
+KINDS: dict[str, Callable[[int], Gradients]] = {
+    **{kind: partial(synthetic, kind) for kind in ("gaussian", "heavy-tailed", "sparse")},
+    "CNN new": partial(trained, resnet, 0),
+    "CNN trained": partial(trained, resnet, STEPS),
+    "LM new": partial(trained, transformer, 0),
+    "LM trained": partial(trained, transformer, STEPS),
 }
 
 
@@ -246,7 +247,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One dictionary for each preset, number of ranks, kind of gradients and number of steps."""
     facts = []
     for kind in (kind for kind in KINDS if kind in options.kinds):
-        data = KINDS[kind](max(options.ranks), options.steps)
+        data = KINDS[kind](max(options.ranks))
         chosen = [case for case in cases() if not options.only or case.preset in options.only]
         work = [(ranks, case) for ranks in options.ranks for case in chosen]
         for ranks, case in track(work, kind, console=Console(stderr=True), transient=True):
@@ -268,11 +269,7 @@ def measure(options: argparse.Namespace) -> Report:
         if options.only:  # the others stay as they were measured before
             kept = json.loads((RESULTS / "presets.json").read_text())["facts"]
             facts = [fact for fact in kept if fact["case"].split()[0] not in options.only] + facts
-        raw = {
-            "facts": facts,
-            "images": images(32)[0],
-            "steps": options.steps,
-        }
+        raw = {"facts": facts, "images": images(32)[0]}
     order = [kind for kind in KINDS if any(fact["kind"] == kind for fact in raw["facts"])]
     ranks = sorted({fact["ranks"] for fact in raw["facts"]})
     report = Report(
@@ -280,7 +277,7 @@ def measure(options: argparse.Namespace) -> Report:
         "Relative L2 error (%) of an averaged gradient, by preset",
         {"preset": "", "n": "d", "steps": "d", "bits": "", "bound": ""} | dict.fromkeys(order, ""),
         notes=how_to_read(raw),
-        raw={name: raw[name] for name in ("facts", "images", "steps")},
+        raw={name: raw[name] for name in ("facts", "images")},
     )
     for n in ranks:
         report.rows += [[row[0], n, *row[1:]] for row in table(raw["facts"], n, order, (1, REPEATS))]
@@ -323,7 +320,7 @@ def how_to_read(raw: dict[str, Any]) -> list[str]:
         "span three decades, correlated 0.1 between ranks (heavy-tailed); 90 % zeros, mostly at the same places "
         f"(sparse); a ResNet-20 on {raw['images']} (CNN; GQSGD_DATA says where CIFAR-10 is, otherwise digits) "
         "and a decoder of two layers on the bytes of Python's help "
-        f"texts (LM), both new and after {raw['steps']} steps, 16 samples per rank. All rows use the same gradients; n "
+        f"texts (LM), both new and after {STEPS} steps, 16 samples per rank. All rows use the same gradients; n "
         "ranks use the first n of them.",
         "bits: bits per coordinate of one rank's message, including scales, for the first column of gradients. The "
         f"length of Elias codes depends on the gradients, {min(elias):.2f} to {max(elias):.2f} bits here. For the "
@@ -540,7 +537,6 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64], help="e.g. 2 4 8 16 32 64")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of gradients")
-    parser.add_argument("--steps", type=int, default=300, help="of training")
     parser.add_argument(
         "--docs", metavar="FILE", help="write this Markdown page, and beside it that of errors and a figure"
     )

@@ -191,8 +191,6 @@ OURS = ("gqsgd", "gqsgd_4bit", "gqsgd_3bit", "gqsgd_2bit")
 KINDS = ("gaussian", "heavy-tailed", "CNN trained", "LM trained")
 REPEATS = 16
 RANKS, SHOWN_RANKS = (2, 8, 32), 8
-#: Of training, before gradients are taken.
-STEPS = 300
 #: Bits by which messages may differ and still count as equally long.
 SAME_BITS = 0.5
 
@@ -254,7 +252,7 @@ def _normal_quantile(share: float) -> float:
 
 def measure(options: argparse.Namespace) -> Report:
     """Measure everything on all kinds of gradients."""
-    kinds = {kind: presets.KINDS[kind](max(RANKS), STEPS) for kind in KINDS}
+    kinds = {kind: presets.KINDS[kind](max(RANKS)) for kind in KINDS}
     report = Report(
         "rivals",
         "Relative L2 error (%) of one averaged gradient, beside the codecs of other tools",

@@ -324,7 +324,7 @@ def measure(options: argparse.Namespace) -> Report:
             "untouched loss, less exact's": "+.4f",
         },
     )
-    kinds = {kind: presets.KINDS[kind](AVERAGED, 300) for kind in KINDS}
+    kinds = {kind: presets.KINDS[kind](AVERAGED) for kind in KINDS}
     exact = adam(WIDTH, None)
     report.rows.append(
         [EXACT, 32, *[None] * 7, *[0.0] * len(KINDS), fmean(each.touched for each in exact), None, None, 0.0, 0.0]

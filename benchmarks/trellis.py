@@ -52,10 +52,10 @@ def measure(options: argparse.Namespace) -> Report:
 def errors() -> Report:
     """Measure all codecs on all kinds of gradients."""
     kinds = {
-        **{f"gaussian, {ranks} ranks": presets.KINDS["gaussian"](ranks, 0) for ranks in RANKS},
-        "heavy-tailed, 8 ranks": presets.KINDS["heavy-tailed"](8, 0),
+        **{f"gaussian, {ranks} ranks": presets.KINDS["gaussian"](ranks) for ranks in RANKS},
+        "heavy-tailed, 8 ranks": presets.KINDS["heavy-tailed"](8),
         "t × lognormal, 8 ranks": lognormal(8),
-        "90 % zeros, 8 ranks": presets.KINDS["sparse"](8, 0),
+        "90 % zeros, 8 ranks": presets.KINDS["sparse"](8),
     }
     report = Report(
         "trellis",

@@ -64,7 +64,7 @@ def test_table_page_and_figure(
 
 def test_a_preset_that_cannot_sum_so_many_ranks_is_a_dash(small: Path) -> None:
     case = presets.Case("gqsgd_sum 2 bit", "gqsgd_sum", {"bits": 2})
-    data = presets.synthetic("gaussian", 4, 0)
+    data = presets.synthetic("gaussian", 4)
     assert list(presets.errors(case, data.ranks, data.segments)) == []
 
 
