@@ -48,8 +48,6 @@ MIXED: dict[str, dict[str, dict[str, Any]]] = {
         "16 bits in layer4, else 4": {"bits": {"*": 4, "layer4.*": 16, "fc.*": 16}},
     }
 }
-#: Rounds, and the least seconds of a case in each of them.
-ROUNDS, SECONDS = 5, 2.0
 #: Steps after which a change of the link counts as not noticed.
 MOST_STEPS = 150
 #: Environment variable of workers: the rates that their links take one after the other.
@@ -58,6 +56,8 @@ CHANGES = "GQSGD_BENCHMARK_CHANGES"
 WARM_UP = 3
 #: Steps between a decision and the next change of the link.
 REST = 12
+#: Turns of each case, and the least seconds of a turn.
+ROUNDS, SECONDS = 5, 2.0
 
 
 def fixed(model: str) -> dict[str, dict[str, Any]]:

@@ -56,10 +56,10 @@ OF_REPLICAS = (
     "divided among the ranks of a host, which gather weights and reduce-scatter gradients there: in fp32, or in bf16 "
     "if the case has it. The mean over hosts travels."
 )
+#: Samples of each rank.
+BATCH = 8
 #: The name of the step that computes without communication, and the rounds before the measurement of the links.
 COMPUTED, WARMUP = "computed", 3
-#: Samples of a rank in a step.
-BATCH = 8
 #: Epochs of a training on the digits, and its seeds.
 EPOCHS, SEEDS = 15, (0, 1, 2)
 #: Digits that are trained on; the others are for validation.
@@ -195,7 +195,13 @@ def ways_of(options: argparse.Namespace) -> dict[str, Way]:
     """The ways to measure, by name."""
     if options.flat and options.ranks_per_host == 1:
         raise SystemExit("--flat has no effect on hosts with one rank; give --ranks-per-host 2, or leave it out")
-    return WAYS if options.ranks_per_host == 1 else FLAT_WAYS if options.flat else WAYS_OF_REPLICAS
+    every = WAYS if options.ranks_per_host == 1 else FLAT_WAYS if options.flat else WAYS_OF_REPLICAS
+    for name in options.case:
+        if name not in every:
+            raise SystemExit(
+                f"--case {name!r} is none of {', '.join(every)} (--ranks-per-host {options.ranks_per_host})"
+            )
+    return {name: every[name] for name in options.case or every}
 
 
 def has_replicas(options: argparse.Namespace) -> bool:
@@ -336,6 +342,7 @@ def _add_rows(
 if __name__ == "__main__":
     parser = command_line(__doc__)
     add_labs(parser)
+    parser.add_argument("--case", nargs="+", default=[], metavar="NAME", help="the cases of these names only")
     parser.add_argument(
         "--flat", action="store_true", help="with several ranks per host, divide the model among the ranks of all hosts"
     )
