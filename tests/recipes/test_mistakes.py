@@ -101,7 +101,7 @@ MISTAKES = {
     "trainer.limit_val_batches=1.5": "RecipeError: trainer.limit_val_batches=1.5",
     "hydra.run.dir=/dev/full": "RecipeError: hydra.run.dir=/dev/full: /dev/full is not a folder; name a folder",
     "hydra.run.dir=/proc/x": "RecipeError: hydra.run.dir=/proc/x cannot be written to .*; name a folder that can$",
-    "resume=true": "RecipeError: resume=true: there is no checkpoints/last.ckpt",
+    "resume=true": "RecipeError: resume=true: there is no checkpoints/last.ckpt .*; .* a file with ckpt_path=PATH$",
     "+exp=resnet_cifar data.root=/nowhere": "RecipeError: data.root=/nowhere does not exist; name a folder",
     "+exp=transformer_wikitext data.train_file=no.txt": "RecipeError: data.train_file=no.txt is not a file; name",
 }

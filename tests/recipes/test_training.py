@@ -171,13 +171,6 @@ def test_a_full_disk_is_one_line_and_leaves_the_earlier_checkpoint(
     assert [file.name for file in checkpoint.parent.iterdir()] == ["last.ckpt"]
 
 
-def test_resume_without_a_checkpoint_names_the_remedy(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"resume=true: there is no .*ckpt_path=PATH"):
-        find_checkpoint(tiny("resume=true", f"run_root={tmp_path}"), tmp_path)
-    with pytest.raises(RecipeError, match="is not a file"):
-        find_checkpoint(tiny("ckpt_path=/nowhere/last.ckpt"), tmp_path)
-
-
 def test_newest_of_several_runs_is_resumed(tiny: Tiny, tmp_path: Path) -> None:
     for number in (1, 2):
         file = tmp_path / f"run{number}" / "checkpoints" / "last.ckpt"
@@ -362,14 +355,6 @@ def test_counter_follows_the_strategys_total_through_a_resumed_run() -> None:
 def test_ring_factor() -> None:
     assert [ring_factor(n) for n in (1, 2, 4)] == [0, 1, 1.5]
     assert CommunicationCounter("ddp").bits_per_coordinate(1) is None
-
-
-# --- input errors ----------------------------------------------------------------------------------------------------
-
-
-def test_unlimited_run_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="max_"):
-        train(tiny("trainer.max_epochs=-1"), tmp_path)
 
 
 def test_both_sides_of_an_image_are_judged_and_one_is_trained() -> None:
