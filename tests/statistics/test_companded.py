@@ -114,9 +114,8 @@ def test_adaptive_dither_has_no_more_error_than_subtractive(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("dither", ["adaptive", "subtractive"])
-def test_error_of_a_block_is_within_omega(bits: int, dither: str) -> None:
-    codec = CompandedCodec(bits, dither)
+def test_error_of_a_block_is_within_omega(bits: int) -> None:
+    codec = CompandedCodec(bits, "adaptive")
     generator = torch.Generator().manual_seed(0)
     spike, few = torch.zeros(256), torch.zeros(256)
     spike[0], few[:8] = 1.0, torch.randn(8, generator=generator)
