@@ -30,7 +30,6 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop, Pending
 from lightning_gqsgd.local_steps.fragments import kept, refuse_kept
 from lightning_gqsgd.local_steps.inner_state import InnerState
@@ -179,10 +178,9 @@ class LocalAverages(AveragingLoop[Average]):
             super().__init__(options, trained.fragments)
             self._facts = trained.facts
             self.outer = trained.outer
-            dtype = COMPUTE_DTYPES[parameters[0].tensor.dtype]
             facts = facts_of(self.config, own_facts(options, trained))
             side = Side(self.group, facts, [self.config])
-            with open_engines(start, [side], self.device, timeout=timeout, words=_WORDS, dtypes=[dtype]) as (
+            with open_engines(start, [side], self.device, timeout=timeout, words=_WORDS, dtypes=trained.dtypes) as (
                 self._engine,
             ):
                 # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
@@ -194,7 +192,7 @@ class LocalAverages(AveragingLoop[Average]):
         self.sharding = trained.sharding
         self._digest = digest_of_facts(facts)
         self._sizes = {entry.segment.parameter: entry.segment.numel for entry in parameters if not entry.segment.raw}
-        self._dtype = dtype
+        self._dtype = trained.dtypes[0]
         self.compressed_numbers = tuple(self._sizes)
         self._model = weakref.ref(model)
         self._inner = InnerState(optimizers)

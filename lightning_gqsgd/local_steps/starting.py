@@ -17,6 +17,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, first_line
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.fragments import Entry, Fragment, fragments_of
 from lightning_gqsgd.local_steps.inner_state import compares_steps
 from lightning_gqsgd.local_steps.options import LocalOptions
@@ -69,6 +70,11 @@ class Trained(NamedTuple):
     def device(self) -> torch.device:
         """The device of the first parameter."""
         return self.parameters[0].tensor.device
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """The compute dtypes of the parameters, each once, in their order."""
+        return list(dict.fromkeys(COMPUTE_DTYPES[entry.tensor.dtype] for entry in self.parameters))
 
 
 def trained_by(

@@ -6,6 +6,7 @@ import copy
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -165,6 +166,16 @@ def test_inner_states_are_averaged_in_their_own_precision(rank: int) -> None:
             same.append(torch.equal(inner.state[parameter]["momentum_buffer"], mean))
         optimizer.close()
     assert same == [True] * 4
+
+
+@on_ranks(2)
+def test_kernels_of_all_dtypes_are_compiled_and_compared_at_the_start(rank: int) -> None:
+    """Not in the first average, in which ranks wait for one that compiles no longer than the timeout."""
+    model = nn.ParameterList([torch.zeros(4, dtype=dtype) for dtype in (torch.bfloat16, torch.float64, torch.float32)])
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mock.patch("lightning_gqsgd.wire.engine.compile_kernels") as compiling:
+        LocalSteps(model, inner, every=1, min_numel=1).close()
+    assert [call.args[1] for call in compiling.call_args_list] == [torch.float32, torch.float64]
 
 
 @on_ranks(2)

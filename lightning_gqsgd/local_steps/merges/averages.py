@@ -37,7 +37,6 @@ from torch.optim import Optimizer
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, check_integer, counted, plain_integer
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.averages import open_meeting
 from lightning_gqsgd.local_steps.fragments import kept, refuse_kept
 from lightning_gqsgd.local_steps.inner_state import InnerState, all_or_nothing
@@ -193,9 +192,10 @@ class MergedAverages:
             config, self._note = fitted_to_ranks(start, trained, self.requested)
             refuse_memory(config)
             facts = facts_of(config, own_facts(self.options, trained))
-            dtypes = list(dict.fromkeys(COMPUTE_DTYPES[entry.tensor.dtype] for entry in trained.parameters))
             side = Side(group, facts, [config])
-            with open_engines(start, [side], self.device, timeout=timeout, words=_WORDS, dtypes=dtypes) as (engine,):
+            with open_engines(start, [side], self.device, timeout=timeout, words=_WORDS, dtypes=trained.dtypes) as (
+                engine,
+            ):
                 # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
                 # broadcast.
                 take_from_first_rank((*model.parameters(), *model.buffers()), group)
