@@ -147,8 +147,9 @@ Batch = Callable[[int, torch.Generator], Tensor]
 class Decoder(nn.Module):
     """A language model on bytes, with two layers and learnt positions."""
 
-    def __init__(self, width: int = 128, context: int = 32) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        width, context = 128, 32
         self.mask: Tensor
         self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)

@@ -85,14 +85,13 @@ def both_ways(xs: list[Tensor], generator: torch.Generator, rounding: Rounding) 
     return rounding(gathered(xs, generator, rounding))
 
 
-def affine(x: Tensor, block: int | None, bits: int = 8) -> Tensor:
-    """Codes from 0 to 2^bits - 1 between the smallest and the largest number of each block, and 0; torch's
-    observers."""
+def affine(x: Tensor, block: int | None) -> Tensor:
+    """Codes from 0 to 255 between the smallest and the largest number of each block, and 0; torch's observers."""
     rows = rows_of(x, block or x.numel())
     low, high = rows.amin(1, keepdim=True).clamp(max=0), rows.amax(1, keepdim=True).clamp(min=0)
-    step = ((high - low) / (2**bits - 1)).clamp(min=torch.finfo(torch.float32).eps)
-    zero = (-torch.round(low / step)).clamp(0, 2**bits - 1)
-    codes = (torch.round(rows / step) + zero).clamp(0, 2**bits - 1)
+    step = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).eps)
+    zero = (-torch.round(low / step)).clamp(0, 255)
+    codes = (torch.round(rows / step) + zero).clamp(0, 255)
     return ((codes - zero) * step).flatten()[: x.numel()]
 
 

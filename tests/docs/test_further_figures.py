@@ -110,8 +110,8 @@ def longer(number: int, model: str, link: str, hosts: str = "2 × 1") -> list[fl
     return [row["measured (ms)"] / row["predicted (ms)"] for row in rows]
 
 
-def goodput(way: str, seed: str = "0") -> str:
-    return cell("goodput", "goodput", way=way, seed=seed)
+def goodput(way: str) -> str:
+    return cell("goodput", "goodput", way=way, seed="0")
 
 
 def of_elastic(column: str) -> list[float]:
@@ -164,9 +164,9 @@ def trained(way: str, column: str = "loss at the end") -> float:
     return float(cell("language_model", column, way=way))
 
 
-def trained_with(way: str, rate: float) -> float:
-    """What a training of the language model with the first seed and another learning rate ends with."""
-    curve = json.loads((RESULTS / "language_model" / f"{way}_{rate}_seed_0.json").read_text())
+def trained_with_half(way: str) -> float:
+    """What a training of the language model with the first seed and half the learning rate ends with."""
+    curve = json.loads((RESULTS / "language_model" / f"{way}_0.0005_seed_0.json").read_text())
     return float(curve[-1][2])
 
 
@@ -184,10 +184,9 @@ def spread_of_seeds(trained: str) -> float:
     return max(float(tuned(trained, way, "highest")) - float(tuned(trained, way, "lowest")) for way in TUNED)
 
 
-def of_kernels(column: str, stage: int, case: str = "8 bit", megabytes: str = "25") -> str:
-    """Of the kernels for GPUs in fp32; a column has encoding, reducing and decoding, in this order."""
-    found = cell("kernels_cuda_h200", column, case=case, MB=megabytes, dtype="float32")
-    return found.split(" / ")[stage]
+def of_kernels(stage: int, case: str = "8 bit") -> str:
+    """Microseconds of the kernels for GPUs at 25 MB of fp32: encoding, reducing or decoding, in this order."""
+    return cell("kernels_cuda_h200", "time (us)", case=case, MB="25", dtype="float32").split(" / ")[stage]
 
 
 def predicted_sharded(*pages: str) -> list[float]:
@@ -287,10 +286,10 @@ SENTENCES: Sentences = {
             r"bucket of 25 MB at 8 bits, an H200 takes ([\d.]+) µs to encode, ([\d.]+) µs to reduce 8 messages of an "
             r"eighth of it, and ([\d.]+) µs to decode, where a copy takes ([\d.]+) µs"
         ): lambda: [
-            of_kernels("time (us)", 0),
-            of_kernels("time (us)", 1),
-            of_kernels("time (us)", 2),
-            of_kernels("time (us)", 0, "copy_"),
+            of_kernels(0),
+            of_kernels(1),
+            of_kernels(2),
+            of_kernels(0, "copy_"),
         ],
         r"The host takes (\d+) µs of processor for a bucket, .*?, and (\d+) µs with 60 parameters": lambda: [
             host_time(bucket) for bucket in ("one matrix", "60 parameters")
@@ -325,8 +324,8 @@ SENTENCES: Sentences = {
             trained("ddp", "sent (MB)") / trained(DILOCO, "sent (MB)"),
         ],
         r"with half of it, fp32 ends at ([\d.]+) and 2 bits at ([\d.]+) \(one": lambda: [
-            trained_with("ddp", 0.0005),
-            trained_with("2_bit", 0.0005),
+            trained_with_half("ddp"),
+            trained_with_half("2_bit"),
         ],
         r"It ends at ([\d.]+), after a (\d+)th of fp32's bytes.*every step, the loss is ([\d.]+)\.": lambda: [
             trained(MULOCO),

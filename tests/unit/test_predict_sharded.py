@@ -53,9 +53,9 @@ def of_blocks(backward_s: float = 0.2, root: int = 0) -> ShardedModel:
     return ShardedModel(blocks, Unit(of_root, of_root, 0.0) if root else None, line)
 
 
-def on(link: Link, nodes: int = 2, per_node: int = 1, device: str = "h100", inside: Link = FREE) -> Costs:
+def on(link: Link, nodes: int = 2, per_node: int = 1, device: str = "h100") -> Costs:
     """A device whose codec and copies take no time."""
-    costs = on_links(ESTIMATES[device], nodes, per_node, link, inside)
+    costs = on_links(ESTIMATES[device], nodes, per_node, link, FREE)
     idle = {name: gamma.times(0.0) for name, gamma in costs.gammas.items()}
     return replace(costs, gammas=idle, touch_s=0.0, launch_s=0.0, stage_s=0.0, terms=None)
 
