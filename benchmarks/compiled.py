@@ -27,7 +27,6 @@ FOLDER = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "light
 #: The version that came with torch.
 INSTALLED = "installed"
 
-#: The kernels that one step of the default needs, and so what a column's name stands for.
 COLUMNS = {
     "configuration": "",
     "kernel": "",
