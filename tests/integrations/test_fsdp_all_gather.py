@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -220,11 +221,13 @@ def test_a_step_makes_no_plan_that_the_step_before_has_made(rank: int) -> list[i
 def test_kernels_of_uncompressed_gradients_are_compiled_before_they_are_needed(rank: int) -> None:
     """A module may be reduced uncompressed in any step, and weights are always compressed."""
     found = set()
-    compile_one = Engine.compile
+    compile_all = Engine.compile
 
-    def noted(engine: Engine, config: GQSGDConfig, dtype: torch.dtype, of: type[plan.Plan] = plan.Plan) -> None:
-        found.add((of.__name__, config.warmup_steps))
-        compile_one(engine, config, dtype, of)
+    def noted(
+        engine: Engine, configs: Sequence[GQSGDConfig], dtypes: Sequence[torch.dtype], of: type[plan.Plan] = plan.Plan
+    ) -> None:
+        found.update((of.__name__, config.warmup_steps) for config in configs)
+        compile_all(engine, configs, dtypes, of)
 
     Engine.compile = noted
     model = sharded(mesh(1)["shard"], padded())

@@ -27,7 +27,6 @@ ALLOWED = {
     "lightning_gqsgd/kernels/cpu/cache.py": ["imports pickle"],
     # The name of a benchmark's dtype comes from its own command line.
     "benchmarks/gpu_kernels.py": ["looks up a name in torch"],
-    "benchmarks/kernels.py": ["looks up a name in torch"],
     # The site runs the notebooks of this repository while it is built.
     "docs/_site/notebook.py": ["calls exec", "calls compile"],
 }

@@ -60,6 +60,6 @@ def test_what_cannot_work_is_refused_in_one_line(arguments: list[str], words: st
 
 
 def test_a_problem_whose_package_is_missing_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     line = refusal("simulate", "gqsgd", "--problem", "digits")
     assert "pip install scikit-learn, or take the problem least_squares" in line

@@ -48,6 +48,7 @@ def test_a_torchft_that_cannot_be_loaded_is_not_called_missing(
     source: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "torchft")
+    monkeypatch.delitem(sys.modules, "torchft._torchft", raising=False)  # other tests have loaded the real one
     (tmp_path / "torchft").mkdir()
     (tmp_path / "torchft" / "__init__.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
