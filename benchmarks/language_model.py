@@ -63,7 +63,8 @@ WARMUP = 32
 LINKS = {"100 Mbit/s": 1.25e7, "1 Gbit/s": 1.25e8, "10 Gbit/s": 1.25e9}
 BACKWARD_S = 0.1
 
-ADAMW, MUON = (5e-4, 1e-3, 2e-3, 4e-3), (4e-3, 8e-3, 1.6e-2, 3.2e-2)
+#: Learning rates that are tried, the likeliest ones first.
+ADAMW, MUON = (5e-4, 1e-3, 2e-3, 2.5e-4), (4e-3, 8e-3, 1.6e-2, 3.2e-2)
 
 
 @dataclass(frozen=True)

@@ -164,9 +164,9 @@ def trained(way: str, column: str = "loss at the end") -> float:
     return float(cell("language_model", column, way=way))
 
 
-def trained_with_half(way: str) -> float:
-    """What a training of the language model with the first seed and half the learning rate ends with."""
-    curve = json.loads((RESULTS / "language_model" / f"{way}_0.0005_seed_0.json").read_text())
+def trained_in_fp32(rate: float, seed: int = 0) -> float:
+    """What a training of the language model in fp32 with another learning rate than the table's ends with."""
+    curve = json.loads((RESULTS / "language_model" / f"ddp_{rate}_seed_{seed}.json").read_text())
     return float(curve[-1][2])
 
 
@@ -315,17 +315,22 @@ SENTENCES: Sentences = {
     "docs/benchmarks.md": {
         (
             r"validation loss ends at ([\d.]+), ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) nats per byte, where fp32 "
-            r"ends at ([\d.]+), and its three seeds between ([\d.]+) and ([\d.]+) .*With DiLoCo at 4 bits, the loss is "
+            r"ends at ([\d.]+) .*these ways has the learning rate ([\d.]+) and one.*With DiLoCo at 4 bits, the loss is "
             r"([\d.]+), after a (\d+)th of"
         ): lambda: [
             *(trained(way) for way in ("ddp_bf16", "8 bit", "4 bit", "3 bit", "2 bit", "ddp")),
-            *(trained("ddp", column) for column in ("lowest", "highest")),
+            trained("ddp", "learning rate"),
             trained(DILOCO),
             trained("ddp", "sent (MB)") / trained(DILOCO, "sent (MB)"),
         ],
-        r"with half of it, fp32 ends at ([\d.]+) and 2 bits at ([\d.]+) \(one": lambda: [
-            trained_with_half("ddp"),
-            trained_with_half("2_bit"),
+        (
+            r"three seeds of fp32 end between ([\d.]+) and ([\d.]+)\..*ends at ([\d.]+) with the same seed, and with "
+            r"0\.00025 at ([\d.]+)\."
+        ): lambda: [
+            min(trained_in_fp32(0.001, seed) for seed in range(3)),
+            max(trained_in_fp32(0.001, seed) for seed in range(3)),
+            trained_in_fp32(0.001),
+            trained_in_fp32(0.00025),
         ],
         r"It ends at ([\d.]+), after a (\d+)th of fp32's bytes.*every step, the loss is ([\d.]+)\.": lambda: [
             trained(MULOCO),
