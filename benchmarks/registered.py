@@ -8,7 +8,7 @@
 The benchmark needs Linux, root and iproute2, see `netlab`. A prediction knows the model, the rate and the latency of
 the links, and the probe: the steps of all models without communication, the speed of kernels, and what Gloo's
 collectives take between hosts whose links have no limit. No link with a limit, and no step with communication, was
-measured for it. Predictions are tables over the speed of the machine (see `registered_speed`), but in sets 1 and 2. The
+measured for it. From set 3 on, predictions are tables over the speed of the machine (see `registered_speed`). The
 length of a step without communication, which is measured in turns with the others, says which place of the table
 counts. ``--only 5..12`` takes a part of the settings, and what was measured before is kept.
 """

@@ -43,12 +43,15 @@ def import_optional(module: str, package: str, feature: str, instead: str) -> An
         importlib.import_module(top)
         return importlib.import_module(module)
     except Exception as error:  # e.g. a RuntimeError of torchvision next to another torch
-        # Where only a part of the package is missing, such as its compiled code, the package is there.
-        if isinstance(error, ModuleNotFoundError) and error.name == top:
-            why, remedy = "is not installed", "pip install"
-        else:
-            why, remedy = f"cannot be loaded ({first_line(error)})", "pip install --force-reinstall"
-        raise PackageError(f"{feature} needs {package}, which {why}: {remedy} {package}, or {instead}") from error
+        raise PackageError(f"{feature} needs {package}, which {lack_of(top, error)} {package}, or {instead}") from error
+
+
+def lack_of(package: str, error: Exception) -> str:
+    """Returns why the import of a package has failed, and the command that mends it, without the name to install."""
+    # Where only a part of the package is missing, such as its compiled code, the package is there.
+    if isinstance(error, ModuleNotFoundError) and error.name == package:
+        return "is not installed: pip install"
+    return f"cannot be loaded ({first_line(error)}): pip install --force-reinstall"
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -501,7 +501,8 @@ class Trials:
             trials.state = Settle(f"{', '.join(map(str, fresh))} bits are allowed now", Rules.settling)
         else:
             trials._watch = Watch(reference_s, began_s)
-            trials._watch.is_plain = trials._watch.is_refined = is_plain
+            trials._watch.is_plain = is_plain
+            trials._watch.is_refined = is_plain
             trials.state = challenge if challenge is not None and challenge.bits in trials.allow else Stay()
         return trials
 

@@ -59,7 +59,7 @@ _UNREDUCED = (
     ),
 )
 
-#: How a framework wraps anew that gives nobody the place of its model within a training.
+#: The remedy for a Trainer of transformers, which keeps its wrapped model while it trains.
 _IN_TRANSFORMERS = (
     "A Trainer of transformers does it in the next train() if trainer.model_wrapped = trainer.model and "
     "trainer.optimizer = None are set before"
@@ -241,15 +241,16 @@ def _waits_for_others(names: list[str], *, is_static: bool) -> str:
             unless they are set to None.
         is_static: whether DDP was told that the graph is the same in every step.
     """
-    remedy = (
-        "Parameters that do not take part in every step need find_unused_parameters=True, or "
-        "state.rewrap(DistributedDataParallel)"
-    )
     if is_static:
         # In the first step, DDP counts how often gradients reach a parameter, also those of other models' losses.
         remedy = (
             "static_graph=True needs parameters that take part in every step, and in no other model: leave it out "
             "where DistributedDataParallel models share layers"
+        )
+    else:
+        remedy = (
+            "Parameters that do not take part in every step need find_unused_parameters=True, or "
+            "state.rewrap(DistributedDataParallel)"
         )
     have_none = f" ({listed(names)} {'has' if len(names) == 1 else 'have'} none)" if names else ""
     return (

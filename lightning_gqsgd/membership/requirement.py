@@ -6,7 +6,7 @@ import importlib
 import os
 from typing import Any
 
-from lightning_gqsgd.errors import PackageError, first_line
+from lightning_gqsgd.errors import PackageError, lack_of
 
 
 def check_torchft(what: str) -> None:
@@ -24,12 +24,9 @@ def check_torchft(what: str) -> None:
     try:
         importlib.import_module("torchft")
     except Exception as error:  # e.g. an AttributeError of torchft next to a torch that it does not know
-        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "torchft"
-        why = "is not installed" if is_missing else f"cannot be loaded ({first_line(error)})"
-        install = "pip install" if is_missing else "pip install --force-reinstall"
         raise PackageError(
-            f"{what} needs torchft, which {why}: {install} 'torchft>=0.2'; version 0.2 has wheels for Linux on x86-64 "
-            "and Python 3.10 to 3.13"
+            f"{what} needs torchft, which {lack_of('torchft', error)} 'torchft>=0.2'; version 0.2 has wheels for Linux "
+            "on x86-64 and Python 3.10 to 3.13"
         ) from error
 
 

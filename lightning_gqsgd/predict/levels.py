@@ -78,15 +78,18 @@ def fitted(config: GQSGDConfig, nodes: Nodes, numel: int, dtype: torch.dtype) ->
 
 def fitted_scatter(config: GQSGDConfig, nodes: Nodes, numel: int) -> Fit:
     """Returns a configuration for FSDP2's reduce-scatters with the number of levels that fits the nodes of a process
-    group best, if the user did not choose it. See `fitted`.
+    group best, if the user did not choose it.
+
+    All ranks with the same nodes get the same result.
 
     Args:
         config: a configuration whose reducer is "auto", "two_shot" or "hierarchical".
-        nodes: nodes of the ranks among which the model is divided.
-        numel: the same.
+        nodes: nodes of the ranks among which the model is divided, and the devices of their gradients.
+        numel: number of coordinates that are reduced in a step.
 
     Raises:
-        ConfigError: also if the ranks make no nodes of the size that "hierarchical" has, or one node.
+        ConfigError: if ``reducer="hierarchical"`` has no ``node_size``, and nodes have unequal sizes; if the ranks make
+            no nodes of this size, or one node.
     """
     one_level = replace(config, reducer="two_shot", node_size=0)
     size = nodes.size

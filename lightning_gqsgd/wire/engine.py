@@ -229,7 +229,9 @@ class Engine:
     def compile(self, configs: Iterable[GQSGDConfig], dtypes: Collection[torch.dtype], plan: type[Plan] = Plan) -> None:
         """Compile the kernels of configurations with chosen reducers for tensors of some dtypes; ``plan`` is that of
         the requests."""
-        for config, dtype in product(configs, dtypes) if self.world_size > 1 else ():
+        if self.world_size == 1:
+            return
+        for config, dtype in product(configs, dtypes):
             compile_kernels(config, dtype, self.communicator.device, self.world_size, plan)
 
     def reduce(self, x: Tensor, request: Request) -> Job:

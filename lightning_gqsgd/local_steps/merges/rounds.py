@@ -9,6 +9,7 @@ for less than one step.
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from abc import ABC, abstractmethod
@@ -45,7 +46,7 @@ class MergeRounds(ABC):
         """Seconds of the second longest of the latest steps; see the class."""
         # The longest one may contain a pause, such as a validation or a compilation, and a member that took it for a
         # step would hand over early, and wait.
-        return sorted(self._times)[-2:][0] if self._times else 0.0
+        return min(heapq.nlargest(2, self._times), default=0.0)
 
     @property
     def latest_step(self) -> float:
