@@ -52,7 +52,7 @@ from lightning_gqsgd.membership.members import (
 )
 from lightning_gqsgd.membership.process_group import QuantisedProcessGroup
 from lightning_gqsgd.membership.quorums import DistinctQuorums
-from lightning_gqsgd.membership.transport import PlainTransport, check_time
+from lightning_gqsgd.membership.transport import PlainTransport, check_time, sendable
 from lightning_gqsgd.wire.communicator import check_timeout, gloo_devices, gloo_options
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class TorchftMembers(Members):
     ) -> None:
         check_timeout(timeout)
         self.timeout = timeout or _TIMEOUT
-        self._state = state
+        self._state = lambda: sendable(state())
         self._device = device
         self._min_replicas = min_replicas
         self._patience = patience
@@ -344,7 +344,6 @@ class _Gloo(ProcessGroupGloo):
     def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         gloo: Any = dist.ProcessGroupGloo
         backend = gloo(store, rank, world_size, gloo_options(gloo_devices(self._host), self._timeout))
-        backend._set_sequence_number_for_group()
         group: Any = dist.ProcessGroup(store, rank, world_size)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.distributed._serialization import _streaming_load, _streaming_save
 from torch.utils._pytree import tree_map_only
 from torchft.checkpointing.http_transport import HTTPTransport
@@ -34,7 +34,7 @@ class PlainTransport(HTTPTransport[Any]):
     Args:
         timeout: timeout of each transfer.
         host: the address under which others reach this process.
-        state: function that returns a copy of this member's state.
+        state: function that returns a copy of this member's state, see `sendable`.
     """
 
     def __init__(self, timeout: timedelta, host: str, state: Callable[[], Mapping[str, Any]]) -> None:
@@ -126,8 +126,20 @@ def check_time(seconds: float, timeout: timedelta) -> None:
 
 def _answer(handler: Any, state: Callable[[], Mapping[str, Any]]) -> None:
     """Send a member's current state. If an error occurs, the receiver notices that the answer is incomplete."""
-    present = tree_map_only(torch.Tensor, torch.Tensor.cpu, state())
+    present = state()
     handler.send_response(200)
     handler.send_header("Content-type", "application/octet-stream")
     handler.end_headers()
     _streaming_save(present, handler.wfile)
+
+
+def sendable(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a state with its tensors on the CPU, and with memory behind each of them."""
+    sent: Mapping[str, Any] = tree_map_only(Tensor, _with_memory, state)
+    return sent
+
+
+def _with_memory(tensor: Tensor) -> Tensor:
+    # torch before 2.10 cannot receive a tensor with a storage of 0 bytes.
+    own = tensor if tensor.numel() else tensor.new_empty(1, device="cpu")[:0].view(tensor.shape)
+    return own.cpu()

@@ -438,6 +438,17 @@ def test_a_state_that_takes_longer_than_members_wait_is_an_error_of_who_fetches_
         PlainTransport.fetch_present(address, SECOND)
 
 
+def test_empty_tensors_travel_with_memory_behind_them_which_torch_before_2_10_needs() -> None:
+    from lightning_gqsgd.membership.transport import sendable
+
+    sent = sendable({"merges": 3, "integers": torch.empty(0, 2, dtype=torch.int64), "anchors": {"w": torch.ones(2)}})
+    assert sent["merges"] == 3
+    assert sent["integers"].dtype == torch.int64
+    assert sent["integers"].shape == (0, 2)
+    assert sent["integers"].untyped_storage().nbytes() > 0
+    assert torch.equal(sent["anchors"]["w"], torch.ones(2))
+
+
 #: A member on a host whose name reaches no other host. The first one also runs the lighthouse.
 _ON_A_HOST = """
 import os, time
