@@ -24,6 +24,7 @@ from lightning_gqsgd.wire.engine import Engine, Words
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import Peers
 from lightning_gqsgd.wire.pipeline import STREAMS
+from lightning_gqsgd.wire.processors import Place, own_place
 
 
 class Side(NamedTuple):
@@ -77,7 +78,8 @@ def open_engines(
         CollectiveError: if a rank did not arrive in time, or gave no sign of life.
     """
     check_timeout(timeout)
-    keys = meeting.agree([side.facts for side in sides])
+    keys = meeting.agree([side.facts for side in sides], {"place": own_place()})
+    places = [Place(*news["place"]) for news in meeting.news_by_rank().values()]
     engines: list[Engine] = []
     with ExitStack() as undo:
         for side, key in zip(sides, keys, strict=True):
@@ -90,6 +92,7 @@ def open_engines(
                 shares_runner_of=engines[0] if engines else None,
                 words=words,
                 direct=side.direct,
+                places=places,
             )
             undo.callback(engine.close)
             engines.append(engine)

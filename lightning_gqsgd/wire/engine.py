@@ -34,6 +34,7 @@ from lightning_gqsgd.wire.direct import DirectRunner
 from lightning_gqsgd.wire.peers import Peers
 from lightning_gqsgd.wire.pipeline import STREAMS, Job, Runner, Start, release, runner_for
 from lightning_gqsgd.wire.plan import Plan, PlanCache, PlanKey, check_gradient
+from lightning_gqsgd.wire.processors import Place
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
 from lightning_gqsgd.wire.workers import codec_threads
 
@@ -148,6 +149,7 @@ class Engine:
             so that their collectives never run at the same time, and both add to the same counters.
         words: the words for the caller in errors.
         direct: whether the calling thread starts native all-reduces over Gloo itself; see `wire.direct`.
+        places: the processors of this rank and of others, as far as they are known.
 
     Attributes:
         communicator: the ranks.
@@ -172,10 +174,11 @@ class Engine:
         shares_runner_of: Engine | None = None,
         words: Words | None = None,
         direct: bool = False,
+        places: Sequence[Place] = (),
     ) -> None:
         # Processes outside of the group use the processors of their machine as well.
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self._threads = codec_threads(max(world_size, group.size())) if device.type == "cpu" else 1
+        self._threads = codec_threads(max(world_size, group.size()), places) if device.type == "cpu" else 1
         self.communicator = Communicator(device, group, key, timeout)
         self.rank = self.communicator.rank
         self.world_size = self.communicator.size

@@ -139,11 +139,12 @@ class Meeting:
     def _pulses(self) -> list[Pulse]:
         return [circle.pulse for circle in self._circles if circle.pulse is not None]
 
-    def agree(self, facts: Sequence[Mapping[str, Any]]) -> list[str]:
+    def agree(self, facts: Sequence[Mapping[str, Any]], news: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
         """Hold a round in which the facts of all ranks are compared. A collective.
 
         Args:
             facts: for each group, the facts that its ranks must have in common: plain values by name.
+            news: this rank's news, which need not be equal; see `news_by_rank`.
 
         Returns:
             For each group, a key that was never used before, the same on all its ranks.
@@ -152,8 +153,14 @@ class Meeting:
             ConfigError: if ranks differ, or if a rank refuses. It is raised on every rank.
             CollectiveError: if a rank did not arrive in time.
         """
-        self._keys = self._agree(facts, self._timeout_s)
+        self._keys = self._agree(facts, self._timeout_s, news)
         return self._keys
+
+    def news_by_rank(self) -> dict[int, Mapping[str, Any]]:
+        """Returns the news of the latest round, by the ranks' numbers among all processes."""
+        return {
+            number: news for circle in self._circles for number, news in zip(circle.numbers, circle.told, strict=True)
+        }
 
     def exchange(self, news: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
         """Hold a round in which each rank tells the others something. A collective.

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.wire.node import local_ranks
-from lightning_gqsgd.wire.processors import share_of
+from lightning_gqsgd.wire.processors import Place, share_of
 
 #: Environment variable that sets how many threads of a rank encode and decode, instead of `spare_threads`.
 VARIABLE = "GQSGD_THREADS"
@@ -26,21 +26,22 @@ MOST = 16
 MOST_BY_ITSELF = 4
 
 
-def codec_threads(ranks: int) -> int:
+def codec_threads(ranks: int, places: Sequence[Place] = ()) -> int:
     """Returns the number of threads of this rank that encode and decode, 1 to `MOST`.
 
     Args:
-        ranks: number of all ranks. All are assumed to be on this machine, unless ``LOCAL_WORLD_SIZE`` says how many
-            are, or srun how many processors each has.
+        ranks: number of all ranks. All are assumed to be on this machine, unless ``LOCAL_WORLD_SIZE`` or ``places``
+            say how many are, or srun how many processors each has.
+        places: the places of this rank and of others, as far as they are known.
 
     Raises:
         ConfigError: if the variable ``GQSGD_THREADS`` is not such a number; see also `node.local_ranks`.
     """
     said = os.environ.get(VARIABLE, "").strip()
     if not said:
-        # Without a launcher's number, all ranks may share this machine. Too few threads cost little; too many slow all
-        # ranks down.
-        return spare_threads(share_of(ranks, local_ranks() or ranks), torch.get_num_threads())
+        # Ranks of which nothing is known may share this machine. Too few threads cost little; too many slow all ranks
+        # down.
+        return spare_threads(share_of(ranks, local_ranks(), places=places), torch.get_num_threads())
     if not said.isdecimal() or not 1 <= int(said) <= MOST:
         raise ConfigError(f"{VARIABLE}={said!r} is not a number of threads; give 1 to {MOST}, or unset it")
     return int(said)

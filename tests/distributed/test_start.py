@@ -405,6 +405,24 @@ def test_a_state_that_one_rank_asks_for_is_an_error_that_names_the_others(tmp_pa
 
 
 @on_ranks(2)
+def test_ranks_with_processors_of_their_own_have_threads_for_all_of_them(rank: int) -> list[int]:
+    group = dist.distributed_c10d._get_default_group()
+    threads = []
+    for first in (0, 4 * rank):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "sched_getaffinity", lambda _, first=first: set(range(first, first + 4)))
+            patch.setattr(torch, "get_num_threads", lambda: 1)
+            with (
+                Meeting("a start", [group], timedelta(seconds=60)) as meeting,
+                open_engines(meeting, [Side(group, {}, [])], torch.device("cpu"), words=Words()) as (engine,),
+            ):
+                threads.append(engine._threads)
+                engine.close()
+    assert threads == [1, 3]
+    return threads
+
+
+@on_ranks(2)
 def test_engines_are_closed_where_the_last_step_of_a_start_fails_and_ranks_can_start_again(rank: int) -> None:
     group = dist.distributed_c10d._get_default_group()
     config = resolve(GQSGDConfig(bits=4), dist.get_world_size())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gqsgd.wire.processors import processors, share_of
+from lightning_gqsgd.wire.processors import Place, own_place, processors, share_of
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +65,37 @@ def test_systems_without_control_groups_have_no_limit(tmp_path: Path) -> None:
 def test_a_task_of_srun_has_processors_of_its_own(tasks: str, each: str, ranks: int, share: int) -> None:
     environment = {"SLURM_STEP_NUM_TASKS": tasks, "SLURM_CPUS_PER_TASK": each}
     assert share_of(ranks, 8, environment) == share
+
+
+def bound_to(*cores: int, container: str | None = None, machine: str | None = None) -> Place:
+    """The place of a rank of this machine, or of another one."""
+    own = own_place()
+    mask = f"{sum(1 << core for core in cores):x}"
+    return Place(machine or own.machine, container or own.container, mask)
+
+
+@pytest.mark.parametrize(
+    ("places", "ranks", "local", "share"),
+    [
+        ([bound_to(*range(8)), bound_to(*range(8, 16))], 2, 2, 8),  # bound to cores of their own
+        ([bound_to(*range(8))] * 2, 2, 2, 4),
+        ([bound_to(*range(8))] * 2 + [bound_to(*range(8, 16))] * 2, 4, 4, 4),  # two for each socket
+        ([bound_to(*range(8)), bound_to(*range(4, 12))], 2, None, 6),
+        ([bound_to(*range(8)), bound_to(*range(8), machine="b")], 2, None, 8),  # nobody said where ranks are
+        ([bound_to(*range(8)), bound_to(*range(8), machine="b")], 16, 8, 1),  # seven here are not of the group
+        ([bound_to(*range(8)), bound_to(*range(8), machine="b")], 16, None, 0),
+        ([], 2, 2, 4),
+        ([], 2, None, 4),
+    ],
+)
+def test_a_processor_is_divided_among_the_ranks_that_may_use_it(
+    places: list[Place], ranks: int, local: int | None, share: int
+) -> None:
+    assert share_of(ranks, local, {}, places) == share
+
+
+def test_ranks_of_one_container_share_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_gqsgd.wire.processors._limits", lambda: [6])
+    own = bound_to(*range(8))
+    assert share_of(2, 2, {}, [own, bound_to(*range(8, 16))]) == 3
+    assert share_of(2, 2, {}, [own, bound_to(*range(8, 16), container="another")]) == 6
