@@ -64,6 +64,22 @@ def wait_for(condition: Callable[[], bool], seconds: float = 100) -> None:
         time.sleep(0.02)
 
 
+def no_more_data(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
+    """Member 1 makes no step after it has finished, while member 0 makes three. Both finish again."""
+    model, optimizer = member(rank, lighthouse)
+    generator = torch.Generator().manual_seed(rank)
+    while optimizer.averages.world_size < 2:
+        train_step(model, optimizer, generator, 0.02)
+    (folder / f"both{rank}").touch()
+    wait_for(lambda: all((folder / f"both{number}").exists() for number in range(2)))
+    optimizer.finish()
+    before = optimizer.samples
+    for _ in range(0 if rank else 3):
+        train_step(model, optimizer, generator, 0.02)
+    result = finished(model, optimizer)
+    return {**result, "more": result["samples"] - before}
+
+
 def death_and_newcomer(rank: int, lighthouse: str, folder: Path, delay: int) -> dict[str, Any]:
     """Member 1 dies without a word once it has merged with member 0; member 2 joins after that."""
     if rank == 2:

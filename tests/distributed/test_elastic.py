@@ -111,6 +111,14 @@ def test_members_that_have_finished_end_without_one_that_makes_no_steps(tmp_path
     assert goes_on["samples"] > ends["samples"]
 
 
+def test_a_member_that_has_made_no_step_since_it_finished_takes_part_when_the_others_finish_again(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    has_more, has_none = run_members(members.no_more_data, 2, tmp_path, lighthouse, tmp_path)
+    assert has_more["bits"] == has_none["bits"]
+    assert has_more["more"] == has_none["more"] == 3
+
+
 def test_a_machine_with_notice_merges_what_it_has_learnt_and_leaves(tmp_path: Path, lighthouse: str) -> None:
     stays, leaves = run_members(members.notice, 2, tmp_path, lighthouse, tmp_path)
     assert stays["exits"] is None

@@ -348,9 +348,9 @@ class MergedAverages:
 
         Until then, this member takes part in the merges of the others, which continue to train. If parameters have
         changed without a step since the last merge, for example by a callback that sets averaged weights, this change
-        has the weight of the round before. A second call in a row is a merge of the ranks of a process group, of which
-        some may have made steps in between. With ``elastic``, it does nothing; if parameters have changed in between, a
-        warning says that this change is not merged.
+        has the weight of the round before. A second call in a row is a merge, too, because other members may have made
+        steps in between. All members have to make it. With ``elastic``, the others wait for one that does not, and is
+        not closed, for the lighthouse's ``--join-timeout``.
 
         A member that makes no steps, and does not finish, is waited for no longer than the timeout, or, with
         ``elastic``, than the patience of `rounds`. Then members end without it, or raise an error if it cannot leave.
@@ -362,14 +362,7 @@ class MergedAverages:
         """
         refuse_kept([self._fragment])
         self.check_open()
-        if self.step == self._finished_after and not self._members.waits_for_all:
-            if self._has_changed():
-                logger.warning(
-                    "gqsgd: the model's weights were changed after finish(), and a second finish() does not merge this "
-                    "change, so each member has its own; change them before finish()"
-                )
-            return
-        self._thread.go_on()  # after an earlier `finish`, also if a state was loaded and no step was made since
+        self._thread.go_on()  # after an earlier `finish`, also if no step was made since: others may have made some
         if self._pending is not None:
             self._settle()
         if not self._must_leave:
