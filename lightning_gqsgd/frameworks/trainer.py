@@ -56,7 +56,7 @@ class TrainerMixin(StrategyMixin):
             device, and the processes meet at a lighthouse (docs/elastic.md).
         min_replicas: with ``elastic``, the least number of processes for a merge.
         outlier: if ``local_steps`` is a time, and with ``elastic``: a change whose norm is more than this many times
-            the median, as a whole and per step, is left out.
+            the median, as a whole, per step and in relation to the learning rate, is left out.
         validate_at: with local steps, the model that validation during training uses: ``"local"``, the default, is each
             rank's own model; ``"anchor"`` is the anchor, which is the same on all ranks. A checkpoint that is saved
             right after a validation has the weights that were validated.

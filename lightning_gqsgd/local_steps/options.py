@@ -98,10 +98,10 @@ class LocalOptions:
         elastic: whether ranks may leave and join while training runs. They meet at torchft's lighthouse, whose address
             is in the environment variable TORCHFT_LIGHTHOUSE, and not in a process group of torch.distributed.
         min_replicas: with ``elastic``, the least number of ranks for a merge, 1 or more.
-        outlier: used if ``every`` is a time, and with ``elastic``. A change is left out of a merge if its norm is
-            more than ``outlier`` times the median over all ranks, as a whole and per step; 1 or more. Buffers do not
-            count. With ``math.inf``, no change is left out for its size. A change that is not finite is always left
-            out.
+        outlier: used if ``every`` is a time, and with ``elastic``. A change is left out of a merge if its norm is more
+            than ``outlier`` times the median over all ranks, as a whole, per step, and in relation to the learning rate
+            (see `merges.rows`); 1 or more. Buffers do not count. With ``math.inf``, no change is left out for its size.
+            A change that is not finite is always left out.
 
     Raises:
         ConfigError: if a value is out of its range, or if two values cannot be combined.

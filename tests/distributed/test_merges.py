@@ -200,6 +200,25 @@ def test_a_change_that_is_not_finite_or_much_too_large_is_left_out_by_all(bad: f
     assert all(result["is finite"] and result["largest"] < 100 for result in results)
 
 
+def _scheduled(rank: int) -> dict[str, Any]:
+    """The fast rank is at the end of its schedule when the slow one has just begun."""
+    model, optimizer = counting(each=1.0)
+    for step in range(10 if rank else 60):
+        if step == 10:
+            optimizer.param_groups[0]["lr"] = 1e-6
+        optimizer.step()
+        time.sleep(0.12 if rank else 0.02)
+    optimizer.finish()
+    optimizer.close()
+    return {"end": bits_of_model(model), "left out": optimizer.averages.left_out}
+
+
+def test_a_slow_rank_is_no_outlier_when_the_learning_rate_of_a_fast_one_ends_near_zero(tmp_path: Path) -> None:
+    fast, slow = run(_scheduled, 2, tmp_path)
+    assert fast["end"] == slow["end"]
+    assert fast["left out"] == slow["left out"] == 0
+
+
 def _late(rank: int) -> dict[str, Any]:
     model, optimizer = counting(every="200ms")
     longest = 0.0

@@ -21,7 +21,7 @@ from lightning_gqsgd import CollectiveError, ConfigError, LocalSteps
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.local_steps.fragments import fragments_of
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
-from lightning_gqsgd.local_steps.merges.contribution import Contribution, difference, norm_of
+from lightning_gqsgd.local_steps.merges.contribution import Contribution, difference, learning_rate_of, norm_of
 from lightning_gqsgd.local_steps.merges.fixed import FixedMembers
 from lightning_gqsgd.local_steps.merges.merge import Member, Merge, merge
 from lightning_gqsgd.local_steps.merges.rounds import ByClock, BySteps, MergeRounds
@@ -51,7 +51,7 @@ def row(identity: int, **fields: object) -> Row:
     st.sampled_from([Flag(0), SENDS, Flag.HAS_FINISHED]),
 )
 def test_rows_come_back_as_they_were(identity: int, name: str, checksum: int, norm: float, flags: Flag) -> None:
-    sent = Row(identity, name, 5, checksum, 11, 9, 2**40, 3, 0.25, norm, flags)
+    sent = Row(identity, name, 5, checksum, 11, 9, 2**40, 3, 0.25, norm, 1e-3, 0.5, flags)
     found = Row.of(sent.tensor())
     assert replace(found, name=name) == sent
     assert found.name.rstrip("�") == name.encode()[:40].decode(errors="ignore").rstrip("\0").rstrip("�")
@@ -115,7 +115,38 @@ def test_a_slow_member_is_no_outlier() -> None:
     fast = row(1, steps=700, samples=700, norm=2.0)
     assert not shares_of([fast, row(2, steps=5, samples=5, norm=0.5)], 10.0).left_out
     (reason,) = shares_of([fast, row(2, steps=5, samples=5, norm=30.0)], 10.0).left_out.values()
-    assert reason == "is 15 times as large as the members' median, also for each step"
+    assert reason == "is 15 times as large as the members' median, also for each step and at its learning rate"
+
+
+def test_a_member_with_larger_learning_rates_is_no_outlier() -> None:
+    # A fast member is at the end of its schedule, and a slow one is not, or has handed over late.
+    fast = row(1, steps=100, samples=100, norm=1e-4, rate=1e-5, peak=0.1)
+    slow = row(2, steps=5, samples=5, norm=0.5, rate=0.1, peak=0.1)
+    assert not shares_of([fast, slow], 10.0).left_out
+    assert set(shares_of([fast, replace(slow, norm=15.0)], 10.0).left_out) == {1}
+    assert set(shares_of([fast, replace(slow, rate=0.0)], 10.0).left_out) == {1}
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_member_with_a_wrong_learning_rate_is_an_outlier(others: int) -> None:
+    wrong = row(9, norm=1e6, rate=1e3, peak=1e3)
+    assert set(shares_of([wrong, *[row(n, rate=1e-3, peak=1.0) for n in range(others)]], 10.0).left_out) == {0}
+
+
+def test_members_whose_learning_rate_is_0_are_no_measure() -> None:
+    still = row(1, norm=0.0, rate=0.0, peak=0.1)
+    assert not shares_of([still, replace(still, identity=2), row(3, rate=0.1, peak=0.1)], 10.0).left_out
+    low = row(2, norm=1e-4, rate=1e-5, peak=0.1)
+    assert not shares_of([still, low, row(3, rate=0.1, peak=0.1)], 10.0).left_out
+
+
+@pytest.mark.parametrize(
+    ("rate", "known"), [(0.1, 0.1), (torch.tensor(0.25), 0.25), (None, 0.0)], ids=["number", "tensor", "none"]
+)
+def test_learning_rates_are_read_where_optimizers_have_them(rate: Any, known: float) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.0)
+    optimizer.param_groups[0]["lr"] = rate
+    assert learning_rate_of([optimizer]) == known
 
 
 def test_a_change_without_steps_has_no_usual_size() -> None:

@@ -40,7 +40,7 @@ from lightning_gqsgd.errors import ConfigError, check_integer, counted, plain_in
 from lightning_gqsgd.local_steps.averages import open_meeting
 from lightning_gqsgd.local_steps.fragments import kept, refuse_kept
 from lightning_gqsgd.local_steps.inner_state import InnerState, all_or_nothing
-from lightning_gqsgd.local_steps.merges.contribution import Contribution, parameters_in
+from lightning_gqsgd.local_steps.merges.contribution import Contribution, learning_rate_of, parameters_in
 from lightning_gqsgd.local_steps.merges.fixed import FixedMembers
 from lightning_gqsgd.local_steps.merges.merge import Member, Merge
 from lightning_gqsgd.local_steps.merges.preemption import PreemptionNotice
@@ -145,6 +145,8 @@ class MergedAverages:
         self._starts: list[Tensor] = []
         self._samples_since = 0
         self._steps_since = 0
+        self._rate_since = 0.0  # the largest learning rate of these steps
+        self._peak_rate = 0.0
         self._samples_before = 0  # those of the latest handover with steps
         self._known_version = 0
         self._finished_after: int | None = None
@@ -312,6 +314,8 @@ class MergedAverages:
         self._thread.go_on()
         self.step += 1
         self._steps_since += 1
+        self._rate_since = max(self._rate_since, learning_rate_of(self._optimizers))
+        self._peak_rate = max(self._peak_rate, self._rate_since)
         if not self._counts_samples:
             self._samples_since += 1
         self._rounds.end_step()
@@ -595,9 +599,12 @@ class MergedAverages:
                 weight,
                 self._steps_since,
                 self._integers.read(),
+                self._rate_since,
+                self._peak_rate,
             )
             self._samples_since = 0
             self._steps_since = 0
+            self._rate_since = 0.0
             self._thread.hand_over(self._pending, has_finished=has_finished)
 
     @contextmanager
@@ -688,6 +695,7 @@ class MergedAverages:
             self._known_version = self._shared.version
         self._samples_since = 0
         self._steps_since = 0
+        self._rate_since = 0.0
 
     def _say_left_out(self, settled: Merge) -> None:
         self.skipped += 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_gqsgd.local_steps.fragments import Bundle, is_same
 
@@ -23,6 +24,8 @@ class Contribution:
         samples: number of samples that the steps in between have used, or another weight if there were no steps.
         steps: number of those steps.
         integers: the member's buffers that are not averaged, as int64 numbers; see `starting.IntegerBuffers`.
+        rate: largest learning rate of those steps; 0 if it is not known.
+        peak: largest learning rate of the member so far.
     """
 
     number: int
@@ -31,6 +34,8 @@ class Contribution:
     samples: int
     steps: int
     integers: Tensor
+    rate: float = 0.0
+    peak: float = 0.0
 
     def changes(self, bundles: Sequence[Bundle]) -> list[Tensor]:
         """Returns the change of each bundle, [numel].
@@ -46,6 +51,14 @@ class Contribution:
         """
         starts = map(with_buffers_of_anchors, bundles, self.starts)
         return [difference(start, end) for start, end in zip(starts, self.positions, strict=True)]
+
+
+def learning_rate_of(optimizers: Sequence[Optimizer]) -> float:
+    """Returns the largest learning rate of some optimizers. It is 0 if they have none, or if it is on a GPU, for which
+    a step would have to wait."""
+    rates = (group.get("lr") for optimizer in optimizers for group in optimizer.param_groups)
+    known = (rate for rate in rates if isinstance(rate, int | float) or (isinstance(rate, Tensor) and not rate.is_cuda))
+    return max(map(float, known), default=0.0)
 
 
 def parameters_in(bundle: Bundle) -> int:

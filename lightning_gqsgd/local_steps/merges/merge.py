@@ -189,4 +189,13 @@ def _with_change(row: Row, sent: Contribution, bundles: Sequence[Bundle], change
     norm = norm_of([of_parameters for of_parameters, _ in cut])
     is_finite = math.isfinite(norm + norm_of([of_buffers for _, of_buffers in cut]))
     flags = row.flags | Flag.HAS_CHANGE | (Flag.IS_FINITE if is_finite else 0)
-    return replace(row, contribution=sent.number, samples=sent.samples, steps=sent.steps, norm=norm, flags=flags)
+    return replace(
+        row,
+        contribution=sent.number,
+        samples=sent.samples,
+        steps=sent.steps,
+        norm=norm,
+        rate=sent.rate,
+        peak=sent.peak,
+        flags=flags,
+    )

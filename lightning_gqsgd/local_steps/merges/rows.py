@@ -49,6 +49,8 @@ class Row:
         step_s: seconds that one of its steps takes.
         norm: l2 norm of its change, of the parameters only: running statistics soon stop changing, so their change for
             each step is much larger on a member that has made few steps.
+        rate: largest learning rate of those steps; 0 if it is not known.
+        peak: largest learning rate that the member has had so far.
         flags: see `Flag`.
     """
 
@@ -62,6 +64,8 @@ class Row:
     steps: int = 0
     step_s: float = 0.0
     norm: float = 0.0
+    rate: float = 0.0
+    peak: float = 0.0
     flags: Flag = Flag(0)
 
     def tensor(self) -> Tensor:
@@ -85,7 +89,7 @@ class Row:
 
 
 #: The fields of a row, in order, except that the name is at the end.
-_LAYOUT = struct.Struct(f"<qqqqqqqddq{_NAME_BYTES}s")
+_LAYOUT = struct.Struct(f"<qqqqqqqddddq{_NAME_BYTES}s")
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,8 @@ class Shares:
 def shares_of(rows: Sequence[Row], outlier: float) -> Shares:
     """Returns the shares, in proportion to samples. They are equal on all members.
 
-    A change that is not finite is left out. So is one whose norm is more than ``outlier`` times the median of all
-    members' norms, if this also holds for the norms per step. A fast member makes many steps, so its change may be much
-    larger than those of others, but not for each step. A slow member makes few steps, and its change may be much larger
-    for each step, because the changes of many steps partly cancel, but not as a whole. A change without steps has no
-    usual size.
+    A change that is not finite is left out. So is one whose norm is more than ``outlier`` times the usual one, see
+    `_usual_norms`. A change without steps has no usual size.
 
     Args:
         rows: the rows of all members, in order.
@@ -118,19 +119,41 @@ def shares_of(rows: Sequence[Row], outlier: float) -> Shares:
     left_out = {number: "is not finite" for number in senders if Flag.IS_FINITE not in rows[number].flags}
     finite = [number for number in senders if number not in left_out]
     learnt = [number for number in finite if rows[number].steps]
-    if learnt:
-        # The lower of the two middle values: of two members, the one with the smaller change is trusted.
-        median = statistics.median_low(rows[number].norm for number in learnt)
-        median_per_step = statistics.median_low(rows[number].norm / rows[number].steps for number in learnt)
-        for number in learnt:
-            usual = max(median, median_per_step * rows[number].steps)
-            if usual > 0 and rows[number].norm > outlier * usual:
-                times = rows[number].norm / usual
-                left_out[number] = f"is {times:.3g} times as large as the members' median, also for each step"
+    for number, usual in zip(learnt, _usual_norms([rows[number] for number in learnt]), strict=True):
+        if usual > 0 and rows[number].norm > outlier * usual:
+            left_out[number] = (
+                f"is {rows[number].norm / usual:.3g} times as large as the members' median, also for each step and at "
+                "its learning rate"
+            )
     used = [number for number in finite if number not in left_out]
     total = sum(rows[number].samples for number in used)
     shares = tuple(rows[number].samples / total if number in used else 0.0 for number in range(len(rows)))
     return Shares(shares, left_out)
+
+
+def _usual_norms(rows: Sequence[Row]) -> list[float]:
+    """Returns the norm that each member's change would have if it were like the members' median: the largest of four
+    medians, of norms, of norms per step, and of both per learning rate.
+
+    A fast member makes many steps, so its change may be much larger than those of others, but not for each step. A slow
+    member makes few steps, and its change may be much larger for each step, because the changes of many steps partly
+    cancel, but not as a whole. A member that is at an earlier place of its schedule, or has handed over late, has
+    larger learning rates than the others, whose changes become arbitrarily small at the end of theirs. A learning rate
+    counts only up to the median of the members' largest ones so far, so a wrong one is no excuse.
+    """
+    if not rows:
+        return []
+    most = statistics.median_low(row.peak for row in rows)
+    rates = [min(row.rate, most) for row in rows]
+    scales = [(1.0, row.steps, rate, rate * row.steps) for row, rate in zip(rows, rates, strict=True)]
+    usual = [0.0] * len(rows)
+    for column in zip(*scales, strict=True):
+        # The lower of the two middle values: of two members, the one with the smaller change is trusted.
+        median = statistics.median_low(
+            row.norm / scale if scale > 0 else 0.0 for row, scale in zip(rows, column, strict=True)
+        )
+        usual = [max(before, median * scale) for before, scale in zip(usual, column, strict=True)]
+    return usual
 
 
 def majority(rows: Sequence[Row]) -> tuple[int, int, int]:
