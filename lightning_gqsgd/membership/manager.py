@@ -273,6 +273,12 @@ class TorchftMembers(Members):
         if self._manager is not None:
             self._manager.load_state_dict({"step": merges, "batches_committed": 0})
 
+    def have_all_finished(self, merges: int) -> bool:
+        """Tell the other members that this one has finished; see `Members`."""
+        with suppress(Exception):  # this member has met nobody, or the one that keeps the store has gone
+            return self._group.have_all_said(f"finished after merge {merges}")
+        return False
+
     def close(self) -> None:
         """Leave. If a merge is under way, it fails, also on the other members."""
         self._is_closed = True

@@ -155,6 +155,15 @@ class Members(ABC):
             merges: number of merges so far.
         """
 
+    def have_all_finished(self, merges: int) -> bool:
+        """Tell the other members of the latest merge that this one has finished, and return whether all of them have,
+        as far as this one can know. Not a collective.
+
+        Args:
+            merges: number of merges so far.
+        """
+        return False
+
     def leave_behind(self, idle: Mapping[int, str]) -> None:
         """End the training without members that make no steps, after all others have finished. All members, also
         those, call this after the same merge.

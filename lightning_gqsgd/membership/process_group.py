@@ -339,6 +339,15 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         super().allreduce([rows], options).wait()
         return rows
 
+    def have_all_said(self, words: str) -> bool:
+        """Say something to the current ranks, and return whether all of them have said it. Not a collective.
+
+        Raises:
+            DistStoreError, DistNetworkError: if the store of the ranks is gone.
+        """
+        self._peers.store.set(f"{words}/{self._peers.own}", "")
+        return self._peers.store.check([f"{words}/{rank}" for rank in range(self._peers.size())])
+
     def _kernels_of(self, config: GQSGDConfig, ranks: int) -> tuple[GQSGDConfig, int]:
         """Returns a key for compiled kernels. Kernels of a GPU are for one number of ranks."""
         return config, ranks if self._device.type == "cuda" else 0

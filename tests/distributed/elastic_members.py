@@ -64,6 +64,18 @@ def wait_for(condition: Callable[[], bool], seconds: float = 100) -> None:
         time.sleep(0.02)
 
 
+def short_training(rank: int, lighthouse: str) -> dict[str, Any]:
+    """Makes three steps of rounds of an hour, once it has met the other member."""
+    model, optimizer = member(rank, lighthouse, every="1h", delay=1)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        train_step(model, optimizer, generator, 0.02)
+    optimizer.finish()
+    result = {"bits": bits_of_model(model), "samples": optimizer.samples, "members": optimizer.averages.world_size}
+    optimizer.close()
+    return result
+
+
 def no_more_data(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
     """Member 1 makes no step after it has finished, while member 0 makes three. Both finish again."""
     model, optimizer = member(rank, lighthouse)

@@ -119,6 +119,15 @@ def test_a_member_that_has_made_no_step_since_it_finished_takes_part_when_the_ot
     assert has_more["more"] == has_none["more"] == 3
 
 
+def test_members_that_have_all_finished_do_not_wait_for_the_end_of_a_long_round(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    first, second = run_members(members.short_training, 2, tmp_path, lighthouse)
+    assert first == second
+    assert first["samples"] == 6
+    assert first["members"] == 2
+
+
 def test_a_machine_with_notice_merges_what_it_has_learnt_and_leaves(tmp_path: Path, lighthouse: str) -> None:
     stays, leaves = run_members(members.notice, 2, tmp_path, lighthouse, tmp_path)
     assert stays["exits"] is None

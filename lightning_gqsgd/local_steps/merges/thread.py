@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 #: Seconds from a failed merge to the next attempt.
 _PAUSE_S = 0.2
 
+#: Seconds between two looks whether all members have finished.
+_LOOK_S = 0.5
+
 #: Seconds without a merge after which a warning gives the reason.
 _SAY_AFTER_S = 15.0
 
@@ -64,6 +67,7 @@ class MergeThread:
         self._contribution: Contribution | None = None
         self._settled_by: Merge | None = None
         self._has_finished = False
+        self._have_all_finished = False
         self._rests = False
         self._is_closing = False
         self._process = os.getpid()
@@ -210,10 +214,20 @@ class MergeThread:
 
     def _wait_until_due(self) -> bool:
         """Wait until the next merge is due. Returns False once this is closed."""
-        with self._changed:
-            while not self._is_closing and (due_after_s := self._due_after_s()) != 0:
-                self._changed.wait(None if due_after_s is None else due_after_s + 0.001)
-            return not self._is_closing
+        while True:
+            # Without the lock, because the answer may take long.
+            looks = self._has_finished and not self._rests and not self._members.waits_for_all
+            self._have_all_finished = looks and self._members.have_all_finished(self._shared.merges)
+            with self._changed:
+                if self._is_closing:
+                    return False
+                due_after_s = self._due_after_s()
+                if due_after_s == 0:
+                    return True
+                seconds = math.inf if due_after_s is None else due_after_s + 0.001
+                if self._has_finished and not self._rests:
+                    seconds = min(seconds, _LOOK_S)
+                self._changed.wait(None if math.isinf(seconds) else seconds)
 
     def _due_after_s(self) -> float | None:
         """Returns the seconds until the next merge is due; None if it is not known."""
@@ -228,8 +242,8 @@ class MergeThread:
         is_ready = self._has_finished or self._contribution is not None
         if late_after_s is None:
             return 0.0 if is_ready else None
-        # If members join and leave, finished members would begin a merge without the others.
-        is_early = is_ready and (self._members.waits_for_all or not self._has_finished)
+        # If members join and leave, finished members would begin a merge without those that have not finished.
+        is_early = is_ready and (self._members.waits_for_all or not self._has_finished or self._have_all_finished)
         return max(0.0, late_after_s - timeout_s * 3 / 4) if is_early else late_after_s
 
     def _is_idle(self) -> bool:
