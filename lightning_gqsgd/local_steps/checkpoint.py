@@ -187,7 +187,7 @@ def gathered_state(averages: LocalAverages, model: nn.Module, optimizers: Sequen
     own = {
         "memory": state.pop("memory"),
         "rule": state.pop("rule"),
-        "model": dict(_tensors_of(model)),
+        "model": _tensors_of(averages, model),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
     }
     everyone = gathered(_on_cpu(own), averages.group, averages.device)
@@ -251,7 +251,7 @@ def load_gathered(
             f"the state of local steps does not have {', '.join(_OWN_ENTRIES)} of each of "
             f"{common.get('world_size')!r:.50} ranks; load what rank 0 has saved"
         )
-    tensors = dict(_tensors_of(model))
+    tensors = _tensors_of(averages, model)
     check_tensors(tensors, own["model"], "parameters or buffers")
     if not isinstance(own["optimizers"], list) or len(own["optimizers"]) != len(optimizers):
         raise ConfigError("the checkpoint is that of another number of optimizers; resume with those that wrote it")
@@ -302,9 +302,14 @@ def _loaded(averages: LocalAverages, saved: Mapping[str, Any]) -> Average:
     return Average(saved["fragment"], saved["use_after"], frozen, changes, integers=integers, sharding=sharding)
 
 
-def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Returns parameters and buffers by name, including those that a state_dict leaves out."""
-    return [*model.named_parameters(), *model.named_buffers()]
+def _tensors_of(averages: LocalAverages, model: nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and buffers by name, including those that a state_dict leaves out.
+
+    Buffers that a model makes in its first forward pass, such as the mask of its attention, are left out: the model of
+    a run that resumes does not have them yet, and makes its own.
+    """
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in averages.watched.buffers}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def _on_cpu(value: Any) -> Any:

@@ -322,6 +322,42 @@ def test_two_optimizers_of_one_model_both_start_from_their_anchors_with_another_
     assert torch.equal(model[0].bias, frozen)
 
 
+class _Masked(nn.Linear):
+    """Makes one buffer in its first forward pass, and gives another one its shape."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("ones", torch.empty(0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.ones(x.shape[1], dtype=torch.bool), persistent=False)
+            self.ones = torch.ones(x.shape[1])
+        return super().forward(x * self.mask * self.ones)
+
+
+@on_ranks(1)
+def test_a_model_that_makes_buffers_in_its_first_forward_pass_resumes_before_that_pass_and_after_it(rank: int) -> None:
+    weights = []
+    state: dict[str, Any] = {}
+    for saves in (True, False):
+        model = _Masked()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = LocalSteps(model, inner, every=2)
+        if not saves:
+            load_gathered(optimizer.averages, state, model, [inner])
+            weights.append(fingerprint(model))
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if saves:
+            state = gathered_state(optimizer.averages, model, [inner]) or {}
+            weights.append(fingerprint(model))
+        load_gathered(optimizer.averages, state, model, [inner])
+        weights.append(fingerprint(model))
+        optimizer.close()
+    assert len(set(weights)) == 1
+
+
 @on_ranks(2)
 def test_a_state_with_a_wrong_entry_is_refused_before_anything_is_loaded(rank: int) -> None:
     """Refuse states with one wrong entry, and change nothing; then take the right one."""
