@@ -178,7 +178,7 @@ class LocalAverages(AveragingLoop[Average]):
             super().__init__(options, trained.fragments)
             self._facts = trained.facts
             self.outer = trained.outer
-            facts = facts_of(self.config, own_facts(options, trained))
+            facts = facts_of(self.config, own_facts(options, model, trained))
             side = Side(self.group, facts, [self.config])
             with open_engines(start, [side], self.device, timeout=timeout, words=_WORDS, dtypes=trained.dtypes) as (
                 self._engine,

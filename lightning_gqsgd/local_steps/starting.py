@@ -249,11 +249,14 @@ def fitted_to_ranks(start: Meeting, trained: Trained, config: GQSGDConfig) -> tu
     return resolve(fit.config, len(nodes.of_ranks)), fit.note
 
 
-def own_facts(options: LocalOptions, trained: Trained) -> dict[str, Any]:
+def own_facts(options: LocalOptions, model: nn.Module, trained: Trained) -> dict[str, Any]:
     """Returns the facts that must be equal on all ranks of local steps, in addition to the configuration: plain values
     by name."""
     entries = (*trained.parameters, *trained.buffers)
-    tensors = [(*entry.segment, entry.name, str(entry.tensor.dtype)) for entry in entries]
+    tensors: list[object] = [(*entry.segment, entry.name, str(entry.tensor.dtype)) for entry in entries]
+    # Ranks also take those that are not averaged from the first rank, at the start or in each average.
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensors += [(name, tuple(tensor.shape), str(tensor.dtype))] if tensor.numel() else []
     own = {name: getattr(options, name) for name in options.field_names() if name != "anchor_device"}
     own |= {"every": _every(options), "rule": str(options.rule), "anchor_dtype": str(options.anchor_dtype)}
     return {"parameters and buffers": digest(tensors), **own, "outer": describe_outer(trained.outer)}

@@ -220,6 +220,18 @@ def _frozen() -> LocalSteps:
     return LocalSteps(model, optimizer)
 
 
+def _with_counter() -> LocalSteps:
+    model, optimizer = _model_and_optimizer()
+    model.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+    return LocalSteps(model, optimizer)
+
+
+def _with_teacher() -> LocalSteps:
+    model, optimizer = _model_and_optimizer()
+    model.add_module("teacher", nn.Linear(3, 3).requires_grad_(False))
+    return LocalSteps(model, optimizer)
+
+
 #: What one rank does, and what all ranks hear.
 REFUSED: dict[str, tuple[Callable[[], LocalSteps], str]] = {
     "every": (_fields(every=0), "every=0 is out of range: 1 to"),
@@ -234,6 +246,8 @@ REFUSED: dict[str, tuple[Callable[[], LocalSteps], str]] = {
     "strangers": (_strangers, "6 of its 6 parameters from another model"),
     "frozen": (_frozen, "no parameter of the optimizer requires a gradient"),
     "differs": (_fields(every=5), "ranks 0 and 1 do not agree: every: 32 != 5"),
+    "counter": (_with_counter, "ranks 0 and 1 do not agree: parameters and buffers: "),
+    "teacher": (_with_teacher, "ranks 0 and 1 do not agree: parameters and buffers: "),
     "outer differs": (_fields(outer="sgd"), 'outer: "SGD(lr=0.7, momentum=0.9, nesterov=True)" != "SGD(lr=1.0)"'),
 }
 

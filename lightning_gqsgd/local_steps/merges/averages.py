@@ -193,7 +193,7 @@ class MergedAverages:
             trained = self._train(model)
             config, self._note = fitted_to_ranks(start, trained, self.requested)
             refuse_memory(config)
-            facts = facts_of(config, own_facts(self.options, trained))
+            facts = facts_of(config, own_facts(self.options, model, trained))
             side = Side(group, facts, [config])
             with open_engines(start, [side], self.device, timeout=timeout, words=_WORDS, dtypes=trained.dtypes) as (
                 engine,
@@ -221,7 +221,7 @@ class MergedAverages:
         refuse_memory(resolve(self.requested, 2))
         # Members have in common what they average. The rest of the model never travels, so it has to be equal.
         others = samples_of_others(model, {id(entry.whole) for entry in trained.parameters})
-        own = {**own_facts(self.options, trained), "values of untrained parameters": digest_of_tensors(others)}
+        own = {**own_facts(self.options, model, trained), "values of untrained parameters": digest_of_tensors(others)}
         facts = facts_of(self.requested, own)
         return TorchftMembers(
             self.requested,
