@@ -54,9 +54,14 @@ def check_state(state: Any, now: GQSGDConfig, entries: Mapping[str, type] | None
     """
     if not isinstance(state, Mapping):
         raise ConfigError(f"a state is a dictionary, not {type(state).__name__}; give what state_dict() has returned")
-    if not (is_count(state.get("schema")) and state["schema"] == STATE_SCHEMA):
+    if "schema" not in state:
         raise ConfigError(
-            f"gqsgd state of schema {state.get('schema')!r:.200}; this version reads {STATE_SCHEMA}: "
+            "this is no gqsgd state, because it has no entry 'schema'; give what state_dict() has returned, not the "
+            f"checkpoint that has it (entries: {', '.join(map(str, state))[:200]})"
+        )
+    if not (is_count(state["schema"]) and state["schema"] == STATE_SCHEMA):
+        raise ConfigError(
+            f"gqsgd state of schema {state['schema']!r:.200}; this version reads {STATE_SCHEMA}: "
             "resume with the version that wrote it, or drop the entry to start the dither anew"
         )
     if entries is None and is_of_local_steps(state):
