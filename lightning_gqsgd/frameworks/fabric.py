@@ -159,9 +159,19 @@ class FabricMixin(StrategyMixin):
     def _module_of(self, optimizer: optim.Optimizer) -> Module:
         """Returns the module that was set up and has an optimizer's parameters."""
         own = {id(parameter) for parameter in parameters_of([optimizer])}
-        for module in self._modules:
-            if own & {id(parameter) for parameter in module.parameters()}:
-                return module
+        parts = [(module, own & {id(parameter) for parameter in module.parameters()}) for module in self._modules]
+        models = [module for module, part in parts if part]
+        # An earlier set-up may have had the same module.
+        whole = next((module for module, part in parts if part == own), None)
+        if whole is None and len(models) > 1:
+            names = ", ".join(type(model).__name__ for model in models)
+            raise ConfigError(
+                f"the optimizer has parameters of several models ({names}), and with local steps it can have those of "
+                "one: set up one model of all, such as torch.nn.ModuleList([encoder, decoder]), or give each model an "
+                "optimizer of its own"
+            )
+        if models:
+            return models[0] if whole is None else whole
         raise ConfigError("the optimizer's model is not set up; call fabric.setup(model, optimizer) for both")
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:

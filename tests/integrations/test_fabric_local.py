@@ -110,3 +110,21 @@ def _on_two_nodes(rank: int) -> str:
 
 def test_a_model_without_its_optimizer_is_an_error_where_each_node_has_one_process(tmp_path: Path) -> None:
     assert "it was set up and trained without its optimizer" in run_alike(_on_two_nodes, 2, tmp_path, initialise=False)
+
+
+@on_ranks(2, initialise=False)
+def test_an_optimizer_of_several_models_is_refused_and_of_a_model_that_has_them_trained(rank: int) -> list[str]:
+    fabric = _of(GQSGDFabricStrategy(local_steps=2))
+    parts = [nn.Linear(4, 4), mlp()]
+    for part in parts:
+        fabric.setup_module(part)
+    optimizer = torch.optim.SGD((parameter for part in parts for parameter in part.parameters()), lr=0.1)
+    text = error_text(ConfigError, fabric.setup_optimizers, optimizer)
+    assert "the optimizer has parameters of several models (Linear, Sequential)" in text
+    fabric.setup_module(nn.ModuleList(parts))
+    optimizer = fabric.setup_optimizers(optimizer)
+    optimizer.step()
+    fabric.strategy.finish()
+    (averages,) = fabric.strategy.gqsgd_states
+    averages.close()
+    return [fingerprint(part) for part in parts]
