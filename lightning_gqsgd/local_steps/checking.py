@@ -14,6 +14,15 @@ from lightning_gqsgd.reducers.memory import Keeps
 from lightning_gqsgd.session.checkpoint import REMEDY, is_count, layout_of
 
 
+def refuse_merged(state: object) -> None:
+    """Raise ConfigError for a state of rounds by the clock, or of members that come and go."""
+    if isinstance(state, Mapping) and "merged" in state:
+        raise ConfigError(
+            "the state is that of local steps that merge by the clock or with members that come and go, and this run "
+            "has a number of steps between averages; resume with the options that wrote it"
+        )
+
+
 def check_local_state(averages: LocalAverages, state: Mapping[str, Any], own: bool) -> None:
     """Check that a state fits this run.
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.averages import Average, LocalAverages
-from lightning_gqsgd.local_steps.checking import check_local_state, check_tensors, rows_of
+from lightning_gqsgd.local_steps.checking import check_local_state, check_tensors, refuse_merged, rows_of
 from lightning_gqsgd.local_steps.divided_state import divided, joined
 from lightning_gqsgd.local_steps.fragments import Fragment
 from lightning_gqsgd.local_steps.inner_state import all_or_nothing
@@ -111,6 +111,7 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
             changed then.
         CollectiveError: if an average under way has failed. Nothing is changed then.
     """
+    refuse_merged(state)
     check_state(state, averages.requested, _ENTRIES)
     if _REPLICA_WEIGHTS in state:
         state = joined(averages, state)
@@ -241,6 +242,7 @@ def load_gathered(
     Raises:
         ConfigError: for the reasons of `load_state`.
     """
+    refuse_merged(state)
     if not isinstance(state, Mapping) or not isinstance(state.get("ranks"), list):
         raise ConfigError("this is not a state of local steps of all ranks; load what rank 0 has saved")
     common = {name: value for name, value in state.items() if name != "ranks"}

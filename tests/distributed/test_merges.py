@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gqsgd import CollectiveError, ConfigError, LocalSteps
+from lightning_gqsgd.local_steps.checkpoint import load_gathered
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.merges.contribution import Contribution
 from lightning_gqsgd.local_steps.merges.fixed import FixedMembers
@@ -276,9 +277,12 @@ def test_a_state_of_another_kind_is_refused(rank: int) -> None:
     model = network(rank)
     by_steps = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every=4, bits=4)
     state = by_steps.state_dict()
-    by_steps.close()
     optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every="1s", bits=4)
     mine = optimizer.state_dict()
+    turned = "this run has a number of steps between averages"
+    assert turned in error_text(ConfigError, by_steps.load_state_dict, mine)
+    assert turned in error_text(ConfigError, load_gathered, by_steps.averages, mine["local_steps"], model, [])
+    by_steps.close()
     merged = mine["local_steps"]["merged"]
     bits = bits_of_model(model)
     anchors = {name: anchor + 1 for name, anchor in merged["anchors"].items()}
