@@ -12,6 +12,17 @@ from lightning_gqsgd.kernels.wire import is_in_range
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.reducers.memory import Keeps
 from lightning_gqsgd.session.checkpoint import REMEDY, is_count, layout_of
+from lightning_gqsgd.session.parameters import plain_name
+
+
+def in_plain_names(state: Any) -> Any:
+    """Returns a state whose tensors have the names of `fragments.Entry`. In states of earlier versions, those of a
+    compiled model have other ones."""
+    if isinstance(state, Mapping):
+        return {plain_name(key) if isinstance(key, str) else key: in_plain_names(one) for key, one in state.items()}
+    if isinstance(state, list):
+        return [in_plain_names(one) for one in state]
+    return plain_name(state) if isinstance(state, str) else state
 
 
 def refuse_merged(state: object) -> None:

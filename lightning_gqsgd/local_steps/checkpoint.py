@@ -21,7 +21,13 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.averages import Average, LocalAverages
-from lightning_gqsgd.local_steps.checking import check_local_state, check_tensors, refuse_merged, rows_of
+from lightning_gqsgd.local_steps.checking import (
+    check_local_state,
+    check_tensors,
+    in_plain_names,
+    refuse_merged,
+    rows_of,
+)
 from lightning_gqsgd.local_steps.divided_state import divided, joined
 from lightning_gqsgd.local_steps.fragments import Fragment
 from lightning_gqsgd.local_steps.inner_state import all_or_nothing
@@ -31,6 +37,7 @@ from lightning_gqsgd.local_steps.sharding import WHOLE
 from lightning_gqsgd.local_steps.watching import digest_of_tensors
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.session.checkpoint import MEMORY_LAYOUT, STATE_SCHEMA, check_state, in_words, layout_of
+from lightning_gqsgd.session.parameters import plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +120,7 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
     """
     refuse_merged(state)
     check_state(state, averages.requested, _ENTRIES)
+    state = in_plain_names(state)
     if _REPLICA_WEIGHTS in state:
         state = joined(averages, state)
     else:
@@ -254,7 +262,8 @@ def load_gathered(
             f"{common.get('world_size')!r:.50} ranks; load what rank 0 has saved"
         )
     tensors = _tensors_of(averages, model)
-    check_tensors(tensors, own["model"], "parameters or buffers")
+    model_tensors = in_plain_names(own["model"])
+    check_tensors(tensors, model_tensors, "parameters or buffers")
     if not isinstance(own["optimizers"], list) or len(own["optimizers"]) != len(optimizers):
         raise ConfigError("the checkpoint is that of another number of optimizers; resume with those that wrote it")
 
@@ -266,7 +275,7 @@ def load_gathered(
             # With another number of ranks, trained parameters start from their anchors. Those of another optimizer may
             # have been loaded already.
             if same or not tensor.requires_grad:
-                tensor.copy_(own["model"][name])
+                tensor.copy_(model_tensors[name])
 
     rank = averages.rank if same else 0
     load_state(averages, {**common, "rank": rank, "memory": own["memory"], "rule": own["rule"]}, load_own)
@@ -310,8 +319,8 @@ def _tensors_of(averages: LocalAverages, model: nn.Module) -> dict[str, Tensor]:
     Buffers that a model makes in its first forward pass, such as the mask of its attention, are left out: the model of
     a run that resumes does not have them yet, and makes its own.
     """
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in averages.watched.buffers}
-    return {**dict(model.named_parameters()), **buffers}
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in averages.watched.buffers]
+    return {plain_name(name): tensor for name, tensor in (*model.named_parameters(), *buffers)}
 
 
 def _on_cpu(value: Any) -> Any:

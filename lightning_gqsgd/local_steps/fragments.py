@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
     Attributes:
         segment: its number, the size of this rank's part, and whether it is sent uncompressed.
-        name: its name in the model.
+        name: its name in the model, as in one that is not compiled.
         whole: a parameter or a buffer. Every rank has its own values.
         is_buffer: whether it is a buffer. The anchor of a buffer becomes the mean, without the outer optimizer.
     """

@@ -33,7 +33,7 @@ from lightning_gqsgd.local_steps.sharding import (
 )
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.session.nodes import nodes_of_groups
-from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters, parameters_of
+from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters, parameters_of, plain_name
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import check_parameters
@@ -226,7 +226,7 @@ def numbered(
                 own_part(trained[fact.name]).numel(),
                 fact.raw,
             ),
-            fact.name,
+            plain_name(fact.name),
             trained[fact.name],
             is_buffer=False,
         )
@@ -235,7 +235,7 @@ def numbered(
     first_of_buffers = len(all_parameters) * sharding.size
     floating = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.numel()}
     buffers = [
-        Entry(Segment(first_of_buffers + place, buffer.numel(), True), name, buffer, True)
+        Entry(Segment(first_of_buffers + place, buffer.numel(), True), plain_name(name), buffer, True)
         for place, (name, buffer) in enumerate(floating.items())
     ]
     return facts, parameters, buffers

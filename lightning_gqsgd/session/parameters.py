@@ -17,6 +17,9 @@ from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.spec.bits_by_name import check_matched
 from lightning_gqsgd.wire.plan import Segments
 
+#: What torch.compile puts into the names of a module's tensors.
+_OF_COMPILED = "_orig_mod."
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -91,6 +94,11 @@ def segments_of(parameters: Iterable[Parameter], choices: Mapping[int, int]) -> 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
     """Returns all parameters of some optimizers, in order."""
     return (parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"])
+
+
+def plain_name(name: str) -> str:
+    """Returns a tensor's name in a module, without what torch.compile has put into it."""
+    return name.replace(_OF_COMPILED, "")
 
 
 def keys_in(state: Mapping[str, Any]) -> Iterable[Any]:

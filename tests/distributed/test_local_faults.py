@@ -372,6 +372,41 @@ def test_a_model_that_makes_buffers_in_its_first_forward_pass_resumes_before_tha
     assert len(set(weights)) == 1
 
 
+@on_ranks(1)
+def test_a_state_goes_from_a_compiled_model_to_the_module_itself_and_back(rank: int) -> None:
+    """Also one of an earlier version, in which the tensors of a compiled model had other names."""
+
+    def made(compiles: bool) -> tuple[nn.Module, LocalSteps]:
+        model, inner = _model_and_optimizer()
+        wrapped: Any = torch.compile(model) if compiles else model
+        return model, LocalSteps(wrapped, inner, every=3, delay=1, outer_after=0)
+
+    ends = []
+    for compiles in (True, False):
+        model, optimizer = made(compiles)
+        train_with(model, optimizer, rank, range(3))
+        weights = copy.deepcopy(model.state_dict())
+        state = copy.deepcopy(optimizer.state_dict())
+        assert len(state["local_steps"]["under_way"]) == 1
+        everyone: Any = gathered_state(optimizer.averages, optimizer._model, [optimizer.inner])
+        train_with(model, optimizer, rank, range(3, 7))
+        ends.append(bits_of_model(model))
+        optimizer.close()
+        anchors = state["local_steps"]["anchors"]
+        earlier = _changed(state, "local_steps", "anchors", to={f"_orig_mod.{name}": anchors[name] for name in anchors})
+        for saved in (state, earlier, everyone):
+            model, optimizer = made(not compiles)
+            if saved is everyone:
+                load_gathered(optimizer.averages, saved, optimizer._model, [optimizer.inner])
+            else:
+                model.load_state_dict(weights)
+                optimizer.load_state_dict(saved)
+            train_with(model, optimizer, rank, range(3, 7))
+            ends.append(bits_of_model(model))
+            optimizer.close()
+    assert len(set(ends)) == 1
+
+
 @on_ranks(2)
 def test_a_state_with_a_wrong_entry_is_refused_before_anything_is_loaded(rank: int) -> None:
     """Refuse states with one wrong entry, and change nothing; then take the right one."""

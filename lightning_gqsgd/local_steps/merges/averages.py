@@ -38,6 +38,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, check_integer, counted, plain_integer
 from lightning_gqsgd.local_steps.averages import open_meeting
+from lightning_gqsgd.local_steps.checking import in_plain_names
 from lightning_gqsgd.local_steps.fragments import kept, refuse_kept
 from lightning_gqsgd.local_steps.inner_state import InnerState, all_or_nothing
 from lightning_gqsgd.local_steps.merges.contribution import Contribution, learning_rate_of, parameters_in
@@ -550,7 +551,7 @@ class MergedAverages:
         with self._thread.between_merges:
             with all_or_nothing(self._optimizers):
                 load_beside()
-                self._shared.load_state_dict(state["merged"])
+                self._shared.load_state_dict(in_plain_names(state["merged"]))
             self._members.start_after(self._shared.merges)
             self._rounds.start_after(self._shared.merges)
             self.requested = replace(self.requested, seed=state["seed"])
