@@ -82,7 +82,8 @@ def check_tensors(here: Mapping[str, Tensor], saved: object, what: str) -> None:
     if missing:
         raise ConfigError(
             f"the state of local steps is that of a model with other {what} ({missing[0]!r} is on one side only); "
-            "resume with the model that wrote it"
+            "resume with the model that wrote it, and with the same parameters frozen, or load the weights without the "
+            "state, and local steps begin anew"
         )
     for name, tensor in here.items():
         found = saved[name]

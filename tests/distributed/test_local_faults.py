@@ -373,6 +373,20 @@ def test_a_model_that_makes_buffers_in_its_first_forward_pass_resumes_before_tha
 
 
 @on_ranks(1)
+def test_a_state_of_a_model_with_other_parameters_frozen_is_refused_with_what_to_do(rank: int) -> None:
+    model, inner = _model_and_optimizer()
+    optimizer = LocalSteps(model, inner, every=3)
+    state = optimizer.state_dict()
+    optimizer.close()
+    model[0].requires_grad_(False)
+    optimizer = LocalSteps(model, inner, every=3)
+    text = error_text(ConfigError, optimizer.load_state_dict, state)
+    assert "('0.bias' is on one side only)" in text
+    assert "with the same parameters frozen, or load the weights without the state" in text
+    optimizer.close()
+
+
+@on_ranks(1)
 def test_a_state_goes_from_a_compiled_model_to_the_module_itself_and_back(rank: int) -> None:
     """Also one of an earlier version, in which the tensors of a compiled model had other names."""
 
