@@ -185,7 +185,8 @@ class LocalAverages(AveragingLoop[Average]):
             ):
                 # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
                 # broadcast.
-                take_from_first_rank(_own_parts(model), self.group)
+                reshard(model)
+                take_from_first_rank(map(own_part, (*model.parameters(), *model.buffers())), self.group)
         self.rank = self._engine.rank
         self.world_size = self._engine.world_size
         self.telemetry = self._engine.telemetry
@@ -317,7 +318,8 @@ class LocalAverages(AveragingLoop[Average]):
         self.wait_for_all()
         self.under_way.clear()
         self._buffers.take_back()
-        take_from_first_rank(_own_parts(model), self.group)
+        reshard(model)
+        take_from_first_rank(map(own_part, self.watched.tensors(model).values()), self.group)
         self.watched.take_loaded(None)
         self.expected_sum = None
         self._was_loaded = False
@@ -673,12 +675,6 @@ class LocalAverages(AveragingLoop[Average]):
             if not bool(part.isfinite().all())
         ]
         return listed(names) if names else "in the inner optimizer's state"
-
-
-def _own_parts(model: nn.Module) -> list[Tensor]:
-    """Returns this rank's parts of all parameters and buffers."""
-    reshard(model)
-    return [own_part(tensor) for tensor in (*model.parameters(), *model.buffers())]
 
 
 def open_meeting(model: object, group: dist.ProcessGroup, timeout: timedelta | None) -> Meeting:

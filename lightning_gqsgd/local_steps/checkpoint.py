@@ -37,7 +37,6 @@ from lightning_gqsgd.local_steps.sharding import WHOLE
 from lightning_gqsgd.local_steps.watching import digest_of_tensors
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.session.checkpoint import MEMORY_LAYOUT, STATE_SCHEMA, check_state, in_words, layout_of
-from lightning_gqsgd.session.parameters import plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +195,7 @@ def gathered_state(averages: LocalAverages, model: nn.Module, optimizers: Sequen
     own = {
         "memory": state.pop("memory"),
         "rule": state.pop("rule"),
-        "model": _tensors_of(averages, model),
+        "model": averages.watched.tensors(model),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
     }
     everyone = gathered(_on_cpu(own), averages.group, averages.device)
@@ -261,7 +260,7 @@ def load_gathered(
             f"the state of local steps does not have {', '.join(_OWN_ENTRIES)} of each of "
             f"{common.get('world_size')!r:.50} ranks; load what rank 0 has saved"
         )
-    tensors = _tensors_of(averages, model)
+    tensors = averages.watched.tensors(model)
     model_tensors = in_plain_names(own["model"])
     check_tensors(tensors, model_tensors, "parameters or buffers")
     if not isinstance(own["optimizers"], list) or len(own["optimizers"]) != len(optimizers):
@@ -311,16 +310,6 @@ def _loaded(averages: LocalAverages, saved: Mapping[str, Any]) -> Average:
     integers = list(saved["integers"])
     sharding = averages.sharding
     return Average(saved["fragment"], saved["use_after"], frozen, changes, integers=integers, sharding=sharding)
-
-
-def _tensors_of(averages: LocalAverages, model: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and buffers by name, including those that a state_dict leaves out.
-
-    Buffers that a model makes in its first forward pass, such as the mask of its attention, are left out: the model of
-    a run that resumes does not have them yet, and makes its own.
-    """
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in averages.watched.buffers]
-    return {plain_name(name): tensor for name, tensor in (*model.named_parameters(), *buffers)}
 
 
 def _on_cpu(value: Any) -> Any:

@@ -18,7 +18,7 @@ from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.local_steps.fragments import Entry
 from lightning_gqsgd.local_steps.starting import in_words, place_of
 from lightning_gqsgd.session.ddp_models import DDPModels
-from lightning_gqsgd.session.parameters import parameters_of
+from lightning_gqsgd.session.parameters import parameters_of, plain_name
 from lightning_gqsgd.wire.agreement import digest_of
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,15 @@ class WatchedModel:
         self._looks_at_others = group is None or len(ranks) > 1
         self._others: dict[str, Tensor] = {}  # values of the parameters that are not averaged, by name
         _WATCHED.add(self)
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """Returns the parameters and buffers of the model by name, including those that a state_dict leaves out.
+
+        Buffers that a model makes in its first forward pass, such as the mask of its attention, are left out: another
+        rank, or a run that resumes, may not have them yet, and makes its own.
+        """
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in self.buffers]
+        return {plain_name(name): tensor for name, tensor in (*model.named_parameters(), *buffers)}
 
     def digest(self) -> int:
         """Returns a digest of the values of the averaged parameters. Waits for a GPU."""

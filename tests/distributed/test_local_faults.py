@@ -372,6 +372,17 @@ def test_a_model_that_makes_buffers_in_its_first_forward_pass_resumes_before_tha
     assert len(set(weights)) == 1
 
 
+@on_ranks(2)
+def test_local_steps_begin_anew_where_one_rank_has_made_buffers_in_a_forward_pass(rank: int) -> str:
+    model = _Masked()
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 0.1), every=2)
+    if rank == 0:
+        model(torch.ones(2, 4))
+    optimizer.averages.start_anew(model)
+    optimizer.close()
+    return fingerprint(model)
+
+
 @on_ranks(1)
 def test_a_state_of_a_model_with_other_parameters_frozen_is_refused_with_what_to_do(rank: int) -> None:
     model, inner = _model_and_optimizer()
