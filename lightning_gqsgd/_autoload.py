@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -59,8 +60,11 @@ def install() -> None:
 
 
 def flavour(first: str, second: str) -> str:
-    """Returns our module for one of two packages: the one that is imported, or the first if neither or both are."""
+    """Returns our module for one of two packages: the one that is imported, else the one that is installed. If this is
+    so of neither or of both, it is the first."""
     has_first, has_second = (sys.modules.get(name) is not None for name in (first, second))
+    if not has_first and not has_second:  # a script may import this package before the other one
+        has_first, has_second = (find_spec(name.partition(".")[0]) is not None for name in (first, second))
     package = second if has_second and not has_first else first
     return _TARGETS[f"{package}.strategies"].home
 

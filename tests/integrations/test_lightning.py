@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import lightning_gqsgd
-from lightning_gqsgd._autoload import strategy_names
+from lightning_gqsgd._autoload import flavour, strategy_names
 from lightning_gqsgd.cli.doctor import _framework
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.frameworks import trainer
@@ -266,6 +266,23 @@ def test_importing_the_package_loads_nothing_but_the_standard_library() -> None:
         "assert not loaded & {'torch', 'numpy', 'numba', 'lightning', 'pytorch_lightning'}, loaded"
     )
     ended_well("-c", code)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "home"),
+    [
+        ("lightning.pytorch", "pytorch_lightning", "trainer_pytorch_lightning"),
+        ("lightning.fabric", "lightning_fabric", "fabric_lightning_fabric"),
+    ],
+)
+def test_a_class_that_is_imported_before_lightning_is_of_the_package_that_is_installed(
+    first: str, second: str, home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (first, second):  # neither is imported yet
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert flavour(first, second) == home.removesuffix(second) + "lightning"  # both are installed
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    assert flavour(first, second) == home
 
 
 @pytest.mark.slow
