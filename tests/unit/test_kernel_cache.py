@@ -66,6 +66,20 @@ def test_sources_that_have_changed_are_compiled_anew_and_old_files_go(
     assert new != old
 
 
+@pytest.mark.parametrize(
+    ("of", "attribute", "other"), [("sys", "version_info", (3, 99)), ("numba", "__version__", "0.1")]
+)
+def test_environments_that_share_a_folder_keep_their_kernels(
+    of: str, attribute: str, other: Any, folder: Path, told: list[Compilation]
+) -> None:
+    doubling()(1.5)
+    with pytest.MonkeyPatch.context() as another_environment:
+        another_environment.setattr(cache, of, SimpleNamespace(**{**vars(getattr(cache, of)), attribute: other}))
+        assert doubling()(1.5) == 3.0
+    assert doubling()(1.5) == 3.0
+    assert len(told) == len(list(folder.iterdir())) == 2
+
+
 def test_every_file_that_kernels_include_is_part_of_the_digest(tmp_path: Path) -> None:
     package = Path(cache.__file__).parent.parent
     files = cache.included_files()
@@ -108,7 +122,7 @@ def test_a_damaged_file_is_replaced(folder: Path, told: list[Compilation]) -> No
     for content in (b"", whole[:-1], whole[:40] + b"?" + whole[41:]):
         file.write_bytes(content)
         assert doubling()(1.5) == 3.0
-        assert told[-1].reason == f"{file} is damaged"
+        assert told[-1].reason == f"{file} is damaged or cannot be read"
         told.clear()
         doubling()(1.5)
         assert told == []

@@ -4,11 +4,11 @@ Numba's own cache cannot be used, for three reasons. It compares only the file o
 change in another file that the kernel includes. It cannot find a kernel again that is composed of other compiled
 functions. If two processes compile one kernel for two dtypes at the same time, it can exchange their code.
 
-Here, each kernel has one file for every combination of argument types, processor and source text. The source text
-includes all files that a kernel can include. Files are written under another name first, so that no process reads half
-a file. If several processes need one kernel at the same time, such as the ranks at the first start, one of them
-compiles it and the others wait. On a machine with fewer processors than processes, compiling in all of them would take
-longer for each.
+Here, each kernel has one file for every combination of argument types, processor, versions of Numba and Python, and
+source text. The source text includes all files that a kernel can include. Files are written under another name first,
+so that no process reads half a file. If several processes need one kernel at the same time, such as the ranks at the
+first start, one of them compiles it and the others wait. On a machine with fewer processors than processes, compiling
+in all of them would take longer for each.
 
 The cache searches these folders, in this order, and writes files to the first folder that is writable:
 
@@ -88,10 +88,9 @@ def included_files() -> list[Path]:
 
 
 def digest_of(files: Iterable[Path]) -> str:
-    """Returns the digest of the names and the contents of files, and of the versions of Numba, Python and the
-    package."""
+    """Returns the digest of the names and the contents of files, and of the version of the package."""
     # The version decides for a package in a zip archive, which has no files.
-    digest = hashlib.sha256(f"{numba.__version__} {sys.version_info[:2]} {__version__}".encode())
+    digest = hashlib.sha256(__version__.encode())
     for file in files:
         content = file.read_bytes()
         digest.update(f"\0{file.name} {len(content)}\0".encode() + content)
@@ -162,7 +161,7 @@ class KernelCache(_Cache):
                 self._unlock()
                 return found
         damaged = [file for folder in folders() for file in self._files(folder) if file.name == file_name]
-        self._tell(f"{damaged[0]} is damaged" if damaged else self._reason())
+        self._tell(f"{damaged[0]} is damaged or cannot be read" if damaged else self._reason())
         return None
 
     def _found(self, file_name: str, target_context: Any) -> Any:
@@ -219,8 +218,9 @@ class KernelCache(_Cache):
         return f"gqsgd.{self._name}."
 
     def _file_name(self, sig: Any, codegen: Any) -> str:
-        """Returns the name of the file for argument types and a processor."""
-        key = repr((str(sig), codegen.magic_tuple()))
+        """Returns the name of the file for argument types, a processor, and the versions of Numba and Python."""
+        # Not in the digest of the sources: several environments that import one clone each keep their files.
+        key = repr((str(sig), codegen.magic_tuple(), numba.__version__, sys.version_info[:2]))
         return f"{self._prefix}{_source_digest()[:16]}.{hashlib.sha256(key.encode()).hexdigest()[:16]}{_SUFFIX}"
 
     def _stale(self, folder: Path) -> list[Path]:
@@ -242,8 +242,8 @@ class KernelCache(_Cache):
         if writable_folder() is None:
             return f"none of the folders {', '.join(map(str, folders()))} is writable"
         if any(self._stale(folder) for folder in folders()):
-            return "the package, Numba or Python has changed since they were compiled"
-        return "they have not been compiled for this dtype on this machine yet"
+            return "the package has changed since they were compiled"
+        return "they have not been compiled for this dtype, Numba and Python on this machine yet"
 
     def _tell(self, reason: str, *, kept: bool = True) -> None:
         """Tell all watchers about a compilation. ``kept`` is False if its result will not be kept."""
