@@ -278,7 +278,7 @@ def measure(options: argparse.Namespace) -> Report:
         "Relative L2 error (%) of an averaged gradient, by preset",
         {"preset": "", "n": "d", "steps": "d", "bits": "", "bound": ""} | dict.fromkeys(order, ""),
         notes=how_to_read(raw),
-        raw={name: raw[name] for name in ("facts", "images")},
+        raw=raw,
     )
     for n in ranks:
         report.rows += [[row[0], n, *row[1:]] for row in table(raw["facts"], n, order, (1, REPEATS))]
