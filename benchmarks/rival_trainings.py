@@ -39,7 +39,7 @@ from workloads.digits import load_digits
 WIDTHS = (64, 384, 384, 10)
 BATCH = 32
 RATE_OF_LEARNING, MOMENTUM = 0.05, 0.9
-SEEDS = 3
+STEPS, SEEDS = 150, 3
 #: PowerSGD has plain averages in its first steps, as its documentation advises; they are not timed.
 POWERSGD_START = 10
 UNTIMED = POWERSGD_START + 2
@@ -235,7 +235,7 @@ def work(options: argparse.Namespace) -> None:
     batches = Batches()
     found: dict[str, dict[str, Any]] = {name: {"losses": [], "seconds": [], "processor": []} for name in WAYS}
     for seed in range(SEEDS):
-        runs, early = train(list(WAYS), seed, options.steps, batches)
+        runs, early = train(list(WAYS), seed, STEPS, batches)
         for name, run in runs.items():
             case = found[name]
             case["losses"].append(batches.loss(run.model.module))
@@ -246,7 +246,7 @@ def work(options: argparse.Namespace) -> None:
         if seed == 0:
             for name in WAYS:
                 if name not in (COMPUTE, BASELINE):
-                    found[name]["error"], found[name]["kept"] = probe(name, early, batches.of(seed, options.steps))
+                    found[name]["error"], found[name]["kept"] = probe(name, early, batches.of(seed, STEPS))
     finish({**found, "numel": sum(parameter.numel() for parameter in network().parameters())})
 
 
@@ -254,7 +254,7 @@ def measure(options: argparse.Namespace) -> Report:
     """Run the workers in every lab."""
     report = Report(
         "rival_trainings",
-        f"Trainings under other tools' hooks and codes, {options.steps} steps, {SEEDS} seeds",
+        f"Trainings under other tools' hooks and codes, {STEPS} steps, {SEEDS} seeds",
         {
             "way": "",
             "rate": "",
@@ -270,7 +270,7 @@ def measure(options: argparse.Namespace) -> Report:
         },
     )
     in_labs(options, report, add_rows)
-    report.notes = (*_how_to_read(options), *(who_wins(report.rows, rate) for rate in options.rate))
+    report.notes = (*_how_to_read(), *(who_wins(report.rows, rate) for rate in options.rate))
     return report
 
 
@@ -338,7 +338,7 @@ def _narrow(rows: list[Any], most: float) -> list[Any]:
     return [row for row in rows if row[2] <= most]
 
 
-def _how_to_read(options: argparse.Namespace) -> list[str]:
+def _how_to_read() -> list[str]:
     return [
         f"Digits of scikit-learn, dense layers of widths {', '.join(map(str, WIDTHS))}, SGD with rate "
         f"{RATE_OF_LEARNING} and momentum {MOMENTUM} under every way, batches of {BATCH} per host. The rate is plain "
@@ -356,7 +356,7 @@ def _how_to_read(options: argparse.Namespace) -> list[str]:
         "without communication. It includes coding and what Gloo does to send. step: median over steps and seeds of "
         "the slower host. ddp / step: median of the ratio within a turn. Both hosts share the cores of one machine "
         "with other work.",
-        f"loss: of all images for training, after {options.steps} steps, mean over seeds. by seed: its difference to "
+        f"loss: of all images for training, after {STEPS} steps, mean over seeds. by seed: its difference to "
         "plain DDP of the same seed, in units of 0.0001. A difference whose sign changes with the seed is noise.",
         "torch's hooks are torch's own. Its quantisation hooks run on Gloo, and so does PowerSGD here, where all "
         "gradients fit one bucket. With several buckets, a process of PowerSGD on Gloo ended with SIGABRT in one of "
@@ -372,5 +372,4 @@ if __name__ == "__main__":
     parser = command_line(__doc__)
     add_labs(parser)
     parser.set_defaults(rate=["100mbit"])
-    parser.add_argument("--steps", type=int, default=100)
     work_or_present(parser, work, measure)
