@@ -26,7 +26,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
-from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
+from lightning_gqsgd.predict.timing import Spread, in_turns
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.base import Exchange
 from lightning_gqsgd.wire.communicator import Communicator
@@ -186,7 +186,7 @@ def _add_rows(
                 int(threads),
                 1e3 * spread.median,
                 f"{1e3 * spread.low:.2f} to {1e3 * spread.high:.2f}",
-                ratio(seconds, str(options.threads[0]), threads),
+                Spread.of(seconds[str(options.threads[0])] / values).median,
                 8e-9 * plan.message_bytes / spread.median,
             ]
         )

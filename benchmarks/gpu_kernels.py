@@ -36,7 +36,7 @@ from lightning_gqsgd.kernels.layout import (
     whole,
 )
 from lightning_gqsgd.kernels.protocol import Coding
-from lightning_gqsgd.predict.timing import Case, Clock, EventClock, Spread, in_turns, ratio
+from lightning_gqsgd.predict.timing import Case, Clock, EventClock, Spread, in_turns
 from lightning_gqsgd.reducers import Setting, StepKeys
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_NUMEL
 
@@ -358,7 +358,7 @@ def facts_of(
     facts = []
     for key, stage in cases.stages.items():
         case, family, name = key
-        faster = ratio({"copy": seconds[roof], "stage": seconds[key]}, "copy", "stage")
+        faster = Spread.of(seconds[roof] / seconds[key]).median
         share = faster * stage.nbytes / cases.stages[roof].nbytes
         median, issued = Spread.of(seconds[key]).median, Spread.of(host[case][name]).median
         facts.append(Fact(case, family, name, *size, median, stage.nbytes, share, issued))

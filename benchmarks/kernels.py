@@ -24,7 +24,7 @@ from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import PIECE_NUMEL, Segment, pieces, place, table_of, whole
 from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.kernels.wire import scale_format
-from lightning_gqsgd.predict.timing import Case, Spread, in_turns, ratio
+from lightning_gqsgd.predict.timing import Case, Spread, in_turns
 
 #: Options that belong to one device, with their defaults.
 OF_DEVICE = {
@@ -119,14 +119,13 @@ def _measure_one(x: Tensor, pairs: dict[str, tuple[Case, Case]], rounds: int, re
     seconds = in_turns(cases, rounds)
     for name in pairs:
         both = seconds[f"{name}/encode"] + seconds[f"{name}/decode"]
-        seconds[f"{name}/both"] = both
         report.rows.append(
             [
                 name,
                 x.numel(),
                 str(x.dtype).removeprefix("torch."),
                 *(1e3 * Spread.of(seconds[key]).median for key in ("copy", f"{name}/encode", f"{name}/decode")),
-                ratio(seconds, f"{name}/both", "copy"),
+                Spread.of(both / seconds["copy"]).median,
                 x.numel() * x.element_size() / Spread.of(both).median / 1e9,
             ]
         )

@@ -33,7 +33,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
+from lightning_gqsgd.predict.timing import Spread, in_turns
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.reducers.memory import MemoryStore
@@ -187,7 +187,9 @@ def _add_rows(options: argparse.Namespace, report: Report, hosts: int, rate: str
         time, sent = Spread.of(values).median, result["bytes"][name]
         # A part of what several ranks of one host send stays on that host.
         wire = wire_seconds(sent, rate) if options.ranks_per_host == 1 else None
-        faster = [None, None] if name.endswith(BARE) else [ratio(seconds, plain, name) for plain in ("fp32", "bf16")]
+        faster = [
+            None if name.endswith(BARE) else Spread.of(seconds[plain] / values).median for plain in ("fp32", "bf16")
+        ]
         times = (1e3 * wire, 1e3 * time, time / wire) if wire else (None, 1e3 * time, None)
         report.rows.append([name, hosts, rate, sent / 1e6, *times, *faster])
 

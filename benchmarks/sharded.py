@@ -43,7 +43,7 @@ from lightning_gqsgd.predict.probe import measure as probe_here
 from lightning_gqsgd.predict.recording import Recorder
 from lightning_gqsgd.predict.sharded import ShardedMethod, predict_sharded, sharded_model
 from lightning_gqsgd.predict.timeline import Timeline
-from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
+from lightning_gqsgd.predict.timing import Spread, in_turns
 from lightning_gqsgd.wire.neighbours import VARIABLE as SHARED_MEMORY
 from netlab.lab import NetLab
 
@@ -319,7 +319,7 @@ def _add_rows(
         wire = wire_seconds(sent, rate)
         method = ways[name].method(has_replicas=has_replicas(options))
         made = predict_sharded(model, costs, hosts, options.ranks_per_host, method)
-        ratios = [ratio(seconds, plain, name) if plain in seconds else None for plain in ("fp32", "bf16")]
+        ratios = [Spread.of(seconds[plain] / values).median if plain in seconds else None for plain in ("fp32", "bf16")]
         report.rows.append(
             [
                 name,

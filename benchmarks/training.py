@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
 from benchmarks.report import Report, command_line, gpu_machine, slug
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
-from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
+from lightning_gqsgd.predict.timing import Spread, in_turns
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.wire.neighbours import VARIABLE
 
@@ -182,7 +182,9 @@ def _add_rows(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> 
         # With two levels, most bytes stay inside of a host.
         wire = wire_seconds(sent, rate) if result["reducers"].get(name) != "hierarchical" else None
         spread = f"{1e3 * step.low:.0f} to {1e3 * step.high:.0f}"
-        ratios = [ratio(seconds, plain, name) if plain in seconds else None for plain in ("ddp", "ddp_bf16")]
+        ratios = [
+            Spread.of(seconds[plain] / values).median if plain in seconds else None for plain in ("ddp", "ddp_bf16")
+        ]
         by = f" ({result['reducers'][name]})" if name in result["reducers"] else ""
         report.rows.append(
             [name + by, hosts, rate, sent / 1e6, 1e3 * wire if wire else None, 1e3 * step.median, spread, *ratios]

@@ -9,7 +9,7 @@ from typing import IO, Any
 from lightning_gqsgd.errors import ConfigError, import_optional
 from lightning_gqsgd.predict.advice import Candidate, Cluster, break_even
 from lightning_gqsgd.predict.files import check_writable
-from lightning_gqsgd.predict.model import Prediction
+from lightning_gqsgd.predict.model import LINKS, Prediction
 from lightning_gqsgd.spec.quantities import rate_in_words
 
 _DPI = 150
@@ -126,7 +126,7 @@ def draw_steps(predictions: Mapping[str, Prediction], file: Path | IO[bytes], wi
     )
     for axes, (name, made), names in zip(several[:, 0], predictions.items(), resources, strict=True):
         for event in made.events:
-            colour = _DOES.get(event.label, _DOES["link" if event.resource in ("link", "node") else "codec"])
+            colour = _DOES.get(event.label, _DOES["link" if event.resource in LINKS else "codec"])
             place = names[::-1].index(event.resource)
             length = 1e3 * (event.end_s - event.start_s)
             light = 0.55 if event.bucket % 2 else 1.0

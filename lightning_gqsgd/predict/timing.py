@@ -127,11 +127,6 @@ def in_turns(
     return seconds
 
 
-def ratio(seconds: Mapping[str, np.ndarray], name: str, to: str) -> float:
-    """Returns the median over rounds of the ratio of two cases in the same round."""
-    return float(np.median(seconds[name] / seconds[to]))
-
-
 def slowest(values: Tensor, device: torch.device) -> Tensor:
     """Returns the element-wise maximum over the ranks of the default process group, on the host. A collective.
 

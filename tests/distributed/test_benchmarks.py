@@ -9,12 +9,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks import accuracy, kernels, noise_bits, noise_layers, report
-from lightning_gqsgd.predict.timing import in_turns, ratio
+from lightning_gqsgd.predict.timing import in_turns
 from tests.marks import needs_root
 from tests.processes import ended_well
 
@@ -44,7 +43,6 @@ def test_cases_run_in_turns() -> None:
     seconds = in_turns(cases, 3, warmup=1, before=lambda: order.append("|"))
     assert "".join(order) == "|a|b" * 4
     assert {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3}
-    assert ratio({"a": np.array([2.0, 4.0, 9.0]), "b": np.array([1.0, 2.0, 3.0])}, "a", "b") == 2.0
 
 
 def test_reports_are_tables_with_their_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
