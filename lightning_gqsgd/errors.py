@@ -90,11 +90,6 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def in_ms(seconds: float) -> str:
-    """Returns a duration in milliseconds as text: ``12.3 ms``."""
-    return f"{1e3 * seconds:.3g} ms"
-
-
 def check_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
     """Raise ConfigError for a value that is not among the allowed ones."""
     allowed = tuple(allowed)

@@ -16,6 +16,7 @@ from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, Interval, inter
 from lightning_gqsgd.predict.model import BF16, NATIVE, Prediction, predict
 from lightning_gqsgd.predict.sharded import ShardedMethod, ShardedModel, predict_sharded
 from lightning_gqsgd.predict.timeline import Timeline
+from lightning_gqsgd.spec.quantities import duration
 
 #: Numbers of bits that are compared, most exact ones first.
 BITS = (8, 4, 3, 2)
@@ -330,7 +331,7 @@ def recommendation(choices: Sequence[Candidate]) -> str:
     made = best.prediction
     wrapper = _wrapper_of(choices)
     what = "gradients" if wrapper == "DDP" else "weights and gradients"
-    waits = f"a step of plain {wrapper} waits {_ms(plain.exposed_s)} of {_ms(plain.step_s)} for {what}"
+    waits = f"a step of plain {wrapper} waits {duration(plain.exposed_s)} of {duration(plain.step_s)} for {what}"
     shortest = min(candidate.prediction.step_s for candidate in recommendable(choices))
     if best is choices[0]:
         # Fewer bits may save more, but are never recommended. Percentages are rounded up, so that the sentence is true.
@@ -341,8 +342,8 @@ def recommendation(choices: Sequence[Candidate]) -> str:
             f"keep plain {wrapper}."
         )
     name = "torch's bf16_compress_hook" if best.method == BF16 else best.keywords
-    saved = f"predicted to take {_ms(made.step_s)}, {_times(plain, made)} than {wrapper}{_against_bf16(choices, best)}"
-    return f"Take {name}, {saved}: {waits}, and {_what_is_left(best)}."
+    faster = f"{_times(plain, made)} than {wrapper}{_against_bf16(choices, best)}"
+    return f"Take {name}, predicted to take {duration(made.step_s)}, {faster}: {waits}, and {_what_is_left(best)}."
 
 
 def _wrapper_of(choices: Sequence[Candidate]) -> str:
@@ -370,12 +371,12 @@ def _what_is_left(best: Candidate) -> str:
     """Returns a clause on how long a candidate's step still waits, and for what. An exposed cost is never called
     hidden."""
     made = best.prediction
-    waits = f"with {best.name} it waits {_ms(made.exposed_s)}, {_share(made)} of the step"
+    waits = f"with {best.name} it waits {duration(made.exposed_s)}, {_share(made)} of the step"
     if made.exposed_s <= NO_WAIT * made.step_s:
         return waits
-    busy = f"the link is busy for {_ms(made.wire_s)}"
+    busy = f"the link is busy for {duration(made.wire_s)}"
     if made.wire_s <= made.codec_s:
-        busy = f"encoding and decoding take {_ms(made.codec_s)}"
+        busy = f"encoding and decoding take {duration(made.codec_s)}"
     if made.exposed_s > 2 * (made.wire_s + made.codec_s):  # the rest: collectives that have not begun to send
         busy = f"most of it is latency, as {busy} only"
     return f"{waits}: {busy}"
@@ -395,7 +396,7 @@ def advice_on_local_steps(choices: Sequence[Candidate], local: Candidate | None)
     step_s = local.prediction.step_s
     return (
         f'If {_share(made)} of a step are too long a wait: strategy="gqsgd_diloco" averages models '
-        f"every {LOCAL_STEPS} steps instead of gradients, predicted to take {_ms(step_s)} a step on average, "
+        f"every {LOCAL_STEPS} steps instead of gradients, predicted to take {duration(step_s)} a step on average, "
         f"{made.step_s / step_s:.2f} times faster than {best.name}; compare what the loss ends with."
     )
 
@@ -430,8 +431,3 @@ def break_even(sweep: dict[float, list[Candidate]]) -> float | None:
             return limit
         limit = factor
     return None
-
-
-def _ms(seconds: float) -> str:
-    seconds = seconds if seconds > 1e-12 else 0.0  # exposed time is a difference; rounding may make it negative
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -16,11 +16,12 @@ import torch
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.choosing import level_or_levels
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.errors import ConfigError, counted, in_ms
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.costs import LATENCY_S, Costs, Link, estimated_costs
 from lightning_gqsgd.predict.timeline import BUCKET_BYTES, Bucket, Timeline
 from lightning_gqsgd.session.nodes import Nodes, with_nodes
+from lightning_gqsgd.spec.quantities import duration
 
 #: Bytes per second of the links between nodes, by the device of gradients, if no node knows its rate: 1 Gbit/s for
 #: machines without GPUs, and 10 Gbit/s for others.
@@ -136,14 +137,14 @@ def _fastest(
     if chosen != ways[0]:
         note = (
             f"; hierarchical, because {nodes.size} ranks share the link of a node: on {link}, the "
-            f"gradients of a step are predicted to take {in_ms(seconds[chosen])}, and {in_ms(seconds[ways[0]])} "
+            f"gradients of a step are predicted to take {duration(seconds[chosen])}, and {duration(seconds[ways[0]])} "
             "without levels"
         )
     plain_s = seconds_of(None)
     if nodes.bytes_per_s and not chosen.auto and seconds[chosen] > plain_s * (1 + TOLERANCE):
         note += (
-            f"; PREDICTED TO BE SLOWER than {plain}: on {link}, {in_ms(seconds[chosen])} for the "
-            f"gradients of a step against {in_ms(plain_s)}{advice}"
+            f"; PREDICTED TO BE SLOWER than {plain}: on {link}, {duration(seconds[chosen])} for the "
+            f"gradients of a step against {duration(plain_s)}{advice}"
         )
     return Fit(chosen, note)
 

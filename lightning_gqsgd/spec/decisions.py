@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_gqsgd.errors import MAX_INTEGER, ConfigError, in_ms
+from lightning_gqsgd.errors import MAX_INTEGER, ConfigError
+from lightning_gqsgd.spec.quantities import duration
 
 #: Number of steps from a step to the first choice that can use its length. The length is known when the next step
 #: begins. Ranks exchange it in that step. Over NCCL, the host reads the exchanged values one step later.
@@ -135,7 +136,7 @@ class Decision:
 
     def _times(self) -> list[str]:
         """Returns the measured and predicted times as one item, or no item if no time was measured."""
-        times = [f"{bits} bits {in_ms(seconds)}{self._as_predicted(bits)}" for bits, seconds in self.seconds.items()]
+        times = [f"{bits} bits {duration(seconds)}{self._as_predicted(bits)}" for bits, seconds in self.seconds.items()]
         untried = [bits for bits, seconds in self.predicted.items() if seconds and bits not in self.seconds]
         times += [f"{bits} bits not tried{self._as_predicted(bits)}" for bits in untried]
         return [", ".join(times)] if times else []
@@ -144,7 +145,7 @@ class Decision:
         seconds = self.predicted.get(bits)
         if seconds is None:
             return ""
-        return f" (predicted {'at least ' if bits in self.at_least else ''}{in_ms(seconds)})"
+        return f" (predicted {'at least ' if bits in self.at_least else ''}{duration(seconds)})"
 
 
 def width(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""Reads times and rates as users write them: a number and a unit."""
+"""Reads and writes times and rates as a number and a unit."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ def rate_in_words(rate: float) -> str:
     bits = 8 * rate
     unit, factor = next(((name, size) for name, size in reversed(RATES.items()) if bits >= size), ("bit", 1))
     return f"{bits / factor:.3g}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """Returns a duration as text: ``12.3 ms``, and from a second on ``1.23 s``."""
+    seconds = seconds if seconds > 1e-12 else 0.0  # exposed time is a difference; rounding may make it negative
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _read(

@@ -262,7 +262,7 @@ def test_on_a_slow_link_the_fewest_bits_are_tried_second_and_what_cannot_win_is_
     assert decision.predicted[16] == pytest.approx(2.1, rel=0.15)
     # Before anything was known of the codec: a lower bound.
     assert 0.5 < (decision.predicted[4] or 0) < 0.9
-    assert "8 bits 1.4e+03 ms (predicted" in decision.describe()
+    assert "8 bits 1.4 s (predicted" in decision.describe()
     assert decision.at_least == (16, 4)  # 4 bits were the first with codes, and rounding to 16 bits is never known
 
 
