@@ -286,7 +286,6 @@ def with_local_steps(cluster: Cluster) -> Candidate | None:
         compute_s=line.compute_s,
         codec_s=share * average.codec_s,
         wire_s=share * average.wire_s,
-        exposed_s=share * average.step_s,
         sent_bytes=round(share * average.sent_bytes),
         events=(),
         node_bytes=round(share * average.node_bytes),

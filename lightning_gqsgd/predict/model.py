@@ -44,7 +44,6 @@ class Prediction:
         compute_s: seconds of forward pass, backward pass and optimizer, without any communication.
         codec_s: seconds in which gradients are encoded, reduced, decoded or copied.
         wire_s: seconds in which a link carries messages.
-        exposed_s: seconds by which the step is longer than its computation.
         sent_bytes: bytes that each rank sends in a step.
         events: the work of each resource, with times.
         node_bytes: the part of ``sent_bytes`` that is sent in collectives between the ranks of one node.
@@ -54,10 +53,14 @@ class Prediction:
     compute_s: float
     codec_s: float
     wire_s: float
-    exposed_s: float
     sent_bytes: int
     events: tuple[Event, ...]
     node_bytes: int
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds by which the step is longer than its computation."""
+        return self.step_s - self.compute_s
 
     @property
     def network_bytes(self) -> int:
@@ -122,7 +125,6 @@ def prediction_of(events: Sequence[Event], step_s: float, compute_s: float, prof
         compute_s=compute_s,
         codec_s=_busy(events, lambda name: name == "codec" or name.startswith("stream")),
         wire_s=_busy(events, lambda name: name in LINKS),
-        exposed_s=step_s - compute_s,
         sent_bytes=sum(profile.sent_bytes for profile in pieces),
         events=tuple(sorted(events, key=lambda event: event.start_s)),
         node_bytes=sum(profile.node_bytes for profile in pieces),

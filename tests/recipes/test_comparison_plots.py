@@ -61,7 +61,7 @@ def test_the_legend_of_steps_is_inside_of_the_picture(
 
     kinds: list[int] = []
     monkeypatch.setattr(plots, "save", check)
-    step = Prediction(0.2, 0.1, 0.0, 0.0, 0.1, 0, (), 0)
+    step = Prediction(0.2, 0.1, 0.0, 0.0, 0, (), 0)
     for predicted in ({}, dict.fromkeys(variants, step)):
         save_step_times(variants, "title", tmp_path / "steps.png", width, predicted)
     assert kinds == [3, 4]
