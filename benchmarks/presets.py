@@ -33,8 +33,8 @@ from torch.nn import functional as F
 from benchmarks import accuracy
 from benchmarks.gradient_sequences import images, segments_of
 from benchmarks.report import RESULTS, Report, command_line, present
-from lightning_gqsgd.cli.facts import HEADINGS, NOTES, facts_at, notes
-from lightning_gqsgd.cli.listing import LOCAL_STEPS, OTHER_SYSTEMS
+from lightning_gqsgd.cli.facts import COLUMNS, facts_at, problems
+from lightning_gqsgd.cli.listing import LOCAL_STEPS, OTHER_SYSTEMS, Listing
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import FIXED, LOCAL_PRESETS, PRESETS, LocalPreset, Preset, make_config
@@ -50,26 +50,6 @@ COMMAND = "python -m benchmarks.presets --save --docs docs/presets.md"
 #: this is done.
 REPEATS, REPEATED_RANKS = 16, 8
 DOCS_RANKS = 8
-#: What the columns of the page's first table mean.
-COLUMNS = (
-    ("preset", 'the name of the preset, for `preset="NAME"`'),
-    ("bits", "bits per coordinate of one rank's message, including scales; for Elias codes, of Gaussian gradients"),
-    ("sent / fp32", "bytes that a rank sends in a step, divided by those of an fp32 ring all-reduce"),
-    ("collective", "how messages travel between ranks ([Method](method.md))"),
-    (
-        "state",
-        "numbers per coordinate that a rank remembers; numbers that only the owner of a shard remembers count 1/n",
-    ),
-    ("bias", "unbiased: the mean is correct on average, so errors average out over steps"),
-    (
-        "ω or δ",
-        "the worst error of one message x: E‖Q(x) - x‖² ≤ ω ‖x‖² of an unbiased codec Q, and "
-        "‖C(x) - x‖² ≤ (1 - δ) ‖x‖² of a biased codec C; x are the coordinates that share a scale, and "
-        "typical gradients have smaller errors",
-    ),
-    ("scale shared by", "coordinates that share a scale; 8 × 256 means blocks of 256 of all 8 ranks"),
-    ("paper", "where the system was published"),
-)
 #: The page of errors, beside that of presets.
 ERRORS = "preset_errors.md"
 
@@ -362,24 +342,39 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
         "",
         "## Columns and symbols",
         "",
-        *_markdown(("column", "meaning"), COLUMNS, numbers=()),
+        *_markdown(("column", "meaning"), list(COLUMNS.items()), numbers=()),
         "",
         f"## At {DOCS_RANKS} ranks",
         "",
         "`gqsgd presets --ranks N` prints this table for any number of ranks. `gqsgd presets NAME` prints all fields "
         "of a preset.",
         "",
-        *_markdown(HEADINGS, [preset_facts.row() for preset_facts in described], numbers=(1, 2, 4)),
+        *_markdown(tuple(COLUMNS), [preset_facts.row() for preset_facts in described], numbers=(1, 2, 4)),
         "",
-        *_spaced(notes(described)[len(NOTES) :]),
-        *LOCAL_STEPS.markdown(),
-        *OTHER_SYSTEMS.markdown(),
+        *_spaced(problems(described)),
+        *_section(
+            LOCAL_STEPS,
+            "With these presets, each rank trains on its own, and models are averaged every H steps; "
+            "[Local steps](local_steps.md) has formulas and experiments.",
+        ),
+        *_section(
+            OTHER_SYSTEMS,
+            "These systems need more than a configuration; [Optimizers, rules of training, topologies](systems.md) has "
+            "formulas and experiments.",
+        ),
         *left_out(),
     ]
     errors_page, picture = path.with_name(ERRORS), path.with_suffix(".png")
     for page, content in ((path, lines), (errors_page, _lines_of_errors(raw, order, ranks, picture))):
         page.write_text("\n".join(content).rstrip() + "\n")
     print(f"written: {path}, {errors_page} and {picture}")
+
+
+def _section(listing: Listing, about: str) -> list[str]:
+    """The lines of the section with a further table of ``gqsgd presets``; ``about`` introduces it."""
+    note = listing.note.replace("gqsgd presets NAME", "`gqsgd presets NAME`")
+    rows = [listing.row(name) for name in listing.names]
+    return [f"## {listing.title}", "", about, "", note, "", *_markdown(listing.headings, rows, numbers=()), ""]
 
 
 def left_out() -> list[str]:

@@ -31,24 +31,22 @@ STEP_NUMEL = 1 << 20
 #: Coordinates of each rank in such a step, at least.
 LEAST_STEP_NUMEL = 1 << 12
 
-HEADINGS = (
-    "preset",
-    "bits",
-    "sent / fp32",
-    "collective",
-    "state",
-    "bias",
-    "ω or δ",
-    "scale shared by",
-    "paper",
-)
-NOTES = (
-    "bits: bits per coordinate of one rank's message, including scales (for Elias codes: of Gaussian gradients). "
-    "sent / fp32: bytes that a rank sends, divided by those of an fp32 ring all-reduce.",
-    "state: numbers per coordinate that a rank remembers; numbers that only the owner of a shard remembers count 1/n.",
-    "ω: E|Q(x) - x|² <= ω |x|² for the coordinates x that share a scale (if all ranks share a scale: their n blocks); "
-    "δ: |C(x) - x|² <= (1 - δ) |x|² of a biased codec. These are worst cases; typical gradients have smaller errors.",
-)
+#: The columns of the table, with their meanings.
+COLUMNS = {
+    "preset": 'the name of the preset, for `preset="NAME"`',
+    "bits": "bits per coordinate of one rank's message, including scales; for Elias codes, of Gaussian gradients",
+    "sent / fp32": "bytes that a rank sends in a step, divided by those of an fp32 ring all-reduce",
+    "collective": "how messages travel between ranks ([Method](method.md))",
+    "state": "numbers per coordinate that a rank remembers; numbers that only the owner of a shard remembers count 1/n",
+    "bias": "unbiased: the mean is correct on average, so errors average out over steps",
+    "ω or δ": "the worst error of one message x: E‖Q(x) - x‖² ≤ ω ‖x‖² of an unbiased codec Q, and "
+    "‖C(x) - x‖² ≤ (1 - δ) ‖x‖² of a biased codec C; x are the coordinates that share a scale, and "
+    "typical gradients have smaller errors",
+    "scale shared by": "coordinates that share a scale; 8 × 256 means blocks of 256 of all 8 ranks",
+    "paper": "where the system was published",
+}
+#: The columns that are explained below the table in a terminal. The others speak for themselves.
+_EXPLAINED = ("bits", "sent / fp32", "state", "ω or δ", "scale shared by")
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ class Facts:
         return "–" if self.delta is None else f"δ = {self.delta:.3g}"
 
     def row(self) -> list[str]:
-        """Returns the cells of a row under `HEADINGS`."""
+        """Returns the cells of a row under `COLUMNS`."""
         if self.config is None:
             what = "chosen in training" if self.preset.config.chooses_bits else f"not at n = {self.ranks}"
             return [self.name, "–", "–", what, "–", self.bias, "–", "–", self.preset.paper]
@@ -205,5 +203,10 @@ def _omega(config: GQSGDConfig, ranks: int) -> float | None:
 
 def notes(rows: Sequence[Facts]) -> list[str]:
     """Returns notes on the columns of the table, and on the presets that cannot work."""
+    return [*(f"{heading}: {COLUMNS[heading]}." for heading in _EXPLAINED), *problems(rows)]
+
+
+def problems(rows: Sequence[Facts]) -> list[str]:
+    """Returns a note on each preset that cannot work."""
     failing = [row for row in rows if row.problem and not row.preset.config.chooses_bits]
-    return [*NOTES, *(f"{row.name}: not at n = {row.ranks}: {row.problem}" for row in failing)]
+    return [f"{row.name}: not at n = {row.ranks}: {row.problem}" for row in failing]

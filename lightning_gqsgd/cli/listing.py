@@ -19,7 +19,6 @@ class Listing:
 
     Attributes:
         title: heading of the table.
-        about: a sentence below the heading, on the page.
         headings: of the columns.
         whole: headings of the columns that are not folded where the terminal is narrow.
         note: the meaning of the columns.
@@ -30,7 +29,6 @@ class Listing:
     """
 
     title: str
-    about: str
     headings: tuple[str, ...]
     whole: tuple[str, ...]
     note: str
@@ -45,20 +43,6 @@ class Listing:
         for name in self.names:
             made.add_row(*self.row(name))
         return made
-
-    def markdown(self) -> list[str]:
-        """Returns the lines of the table's section in docs/presets.md."""
-        lines = [list(self.headings), ["---"] * len(self.headings), *(self.row(name) for name in self.names)]
-        return [
-            f"## {self.title}",
-            "",
-            self.about,
-            "",
-            self.note.replace("gqsgd presets NAME", "`gqsgd presets NAME`"),
-            "",
-            *("| " + " | ".join(cells) + " |" for cells in lines),
-            "",
-        ]
 
     def in_full(self, name: str) -> Table:
         """Returns all facts of one name."""
@@ -94,8 +78,6 @@ def _local_steps_to_dict(name: str) -> dict[str, Any]:
 
 LOCAL_STEPS = Listing(
     title="Local steps",
-    about="With these presets, each rank trains on its own, and models are averaged every H steps; "
-    "[Local steps](local_steps.md) has formulas and experiments.",
     headings=("preset", "H", "outer", "rule", "an average sends", "paper"),
     whole=("preset",),
     note="H: number of optimizer steps between two averages. outer: the outer optimizer, which moves the anchor by the "
@@ -120,8 +102,6 @@ def _system_to_dict(name: str) -> dict[str, Any]:
 
 OTHER_SYSTEMS = Listing(
     title="Optimizers, rules of training, topologies",
-    about="These systems need more than a configuration; [Optimizers, rules of training, topologies](systems.md) has "
-    "formulas and experiments.",
     headings=("system", "in", "sends", "keeps", "needs", "paper"),
     whole=("system", "in"),
     note="in: where a system runs, in training or in simulations. sends: what a rank sends, and bits per coordinate. "

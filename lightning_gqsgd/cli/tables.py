@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 
-from lightning_gqsgd.cli.facts import HEADINGS, Facts
+from lightning_gqsgd.cli.facts import COLUMNS, Facts
 from lightning_gqsgd.config import GQSGDConfig
 
 #: Characters in a line where the output is no terminal.
@@ -92,7 +92,7 @@ def grid_of(facts: Mapping[str, str]) -> Table:
 def table_of_presets(rows: Sequence[Facts]) -> Table:
     """Returns a table with a row for each preset."""
     made = FittingTable(f"Presets at n = {rows[0].ranks}", _DISPENSABLE, "see --json, or one preset by name")
-    for heading in HEADINGS:
+    for heading in COLUMNS:
         numbers = heading in ("bits", "sent / fp32", "state")
         made.add_column(heading, justify="right" if numbers else "left", no_wrap=True)
     for row in rows:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import lightning_gqsgd
 from lightning_gqsgd.cli import ranks, tables
 from lightning_gqsgd.cli.app import app, main
-from lightning_gqsgd.cli.facts import HEADINGS, facts_at
+from lightning_gqsgd.cli.facts import COLUMNS, facts_at
 from lightning_gqsgd.codecs import CompandedCodec
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.local_steps.choosing import make_local
@@ -60,7 +60,7 @@ def test_the_table_has_every_preset_in_a_line_of_its_own_and_nothing_is_cut_off(
     assert "…" not in output
     lines = output.splitlines()
     assert lines[0] == "Presets at n = 8"
-    assert [heading for heading in HEADINGS if heading not in lines[2]] == []
+    assert [heading for heading in COLUMNS if heading not in lines[2]] == []
     rows = {line.split()[0]: line for line in lines[4 : 4 + len(PRESETS)]}
     assert list(rows) == list(PRESETS)
     assert all(PRESETS[name].paper in row for name, row in rows.items())
