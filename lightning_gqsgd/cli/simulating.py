@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.codecs import CODECS
-from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.errors import ConfigError, check_one_of, counted
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression, Problem
@@ -65,8 +65,7 @@ def outcomes(
     Raises:
         ConfigError: an unknown preset or problem, a problem whose package is missing, or numbers that cannot work.
     """
-    if problem not in PROBLEMS:
-        raise ConfigError(f"unknown problem {problem!r} (problems: {', '.join(PROBLEMS)})")
+    check_one_of("--problem", problem, PROBLEMS)
     if not 0 < lr <= _LARGEST_RATE:
         raise ConfigError(f"--lr {lr} is out of range: above 0 to {_LARGEST_RATE:g}, e.g. --lr 0.1")
     made = PROBLEMS[problem]()

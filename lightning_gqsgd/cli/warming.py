@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.errors import check_one_of, counted
 from lightning_gqsgd.kernels.cpu.cache import REMEDY, folders, writable_folder
 from lightning_gqsgd.kernels.wire import DTYPES_BY_NAME
 from lightning_gqsgd.presets import make_config
@@ -62,9 +62,8 @@ def _jobs(
 
     Presets that need the same kernels have one compilation.
     """
-    unknown = [name for name in dtypes if name not in DTYPES_BY_NAME]
-    if unknown:
-        raise ConfigError(f"unknown dtype {unknown[0]!r} (dtypes: {', '.join(DTYPES_BY_NAME)})")
+    for dtype in dtypes:
+        check_one_of("--dtype", dtype, DTYPES_BY_NAME)
     jobs: dict[tuple[GQSGDConfig, str], tuple[str, GQSGDConfig, str, int]] = {}
     for name in presets:
         for count in ranks:

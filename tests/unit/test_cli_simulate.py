@@ -51,7 +51,7 @@ def test_a_run_that_diverges_is_said_to() -> None:
     ("arguments", "words"),
     [
         (["gqsgd_9bit"], "unknown preset 'gqsgd_9bit'"),
-        (["--problem", "chess"], "unknown problem 'chess' (problems: least_squares, logistic, digits)"),
+        (["--problem", "chess"], "--problem='chess' is not one of 'least_squares', 'logistic', 'digits'"),
         (["gqsgd_auto"], "gqsgd: "),
     ],
 )
