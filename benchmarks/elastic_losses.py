@@ -29,7 +29,6 @@ from benchmarks.kept import kept
 from benchmarks.report import Report, command_line, listed, present
 from benchmarks.schedule import share_of_rate
 from benchmarks.virtual_members import Clock, Training, VirtualMembers
-from lightning_gqsgd.errors import counted
 from workloads.characters import CharacterTransformer, load_texts, windows
 
 RANKS = 4
@@ -38,6 +37,7 @@ VALIDATION = 512
 #: Samples of a training, unless the command says otherwise. Each other number has a table of its own.
 SAMPLES = 48_000
 RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
+SEEDS = 3
 #: Steps in which learning rates warm up.
 WARMUP = 32
 
@@ -131,7 +131,7 @@ class Trainings:
 
         return kept(file, time.monotonic() > self._end, make)
 
-    def best(self, way: str, seeds: int) -> tuple[float, list[Result]] | None:
+    def best(self, way: str) -> tuple[float, list[Result]] | None:
         """Returns the best learning rate of a way, and the results of all seeds; None: some are not there yet."""
         tried: dict[float, float] = {}
         for rate in RATES:
@@ -142,9 +142,9 @@ class Trainings:
             if tried[rate] > min(tried.values()):
                 break
         rate = min(tried, key=lambda one: tried[one])
-        results = [self.result(way, rate, seed) for seed in range(seeds)]
+        results = [self.result(way, rate, seed) for seed in range(SEEDS)]
         there = [result for result in results if result is not None]
-        return (rate, there) if len(there) == seeds else None
+        return (rate, there) if len(there) == SEEDS else None
 
 
 def _measure(options: argparse.Namespace) -> Report:
@@ -159,7 +159,7 @@ def _measure(options: argparse.Namespace) -> Report:
         f"Loss at equal samples of members that are unequal, killed and back: {text}",
         columns,
         [
-            f"A character transformer of one layer; {counted(options.seeds, 'seed')} of start, batches and kills. "
+            f"A character transformer of one layer; {SEEDS} seeds of start, batches and kills. "
             "loss: the mean over seeds, nats per byte of the validation text, beside the lowest and the highest. "
             "merges, kills: of all seeds together. samples: those that have entered the model. Changes travel at 4 "
             "bits (gqsgd_diloco). Steps of a round are those of a fast member; a random one is killed every "
@@ -170,7 +170,7 @@ def _measure(options: argparse.Namespace) -> Report:
     trainings = Trainings(Path(options.folder), options.samples, options.minutes)
     plain = math.nan
     for way in options.way:
-        best = trainings.best(way, options.seeds)
+        best = trainings.best(way)
         if best is None:
             report.notes = [*report.notes, f"Not over yet: {way}."]
             continue
@@ -191,6 +191,5 @@ if __name__ == "__main__":
     parser.add_argument("--folder", default="elastic_losses", help="where trainings are kept (default elastic_losses)")
     parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"of each training (default {SAMPLES})")
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further training begins")
     present(parser, _measure)

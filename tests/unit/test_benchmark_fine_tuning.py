@@ -54,13 +54,12 @@ def downloads(tmp_path: Path) -> Path:
 
 
 def _options(downloads: Path, minutes: float) -> argparse.Namespace:
-    return argparse.Namespace(
-        downloads=str(downloads), folder=str(downloads / "kept"), steps=3, seeds=2, minutes=minutes
-    )
+    return argparse.Namespace(downloads=str(downloads), folder=str(downloads / "kept"), minutes=minutes)
 
 
 def test_trainings_that_are_over_are_kept(downloads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fine_tuning, "RATES", {"LoRA": (1e-3, 1e-2), "all weights": (1e-4, 1e-3)})
+    for name, value in {"STEPS": 3, "SEEDS": 2, "RATES": {"LoRA": (1e-3, 1e-2), "all weights": (1e-4, 1e-3)}}.items():
+        monkeypatch.setattr(fine_tuning, name, value)
     report = fine_tuning.measure(_options(downloads, minutes=10.0))
     ways = [(row[0], row[1]) for row in report.rows]
     assert ways == [(trained, way) for trained in fine_tuning.RATES for way in fine_tuning.BITS]
