@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from lightning_gqsgd.cli.tables import table_of_texts
 from lightning_gqsgd.research.experiments import EXPERIMENTS, Row, source_of
+from lightning_gqsgd.research.simulation.training import one_thread
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,8 @@ def checked(names: Sequence[str], say: Callable[[str], None]) -> list[Checked]:
         say: called with the name of each step, for a progress line.
     """
     wanted = EXPERIMENTS if "all" in names else dict.fromkeys(names)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the experiments are so small that more threads are not faster
-    try:
+    with one_thread():  # the experiments are so small that more threads are not faster
         return [_outcome(name, say) for name in wanted]
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _outcome(name: str, say: Callable[[str], None]) -> Checked:

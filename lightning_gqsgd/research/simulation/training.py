@@ -124,7 +124,7 @@ def simulate(
         raise ConfigError(f"the loss of {problem} is not finite before training; start somewhere else")
     diverged_at = None
     small = trainer.x.numel() < SMALL
-    with _one_thread(small), _bar(f"{preset}, {workers} workers", steps, shown=progress) as advance:
+    with one_thread(small), _bar(f"{preset}, {workers} workers", steps, shown=progress) as advance:
         for step in range(steps):
             trainer.train(step)
             done = step + 1
@@ -183,7 +183,7 @@ def _booked(rows: Rows, problem: Problem, trainer: Trainer, step: int) -> bool:
 
 
 @contextmanager
-def _one_thread(wanted: bool) -> Iterator[None]:
+def one_thread(wanted: bool = True) -> Iterator[None]:
     """Make torch use one thread within this context, if ``wanted``."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if wanted else before)
