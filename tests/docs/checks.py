@@ -40,10 +40,15 @@ def spaced(pattern: str) -> str:
     return pattern.replace(" ", r"\s+")
 
 
-def every_sentence(sentences: Sentences) -> pytest.MarkDecorator:
-    """Parametrise a test with each sentence."""
+def comparison_of(sentences: Sentences) -> Callable[[str, str, Values], None]:
+    """Returns the test that each sentence says what the tables say."""
     cases = [(page, pattern, values) for page, found in sentences.items() for pattern, values in found.items()]
-    return pytest.mark.parametrize(("page", "pattern", "values"), cases)
+
+    @pytest.mark.parametrize(("page", "pattern", "values"), cases)
+    def compare(page: str, pattern: str, values: Values) -> None:
+        compare_sentence(page, pattern, values)
+
+    return compare
 
 
 def ends(values: Iterable[float]) -> list[float]:

@@ -8,7 +8,7 @@ from decimal import Decimal
 
 import pytest
 
-from tests.docs.checks import Checked, Sentences, Values, compare_sentence, every_sentence, numbers
+from tests.docs.checks import Checked, Sentences, comparison_of, numbers
 from tests.docs.tables import RESULTS, cell, rows_of
 
 PAGE, FIGURES = "docs/choosing.md", "docs/choosing_figures.md"
@@ -202,9 +202,7 @@ TABLES = (
 )
 
 
-@every_sentence(SENTENCES)
-def test_sentences_say_what_the_tables_say(page: str, pattern: str, values: Values) -> None:
-    compare_sentence(page, pattern, values)
+test_sentences_say_what_the_tables_say = comparison_of(SENTENCES)
 
 
 @pytest.mark.parametrize("checked", TABLES, ids=lambda checked: " ".join(checked.begin))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.docs.checks import Sentences, Values, compare_sentence, ends, every_sentence
+from tests.docs.checks import Sentences, comparison_of, ends
 from tests.docs.tables import RESULTS, cell, rows_of, saved_rows
 
 LOCAL, SYSTEMS = "docs/local_systems.md", "docs/systems.md"
@@ -127,6 +127,4 @@ SENTENCES: Sentences = {
 }
 
 
-@every_sentence(SENTENCES)
-def test_sentences_say_what_the_tables_say(page: str, pattern: str, values: Values) -> None:
-    compare_sentence(page, pattern, values)
+test_sentences_say_what_the_tables_say = comparison_of(SENTENCES)

@@ -15,7 +15,7 @@ from benchmarks import presets
 from lightning_gqsgd.codecs import TrellisCodec
 from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST
 from lightning_gqsgd.research.theory import omega_eden, tree_second_moment
-from tests.docs.checks import Checked, Sentences, Values, compare_sentence, ends, every_sentence
+from tests.docs.checks import Checked, Sentences, comparison_of, ends
 from tests.docs.pages import text_of
 from tests.docs.tables import RESULTS, cell, rows_of, saved_rows
 from tests.docs.test_figures import convnet, convnet_seeds, convnet_target
@@ -356,9 +356,7 @@ SENTENCES: Sentences = {
 }
 
 
-@every_sentence(SENTENCES)
-def test_sentences_say_what_the_tables_say(page: str, pattern: str, values: Values) -> None:
-    compare_sentence(page, pattern, values)
+test_sentences_say_what_the_tables_say = comparison_of(SENTENCES)
 
 
 def claims_row(row: tuple[str, ...]) -> list[str | None]:

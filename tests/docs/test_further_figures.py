@@ -15,7 +15,7 @@ import pytest
 from benchmarks.registered import SPEEDS
 from lightning_gqsgd.predict import sharded, timeline
 from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST
-from tests.docs.checks import Sentences, Values, compare_sentence, ends, every_sentence, rounded
+from tests.docs.checks import Sentences, comparison_of, ends, rounded
 from tests.docs.tables import RESULTS, cell, rows_of, saved_rows
 from tests.docs.test_figures import auto, convnet_seeds, local, local_to_4_bits, prediction
 
@@ -410,9 +410,7 @@ SENTENCES: Sentences = {
 }
 
 
-@every_sentence(SENTENCES)
-def test_sentences_of_further_pages_say_what_the_tables_say(page: str, pattern: str, values: Values) -> None:
-    compare_sentence(page, pattern, values)
+test_sentences_of_further_pages_say_what_the_tables_say = comparison_of(SENTENCES)
 
 
 LOCAL = re.compile(
