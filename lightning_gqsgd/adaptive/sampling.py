@@ -32,7 +32,7 @@ from lightning_gqsgd.wire.plan import PLANS_KEPT, Plan, PlanCache, PlanKey
 SAMPLE_NUMEL = 4096
 
 
-class Run(NamedTuple):
+class Sample(NamedTuple):
     """The sampled coordinates of a parameter.
 
     Attributes:
@@ -52,12 +52,12 @@ class Taken(NamedTuple):
     """A sample of one bucket, before the bucket is reduced.
 
     Attributes:
-        runs: the coordinates, by parameter.
-        values: the rank's own gradient at these places, one run after the other.
+        samples: the coordinates, by parameter.
+        values: the rank's own gradient at these places, one sample after the other.
         step: number of the step.
     """
 
-    runs: tuple[Run, ...]
+    samples: tuple[Sample, ...]
     values: Tensor
     step: int
 
@@ -90,23 +90,23 @@ class GradientSampler:
             step: number of the step.
             seed: seed of the dither, the same on all ranks.
         """
-        runs = tuple(_runs(segments, step, seed))
-        if not runs:
+        samples = tuple(_samples(segments, step, seed))
+        if not samples:
             return None
-        return Taken(runs, _sampled(x, runs), step)
+        return Taken(samples, _sampled(x, samples), step)
 
     def measure(self, taken: Taken) -> None:
         """Measure the sums that only need this rank's gradient: its square, and its rounding error at each number of
         bits."""
-        numels = [run.numel for run in taken.runs]
-        segments = tuple(Segment(run.parameter, run.numel, False) for run in taken.runs)
+        numels = [sample.numel for sample in taken.samples]
+        segments = tuple(Segment(sample.parameter, sample.numel, False) for sample in taken.samples)
         values = taken.values.double()  # the dtype of sums
         rows = [_squares(values, numels)]
         for config in self._coded.values():
             rounded = self._rounded(taken.values, config, segments, taken.step)
             rows.append(_squares(rounded.double() - values, numels))
-        for run, sums in zip(taken.runs, torch.stack(rows, dim=1), strict=True):
-            self._own[run.parameter] = sums * run.weight
+        for sample, sums in zip(taken.samples, torch.stack(rows, dim=1), strict=True):
+            self._own[sample.parameter] = sums * sample.weight
 
     def watch(self, taken: Taken) -> Callable[[Tensor], None]:
         """Returns a function that takes the bucket's mean, and adds its products with the sample to the sums."""
@@ -114,9 +114,10 @@ class GradientSampler:
         def add(mean: Tensor) -> None:
             if mean.is_cuda:  # keep the memory of the other stream's sample until this stream is done
                 taken.values.record_stream(torch.cuda.current_stream(mean.device))
-            products = (_sampled(mean, taken.runs).double() * taken.values).split([run.numel for run in taken.runs])
-            for run, product in zip(taken.runs, products, strict=True):
-                self._inner[run.parameter] = product.sum() * run.weight
+            numels = [sample.numel for sample in taken.samples]
+            products = (_sampled(mean, taken.samples).double() * taken.values).split(numels)
+            for sample, product in zip(taken.samples, products, strict=True):
+                self._inner[sample.parameter] = product.sum() * sample.weight
 
         return add
 
@@ -160,10 +161,10 @@ class GradientSampler:
         return result
 
 
-def _runs(segments: Sequence[Segment], step: int, seed: int) -> list[Run]:
+def _samples(segments: Sequence[Segment], step: int, seed: int) -> list[Sample]:
     """Returns the places of the samples of a bucket."""
     at = 0
-    runs = []
+    samples = []
     for segment in segments:
         end = at + segment.numel
         if not segment.raw and segment.numel:
@@ -171,14 +172,14 @@ def _runs(segments: Sequence[Segment], step: int, seed: int) -> list[Run]:
             first = at + _hash(seed, step, segment.parameter) % segment.numel if numel < segment.numel else at
             beyond = max(0, first + numel - end)
             parts = (slice(first, first + numel - beyond), slice(at, at + beyond))[: 1 + (beyond > 0)]
-            runs.append(Run(segment.parameter, parts, numel, segment.numel / numel))
+            samples.append(Sample(segment.parameter, parts, numel, segment.numel / numel))
         at = end
-    return runs
+    return samples
 
 
-def _sampled(x: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Returns a copy of the sampled coordinates of a flat tensor, one run after the other."""
-    return torch.cat([x[part] for run in runs for part in run.parts])
+def _sampled(x: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Returns a copy of the sampled coordinates of a flat tensor, one sample after the other."""
+    return torch.cat([x[part] for sample in samples for part in sample.parts])
 
 
 def _hash(seed: int, step: int, parameter: int) -> int:
@@ -187,5 +188,5 @@ def _hash(seed: int, step: int, parameter: int) -> int:
 
 
 def _squares(values: Tensor, numels: Sequence[int]) -> Tensor:
-    """Returns sums of squares of consecutive runs, fp64 [runs]."""
-    return torch.stack([run.square().sum() for run in values.split(list(numels))])
+    """Returns sums of squares of consecutive samples, fp64 [samples]."""
+    return torch.stack([sample.square().sum() for sample in values.split(list(numels))])

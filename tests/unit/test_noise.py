@@ -263,10 +263,10 @@ def test_samples_do_not_depend_on_buckets_and_have_every_coordinate_as_often_as_
     for step in range(draws):
         taken = together.take(x, SEGMENTS, step, seed=1)
         assert taken is not None
-        (run,) = taken.runs
-        assert (run.numel, run.weight) == (SAMPLE_NUMEL, NUMEL / SAMPLE_NUMEL)
-        assert sum(part.stop - part.start for part in run.parts) == SAMPLE_NUMEL
-        for part in run.parts:
+        (sample,) = taken.samples
+        assert (sample.numel, sample.weight) == (SAMPLE_NUMEL, NUMEL / SAMPLE_NUMEL)
+        assert sum(part.stop - part.start for part in sample.parts) == SAMPLE_NUMEL
+        for part in sample.parts:
             counts[part] += 1
     assert not counts[:700].any()
     share = SAMPLE_NUMEL / NUMEL
