@@ -15,7 +15,6 @@ import copy
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -27,13 +26,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
+from benchmarks.hosts import add_labs, begin, finish, in_labs, sent_bytes, slowest, work_or_present
 from benchmarks.report import Report, command_line
 from benchmarks.rival_hooks import BlockwiseCodes, Hook, MaxMinCodes, RowCodes, UniformCodes, gathering
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.predict.timing import Spread
 from lightning_gqsgd.research.simulation import relative_error
-from netlab.lab import INTERFACE
 from workloads.digits import load_digits
 
 WIDTHS = (64, 384, 384, 10)
@@ -175,15 +173,6 @@ class Batches:
             return float(F.cross_entropy(model(self.images), self.labels))
 
 
-def bytes_sent() -> int:
-    """Bytes that have left this host's interface so far, headers included."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == INTERFACE:
-            return int(numbers.split()[8])
-    return 0
-
-
 def train(names: list[str], seed: int, steps: int, batches: Batches) -> tuple[dict[str, Run], dict[str, Any]]:
     """Train under all ways in turns.
 
@@ -196,10 +185,10 @@ def train(names: list[str], seed: int, steps: int, batches: Batches) -> tuple[di
         images, labels = batches.of(seed, step)
         for run in runs.values():
             dist.barrier()
-            before = bytes_sent()
+            before = sent_bytes()
             run.step(images, labels)
             dist.barrier()  # behind the step's last bytes in the queue of the interface
-            run.sent.append(bytes_sent() - before)
+            run.sent.append(sent_bytes() - before)
         if step == min(PROBED_AT, steps - 1):
             early = copy.deepcopy(runs[BASELINE].model.module.state_dict())
     return runs, early

@@ -22,7 +22,6 @@ import argparse
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +33,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
-from benchmarks.hosts import add_labs, begin, finish, in_lab, in_labs, slowest, wire_seconds, work_or_present
+from benchmarks.hosts import (
+    add_labs,
+    begin,
+    finish,
+    in_lab,
+    in_labs,
+    sent_bytes,
+    slowest,
+    wire_seconds,
+    work_or_present,
+)
 from benchmarks.report import Report, command_line, program
 from benchmarks.training import CLASSES, batch_of, mlp
 from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
@@ -164,12 +173,6 @@ class Case:
         """Release what the hooks have."""
         if self.state is not None:
             self.state.close()
-
-
-def sent_bytes() -> int:
-    """Returns the bytes that this host has sent to others, as its network devices count them."""
-    counters = Path("/sys/class/net").glob("*/statistics/tx_bytes")
-    return sum(int(file.read_text()) for file in counters if file.parts[-3] != "lo")
 
 
 def loss_on_digits(way: Way, seed: int, mesh: DeviceMesh) -> float:
