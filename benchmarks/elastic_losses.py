@@ -129,7 +129,7 @@ class Trainings:
             print(f"{name}: {made} in {time.process_time() - began:.0f} s", flush=True)
             return made
 
-        return kept(file, time.monotonic() > self._end, make)
+        return kept(file, self._end, make)
 
     def best(self, way: str) -> tuple[float, list[Result]] | None:
         """Returns the best learning rate of a way, and the results of all seeds; None: some are not there yet."""

@@ -230,7 +230,7 @@ class Trainings:
     def result(self, run: Run) -> dict[str, Any] | None:
         """Returns what a training ends with; None: it is not over, and time is."""
         file = self._folder / f"{run.name}_{STEPS}_steps.json"
-        return kept(file, time.monotonic() > self._end, lambda: self._trained(run))
+        return kept(file, self._end, lambda: self._trained(run))
 
     def best_rate(self, trained: str) -> float | None:
         """Returns the best learning rate of plain DDP with the first seed; None: some were not tried yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -10,12 +11,13 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def kept(file: Path, is_late: bool, make: Callable[[], Result]) -> Result | None:
-    """Returns the result in a file, or makes it and writes the file; None if it is not there, and it is late."""
+def kept(file: Path, end: float, make: Callable[[], Result]) -> Result | None:
+    """Returns the result in a file, or makes it and writes the file; None if it is not there, and ``end`` of the
+    monotonic clock is over."""
     if file.exists():
         found: Result = json.loads(file.read_text())
         return found
-    if is_late:
+    if time.monotonic() > end:
         return None
     made = make()
     # An interrupt must not leave half a file, which no later call could read.

@@ -329,14 +329,9 @@ class Trainings:
         self._left = self._all_steps()
         self._say()
 
-    @property
-    def is_late(self) -> bool:
-        """Returns whether no further training is to begin."""
-        return time.monotonic() > self._end
-
     def curve(self, run: Run) -> list[tuple[int, float, float]] | None:
         """Returns the curve of a training, which is made if it is not there; None: time is over before."""
-        curve = kept(self._file(run), self.is_late, lambda: self._made(run))
+        curve = kept(self._file(run), self._end, lambda: self._made(run))
         return None if curve is None else [(step, sent, loss) for step, sent, loss in curve]
 
     def _made(self, run: Run) -> list[tuple[int, float, float]]:
