@@ -83,7 +83,7 @@ class Case(Model):
         cases for that of its own step.
         """
         with torch.no_grad():
-            self.model(self.batch)
+            self.model(self.inputs)
         dist.barrier()
         begun = time.perf_counter()
         for _ in range(count):
@@ -127,8 +127,7 @@ def work(options: argparse.Namespace) -> None:
         result = {"seconds": {name: slowest(values).tolist() for name, values in seconds.items()}}
     result["decisions"] = [decision.to_dict() for decision in auto.state.decisions]
     for case in cases.values():
-        if case.state is not None:
-            case.state.close()
+        case.close()
     finish(result)
 
 

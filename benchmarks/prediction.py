@@ -81,8 +81,7 @@ def work(options: argparse.Namespace) -> None:
     timelines = {name: recorder.timeline().to_dict() for name, recorder in recorders.items()}
     result = {name: slowest(values).tolist() for name, values in seconds.items()}
     for case in cases.values():
-        if case.state is not None:
-            case.state.close()
+        case.close()
     finish({"seconds": result, "timelines": timelines, "probe": probe.to_dict()})
 
 

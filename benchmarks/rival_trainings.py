@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.hosts import add_labs, begin, finish, in_labs, sent_bytes, slowest, work_or_present
 from benchmarks.report import Report, command_line
 from benchmarks.rival_hooks import BlockwiseCodes, Hook, MaxMinCodes, RowCodes, UniformCodes, gathering
+from lightning_gqsgd.cli.training_steps import dense_layers
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.predict.timing import Spread
 from lightning_gqsgd.research.simulation import relative_error
@@ -106,10 +107,7 @@ WAYS: dict[str, Register] = {
 
 def network() -> nn.Module:
     """Dense layers; their gradients fit one of DDP's buckets."""
-    layers: list[nn.Module] = []
-    for inputs, outputs in zip(WIDTHS[:-1], WIDTHS[1:], strict=True):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+    return dense_layers(WIDTHS)
 
 
 class Run:

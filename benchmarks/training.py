@@ -26,14 +26,12 @@ import torch.distributed as dist
 import torchvision
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
 from benchmarks.report import Report, command_line, gpu_machine, slug
-from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.cli.training_steps import TimedModel, dense_layers
+from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.predict.timing import Spread, in_turns
-from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.wire.neighbours import VARIABLE
 
 CLASSES = 10
@@ -44,16 +42,14 @@ HOOKS: dict[str, dict[str, Any]] = {
     "native": {"reducer": "native"},
     "gqsgd on one level": {"preset": "gqsgd", "reducer": "two_shot"},  # with several ranks per host
 }
+#: Bytes of a coordinate under DDP's own all-reduce, and under torch's hook.
+ITEMSIZES = {"ddp": 4, "ddp_bf16": 2}
 OVER_GLOO = " over Gloo"  # on one host, where ranks share memory otherwise
 
 
 def mlp() -> nn.Module:
     """A network of 14.7 M parameters in dense layers, whose computation is short."""
-    widths = (1024, 2048, 2048, 2048, 2048)
-    layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(widths[-1], CLASSES))
+    return dense_layers((1024, 2048, 2048, 2048, 2048, CLASSES))
 
 
 #: Networks, among them torchvision's ResNet-18 and ResNet-50, which has 23.5 M parameters.
@@ -72,28 +68,18 @@ def batch_of(model: str, size: int, generator: torch.Generator | None = None) ->
     return samples, torch.randint(CLASSES, (size,), generator=generator)
 
 
-class Model:
-    """A model with its optimizer, under DDP."""
+class Model(TimedModel):
+    """One of the networks, under DDP."""
 
     def __init__(self, model: str, batch: Tensor, labels: Tensor) -> None:
         torch.manual_seed(0)
-        network = MODELS[model]().to(batch.device)
-        self.numel = sum(p.numel() for p in network.parameters())
-        self.model = DistributedDataParallel(network, gradient_as_bucket_view=True)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.batch, self.labels = batch, labels
-        self.state: GQSGDState | None = None  # of the package's hook
+        super().__init__(MODELS[model]().to(batch.device), batch, labels)
 
     def step(self) -> None:
-        """Make one step: forward, backward, optimizer."""
-        self._backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.batch.is_cuda:
+        """Make one step, and wait for a GPU."""
+        super().step()
+        if self.inputs.is_cuda:
             torch.cuda.synchronize()
-
-    def _backward(self) -> None:
-        F.cross_entropy(self.model(self.batch), self.labels).backward()
 
 
 class Case(Model):
@@ -109,21 +95,15 @@ class Case(Model):
             with mock.patch.dict(os.environ, shared):
                 self.state = register_gqsgd(self.model, **HOOKS[name.removesuffix(OVER_GLOO)], sample_every=0)
 
-    def sent_bytes(self, name: str, ranks: int) -> float:
-        """Bytes of gradients that each rank sends in a step."""
-        if self.state is not None:
-            totals = self.state.telemetry.totals()
-            return totals["bytes_sent"] / totals["steps"]
-        return ring_bytes({COMPUTE: 0, "ddp": 4, "ddp_bf16": 2}[name] * self.numel, ranks)
-
-    def _backward(self) -> None:
+    def step(self) -> None:
+        """Make one step."""
         with nullcontext() if self.synchronise else self.model.no_sync():
-            super()._backward()
+            super().step()
 
 
 def work(options: argparse.Namespace) -> None:
     """Do one rank's part."""
-    rank, ranks = begin()
+    rank, _ = begin()
     batch, labels = batch_of(options.model, options.batch_size, torch.Generator().manual_seed(rank))
     device = torch.device(options.device)
     cases = {name: Case(name, options.model, batch.to(device), labels.to(device)) for name in options.case}
@@ -131,13 +111,11 @@ def work(options: argparse.Namespace) -> None:
     seconds = in_turns(steps, options.rounds, warmup=3, before=dist.barrier)
     result: dict[str, Any] = {
         "seconds": {name: slowest(values).tolist() for name, values in seconds.items()},
-        "bytes": {name: case.sent_bytes(name, ranks) for name, case in cases.items()},
-        "numel": next(iter(cases.values())).numel,
+        "bytes": {name: case.sent_bytes(ITEMSIZES.get(name, 0)) for name, case in cases.items()},
         "reducers": {name: case.state.config.reducer for name, case in cases.items() if case.state is not None},
     }
     for case in cases.values():
-        if case.state is not None:
-            case.state.close()
+        case.close()
     finish(result)
 
 

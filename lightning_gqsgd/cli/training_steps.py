@@ -5,11 +5,12 @@ Each case is a DDP model of its own in the same processes. The cases train in tu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -38,32 +39,38 @@ def measure_steps(device: torch.device, rounds: int, tick: Callable[[], object])
         rounds: number of timed rounds.
         tick: called before every step, `step_runs` times.
     """
-    cases = {PLAIN: _Training(device), "bf16 hook": _Training(device)}
+    cases = {PLAIN: _small_model(device), "bf16 hook": _small_model(device)}
     cases["bf16 hook"].model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     for bits in WIDTHS:
         name = f"{bits} bits"
-        cases[name] = _Training(device)
+        cases[name] = _small_model(device)
         cases[name].state = register_gqsgd(cases[name].model, bits=bits, sample_every=0)
     try:
         seconds = on_slowest_rank({name: case.step for name, case in cases.items()}, device, rounds, tick)
         sent = {name: case.sent_bytes(2 if name == "bf16 hook" else 4) for name, case in cases.items()}
     finally:
         for case in cases.values():
-            if case.state is not None:
-                case.state.close()
+            case.close()
     return WayTime.all_of(seconds, sent, against=PLAIN)
 
 
-class _Training:
-    """A model with its optimizer and its data, which are the same in all cases of a rank."""
+class TimedModel:
+    """A model under DDP, with its optimizer and its data.
 
-    def __init__(self, device: torch.device) -> None:
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        self._inputs = torch.randn(BATCH, LAYERS[0], generator=generator).to(device)
-        self._labels = torch.randint(CLASSES, (BATCH,), generator=generator).to(device)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            network = _network().to(device)
+    Args:
+        network: the model.
+        inputs: the inputs of each step.
+        labels: the class of each input.
+
+    Attributes:
+        inputs: the inputs.
+        model: the DDP model.
+        state: the state of the package's hook; None: DDP has another hook, or none.
+    """
+
+    def __init__(self, network: nn.Module, inputs: Tensor, labels: Tensor) -> None:
+        self.inputs = inputs
+        self._labels = labels
         self._numel = sum(p.numel() for p in network.parameters())
         self.model = DistributedDataParallel(network, gradient_as_bucket_view=True)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
@@ -71,7 +78,7 @@ class _Training:
 
     def step(self) -> None:
         """Make one step: forward, backward, optimizer."""
-        F.cross_entropy(self.model(self._inputs), self._labels).backward()
+        F.cross_entropy(self.model(self.inputs), self._labels).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -86,9 +93,26 @@ class _Training:
         totals = self.state.telemetry.totals()
         return totals["bytes_sent"] / totals["steps"]
 
+    def close(self) -> None:
+        """Close the package's hook, if DDP has it."""
+        if self.state is not None:
+            self.state.close()
 
-def _network() -> nn.Module:
+
+def _small_model(device: torch.device) -> TimedModel:
+    """Returns a model with its data, which are the same in all cases of a rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    inputs = torch.randn(BATCH, LAYERS[0], generator=generator).to(device)
+    labels = torch.randint(CLASSES, (BATCH,), generator=generator).to(device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = dense_layers((*LAYERS, CLASSES)).to(device)
+    return TimedModel(network, inputs, labels)
+
+
+def dense_layers(widths: Sequence[int]) -> nn.Module:
+    """Returns a network of dense layers with ReLU in between, from ``widths[0]`` inputs to ``widths[-1]`` outputs."""
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(LAYERS[:-1], LAYERS[1:], strict=True):
+    for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(LAYERS[-1], CLASSES))
+    return nn.Sequential(*layers[:-1])
