@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.predict import models
 from lightning_gqsgd.predict.advice import BITS, check_batch
 from lightning_gqsgd.predict.files import check_writable
-from lightning_gqsgd.predict.probe import Probe, measure, to_rows
+from lightning_gqsgd.predict.probe import Probe, measure
 from lightning_gqsgd.predict.recording import Recorder
 from lightning_gqsgd.predict.timeline import Timeline
 from lightning_gqsgd.wire.node import local_ranks
@@ -103,10 +104,14 @@ def timeline_of(name: str, batch: int | None, device: torch.device, say: Callabl
 
 def tables(probe: Probe) -> list[Table]:
     """Returns the tables of links and of kernels."""
-    rows = to_rows(probe)
-    links = plain_table(f"{probe.ranks} ranks over {probe.backend}, {probe.per_node} per node", list(rows[0]))
-    for row in rows:
-        links.add_row(*(value if isinstance(value, str) else f"{value:.3g}" for value in row.values()))
+    title = f"{probe.ranks} ranks over {probe.backend}, {probe.per_node} per node"
+    units = ("α (µs)", "β (ns/B)", "Gbit/s", "alone (ns/B)", "processor (µs)", "processor (ns/B)")
+    links = plain_table(title, ["collective", *units])
+    for name, cost in probe.costs.collectives.items():
+        gbit = 8e-9 / cost.beta_s if cost.beta_s else math.inf
+        alone = cost.beta_s + cost.alone_s
+        values = (1e6 * cost.alpha_s, 1e9 * cost.beta_s, gbit, 1e9 * alone, 1e6 * cost.cpu_s, 1e9 * cost.cpu_beta_s)
+        links.add_row(name, *(f"{value:.3g}" for value in values))
     kernels = plain_table(f"Kernels on {probe.device}", ["codec", "encode (ns)", "decode (ns)", "add (ns)"])
     for name, gamma in probe.costs.gammas.items():
         kernels.add_row(name, *(f"{1e9 * value:.3g}" for value in (gamma.encode_s, gamma.decode_s, gamma.reduce_s)))

@@ -368,19 +368,3 @@ def _processors(count: int, device: torch.device) -> float:
     took = torch.tensor([time.process_time() - cpu, time.perf_counter() - begun], dtype=torch.float64)
     busy_s, wall_s = slowest(took, device).tolist()
     return busy_s / wall_s
-
-
-def to_rows(probe: Probe) -> list[dict[str, Any]]:
-    """Returns the constants of collectives as rows of a table, in µs and ns."""
-    return [
-        {
-            "collective": key,
-            "α (µs)": 1e6 * cost.alpha_s,
-            "β (ns/B)": 1e9 * cost.beta_s,
-            "Gbit/s": 8e-9 / cost.beta_s if cost.beta_s else float("inf"),
-            "alone (ns/B)": 1e9 * (cost.beta_s + cost.alone_s),
-            "processor (µs)": 1e6 * cost.cpu_s,
-            "processor (ns/B)": 1e9 * cost.cpu_beta_s,
-        }
-        for key, cost in probe.costs.collectives.items()
-    ]
