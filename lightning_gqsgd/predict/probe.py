@@ -183,7 +183,7 @@ def measure(device: torch.device, key: str, bits: Sequence[int], per_node: int =
             the ranks cannot be divided into nodes of this size.
     """
     if not bits:
-        raise ConfigError(f"bits={bits!r} has no width whose kernels could be timed; give one at least, e.g. bits=(4,)")
+        raise ConfigError(f"bits={bits!r} names no number of bits whose kernels could be timed; give one, e.g. (4,)")
     configs = [GQSGDConfig(bits=width) for width in bits]
     if TRELLIS.bits in bits and device.type == "cpu":  # on a GPU, its kernels compile for half a minute
         configs.append(TRELLIS)

@@ -309,7 +309,7 @@ def test_the_papers_closed_form() -> None:
 
 @pytest.mark.parametrize(
     ("bits", "words"),
-    [((), r"bits=\(\) has no width"), ((4, 9), "bits=9 is out of range"), ((16,), "bits=16 has no codes")],
+    [((), r"bits=\(\) names no number of bits"), ((4, 9), "bits=9 is out of range"), ((16,), "bits=16 has no codes")],
 )
 def test_widths_are_checked_before_anything_is_measured(bits: tuple[int, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):  # without a process group, of which nothing is asked yet
