@@ -92,7 +92,7 @@ class Hierarchical(Reducer):
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         size = self.node.node_size
-        nodes = len(keys.up) // self.node.node_size
+        nodes = len(keys.up) // size
         place = rank % size
         node = rank // size
         mine = self.numels[place]
