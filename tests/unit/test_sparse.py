@@ -245,7 +245,7 @@ def test_logarithmic_rows_have_the_error_that_the_formula_says(mantissa: int) ->
 
 def _sketched(touched: Sequence[Touched], height: int) -> Touched:
     """The mean of virtual ranks by sketches, which all of them have."""
-    return _same_on_all_ranks(sketched(touched, height, 0))
+    return _same_on_all_ranks(sketched(touched, height))
 
 
 @pytest.mark.parametrize("width", [1, 10])

@@ -50,11 +50,11 @@ def gathered(touched: Sequence[Touched], height: int, step: int = 0, number: int
     return [results[rank] for rank in range(ranks)]
 
 
-def sketched(touched: Sequence[Touched], height: int, step: int = 0) -> list[Touched]:
+def sketched(touched: Sequence[Touched], height: int) -> list[Touched]:
     """Returns the mean of virtual ranks' rows by sketches, as computed by each rank; see `gathered`."""
     ranks = len(touched)
     table = Table(3, height, touched[0].values.shape[1], False)
-    key = StepKeys.of(resolve(GQSGDConfig(sparse="sketch"), ranks).seed, step, ranks).rotation
+    key = StepKeys.of(resolve(GQSGDConfig(sparse="sketch"), ranks).seed, 0, ranks).rotation
     results: dict[int, Touched] = {}
     bad = sum(int((~values.isfinite()).any(dim=1).sum()) for _, values in touched)
 
