@@ -41,7 +41,7 @@ def report(
         return "gqsgd: one process, nothing to reduce"
     config = configs[0]
     if has_tables and not trained:
-        return f"gqsgd: over {world_size} ranks"
+        return f"gqsgd: tables over {world_size} ranks"
     if not any(REDUCERS[one_width.reducer].compresses for one_width in configs):
         is_one_node = requested.reducer != config.reducer
         cause = f"all {world_size} ranks are on one node" if is_one_node else f"reducer={config.reducer!r}"
@@ -53,11 +53,11 @@ def report(
         own = config if parameter.bits is None else of_bits[parameter.bits]
         (raw if parameter.raw and own.codec != "float" else coded[own]).append(parameter)
     if not any(coded.values()) and has_tables:
-        return f"gqsgd: over {world_size} ranks; uncompressed: {_raw(raw, config)}"
+        return f"gqsgd: tables over {world_size} ranks; uncompressed: {_raw(raw, config)}"
     if not any(coded.values()):
         return (
             f"gqsgd: NOTHING IS COMPRESSED over {world_size} ranks: {_raw(raw, config)}. Parameters of at least "
-            f"min_numel={config.min_numel} values would be; lower min_numel, or give a larger model"
+            f"min_numel={config.min_numel} values would be, unless they are excluded; {_remedy(raw, config)}"
         )
     ways = [
         f"{in_tensors([parameter.numel for parameter in parameters], noun)} at {own.describe()} by {own.reducer}"
@@ -92,6 +92,13 @@ def _raw(raw: Sequence[Parameter], config: GQSGDConfig) -> str:
     why = [f"{len(small)} smaller than {config.min_numel}"] if small else []
     why += [f"{len(raw) - len(small)} excluded by name"] if len(raw) > len(small) else []
     return f"{in_tensors([parameter.numel for parameter in raw], 'value')} ({', '.join(why)})"
+
+
+def _remedy(raw: Sequence[Parameter], config: GQSGDConfig) -> str:
+    """Returns what to change where all parameters are sent uncompressed."""
+    if all(parameter.numel < config.min_numel for parameter in raw):
+        return "lower min_numel, or give a larger model"
+    return "exclude fewer of them"
 
 
 def in_tensors(numels: Sequence[int], noun: str, kind: str = "tensor") -> str:

@@ -1,4 +1,4 @@
-"""What is said at the end of a training of what compression did."""
+"""What is said at the start and at the end of a training of what is compressed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import time
 import pytest
 import torch
 
-from lightning_gqsgd.session.report import in_words, ring_bytes_in_fp32, summary
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.session.parameters import Parameter
+from lightning_gqsgd.session.report import in_words, report, ring_bytes_in_fp32, summary
 from lightning_gqsgd.wire.telemetry import Telemetry
 
 
@@ -70,3 +72,28 @@ def test_the_line() -> None:
     assert in_words({**values, "steps": 1, "bytes_sent": 0}) == (
         "gqsgd: 1 step, in which this process has sent no gradients"
     )
+
+
+@pytest.mark.parametrize(
+    ("numels", "words"),
+    [
+        ([10, 20], "2 smaller than 1024). Parameters of at least min_numel=1024 values would be, unless they are "),
+        ([10, 20], "excluded; lower min_numel, or give a larger model"),
+        ([2000, 20], "(1 smaller than 1024, 1 excluded by name)"),
+        ([2000, 20], "excluded; exclude fewer of them"),
+    ],
+)
+def test_a_training_that_compresses_nothing_says_how_to_change_that(numels: list[int], words: str) -> None:
+    config = GQSGDConfig(reducer="gather")
+    parameters = [Parameter(number, f"layer{number}", numel, raw=True) for number, numel in enumerate(numels)]
+    line = report(config, [config], parameters, world_size=2, step=0)
+    assert line.startswith("gqsgd: NOTHING IS COMPRESSED over 2 ranks: ")
+    assert words in line
+
+
+def test_a_model_with_tables_alone_has_a_line_with_a_subject() -> None:
+    config = GQSGDConfig(reducer="gather")
+    small = [Parameter(0, "layer", 10, raw=True)]
+    assert report(config, [config], [], 2, 0, has_tables=True) == "gqsgd: tables over 2 ranks"
+    line = report(config, [config], small, 2, 0, has_tables=True)
+    assert line == "gqsgd: tables over 2 ranks; uncompressed: 10 values in 1 tensor (1 smaller than 1024)"
