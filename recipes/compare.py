@@ -35,7 +35,7 @@ examples:
   python recipes/compare.py +exp=resnet_cifar hardware=slurm hardware.nodes=2 strategy=ddp,gqsgd seed=0,1,2
 
 Comma lists are the sweep: every combination is one run of recipes/run.py in processes of its own. Finished runs are
-kept. strategy=all is ddp, ddp_bf16 and every preset; not powersgd, which needs CUDA.
+kept. strategy=all is ddp, ddp_bf16 and every preset that averages gradients in every step.
 Settings of the comparison itself, beside all overrides of run.py:
   target=0.9        value of the task's metric whose time is reported (default: the worst best value less 1 %)
   output=FOLDER     default: outputs/compare
@@ -56,7 +56,8 @@ class _Parser(argparse.ArgumentParser):
     """Refuses a command line in one line; the usage has two dozen."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"compare.py: {message}", file=sys.stderr)
+        remedy = "; python recipes/compare.py --help has all" if message.startswith("unrecognized arguments") else ""
+        print(f"compare.py: {message}{remedy}", file=sys.stderr)
         sys.exit(2)
 
 

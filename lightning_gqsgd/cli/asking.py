@@ -41,11 +41,12 @@ def check_system(name: str) -> None:
 
 def unknown(name: str) -> ConfigError:
     """Returns the error for a name that is no preset, with the names that may be meant."""
-    if bits_of_name(name) is not None:
-        return ConfigError(f"unknown preset {name!r}{did_you_mean_preset(name, ())} (presets: {', '.join(PRESETS)})")
-    near = difflib.get_close_matches(name, (*PRESETS, *LOCAL_PRESETS, *SYSTEMS), n=3, cutoff=0.4)
+    known = (*PRESETS, *LOCAL_PRESETS, *SYSTEMS)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-    return ConfigError(f"unknown preset {name!r}{hint} (presets: {', '.join(PRESETS)})")
+    if bits_of_name(name) is not None:
+        hint = did_you_mean_preset(name, ())
+    return ConfigError(f"unknown preset {name!r}{hint} (presets: {', '.join(known)})")
 
 
 def check_network(probe: Path | None, link: str | None) -> None:

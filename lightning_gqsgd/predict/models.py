@@ -216,8 +216,9 @@ def _transformers(name: str) -> Callable[[], Any]:
             config = package.AutoConfig.for_model(name)
         else:
             raise ConfigError(
-                f"transformers:{name} is neither a type of model{did_you_mean(name, types)} nor a folder or file with "
-                "a configuration; nothing is downloaded: give e.g. transformers:gpt2 or transformers:./config.json"
+                f"transformers:{name} is neither a type of model nor a folder or file with a configuration"
+                f"{did_you_mean(name, types)} (nothing is downloaded: give e.g. transformers:gpt2 or "
+                "transformers:./config.json)"
             )
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):

@@ -399,3 +399,7 @@ def test_mistakes_of_a_comparison_are_explained_in_a_line(capsys: pytest.Capture
     with pytest.raises(SystemExit):
         compare.main(["+exp=quickstart", "-m"])
     assert capsys.readouterr().err == "compare.py: comma lists are the sweep here; leave -m out\n"
+    with pytest.raises(SystemExit):
+        compare.main(["+exp=quickstart", "--frm", "outputs"])
+    refused = "compare.py: unrecognized arguments: --frm outputs; python recipes/compare.py --help has all\n"
+    assert capsys.readouterr().err == refused

@@ -475,7 +475,7 @@ def no_tuple() -> tuple[nn.Module, int]:
         (f"{HERE}:imaginary", "weight has the dtype torch.complex64; give it one of torch.float32"),
         (f"{HERE}:no_tuple", "returned inputs of type int; return a tensor, or a tuple"),
         ("torchvision:resnt50", "torchvision has no model 'resnt50'; did you mean 'resnet50'?"),
-        ("transformers:gpt22", "did you mean 'gpt2'? nor a folder or file"),
+        ("transformers:gpt22", "nor a folder or file with a configuration; did you mean 'gpt2'? (nothing is "),
         ("resnet50", "is none of torchvision:NAME"),
         ("no_such_module:factory", "No module named 'no_such_module'"),
         (f"{HERE}:nothing", "has no function 'nothing'"),

@@ -227,6 +227,8 @@ def test_warnings_are_facts_of_the_preset(monkeypatch: pytest.MonkeyPatch) -> No
         (["gqsgd4bit"], "unknown preset 'gqsgd4bit'; did you mean 'gqsgd_4bit'"),
         (["GQSGD_4bit"], "unknown preset 'GQSGD_4bit'; did you mean 'gqsgd_4bit'"),
         (["?"], "unknown preset '?' (presets: gqsgd, "),
+        (["?"], "topk_ef, gqsgd_diloco, "),
+        (["?"], "gqsgd_predictive, adagrad, "),
         (["--block-size", "100"], "block_size=100 is not a multiple of 8"),
         (["gqsgd_diloco", "--block-size", "128"], "--block-size 128 has no effect on gqsgd_diloco; leave it out"),
         (["--ranks", "1"], "--ranks=1 is out of range: 2 to 4096"),

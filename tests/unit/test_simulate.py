@@ -263,7 +263,7 @@ def test_missing_packages_are_named(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"preset": "qsdg"}, r"unknown preset 'qsdg' \(presets: ddp, gqsgd"),
+        ({"preset": "qsdg"}, r"unknown preset 'qsdg'; did you mean 'qsgd'\? \(presets: ddp, gqsgd"),
         ({"workers": 0}, "workers=0 is out of range: 1 to"),
         ({"steps": 0}, "steps=0 is out of range: 1 to"),
         ({"record_every": 0}, "record_every=0 is out of range: 1 to"),

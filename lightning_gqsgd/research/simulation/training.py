@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, check_whole
 from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_of, pop_options
-from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, make_config
+from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, did_you_mean_preset, make_config
 from lightning_gqsgd.research.simulation.local import LocalWorkers, crowd_of, pop_virtual
 from lightning_gqsgd.research.simulation.problems import Problem
 from lightning_gqsgd.research.simulation.record import Record, Rows
@@ -144,9 +144,10 @@ def _trainer(
     preset: str, problem: Problem, workers: int, fields: dict[str, Any], make_optimizer: MakeOptimizer
 ) -> Trainer:
     check_whole(workers=workers)
-    if preset not in (UNCOMPRESSED, *PRESETS, *LOCAL_PRESETS):
-        names = ", ".join((UNCOMPRESSED, *PRESETS, *LOCAL_PRESETS))
-        raise ConfigError(f"unknown preset {preset!r} (presets: {names})")
+    known = (UNCOMPRESSED, *PRESETS, *LOCAL_PRESETS)
+    if preset not in known:
+        near = did_you_mean_preset(preset, known)
+        raise ConfigError(f"unknown preset {preset!r}{near} (presets: {', '.join(known)})")
     given = pop_options(fields)
     virtual = pop_virtual(fields)
     if given["every"] is None and virtual["local_steps_of"] is not None:
