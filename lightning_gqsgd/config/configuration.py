@@ -129,8 +129,7 @@ class GQSGDConfig(Fields):
             ``"auto"``: none, unless ``memory`` is shared, because a shared memory applies to both directions.
         min_numel: parameters with fewer elements are sent uncompressed inside the same messages. With 16 bits, all
             parameters are rounded.
-        exclude: shell-style patterns of the names of parameters that are sent uncompressed, e.g.
-            ``("*.embedding.*",)``.
+        exclude: shell-style patterns of the names of parameters that are sent uncompressed, e.g. ``("*embedding*",)``.
         warmup_steps: number of steps at the start in which everything is sent uncompressed.
         seed: seed of the counter-based dither; it has to be equal on all ranks.
         sample_every: number of steps from one measurement of the relative error, on a sample of coordinates, to the

@@ -94,6 +94,12 @@ def test_the_navigation_has_every_page_once() -> None:
     assert sorted(listed) == sorted([*pages, *notebooks])
 
 
+def test_every_example_is_linked_from_a_page() -> None:
+    text = "".join((ROOT / page).read_text() for page in PAGES)
+    examples = [path for path in (ROOT / "examples").iterdir() if path.is_file()]
+    assert [path.name for path in examples if f"/examples/{path.name})" not in text] == []
+
+
 def test_the_page_of_the_command_line_has_the_help_of_the_commands() -> None:
     """`python docs/_site/commands.py` writes it anew."""
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
