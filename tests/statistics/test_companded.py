@@ -9,28 +9,10 @@ from torch import Tensor
 from lightning_gqsgd.codecs import CompandedCodec
 from lightning_gqsgd.codecs.companded.codec import SLOPE
 from lightning_gqsgd.codecs.variance import mean_variance_companded, variance_companded
-from lightning_gqsgd.kernels import cpu
-from lightning_gqsgd.kernels.layout import Segment, cut, place
-from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.research.simulation import average, relative_error
-
-REPEATS, NUMEL = 250, 4096
-
-
-def errors_of(x: Tensor, codec: CompandedCodec, block_size: int, repeats: int = REPEATS) -> Tensor:
-    """Errors of encoding and decoding under independent dither, fp64 [repeats, numel]."""
-    q = codec.quantiser(block_size)
-    table = cut([Segment(0, x.numel(), False)], block_size)
-    layout = place(table, q, shards=1, scale_bytes=2, raw_bytes=4)
-    errors, y = torch.empty(repeats, x.numel(), dtype=torch.float64), torch.empty_like(x)
-    for repeat in range(repeats):
-        wire, key = torch.zeros(layout.message_bytes, dtype=torch.uint8), (repeat * 7919, repeat + 1)
-        cpu.encode(x, Coding(layout.blocks, q), wire, key)
-        cpu.decode(wire[None], Coding(layout.blocks, q), y, [key])
-        errors[repeat] = y.double() - x.double()
-    return errors
+from tests.statistics.codecs import NUMEL, REPEATS, errors_of
 
 
 def scales_of(x: Tensor, block_size: int) -> Tensor:
@@ -49,7 +31,7 @@ def predicted(x: Tensor, bits: int, block_size: int) -> Tensor:
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_the_error_has_mean_zero_and_the_variance_of_theory_at_every_magnitude(bits: int) -> None:
     x = torch.linspace(-1, 1, NUMEL)[torch.randperm(NUMEL, generator=torch.Generator().manual_seed(bits))]
-    errors = errors_of(x, CompandedCodec(bits), NUMEL)  # the scale is 1
+    errors = errors_of(CompandedCodec(bits), x, NUMEL)  # the scale is 1
     z = errors.mean(0) / (errors.std(0) / math.sqrt(REPEATS))
     assert 0.93 < float(z.std()) < 1.07
     assert float(z.abs().max()) < 5.5
@@ -87,7 +69,7 @@ KINDS = {"gaussian": gaussian, "heavy": heavy, "sparse": sparse}
 def test_gradients_are_unbiased_with_the_variance_of_theory(kind: str, bits: int) -> None:
     x = KINDS[kind](NUMEL, torch.Generator().manual_seed(bits))
     dither = "adaptive" if kind == "sparse" else "subtractive"
-    errors = errors_of(x, CompandedCodec(bits, dither), 128)
+    errors = errors_of(CompandedCodec(bits, dither), x, 128)
     scale = scales_of(x, 128).repeat_interleave(128).double()
     relative = (errors / scale)[:, scale > 0]
     assert abs(float(relative.mean() / relative.std())) * math.sqrt(relative.numel()) < 4
@@ -106,7 +88,7 @@ def test_adaptive_dither_has_no_more_error_than_subtractive(bits: int) -> None:
     density = torch.linspace(0.002, 0.3, count).repeat_interleave(block)
     x = torch.randn(block * count, generator=generator) * (torch.rand(block * count, generator=generator) < density)
     squares = [
-        errors_of(x, CompandedCodec(bits, dither), block, 40).view(40, count, block).square().sum(2).mean(0)
+        errors_of(CompandedCodec(bits, dither), x, block, 40).view(40, count, block).square().sum(2).mean(0)
         for dither in ("adaptive", "subtractive")
     ]
     assert float(squares[0].sum()) < 0.97 * float(squares[1].sum())
@@ -122,7 +104,7 @@ def test_error_of_a_block_is_within_omega(bits: int) -> None:
     hard = torch.full((256,), 0.1)
     hard[0] = 1.0
     for x in (torch.randn(256, generator=generator), spike, few, hard):
-        ratio = float(errors_of(x, codec, 256, 200).square().sum(1).mean() / x.double().square().sum())
+        ratio = float(errors_of(codec, x, 256, 200).square().sum(1).mean() / x.double().square().sum())
         assert ratio <= codec.omega(256)
 
 

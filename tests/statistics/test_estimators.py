@@ -9,51 +9,18 @@ import torch
 
 from benchmarks.accuracy import gaussian, heavy_tailed
 from lightning_gqsgd.codecs import LinearCodec
-from lightning_gqsgd.kernels import cpu
-from lightning_gqsgd.kernels.layout import Segment, cut, place
-from lightning_gqsgd.kernels.protocol import Coding
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.research.simulation import VirtualRanks, average, relative_error
+from tests.statistics.codecs import REPEATS, check_linear
 
-REPEATS = 400
 DITHERS = ["adaptive", "subtractive", "stochastic"]
 
 
 @pytest.mark.parametrize("dither", ["subtractive", "stochastic"])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_codec_is_unbiased_with_the_variance_of_theory(dither: str, bits: int) -> None:
-    codec = LinearCodec(bits, dither)
-    q = codec.quantiser(256)
-    # The first coordinate pins the scale; the others are uniform within a step, so that stochastic variance is Δ²/6.
-    x = torch.rand(4096, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    x[::256] = 1.0
-    table = cut([Segment(0, 4096, False)], 256)
-    layout = place(table, q, shards=1, scale_bytes=2, raw_bytes=4)
-    errors = torch.empty(REPEATS, 4096, dtype=torch.float64)
-    y = torch.empty_like(x)
-    for repeat in range(REPEATS):
-        wire = torch.zeros(layout.message_bytes, dtype=torch.uint8)
-        key = (repeat * 7919, repeat + 1)
-        cpu.encode(x, Coding(layout.blocks, q), wire, key)
-        cpu.decode(wire[None], Coding(layout.blocks, q), y, [key])
-        errors[repeat] = y.double() - x.double()
-    free = torch.ones(4096, dtype=torch.bool)
-    free[::256] = False
-    errors = errors[:, free]
-    variance = codec.error_variance()
-    z_all = errors.mean() / math.sqrt(variance / errors.numel())
-    assert abs(z_all) < 4
-    # Stochastic rounding has no variance at the levels; near them, 400 draws are not normal yet.
-    random = errors.std(0) > 0.1 * math.sqrt(variance)
-    z_each = (errors.mean(0) / (errors.std(0) / math.sqrt(REPEATS)))[random]
-    assert z_each.numel() > 3900
-    assert abs(float(z_each.mean())) < 4 / math.sqrt(z_each.numel())
-    assert 0.9 < float(z_each.std()) < 1.1
-    assert float(errors.square().mean()) == pytest.approx(variance, rel=0.05)
-    if dither == "subtractive":  # whatever the coordinate
-        each = errors.square().mean(0) / variance
-        assert float(each.min()) > 0.7
-        assert float(each.max()) < 1.35
+    check_linear(bits, dither, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dither", ["subtractive", "stochastic"])

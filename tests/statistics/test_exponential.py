@@ -15,6 +15,7 @@ from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.reducers.tree import hops_of
 from lightning_gqsgd.research.simulation import average
+from tests.statistics.codecs import REPEATS, errors_of
 
 DRAWS = 2_000_000 // 16 * 16
 BLOCK = 1 << 16
@@ -79,20 +80,13 @@ def test_some_pairs_of_codes_are_added_without_bias(one: int, other: int) -> Non
 
 @pytest.mark.parametrize("mantissa", [0, 1, 2, 3])
 def test_codec_is_unbiased_with_the_variance_of_theory(mantissa: int) -> None:
-    codec, repeats = ExponentialCodec(8 if mantissa else 5, mantissa), 400
-    q = codec.quantiser(256)
+    codec = ExponentialCodec(8 if mantissa else 5, mantissa)
     generator = torch.Generator().manual_seed(mantissa)
     x = 2.0 ** (-12 * torch.rand(2560, generator=generator)) * (1 - 2 * torch.rand(2560, generator=generator).round())
     x[::256] = 1.0
-    layout = place(cut([Segment(0, 2560, False)], 256), q, shards=1, scale_bytes=2, raw_bytes=4)
-    errors, y = torch.empty(repeats, 2560, dtype=torch.float64), torch.empty_like(x)
-    for repeat in range(repeats):
-        wire, key = torch.zeros(layout.message_bytes, dtype=torch.uint8), (repeat * 7919, repeat + 1)
-        cpu.encode(x, Coding(layout.blocks, q), wire, key)
-        cpu.decode(wire[None], Coding(layout.blocks, q), y, [key])
-        errors[repeat] = (y.double() - x.double()) / x.double().abs()
+    errors = errors_of(codec, x) / x.double().abs()
     random = errors.std(0) > 0.02 * 2.0**-mantissa
-    z = (errors.mean(0) / (errors.std(0) / math.sqrt(repeats)))[random]
+    z = (errors.mean(0) / (errors.std(0) / math.sqrt(REPEATS)))[random]
     assert z.numel() > 2200
     assert abs(float(z.mean())) < 4 / math.sqrt(z.numel())
     assert 0.9 < float(z.std()) < 1.1
