@@ -180,7 +180,7 @@ def take_memory(store: MemoryStore, state: Mapping[str, Any], rank: int, world_s
             logger.warning(
                 "gqsgd: the memory starts empty: the checkpoint has that of %s ranks (%s), this run has %s ranks (%s)",
                 ranks or "no",
-                ", ".join([kinds or "nothing", *in_words(layout_of(state, store))]),
+                ", ".join([kinds, *in_words(layout_of(state, store))] if kinds else ["nothing"]),
                 world_size,
                 ", ".join([*(kind.value for kind in store.kinds), *in_words(store.layout)]),
             )

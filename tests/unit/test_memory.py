@@ -418,6 +418,13 @@ def stores_of(ranks: int, sizes: dict[int, int], blocks_of_a_piece: int = 1) -> 
     return stores
 
 
+def test_a_checkpoint_without_a_memory_has_no_owners_of_one(caplog: pytest.LogCaptureFixture) -> None:
+    store = stores_of(2, {0: 40})[1]
+    take_memory(store, {"step": 3}, 1, 2)
+    assert "has that of no ranks (nothing), this run has 2 ranks (" in caplog.text
+    assert "2 owners of blocks of 16)" in caplog.text
+
+
 def _covered(mine: list[Run], values: Tensor) -> Tensor:
     covered = torch.zeros_like(values)
     for run in mine:
