@@ -42,6 +42,9 @@ def test_two_processes(tmp_path: Path, strategy: str) -> None:
         assert facts["bits_per_coordinate"] == 32
     else:
         assert 8 < facts["bits_per_coordinate"] < 16  # small parameters are not compressed
+        assert (
+            finished.stdout.count("at 8 bits (companded, adaptive dither, blocks of 128) by gather over 2 ranks") == 1
+        )
     assert float(_validations(folder)[-1][names.MB_SENT]) == pytest.approx(facts["mb_sent"])
     assert (folder / "checkpoints" / "last.ckpt").is_file()
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
