@@ -275,9 +275,7 @@ class TorchftMembers(Members):
 
     def have_all_finished(self, merges: int) -> bool:
         """Tell the other members that this one has finished; see `Members`."""
-        with suppress(Exception):  # this member has met nobody, or the one that keeps the store has gone
-            return self._group.have_all_said(f"finished after merge {merges}")
-        return False
+        return self._group.have_all_said(f"finished after merge {merges}")
 
     def close(self) -> None:
         """Leave. If a merge is under way, it fails, also on the other members."""

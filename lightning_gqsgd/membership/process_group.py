@@ -38,7 +38,7 @@ from lightning_gqsgd.wire.engine import Engine, Request, Words, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import Peers, peers_of_unregistered
 from lightning_gqsgd.wire.pipeline import Job
-from lightning_gqsgd.wire.store import EndingStore
+from lightning_gqsgd.wire.store import EndingStore, Store
 from lightning_gqsgd.wire.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ _WORDS = Words("torchft's process group", "let the Manager configure it for the 
 
 #: Seconds that `shutdown` waits at most until old connections have ended.
 _CLOSE_S = 10.0
+
+#: Seconds that `QuantisedProcessGroup.have_all_said` waits for an answer of the store.
+_ANSWER_S = 2.0
 
 
 def quantised(
@@ -118,6 +121,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         self._engines: list[Engine] = []  # the engine of the current ranks, if there is one
         self._closing: list[threading.Thread] = []  # threads that close the engines of earlier ranks
         self._peers: Peers  # the current ranks, once there are some
+        self._notes: Store | None = None  # what they say to each other, as long as their store answers
         self._prepared: set[torch.dtype] = set()  # dtypes that kernels are compiled for
         self._compiled: set[tuple[GQSGDConfig, int]] = set()  # for fp32, see `_kernels_of`
         self._calls = 0
@@ -278,6 +282,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         """
         self._error = None
         self._peers = peers = _peers_of(self._pg, self._device)
+        self._notes = Store(peers.store, _ANSWER_S).under("notes")
         timeout = timeout_of(peers, self._device)
         side: Side | None = None
         with suppress(ConfigError):  # it is raised again in the meeting, which tells all ranks
@@ -340,13 +345,16 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         return rows
 
     def have_all_said(self, words: str) -> bool:
-        """Say something to the current ranks, and return whether all of them have said it. Not a collective.
-
-        Raises:
-            DistStoreError, DistNetworkError: if the store of the ranks is gone.
-        """
-        self._peers.store.set(f"{words}/{self._peers.own}", "")
-        return self._peers.store.check([f"{words}/{rank}" for rank in range(self._peers.size())])
+        """Say something to the current ranks, and return whether all of them have said it. Not a collective. It is
+        False if there are none, or if the rank that keeps their store has gone."""
+        if self._notes is None:
+            return False
+        try:
+            self._notes.set(f"{words}/{self._peers.own}", "said")
+            return all(self._notes.get_all([f"{words}/{rank}" for rank in range(self._peers.size())]))
+        except (dist.DistStoreError, dist.DistNetworkError):
+            self._notes = None  # torch prints a stack of C++ at each attempt
+            return False
 
     def _kernels_of(self, config: GQSGDConfig, ranks: int) -> tuple[GQSGDConfig, int]:
         """Returns a key for compiled kernels. Kernels of a GPU are for one number of ranks."""
