@@ -459,7 +459,7 @@ def gloo_options(devices: Sequence[Any], timeout: timedelta) -> Any:
 def _name_reaches_no_other_host() -> bool:
     """Returns whether torch would listen at the loopback: it takes the first address of this host's name at which it
     can listen, or else the loopback."""
-    with suppress(OSError):  # nobody knows the name
+    with suppress(OSError, UnicodeError):  # nobody knows the name, or it is no valid one, e.g. one of 64 letters
         for family, kind, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind) as listening:
                 listening.bind(address)

@@ -33,7 +33,8 @@ def wait_for_store(address: str, port: int, within_s: float) -> None:
         within_s: seconds in which the store has to be there.
 
     Raises:
-        DistNetworkError: if it is not; the text says why the last attempt has failed.
+        DistNetworkError: if it is not, or if the address is no valid name; the text says why the last attempt has
+            failed.
     """
     if not 0 < port < 65536:
         raise dist.DistNetworkError(f"{port} is not a port, 1 to 65535")
@@ -45,6 +46,8 @@ def wait_for_store(address: str, port: int, within_s: float) -> None:
         except OSError as error:
             if time.monotonic() >= end:
                 raise dist.DistNetworkError(error.strerror or str(error)) from error
+        except UnicodeError as error:
+            raise dist.DistNetworkError(f"{address!r:.100} is not the name of a host") from error
         time.sleep(_PAUSE_S)
 
 

@@ -255,3 +255,12 @@ def test_gloo_listens_at_a_given_address_where_the_name_of_the_host_reaches_no_o
     assert module.gloo_devices() == [{}]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
     assert module.gloo_devices("10.0.0.7") == [{"interface": "eth1"}]
+
+
+def test_gloo_listens_at_a_given_address_where_the_name_of_the_host_is_too_long_for_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: 64 * "a")  # as long as Linux allows
+    monkeypatch.setattr(dist, "ProcessGroupGloo", _Devices)
+    assert module.gloo_devices("10.0.0.7") == [{"hostname": "10.0.0.7"}]

@@ -75,7 +75,11 @@ def test_values_numbers_and_parts(server: tuple[Any, Store]) -> None:
 
 def test_a_rank_waits_for_a_store_that_comes_late_and_says_why_it_has_not_reached_one() -> None:
     port = free_port()
-    for place, said in ((("127.0.0.1", port), "Connection refused"), (("127.0.0.1", 70000), "70000 is not a port")):
+    for place, said in (
+        (("127.0.0.1", port), "Connection refused"),
+        (("127.0.0.1", 70000), "70000 is not a port"),
+        (("node..example", port), "'node..example' is not the name of a host"),
+    ):
         with pytest.raises(dist.DistNetworkError, match=said):
             wait_for_store(*place, within_s=0.0)
     waiting = threading.Thread(target=wait_for_store, args=("127.0.0.1", port, 60.0))
