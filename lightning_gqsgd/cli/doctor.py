@@ -116,12 +116,16 @@ def _backends() -> str:
 
 
 def _cpu_kernels() -> str:
-    from lightning_gqsgd.kernels.cpu.cache import REMEDY, writable_folder
+    from lightning_gqsgd.kernels.cpu.cache import REMEDY, Compilation, watching, writable_folder
 
-    _check_kernels(torch.device("cpu"))
+    compilations: list[Compilation] = []
+    with watching(compilations.append):
+        _check_kernels(torch.device("cpu"))
     folder = writable_folder()
-    if folder is None:
-        return f"{_RIGHT}; every process compiles them again, because no folder to keep them in is writable: {REMEDY}"
+    reasons = ["no folder to keep them in is writable"] if folder is None else []
+    reasons += [compilation.reason for compilation in compilations if compilation.folder is None]  # e.g. a full disk
+    if reasons:
+        return f"{_RIGHT}; every process compiles them again, because {reasons[0]}: {REMEDY}"
     return f"{_RIGHT}; kept in {folder}"
 
 

@@ -22,6 +22,7 @@ from lightning_gqsgd.cli import benching, doctor, probing, ranks
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.cpu import cache
 from lightning_gqsgd.predict import bench, predict
 from lightning_gqsgd.predict import probe as probe_module
 from lightning_gqsgd.predict.costs import BF16_HOOK, KINDS, Costs
@@ -277,6 +278,18 @@ def test_the_doctor_says_how_many_threads_a_limit_of_processors_is_for(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setattr(doctor, "processors", lambda: usable)
     assert f", 64 threads{said})" in doctor._devices()
+
+
+def test_the_doctor_says_why_kernels_are_not_kept_on_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_a_full_disk(_: object) -> None:
+        for watcher in cache._watchers:
+            watcher(cache.Compilation("linear", "a file in /cache could not be written (no space)", folder=None))
+
+    monkeypatch.setattr(cache, "writable_folder", lambda: Path("/cache"))
+    monkeypatch.setattr(doctor, "_check_kernels", on_a_full_disk)
+    answer = doctor._cpu_kernels()
+    assert "compiles them again, because a file in /cache could not be written (no space): set the" in answer
+    assert "kept in" not in answer
 
 
 def test_the_doctor_fails_where_a_question_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_a_full_disk_is_told_and_leaves_no_part_of_a_file(
     monkeypatch.setattr(Path, "replace", fail)
     assert doubling()(1.5) == 3.0
     assert [compilation.folder for compilation in told] == [folder, None]
-    assert "no space left" in told[1].reason
+    assert told[1].reason == f"a file in {folder} could not be written (no space left on device)"
     assert list(folder.iterdir()) == []
 
 

@@ -42,7 +42,7 @@ from numba.misc.appdirs import AppDirs
 from lightning_gqsgd.version import __version__
 
 #: Advice for the case that no folder is writable.
-REMEDY = "set the environment variable NUMBA_CACHE_DIR to a folder that is writable"
+REMEDY = "set the environment variable NUMBA_CACHE_DIR to a folder that is writable and has room"
 
 #: Folders of the package that have kernels and the files that kernels include.
 _FOLDERS = ("kernels", "codecs", "reducers/elias")
@@ -182,7 +182,7 @@ class KernelCache(_Cache):
         try:
             _write(folder / self._file_name(sig, data.codegen), hashlib.sha256(content).digest() + content)
         except OSError as error:
-            self._tell(f"its file could not be written: {error}", kept=False)
+            self._tell(f"a file in {folder} could not be written ({error})", kept=False)
             return
         finally:
             self._unlock()
