@@ -259,7 +259,8 @@ def own_facts(options: LocalOptions, model: nn.Module, trained: Trained) -> dict
         tensors += [(name, tuple(tensor.shape), str(tensor.dtype))] if tensor.numel() else []
     own = {name: getattr(options, name) for name in options.field_names() if name != "anchor_device"}
     own |= {"every": _every(options), "rule": str(options.rule), "anchor_dtype": str(options.anchor_dtype)}
-    return {"parameters and buffers": digest(tensors), **own, "outer": describe_outer(trained.outer)}
+    dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in (*model.parameters(), *model.buffers())}))
+    return {"dtypes": dtypes, "parameters and buffers": digest(tensors), **own, "outer": describe_outer(trained.outer)}
 
 
 def _every(options: LocalOptions) -> int | str | list[int]:

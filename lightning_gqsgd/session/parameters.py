@@ -107,9 +107,10 @@ def keys_in(state: Mapping[str, Any]) -> Iterable[Any]:
 
 
 def digest(parameters: Iterable[object]) -> str:
-    """Returns a digest of parameters, which is equal on ranks whose models have equal parameters."""
-    text = "\n".join(map(str, parameters))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """Returns the number of parameters with a digest, which is equal on ranks whose models have equal parameters."""
+    texts = list(map(str, parameters))
+    hashed = hashlib.sha256("\n".join(texts).encode())
+    return f"{len(texts)} (digest {hashed.hexdigest()[:16]})"
 
 
 def _is_excluded(name: str, config: GQSGDConfig) -> bool:

@@ -232,6 +232,11 @@ def _with_teacher() -> LocalSteps:
     return LocalSteps(model, optimizer)
 
 
+def _in_bf16() -> LocalSteps:
+    model, optimizer = _model_and_optimizer()
+    return LocalSteps(model.bfloat16(), optimizer)
+
+
 #: What one rank does, and what all ranks hear.
 REFUSED: dict[str, tuple[Callable[[], LocalSteps], str]] = {
     "every": (_fields(every=0), "every=0 is out of range: 1 to"),
@@ -246,8 +251,9 @@ REFUSED: dict[str, tuple[Callable[[], LocalSteps], str]] = {
     "strangers": (_strangers, "6 of its 6 parameters from another model"),
     "frozen": (_frozen, "no parameter of the optimizer requires a gradient"),
     "differs": (_fields(every=5), "ranks 0 and 1 do not agree: every: 32 != 5"),
-    "counter": (_with_counter, "ranks 0 and 1 do not agree: parameters and buffers: "),
-    "teacher": (_with_teacher, "ranks 0 and 1 do not agree: parameters and buffers: "),
+    "counter": (_with_counter, "ranks 0 and 1 do not agree: dtypes: "),
+    "teacher": (_with_teacher, 'ranks 0 and 1 do not agree: parameters and buffers: "12 (digest '),
+    "dtype": (_in_bf16, 'ranks 0 and 1 do not agree: dtypes: "torch.float32" != "torch.bfloat16"'),
     "outer differs": (_fields(outer="sgd"), 'outer: "SGD(lr=0.7, momentum=0.9, nesterov=True)" != "SGD(lr=1.0)"'),
 }
 
