@@ -108,7 +108,7 @@ def open_engines(
                     engine.compile(side.configs, dtypes)
         elif any(side.configs for side in sides):
             # There is nothing to prepare yet. If a rank could not connect, it tells the others in this round.
-            meeting.agree([{}] * len(sides))
+            meeting.agree()
         yield engines
         undo.pop_all()
 
@@ -135,7 +135,7 @@ def prepare_later(
     try:
         with Meeting(card.purpose, [group], engine.communicator.timeout) as meeting:
             engine.connect(config)
-            meeting.agree([{}])
+            meeting.agree()
             with meeting.preparing():
                 engine.compile([config], [dtype])
     except BaseException:

@@ -65,7 +65,7 @@ class Card:
     def to_json(self) -> str:
         """Returns the card as text, with an error cut to `ERROR_LENGTH` characters."""
         error = self.error[:ERROR_LENGTH]
-        return json.dumps([self.purpose, self.facts, error, self.is_own, dict(self.news)], sort_keys=True)
+        return json.dumps([self.purpose, self.facts, error, self.is_own, self.news], sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Card:

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -125,7 +125,7 @@ class Meeting:
             return
         try:
             patience_s = min(self._timeout_s, REFUSAL_PATIENCE_S)
-            self._hold([{}] * len(self._circles), str(error) or type(error).__name__, patience_s)
+            self._hold((), str(error) or type(error).__name__, patience_s)
         except CollectiveError as unheard:
             logger.warning("gqsgd: not all ranks have heard of the error: %s", unheard)
             self._say_last_words(error)
@@ -139,11 +139,12 @@ class Meeting:
     def _pulses(self) -> list[Pulse]:
         return [circle.pulse for circle in self._circles if circle.pulse is not None]
 
-    def agree(self, facts: Sequence[Mapping[str, Any]], news: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
+    def agree(self, facts: Sequence[Mapping[str, Any]] = (), news: Mapping[str, Any] | None = None) -> list[str]:
         """Hold a round in which the facts of all ranks are compared. A collective.
 
         Args:
-            facts: for each group, the facts that its ranks must have in common: plain values by name.
+            facts: for each group, the facts that its ranks must have in common: plain values by name; empty if there
+                are none.
             news: this rank's news, which need not be equal; see `news_by_rank`.
 
         Returns:
@@ -175,7 +176,7 @@ class Meeting:
             ConfigError: if a rank refuses. It is raised on every rank.
             CollectiveError: if a rank did not arrive in time.
         """
-        self._agree([{}] * len(self._circles), self._timeout_s, news)
+        self._agree((), self._timeout_s, news)
         return [circle.told for circle in self._circles]
 
     @contextmanager
@@ -193,10 +194,10 @@ class Meeting:
         if pulses:
             self._turn.callback(Heartbeat(pulses).stop)
         yield
-        self._agree([{}] * len(self._circles), self._timeout_s + COMPILE_PATIENCE_S)
+        self._agree((), self._timeout_s + COMPILE_PATIENCE_S)
 
     def _agree(
-        self, facts: Sequence[Mapping[str, Any]], patience_s: float, news: Mapping[str, Any] = MappingProxyType({})
+        self, facts: Sequence[Mapping[str, Any]], patience_s: float, news: Mapping[str, Any] | None = None
     ) -> list[str]:
         try:
             keys, problem = self._hold(facts, "", patience_s, news)
@@ -214,7 +215,7 @@ class Meeting:
         facts: Sequence[Mapping[str, Any]],
         error: str,
         patience_s: float,
-        news: Mapping[str, Any] = MappingProxyType({}),
+        news: Mapping[str, Any] | None = None,
     ) -> tuple[list[str], str]:
         """Hold a round in each group, and again in reverse order, so that a problem in the last group reaches all
         ranks."""
@@ -223,7 +224,7 @@ class Meeting:
         is_own = bool(error)
         there = list(range(len(self._circles)))
         for index in [*there, *there[-2::-1]]:
-            card = Card(self._purpose, facts[index], problem, is_own, news)
+            card = Card(self._purpose, facts[index] if facts else {}, problem, is_own, news or {})
             key, heard = self._circles[index].round(card, patience_s)
             keys.setdefault(index, key)
             # The first problem is reported to all ranks, also on the way back.
@@ -308,7 +309,7 @@ class _Circle:
                 cards = [Card.from_json(text) for text in self._store.get_all([f"card/{rank}" for rank in ranks])]
                 problem = verdict(cards, self.numbers)
                 self.told = [card.news for card in cards]
-                self._store.set("minutes", json.dumps([token, listed, problem, [dict(news) for news in self.told]]))
+                self._store.set("minutes", json.dumps([token, listed, problem, self.told]))
                 self._store.set("token", token)
             if not missing:
                 known = self._store.get_all([f"acknowledged/{rank}" for rank in ranks[1:]])

@@ -154,7 +154,7 @@ def test_an_interrupt_of_ranks_that_meet_goes_through_where_the_server_stands_st
     def meet() -> None:
         with Meeting("f", [Peers(1, (0, 1), store._store, {})], timedelta(seconds=60)) as meeting:
             if not others_compile:
-                meeting.agree([{}])
+                meeting.agree()
             meeting._keys = ["key"]
             with meeting.preparing():
                 pass

@@ -65,7 +65,7 @@ def test_an_error_without_words_is_told_by_its_name() -> None:
     def refuse(rank: int, one: Meeting) -> None:
         if rank == 1:
             raise AssertionError
-        one.agree([{}])
+        one.agree()
 
     first, second, third = held([[(0, 1, 2)]], refuse)
     assert isinstance(second, AssertionError)
@@ -114,7 +114,7 @@ def test_ranks_that_wait_learn_from_rank_0_who_has_not_come(monkeypatch: pytest.
         one = Meeting("f", [peers(rank, numbers, store)], timedelta(seconds=1))
         try:
             with one:
-                one.agree([{}])
+                one.agree()
         except CollectiveError as error:
             errors.append(str(error))
 
@@ -139,10 +139,10 @@ def test_ranks_that_wait_do_not_read_the_minutes_of_all_ranks_again_and_again(mo
         return get(self, key)
 
     def come_late(rank: int, one: Meeting) -> None:
-        one.agree([{}])
+        one.agree()
         if rank == 3:
             time.sleep(1)
-        one.agree([{}])
+        one.agree()
 
     monkeypatch.setattr(Store, "get", noted)
     assert held([[(0, 1, 2, 3)]], come_late) == [None] * 4
