@@ -49,4 +49,4 @@ def empty_gradient(table: Tensor) -> Tensor:
     """Returns a sparse gradient of a table that has no rows."""
     rows = torch.zeros(0, dtype=torch.int64, device=table.device)
     values = torch.zeros(0, *table.shape[1:], dtype=table.dtype, device=table.device)
-    return gradient_of(rows, values, torch.empty(table.shape, dtype=table.dtype, device="meta"))
+    return gradient_of(rows, values, table)

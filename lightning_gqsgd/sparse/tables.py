@@ -70,12 +70,12 @@ def sparse_rows(rows: Tensor, values: Tensor, height: int) -> Tensor:
 
 
 def gradient_of(rows: Tensor, values: Tensor, like: Tensor) -> Tensor:
-    """Returns a coalesced sparse gradient of the shape and dtype of ``like``.
+    """Returns a coalesced sparse gradient of the shape of ``like``.
 
     Args:
         rows: row numbers, int64 [rows], ascending.
-        values: the rows in the dtype of ``like``, [rows, width].
-        like: a sparse gradient.
+        values: the rows, [rows, width].
+        like: the table, or a sparse gradient of it.
     """
     shaped = values.reshape(len(rows), *like.shape[1:])
     return sparse_rows(rows, shaped, like.shape[0])._coalesced_(True)
@@ -100,7 +100,7 @@ def cut_rows(table: Table, rows: Tensor, block_size: int) -> np.ndarray:
     """
     lengths = _lengths(table.width, block_size)
     each = len(lengths)
-    within = np.arange(len(lengths), dtype=np.int64)
+    within = np.arange(each, dtype=np.int64)
     made = np.zeros((len(rows), each, COLUMNS), dtype=np.int64)
     made[:, :, START] = np.arange(len(rows), dtype=np.int64)[:, None] * table.width + within * block_size
     made[:, :, LENGTH] = lengths
