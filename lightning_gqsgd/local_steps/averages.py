@@ -144,7 +144,7 @@ class LocalAverages(AveragingLoop[Average]):
         telemetry: counters of this process. They count one step per average, and exposed seconds are the time that
             steps waited.
         store: this rank's memory of the compressed parameters.
-        averagers: this rank's averagers, by fragment and bundle.
+        averagers: this rank's averagers, by bundle, in order.
         compressed_numbers: numbers of the compressed parameters.
         watched: the parts of the model that must not change.
         sharding: how the parameters are divided among the ranks of a replica.
@@ -557,10 +557,11 @@ class LocalAverages(AveragingLoop[Average]):
                 bundle.take_anchors()
         self.start_from_anchors()  # anchors of fewer bits are rounded
         self.store = new_store(setting_of(self.config, self.world_size, self._dtype), self._sizes, self.device)
-        self.averagers = [
-            [self.options.averaging.averager(bundle, self.world_size) for bundle in fragment.bundles]
+        self.averagers = {
+            bundle: self.options.averaging.averager(bundle, self.world_size)
             for fragment in self.fragments
-        ]
+            for bundle in fragment.bundles
+        }
 
     # --- one average -------------------------------------------------------------------------------------------------
 
@@ -573,8 +574,8 @@ class LocalAverages(AveragingLoop[Average]):
         average.sharding = self.sharding
         put = partial(self._put, average=average)
         with self._or_broken():
-            for bundle, averager in zip(fragment.bundles, self.averagers[number], strict=True):
-                average.pending_means.append(PendingMean(averager.requests(bundle.change()), put))
+            for bundle in fragment.bundles:
+                average.pending_means.append(PendingMean(self.averagers[bundle].requests(bundle.change()), put))
             if self.options.inner_state == "average":
                 self._start_inner(average)
             if number == len(self.fragments) - 1:

@@ -131,7 +131,7 @@ def _check_average(averages: LocalAverages, saved: Any) -> None:
 
 def _check_own(averages: LocalAverages, state: Mapping[str, Any]) -> None:
     """Check the memories of this rank."""
-    here = [averager.state() for row in averages.averagers for averager in row]
+    here = [averager.state() for averager in averages.averagers.values()]
     saved = state["rule"]
     if len(saved) != len(here) or any(set(one) != set(other) for one, other in zip(saved, here, strict=True)):
         raise ConfigError(

@@ -32,7 +32,6 @@ from lightning_gqsgd.local_steps.divided_state import divided, joined
 from lightning_gqsgd.local_steps.fragments import Fragment
 from lightning_gqsgd.local_steps.inner_state import all_or_nothing
 from lightning_gqsgd.local_steps.outer import load_outer
-from lightning_gqsgd.local_steps.rules import Averager
 from lightning_gqsgd.local_steps.sharding import WHOLE
 from lightning_gqsgd.local_steps.watching import digest_of_tensors
 from lightning_gqsgd.reducers.memory import MemoryStore
@@ -93,7 +92,7 @@ def state_of(averages: LocalAverages, *, in_parts: bool = False) -> dict[str, An
             kind.value: {number: averages.store.row(kind, number).clone() for number in averages.compressed_numbers}
             for kind in averages.store.kinds
         },
-        "rule": tree_map_only(Tensor, Tensor.clone, [averager.state() for averager in _averagers(averages)]),
+        "rule": tree_map_only(Tensor, Tensor.clone, [averager.state() for averager in averages.averagers.values()]),
     }
     return divided(averages, state) if in_parts else state
 
@@ -142,10 +141,10 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
     averages.expected_sum = state.get(_REPLICA_WEIGHTS) if own else None
     if own:
         _take_memory(averages.store, state)
-        for averager, saved in zip(_averagers(averages), state["rule"], strict=True):
+        for averager, saved in zip(averages.averagers.values(), state["rule"], strict=True):
             averager.take(saved)
         return
-    for averager in _averagers(averages):
+    for averager in averages.averagers.values():
         averager.take({})
     averages.start_from_anchors()
     logger.warning(
@@ -278,11 +277,6 @@ def load_gathered(
 
     rank = averages.rank if same else 0
     load_state(averages, {**common, "rank": rank, "memory": own["memory"], "rule": own["rule"]}, load_own)
-
-
-def _averagers(averages: LocalAverages) -> list[Averager]:
-    """Returns this rank's averagers, in order."""
-    return [averager for row in averages.averagers for averager in row]
 
 
 def _saved(average: Average, fragment: Fragment) -> dict[str, Any]:
