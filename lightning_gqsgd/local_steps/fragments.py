@@ -162,17 +162,6 @@ class Bundle:
                 return True
         return False
 
-    def set_tensors(self, weight: float = 0.0) -> None:
-        """Move the tensors to their anchors: x ← weight x + (1 − weight) anchor."""
-        for entry, anchor in self._pairs():
-            start = _like(anchor, entry.tensor)
-            if weight and entry.is_buffer:  # see `change` of infinities
-                entry.tensor.copy_(torch.where(entry.tensor == start, start, entry.tensor.lerp(start, 1 - weight)))
-            elif weight:
-                entry.tensor.lerp_(start, 1 - weight)
-            else:
-                entry.tensor.copy_(anchor)
-
     def split(self, flat: Tensor) -> Iterator[Tensor]:
         """Returns the part of each tensor in a flat tensor, as a view with the tensor's shape."""
         parts = flat.split([entry.segment.numel for entry in self.entries])
@@ -225,8 +214,14 @@ class Fragment:
 
     def set_tensors(self, weight: float = 0.0) -> None:
         """Move the tensors to their anchors: x ← weight x + (1 − weight) anchor."""
-        for bundle in self.bundles:
-            bundle.set_tensors(weight)
+        for entry, anchor in self.entries():
+            start = _like(anchor, entry.tensor)
+            if weight and entry.is_buffer:  # see `Bundle.change` of infinities
+                entry.tensor.copy_(torch.where(entry.tensor == start, start, entry.tensor.lerp(start, 1 - weight)))
+            elif weight:
+                entry.tensor.lerp_(start, 1 - weight)
+            else:
+                entry.tensor.copy_(anchor)
 
     def entries(self) -> Iterator[tuple[Entry, Tensor]]:
         """Returns each tensor with its anchor."""

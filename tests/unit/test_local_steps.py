@@ -12,7 +12,7 @@ import torch
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.local_steps.choosing import make_local
-from lightning_gqsgd.local_steps.fragments import Bundle, Entry, fragments_of
+from lightning_gqsgd.local_steps.fragments import Bundle, Entry, Fragment, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer, load_outer, make_outer
 from lightning_gqsgd.local_steps.rules import parse_rule
@@ -128,9 +128,10 @@ def test_buffers_go_with_the_last_fragment_and_dtypes_travel_apart() -> None:
 def test_the_change_of_sixteen_bit_parameters_is_that_since_the_anchor_was_rounded() -> None:
     options = LocalOptions()
     (entry,) = entries([4], torch.bfloat16)
-    bundle = Bundle([entry], options)
+    fragment = Fragment([entry], options)
+    (bundle,) = fragment.bundles
     bundle.anchors[0].copy_(torch.tensor([1.001, 2.003, -3.01, 0.1]))  # what no bf16 number is
-    bundle.set_tensors()
+    fragment.set_tensors()
     assert bundle.change().dtype == torch.float32
     assert torch.equal(bundle.change(), torch.zeros(4))
     entry.tensor.sub_(0.5)
@@ -147,10 +148,10 @@ def test_buffers_are_not_rounded_to_the_anchors_dtype() -> None:
     table = torch.arange(1000.0) + 1e5  # more than float16 holds, and no bf16 numbers
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         buffer = table.clone()
-        bundle = Bundle(
-            [*entries([5]), Entry(Segment(1, 1000, True), "table", buffer, True)], LocalOptions(anchor_dtype=dtype)
-        )
-        bundle.set_tensors()
+        tensors = [*entries([5]), Entry(Segment(1, 1000, True), "table", buffer, True)]
+        fragment = Fragment(tensors, LocalOptions(anchor_dtype=dtype))
+        (bundle,) = fragment.bundles
+        fragment.set_tensors()
         assert torch.equal(buffer, table)
         assert not bundle.change().any()
         assert bundle.anchors[0].dtype == dtype
