@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,7 @@ def in_plain_names(state: Any) -> Any:
     """Returns a state whose tensors have the names of `fragments.Entry`. In states of earlier versions, those of a
     compiled model have other ones."""
     if isinstance(state, Mapping):
-        return {plain_name(key) if isinstance(key, str) else key: in_plain_names(one) for key, one in state.items()}
+        return {in_plain_names(key): in_plain_names(one) for key, one in state.items()}
     if isinstance(state, list):
         return [in_plain_names(one) for one in state]
     return plain_name(state) if isinstance(state, str) else state
@@ -147,9 +147,10 @@ def _check_own(averages: LocalAverages, state: Mapping[str, Any]) -> None:
 
 def _check_kinds(memory: Mapping[str, Any]) -> None:
     known = [kind.value for kind in Keeps]
-    tensors: Iterable[object] = (row for rows in memory.values() if isinstance(rows, Mapping) for row in rows.values())
-    whole = all(isinstance(rows, Mapping) for rows in memory.values()) and all(isinstance(t, Tensor) for t in tensors)
-    if not whole or not set(memory) <= set(known):
+    are_tensors = all(
+        isinstance(rows, Mapping) and all(isinstance(row, Tensor) for row in rows.values()) for rows in memory.values()
+    )
+    if not are_tensors or not set(memory) <= set(known):
         raise ConfigError(
             f"the state of local steps has a memory of {', '.join(map(repr, memory))}, which is not tensors by kind "
             f"({', '.join(known)}) and parameter number; {REMEDY}"

@@ -253,7 +253,8 @@ def load_gathered(
         raise ConfigError("this is not a state of local steps of all ranks; load what rank 0 has saved")
     common = {name: value for name, value in state.items() if name != "ranks"}
     same = len(state["ranks"]) == averages.world_size
-    own = state["ranks"][averages.rank if same else 0] if state["ranks"] else None
+    rank = averages.rank if same else 0
+    own = state["ranks"][rank] if state["ranks"] else None
     if common.get("world_size") != len(state["ranks"]) or not isinstance(own, Mapping) or set(own) != set(_OWN_ENTRIES):
         raise ConfigError(
             f"the state of local steps does not have {', '.join(_OWN_ENTRIES)} of each of "
@@ -275,7 +276,6 @@ def load_gathered(
             if same or not tensor.requires_grad:
                 tensor.copy_(model_tensors[name])
 
-    rank = averages.rank if same else 0
     load_state(averages, {**common, "rank": rank, "memory": own["memory"], "rule": own["rule"]}, load_own)
 
 
