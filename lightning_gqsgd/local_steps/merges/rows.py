@@ -146,14 +146,12 @@ def _usual_norms(rows: Sequence[Row]) -> list[float]:
     most = statistics.median_low(row.peak for row in rows)
     rates = [min(row.rate, most) for row in rows]
     scales = [(1.0, row.steps, rate, rate * row.steps) for row, rate in zip(rows, rates, strict=True)]
-    usual = [0.0] * len(rows)
-    for column in zip(*scales, strict=True):
-        # The lower of the two middle values: of two members, the one with the smaller change is trusted.
-        median = statistics.median_low(
-            row.norm / scale if scale > 0 else 0.0 for row, scale in zip(rows, column, strict=True)
-        )
-        usual = [max(before, median * scale) for before, scale in zip(usual, column, strict=True)]
-    return usual
+    # The lower of the two middle values: of two members, the one with the smaller change is trusted.
+    medians = [
+        statistics.median_low(row.norm / scale if scale > 0 else 0.0 for row, scale in zip(rows, column, strict=True))
+        for column in zip(*scales, strict=True)
+    ]
+    return [max(median * scale for median, scale in zip(medians, own, strict=True)) for own in scales]
 
 
 def majority(rows: Sequence[Row]) -> tuple[int, int, int]:
