@@ -67,7 +67,6 @@ class MergeThread:
         self._contribution: Contribution | None = None
         self._settled_by: Merge | None = None
         self._has_finished = False
-        self._have_all_finished = False
         self._rests = False
         self._is_closing = False
         self._process = os.getpid()
@@ -102,14 +101,11 @@ class MergeThread:
         self._failing_since = time.monotonic()  # so that the first merge is due at once
         if self._has_taken(self._members.present_state()):
             self._rounds.wait()
-            self._thread.start()
-            return
-        while True:
-            found = self._merge(None, Flag(0))
-            if found is not None:
-                self._take(found, None)
-                self._thread.start()
-                return
+        else:
+            while (found := self._merge(None, Flag(0))) is None:
+                pass
+            self._take(found, None)
+        self._thread.start()
 
     def hand_over(self, contribution: Contribution, *, has_finished: bool) -> None:
         """Merge a contribution as soon as the others merge. The previous contribution must be settled.
@@ -217,11 +213,11 @@ class MergeThread:
         while True:
             # Without the lock, because the answer may take long.
             looks = self._has_finished and not self._rests and not self._members.waits_for_all
-            self._have_all_finished = looks and self._members.have_all_finished(self._shared.merges)
+            have_all_finished = looks and self._members.have_all_finished(self._shared.merges)
             with self._changed:
                 if self._is_closing:
                     return False
-                due_after_s = self._due_after_s()
+                due_after_s = self._due_after_s(have_all_finished)
                 if due_after_s == 0:
                     return True
                 seconds = math.inf if due_after_s is None else due_after_s + 0.001
@@ -229,7 +225,7 @@ class MergeThread:
                     seconds = min(seconds, _LOOK_S)
                 self._changed.wait(None if math.isinf(seconds) else seconds)
 
-    def _due_after_s(self) -> float | None:
+    def _due_after_s(self, have_all_finished: bool) -> float | None:
         """Returns the seconds until the next merge is due; None if it is not known."""
         if self._rests:
             return None
@@ -243,7 +239,7 @@ class MergeThread:
         if late_after_s is None:
             return 0.0 if is_ready else None
         # If members join and leave, finished members would begin a merge without those that have not finished.
-        is_early = is_ready and (self._members.waits_for_all or not self._has_finished or self._have_all_finished)
+        is_early = is_ready and (self._members.waits_for_all or not self._has_finished or have_all_finished)
         return max(0.0, late_after_s - timeout_s * 3 / 4) if is_early else late_after_s
 
     def _is_idle(self) -> bool:
