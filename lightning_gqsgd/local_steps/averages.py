@@ -459,7 +459,7 @@ class LocalAverages(AveragingLoop[Average]):
     def _reshard(self) -> None:
         """Let the next forward pass gather the shards, which are about to change."""
         model = self._model()
-        if self.sharding.size > 1 and model is not None:
+        if self.sharding.is_divided and model is not None:
             reshard(model)
 
     def _look_at_loaded_weights(self) -> None:

@@ -325,6 +325,21 @@ def test_a_model_that_was_evaluated_is_trained_and_averaged(rank: int) -> None:
         local_steps(model, on)
 
 
+@on_ranks(2)
+def test_replicas_of_one_rank_each_are_shown_the_anchor_and_averaged_after_a_forward_pass_alone(rank: int) -> str:
+    on = mesh(2)
+    model = sharded(on["shard"])
+    steps = local_steps(model, on)
+    train(model, steps, on, range(4))
+    with torch.no_grad():
+        own = float(loss_of(model, 0, 0))
+        with steps.averages.at_anchor():
+            assert float(loss_of(model, 0, 0)) != own
+    steps.finish()
+    steps.close()
+    return weight_bits(model)
+
+
 @on_ranks(4)
 def test_an_average_that_failed_for_one_shard_is_left_out_by_all(rank: int) -> str:
     """A rank died in the average of one shard, which is not in the states of the others that have this shard."""
