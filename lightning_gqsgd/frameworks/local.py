@@ -76,14 +76,14 @@ class TrainedModule:
         if isinstance(self.averages, MergedAverages):
             own = {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
             return {**self.averages.state_dict(), "ranks": [own]}
-        return gathered_state(self.averages, self.module, self.optimizers)
+        return gathered_state(self.averages, self.optimizers)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict`."""
         if isinstance(self.averages, MergedAverages):
             self.averages.load_state_dict(state, lambda: self._load_optimizers(state))
             return
-        load_gathered(self.averages, state, self.module, self.optimizers)
+        load_gathered(self.averages, state, self.optimizers)
 
     def _load_optimizers(self, state: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, state["ranks"][0]["optimizers"], strict=True):
@@ -189,7 +189,7 @@ class LocalTraining:
         own = {id(parameter) for module in loaded for parameter in module.parameters()}
         for trained in self.trained:
             if any(id(parameter) in own for parameter in trained.module.parameters()):
-                trained.averages.start_anew(trained.module)
+                trained.averages.start_anew()
 
     def lend_anchors(self) -> None:
         """Give the modules the anchors' values until `take_back`, or those of the preserved model where there is one. A

@@ -306,20 +306,17 @@ class LocalAverages(AveragingLoop[Average]):
             )
 
     @torch.no_grad()
-    def start_anew(self, model: nn.Module) -> None:
+    def start_anew(self) -> None:
         """Start again from the first rank's current parameters and buffers, as if this were created now. A collective.
 
         Averages under way, memories and the outer optimizer's state are lost, and steps count from 0.
-
-        Args:
-            model: the module that this was made with.
         """
         self.check_open()
         self.wait_for_all()
         self.under_way.clear()
         self._buffers.take_back()
-        reshard(model)
-        take_from_first_rank(map(own_part, self.watched.tensors(model).values()), self.group)
+        self._reshard()
+        take_from_first_rank(map(own_part, self.watched.tensors().values()), self.group)
         self.watched.take_loaded(None)
         self.expected_sum = None
         self._was_loaded = False

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -182,7 +182,7 @@ def _take_memory(store: MemoryStore, state: Mapping[str, Any]) -> None:
     )
 
 
-def gathered_state(averages: LocalAverages, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any] | None:
+def gathered_state(averages: LocalAverages, optimizers: Sequence[Optimizer]) -> dict[str, Any] | None:
     """Returns the states of all ranks, on the CPU: the shared entries, and each rank's own entries. All ranks except
     rank 0 return None.
 
@@ -194,7 +194,7 @@ def gathered_state(averages: LocalAverages, model: nn.Module, optimizers: Sequen
     own = {
         "memory": state.pop("memory"),
         "rule": state.pop("rule"),
-        "model": averages.watched.tensors(model),
+        "model": averages.watched.tensors(),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
     }
     everyone = gathered(_on_cpu(own), averages.group, averages.device)
@@ -237,9 +237,7 @@ def gathered(value: Any, group: dist.ProcessGroup, device: torch.device) -> list
 
 
 @torch.no_grad()
-def load_gathered(
-    averages: LocalAverages, state: Mapping[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]
-) -> None:
+def load_gathered(averages: LocalAverages, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
     """Load the result of `gathered_state` on rank 0: this rank's parameters, buffers, optimizers and memory.
 
     Not a collective; every rank loads it. If the number of ranks differs, all ranks start from the anchor, with the
@@ -260,7 +258,7 @@ def load_gathered(
             f"the state of local steps does not have {', '.join(_OWN_ENTRIES)} of each of "
             f"{common.get('world_size')!r:.50} ranks; load what rank 0 has saved"
         )
-    tensors = averages.watched.tensors(model)
+    tensors = averages.watched.tensors()
     model_tensors = in_plain_names(own["model"])
     check_tensors(tensors, model_tensors, "parameters or buffers")
     if not isinstance(own["optimizers"], list) or len(own["optimizers"]) != len(optimizers):

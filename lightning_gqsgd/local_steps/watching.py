@@ -80,12 +80,14 @@ class WatchedModel:
         self._others: dict[str, Tensor] = {}  # values of the parameters that are not averaged, by name
         _WATCHED.add(self)
 
-    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Returns the parameters and buffers of the model by name, including those that a state_dict leaves out.
 
         Buffers that a model makes in its first forward pass, such as the mask of its attention, are left out: another
         rank, or a run that resumes, may not have them yet, and makes its own.
         """
+        model = self._model()
+        assert model is not None  # its trainer asks for them
         buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in self.buffers]
         return {plain_name(name): tensor for name, tensor in (*model.named_parameters(), *buffers)}
 

@@ -328,12 +328,12 @@ def test_two_optimizers_of_one_model_both_start_from_their_anchors_with_another_
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 1
-    states = [gathered_state(head.averages, model, [head.inner]) for head in heads]
+    states = [gathered_state(head.averages, [head.inner]) for head in heads]
     nn.init.zeros_(model[0].bias)
     frozen = states[0]["ranks"][0]["model"]["0.bias"].clone()
     for head, state in zip(heads, states, strict=True):
         of_two_ranks = {**state, "ranks": state["ranks"] * 2, "world_size": 2}
-        load_gathered(head.averages, of_two_ranks, model, [head.inner])
+        load_gathered(head.averages, of_two_ranks, [head.inner])
     entries = [pair for head in heads for fragment in head.averages.fragments for pair in fragment.entries()]
     found = [torch.equal(entry.tensor, anchor) for entry, anchor in entries]
     for head in heads:
@@ -365,14 +365,14 @@ def test_a_model_that_makes_buffers_in_its_first_forward_pass_resumes_before_tha
         inner = torch.optim.SGD(model.parameters(), 0.1)
         optimizer = LocalSteps(model, inner, every=2)
         if not saves:
-            load_gathered(optimizer.averages, state, model, [inner])
+            load_gathered(optimizer.averages, state, [inner])
             weights.append(fingerprint(model))
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         if saves:
-            state = gathered_state(optimizer.averages, model, [inner]) or {}
+            state = gathered_state(optimizer.averages, [inner]) or {}
             weights.append(fingerprint(model))
-        load_gathered(optimizer.averages, state, model, [inner])
+        load_gathered(optimizer.averages, state, [inner])
         weights.append(fingerprint(model))
         optimizer.close()
     assert len(set(weights)) == 1
@@ -384,7 +384,7 @@ def test_local_steps_begin_anew_where_one_rank_has_made_buffers_in_a_forward_pas
     optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 0.1), every=2)
     if rank == 0:
         model(torch.ones(2, 4))
-    optimizer.averages.start_anew(model)
+    optimizer.averages.start_anew()
     optimizer.close()
     return fingerprint(model)
 
@@ -419,7 +419,7 @@ def test_a_state_goes_from_a_compiled_model_to_the_module_itself_and_back(rank: 
         weights = copy.deepcopy(model.state_dict())
         state = copy.deepcopy(optimizer.state_dict())
         assert len(state["local_steps"]["under_way"]) == 1
-        everyone: Any = gathered_state(optimizer.averages, optimizer._model, [optimizer.inner])
+        everyone: Any = gathered_state(optimizer.averages, [optimizer.inner])
         train_with(model, optimizer, rank, range(3, 7))
         ends.append(bits_of_model(model))
         optimizer.close()
@@ -428,7 +428,7 @@ def test_a_state_goes_from_a_compiled_model_to_the_module_itself_and_back(rank: 
         for saved in (state, earlier, everyone):
             model, optimizer = made(not compiles)
             if saved is everyone:
-                load_gathered(optimizer.averages, saved, optimizer._model, [optimizer.inner])
+                load_gathered(optimizer.averages, saved, [optimizer.inner])
             else:
                 model.load_state_dict(weights)
                 optimizer.load_state_dict(saved)
@@ -446,7 +446,7 @@ def test_a_state_with_a_wrong_entry_is_refused_before_anything_is_loaded(rank: i
     optimizer = LocalSteps(model, inner, **way)
     train_with(model, optimizer, rank, range(4))  # an average is under way
     right = {"own": optimizer.state_dict()["local_steps"]}
-    everyone = gathered_state(optimizer.averages, model, [inner])
+    everyone = gathered_state(optimizer.averages, [inner])
     shared = [everyone]
     dist.broadcast_object_list(shared)
     name = next(iter(right["own"]["anchors"]))
@@ -473,9 +473,9 @@ def test_a_state_with_a_wrong_entry_is_refused_before_anything_is_loaded(rank: i
         texts.append(error_text(ConfigError, optimizer.load_state_dict, state))
     for keys, value in [(("model", name), torch.zeros(1)), (("optimizers",), [])]:
         wrong = _changed(shared[0], "ranks", rank, *keys, to=value)
-        texts.append(error_text(ConfigError, load_gathered, optimizer.averages, wrong, model, [inner]))
+        texts.append(error_text(ConfigError, load_gathered, optimizer.averages, wrong, [inner]))
     assert bits_of_model(model) == before
-    load_gathered(optimizer.averages, shared[0], model, [inner])
+    load_gathered(optimizer.averages, shared[0], [inner])
     optimizer.load_state_dict(optimizer.state_dict())
     assert bits_of_model(model) == before
     optimizer.finish()

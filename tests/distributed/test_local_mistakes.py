@@ -90,7 +90,7 @@ def test_beginning_anew_leaves_nothing_of_the_past(rank: int) -> list[str]:
             optimizer = LocalSteps(model, inner, **way)
             train_with(model, optimizer, rank, range(7))
             model.load_state_dict(weights)
-            optimizer.averages.start_anew(model)
+            optimizer.averages.start_anew()
         else:
             model.load_state_dict(weights)
             optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), **way)

@@ -281,7 +281,7 @@ def test_a_state_of_another_kind_is_refused(rank: int) -> None:
     mine = optimizer.state_dict()
     turned = "this run has a number of steps between averages"
     assert turned in error_text(ConfigError, by_steps.load_state_dict, mine)
-    assert turned in error_text(ConfigError, load_gathered, by_steps.averages, mine["local_steps"], model, [])
+    assert turned in error_text(ConfigError, load_gathered, by_steps.averages, mine["local_steps"], [])
     by_steps.close()
     merged = mine["local_steps"]["merged"]
     bits = bits_of_model(model)

@@ -451,7 +451,7 @@ class MergedAverages:
                     "weights before LocalSteps is made (Trainer: before fit), or load what state_dict() has given"
                 )
 
-    def start_anew(self, model: nn.Module) -> None:
+    def start_anew(self) -> None:
         """Raise ConfigError: members share their weights from the start."""
         raise ConfigError(
             "weights were loaded after merges began, and the other members would not have them; load them before "
