@@ -148,8 +148,9 @@ class LocalAverages(AveragingLoop[Average]):
         compressed_numbers: numbers of the compressed parameters.
         watched: the parts of the model that must not change.
         sharding: how the parameters are divided among the ranks of a replica.
-        expected_sum: the `sum_of_weights` that were saved with a loaded state of the replica, until the next step; None
-            if there is none.
+        expected_digest: the digest of this rank's parameters that were saved beside the loaded state; None if the state
+            has none.
+        expected_sum: the same for a state of the replica: its `sum_of_weights`.
 
     Raises:
         ConfigError: on every rank, if the model, an optimizer or a value cannot work, or if ranks do not agree.
@@ -203,6 +204,7 @@ class LocalAverages(AveragingLoop[Average]):
         self._buffers = OwnBuffers(model)
         self._integers = IntegerBuffers(model)
         self._has_started = False
+        self.expected_digest: int | None = None
         self.expected_sum: int | None = None
         self._was_loaded = False
         self._begin_at_anchors()
@@ -317,8 +319,7 @@ class LocalAverages(AveragingLoop[Average]):
         self._buffers.take_back()
         self._reshard()
         take_from_first_rank(map(own_part, self.watched.tensors().values()), self.group)
-        self.watched.take_loaded(None)
-        self.expected_sum = None
+        self.watched.forget_others()
         self._was_loaded = False
         self.outer.state.clear()
         self._engine.plans.clear()  # they hold the old memory
@@ -461,14 +462,18 @@ class LocalAverages(AveragingLoop[Average]):
 
     def _look_at_loaded_weights(self) -> None:
         """After a state was loaded, warn if the weights are not those that were saved with it."""
-        if self._was_loaded:
-            self._was_loaded = False
-            self._agree_on_averages()
-        if self.watched.expects is not None:
-            self.watched.say_if_others_were_loaded(is_at_anchor=self.is_at_anchor())
-        expected = self.expected_sum
-        self.expected_sum = None
-        if expected is not None and expected != self.sum_of_weights():
+        if not self._was_loaded:
+            return
+        self._was_loaded = False
+        self._agree_on_averages()
+        digest = self.expected_digest
+        if digest is not None and not self.is_at_anchor() and digest != self.watched.digest():
+            logger.warning(
+                "gqsgd: a state of local steps was loaded, and this rank's weights are not those that it was saved "
+                "beside, so what the rank had learnt since the last average is lost. Making LocalSteps gives all ranks "
+                "the first rank's weights: load each rank's own weights after that, and then the state"
+            )
+        if self.expected_sum is not None and self.expected_sum != self.sum_of_weights():
             self.start_from_anchors()
             logger.warning(
                 "gqsgd: a state of local steps was loaded, and the weights of this replica are not those that it was "

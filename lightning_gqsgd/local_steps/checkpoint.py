@@ -137,7 +137,8 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
     averages.under_way[:] = [_loaded(averages, saved) for saved in state["under_way"]]
     # Ranks that load different states would keep different anchors for ever, so ranks also compare this.
     averages.mix_into_digest(digest_of_tensors(state["anchors"]))
-    averages.watched.take_loaded(state.get(_WEIGHTS) if own else None)
+    averages.watched.forget_others()
+    averages.expected_digest = state.get(_WEIGHTS) if own else None
     averages.expected_sum = state.get(_REPLICA_WEIGHTS) if own else None
     if own:
         _take_memory(averages.store, state)

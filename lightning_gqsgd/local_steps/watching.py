@@ -54,8 +54,6 @@ class WatchedModel:
 
     Attributes:
         buffers: the buffers that the model had at the start, and that were not empty, by name.
-        expects: the digest of this rank's parameters that were saved with a loaded state, until the next step; None if
-            there is none.
     """
 
     def __init__(
@@ -75,7 +73,6 @@ class WatchedModel:
         self.buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
         self._parametrized = _parametrized_in(model)
         self._masks = {name: self.buffers[name] for name in _masks_of(model) if name in self.buffers}
-        self.expects: int | None = None
         self._looks_at_others = group is None or len(ranks) > 1
         self._others: dict[str, Tensor] = {}  # values of the parameters that are not averaged, by name
         _WATCHED.add(self)
@@ -99,29 +96,9 @@ class WatchedModel:
         """Returns the names of the averaged parameters that do not require a gradient at the moment, in order."""
         return tuple(entry.name for entry, _ in self._averaged if not entry.whole.requires_grad)
 
-    def take_loaded(self, expects: int | None) -> None:
-        """Note that a state was loaded, beside weights with a digest of ``expects``; None: no digest is known."""
-        self.expects = expects
+    def forget_others(self) -> None:
+        """Forget the values of the parameters that are not averaged, because weights were loaded."""
         self._others.clear()
-
-    def say_if_others_were_loaded(self, *, is_at_anchor: bool) -> None:
-        """Warn once after a state was loaded if the parameters are not those that were saved with it.
-
-        If weights are loaded before local steps begin, as with a plain optimizer, all ranks have the first rank's
-        weights.
-
-        Args:
-            is_at_anchor: whether the parameters equal the anchor, which is the same on all ranks.
-        """
-        expected = self.expects
-        self.expects = None
-        if expected is None or is_at_anchor or expected == self.digest():
-            return
-        logger.warning(
-            "gqsgd: a state of local steps was loaded, and this rank's weights are not those that it was saved beside, "
-            "so what the rank had learnt since the last average is lost. Making LocalSteps gives all ranks the first "
-            "rank's weights: load each rank's own weights after that, and then the state"
-        )
 
     def check(self) -> None:
         """Compare the model and the optimizers with their original state. Called in each round.

@@ -556,7 +556,7 @@ class MergedAverages:
             self._rounds.start_after(self._shared.merges)
             self.requested = replace(self.requested, seed=state["seed"])
             self.step = state["step"]
-            self._watched.take_loaded(None)
+            self._watched.forget_others()
             self._finished_after = None  # training may reach the step of an earlier `finish` again
             self._start_from_anchors()
 
