@@ -70,7 +70,7 @@ from lightning_gqsgd.wire.telemetry import moment
 logger = logging.getLogger(__name__)
 
 _WORDS = Words(
-    "LocalSteps",
+    "this LocalSteps",
     "make a new LocalSteps",
     "Ranks have made different numbers of optimizer steps, or a state was loaded, or parameters were frozen, or the "
     "outer optimizer changed, on some ranks only: give every rank the same number of steps, the same state, the same "
@@ -377,11 +377,7 @@ class LocalAverages(AveragingLoop[Average]):
 
     def check_open(self) -> None:
         """Raise RuntimeError if this was closed, or if an error or a signal has ended an average on this rank only."""
-        if self.is_closed:
-            raise RuntimeError(
-                "gqsgd: this LocalSteps was closed, or belongs to the process that this one was forked from; "
-                f"{_WORDS.remedy}"
-            )
+        self._engine.check_open()
         if self.is_broken:
             raise RuntimeError(
                 "gqsgd: an exception has ended an average on this rank (its start, the wait for it or its use), and "

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WORDS = Words("LocalSteps", "make a new LocalSteps")
+_WORDS = Words("this LocalSteps", "make a new LocalSteps")
 
 #: Seconds between two looks whether this process was sent SIGTERM while it waits for a merge.
 _LOOK_S = 0.5

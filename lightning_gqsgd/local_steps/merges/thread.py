@@ -138,11 +138,9 @@ class MergeThread:
         """
         if self._error is not None:
             raise self._error
-        if self.is_closed:
-            raise RuntimeError(
-                "gqsgd: this LocalSteps was closed, or belongs to the process that this one was forked from; make a "
-                "new LocalSteps"
-            )
+        self.check_process()
+        if self._is_closing:
+            raise RuntimeError("gqsgd: this LocalSteps was closed; make a new LocalSteps")
 
     def check_process(self) -> None:
         """Raise RuntimeError in a forked process: the thread may have held locks, which nobody releases there."""
