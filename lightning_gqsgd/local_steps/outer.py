@@ -29,6 +29,9 @@ OUTERS: dict[str, Callable[..., Optimizer]] = {
     "heavy_ball": partial(SGD, lr=1.0, momentum=0.4),
 }
 
+#: A function that creates one, for errors.
+_EXAMPLE = "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
+
 
 def check_outer(outer: object) -> None:
     """Raise ConfigError for a value that is neither the name of an outer optimizer nor able to create one."""
@@ -36,8 +39,7 @@ def check_outer(outer: object) -> None:
         check_one_of("outer", outer, OUTERS)
     elif isinstance(outer, Optimizer):
         raise ConfigError(
-            f"outer={type(outer).__name__} is an optimizer of tensors of its own; give what makes one, e.g. "
-            "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
+            f"outer={type(outer).__name__} is an optimizer of tensors of its own; give what makes one, e.g. {_EXAMPLE}"
         )
     elif not callable(outer):
         raise ConfigError(
@@ -58,8 +60,7 @@ def make_outer(outer: OuterOptimizer, anchors: list[Tensor]) -> Optimizer:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"outer={outer!r} makes no optimizer of a list of {counted(len(anchors), 'tensor')} ("
-            f"{type(error).__name__}: {error}); give a function that makes one, e.g. "
-            "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
+            f"{type(error).__name__}: {error}); give a function that makes one, e.g. {_EXAMPLE}"
         ) from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
@@ -71,7 +72,7 @@ def make_outer(outer: OuterOptimizer, anchors: list[Tensor]) -> Optimizer:
         raise ConfigError(
             f"outer={outer!r} makes a {type(optimizer).__name__} of {counted(len(own), 'tensor')}, not of the "
             f"{counted(len(anchors), 'anchor')} that it is called with, and would not move them; make it of all of "
-            "them, e.g. functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
+            f"them, e.g. {_EXAMPLE}"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
