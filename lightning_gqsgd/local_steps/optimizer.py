@@ -4,7 +4,7 @@ then."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from lightning_gqsgd.local_steps.outer import OuterOptimizer
 from lightning_gqsgd.session.parameters import parameters_of
 from lightning_gqsgd.wire.communicator import parent_group
 from lightning_gqsgd.wire.engine import untraced
-from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -113,10 +112,7 @@ class LocalSteps(Optimizer):
         if elastic and group is not None:
             raise ConfigError("elastic=True has no process group: ranks meet at a lighthouse; leave group out")
         parent = None if elastic else parent_group(group)
-        meets: AbstractContextManager[Meeting | None] = nullcontext()
-        if parent is not None:
-            meets = open_meeting(model, parent, timeout)
-        with meets as meeting:
+        with nullcontext() if parent is None else open_meeting(model, parent, timeout) as meeting:
             if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LocalSteps):
                 raise ConfigError(
                     f"optimizer is a {type(optimizer).__name__}, not a torch optimizer; give the one of the model, "
