@@ -44,7 +44,7 @@ from lightning_gqsgd.local_steps.preserved import (
 )
 from lightning_gqsgd.local_steps.rules import Exchanges, PendingMean, RuleRequest
 from lightning_gqsgd.local_steps.schedule import Rounds
-from lightning_gqsgd.local_steps.sharding import WHOLE, Sharding, own_part, reshard
+from lightning_gqsgd.local_steps.sharding import own_part, reshard
 from lightning_gqsgd.local_steps.starting import (
     ROUNDING,
     IntegerBuffers,
@@ -90,7 +90,6 @@ class Average(Pending):
         waits: functions that wait for these values and for the inner optimizers' tensors; empty once they have come.
         inner: the inner optimizers' tensors, and their mean as one flat tensor; None if they are not averaged.
         errors: the error memories before the average, by kind and parameter number; empty once the mean is complete.
-        sharding: how the parameters are divided among the ranks of a replica.
     """
 
     frozen: tuple[str, ...]
@@ -100,7 +99,6 @@ class Average(Pending):
     waits: list[Callable[[], object]] = field(default_factory=list)
     inner: tuple[list[Tensor], Tensor] | None = None
     errors: dict[tuple[Keeps, int], Tensor] = field(default_factory=dict)
-    sharding: Sharding = WHOLE
 
     def wait(self) -> None:
         """Wait for the mean.
@@ -114,10 +112,6 @@ class Average(Pending):
             wait()
         self.pending_means = []
         self.waits = []
-
-    def is_finite(self) -> bool:
-        means = self.changes if self.inner is None else [*self.changes, self.inner[1]]
-        return self.sharding.all_have(all(bool(mean.isfinite().all()) for mean in means))
 
 
 class LocalAverages(AveragingLoop[Average]):
@@ -569,7 +563,6 @@ class LocalAverages(AveragingLoop[Average]):
         fragment = self.fragments[number]
         numbers = [entry.segment.parameter for entry, _ in fragment.entries() if not entry.segment.raw]
         average = Average(number, self.step + delay, self.watched.frozen(), errors=self.store.errors(numbers))
-        average.sharding = self.sharding
         put = partial(self._put, average=average)
         with self._or_broken():
             for bundle in fragment.bundles:
@@ -626,12 +619,16 @@ class LocalAverages(AveragingLoop[Average]):
         if average.pending_means:
             since = moment(self.device)
             average.wait()
-            if average.errors and not average.is_finite():
+            if average.errors and not self._is_finite(average):
                 # All ranks leave it out, so what it would have compensated is still to be sent.
                 self.store.put_back(average.errors)
             average.errors = {}
             self.telemetry.expose(since, moment(self.device))
             self.telemetry.end_step()
+
+    def _is_finite(self, average: Average) -> bool:
+        means = average.changes if average.inner is None else [*average.changes, average.inner[1]]
+        return self.sharding.all_have(all(bool(mean.isfinite().all()) for mean in means))
 
     def _apply(self, average: Average, weight: float) -> None:
         fragment = self.fragments[average.fragment]

@@ -20,7 +20,7 @@ from lightning_gqsgd.local_steps.schedule import Rounds
 
 
 @dataclass(eq=False)
-class Pending(ABC):
+class Pending:
     """An average that was started and not used yet.
 
     Attributes:
@@ -32,10 +32,6 @@ class Pending(ABC):
     fragment: int
     use_after: int
     is_last: bool = field(default=False, kw_only=True)
-
-    @abstractmethod
-    def is_finite(self) -> bool:
-        """Returns whether all means are finite, which is the same on all ranks. Waits for a GPU."""
 
 
 AnyPending = TypeVar("AnyPending", bound=Pending)
@@ -104,7 +100,7 @@ class AveragingLoop(ABC, Generic[AnyPending]):
             weight = self.options.mixing if self.options.delay and not average.is_last else 0.0
             with self._or_broken():
                 self._wait(average)
-                is_finite = average.is_finite()
+                is_finite = self._is_finite(average)
                 self.under_way.remove(average)  # before it moves anything, so that no state has it twice
                 if is_finite:
                     self._apply(average, weight)
@@ -137,6 +133,10 @@ class AveragingLoop(ABC, Generic[AnyPending]):
     @abstractmethod
     def _wait(self, average: AnyPending) -> None:
         """Wait for the mean."""
+
+    @abstractmethod
+    def _is_finite(self, average: AnyPending) -> bool:
+        """Returns whether the whole mean is finite, which is the same on all ranks. Waits for a GPU."""
 
     @abstractmethod
     def _apply(self, average: AnyPending, weight: float) -> None:

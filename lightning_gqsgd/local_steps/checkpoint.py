@@ -300,9 +300,7 @@ def _loaded(averages: LocalAverages, saved: Mapping[str, Any]) -> Average:
     frozen = tuple(saved.get("frozen", averages.watched.frozen()))
     changes = [torch.cat([saved["means"][entry.name].flatten() for entry in part.entries]) for part in fragment.bundles]
     changes = [change.to(part.entries[0].tensor.device) for change, part in zip(changes, fragment.bundles, strict=True)]
-    integers = list(saved["integers"])
-    sharding = averages.sharding
-    return Average(saved["fragment"], saved["use_after"], frozen, changes, integers=integers, sharding=sharding)
+    return Average(saved["fragment"], saved["use_after"], frozen, changes, integers=list(saved["integers"]))
 
 
 def _on_cpu(value: Any) -> Any:

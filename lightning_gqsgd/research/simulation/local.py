@@ -256,6 +256,9 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
     def _wait(self, average: VirtualAverage) -> None:
         """Return at once: `_start` has computed the whole average."""
 
+    def _is_finite(self, average: VirtualAverage) -> bool:
+        return bool(average.mean.isfinite().all())
+
     def _apply(self, average: VirtualAverage, weight: float) -> None:
         """Move the anchors by the mean change, and all workers' parameters towards them by ``weight``."""
         replicas = self._replicas[average.fragment]
@@ -310,10 +313,6 @@ class VirtualAverage(Pending):
     """An average that is not used yet."""
 
     mean: Tensor
-
-    def is_finite(self) -> bool:
-        """Returns whether the mean is finite."""
-        return bool(self.mean.isfinite().all())
 
 
 def pop_virtual(fields: dict[str, Any]) -> dict[str, Any]:
