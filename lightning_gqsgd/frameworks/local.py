@@ -130,13 +130,14 @@ class LocalTraining:
                 f"local steps train the module itself, without DistributedDataParallel, for which {', '.join(of_ddp)} "
                 "is; leave it out"
             )
-        if given["every"] is not None and not callable(given["every"]) and not isinstance(given["every"], _TIMES):
+        every = given["every"]
+        if every is not None and not callable(every) and not isinstance(every, str | timedelta):
             # Here, because this is the name that the user has given.
-            check_integer("local_steps", plain_integer(given["every"]), 1, MOST_STEPS)
+            check_integer("local_steps", plain_integer(every), 1, MOST_STEPS)
         options, compression = options_of(preset, given)
         if options.every_s is not None and not options.elastic:
             raise ConfigError(
-                f"local_steps={given['every']!r}: ranks make different numbers of steps, and Lightning's own "
+                f"local_steps={every!r}: ranks make different numbers of steps, and Lightning's own "
                 "collectives, at the end of an epoch, count on equal ones; give elastic=True, with which each process "
                 "trains by itself (docs/elastic.md), or use LocalSteps in a loop of your own"
             )
@@ -227,9 +228,6 @@ class LocalTraining:
             trained.averages.close()
         self.trained.clear()
 
-
-#: The types of a time between two merges.
-_TIMES = (str, timedelta)
 
 #: Arguments of Lightning's DDPStrategy that are about DistributedDataParallel.
 _OF_DDP_STRATEGY = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
