@@ -62,8 +62,8 @@ def share_of(
 
     Args:
         ranks: number of all ranks.
-        local_ranks: number of ranks on this machine; None if it is not known. Then all are assumed to be on it, except
-            those of ``places`` that are not.
+        local_ranks: number of ranks on this machine; None if it is not known. Then all of which no place is known are
+            assumed to be on it.
         environment: where launchers have left their variables.
         places: the places of this rank and of others, as far as they are known. Other ranks of this machine are assumed
             to use the processors of this one.
@@ -73,9 +73,9 @@ def share_of(
         # Each rank is a task. If SLURM binds tasks, this process may use the processors of its own task only.
         return min(processors(), int(each))
     own = own_place()
-    here = [place for place in places if place.machine == own.machine] or [own]
-    elsewhere = sum(place.machine != own.machine for place in places)
-    unknown = max(0, (local_ranks or ranks - elsewhere) - len(here))
+    places = places or [own]
+    here = [place for place in places if place.machine == own.machine]
+    unknown = max(0, local_ranks - len(here) if local_ranks else ranks - len(places))
     users = Counter(number for place in here for number in place.numbers())
     of_cores = sum(Fraction(1, max(1, users[number]) + unknown) for number in own.numbers())
     beside = max(1, sum(place.container == own.container for place in here)) + unknown
