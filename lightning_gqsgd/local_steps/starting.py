@@ -252,15 +252,15 @@ def fitted_to_ranks(start: Meeting, trained: Trained, config: GQSGDConfig) -> tu
 def own_facts(options: LocalOptions, model: nn.Module, trained: Trained) -> dict[str, Any]:
     """Returns the facts that must be equal on all ranks of local steps, in addition to the configuration: plain values
     by name."""
-    entries = (*trained.parameters, *trained.buffers)
-    tensors: list[object] = [(*entry.segment, entry.name, str(entry.tensor.dtype)) for entry in entries]
+    averaged = [entry.segment for entry in (*trained.parameters, *trained.buffers)]
     # Ranks also take those that are not averaged from the first rank, at the start or in each average.
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        tensors += [(name, tuple(tensor.shape), str(tensor.dtype))] if tensor.numel() else []
+    every = (*model.named_parameters(), *model.named_buffers())
+    tensors = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in every if tensor.numel()]
     own = {name: getattr(options, name) for name in options.field_names() if name != "anchor_device"}
     own |= {"every": _every(options), "rule": str(options.rule), "anchor_dtype": str(options.anchor_dtype)}
-    dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in (*model.parameters(), *model.buffers())}))
-    return {"dtypes": dtypes, "parameters and buffers": digest(tensors), **own, "outer": describe_outer(trained.outer)}
+    own["outer"] = describe_outer(trained.outer)
+    dtypes = ", ".join(sorted({str(tensor.dtype) for _, tensor in every}))
+    return {"dtypes": dtypes, "parameters and buffers": digest(tensors), "averaged": digest(averaged), **own}
 
 
 def _every(options: LocalOptions) -> int | str | list[int]:
