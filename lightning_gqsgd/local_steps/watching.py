@@ -51,9 +51,6 @@ class WatchedModel:
         averaged: the parameters that are averaged.
         group: process group of the ranks that average them; None if members join and leave, whom torch.distributed does
             not know.
-
-    Attributes:
-        buffers: the buffers that the model had at the start, and that were not empty, by name.
     """
 
     def __init__(
@@ -70,9 +67,10 @@ class WatchedModel:
         self._wrapped = DDPModels({id(entry.whole) for entry, _ in self._averaged}, ranks)
         self._has_looked = len(ranks) < 2  # with fewer, no model averages over two of them
         self._known = list(model.parameters())  # kept, so that no new parameter gets the id of a deleted one
-        self.buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
+        # Those that were not empty at the start, by name.
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
         self._parametrized = _parametrized_in(model)
-        self._masks = {name: self.buffers[name] for name in _masks_of(model) if name in self.buffers}
+        self._masks = {name: self._buffers[name] for name in _masks_of(model) if name in self._buffers}
         self._looks_at_others = group is None or len(ranks) > 1
         self._others: dict[str, Tensor] = {}  # values of the parameters that are not averaged, by name
         _WATCHED.add(self)
@@ -85,7 +83,7 @@ class WatchedModel:
         """
         model = self._model()
         assert model is not None  # its trainer asks for them
-        buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in self.buffers]
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in self._buffers]
         return {plain_name(name): tensor for name, tensor in (*model.named_parameters(), *buffers)}
 
     def digest(self) -> int:
@@ -201,8 +199,8 @@ class WatchedModel:
 
     def _check_buffers(self, model: nn.Module) -> None:
         present = _saved_buffers(model)
-        known = {id(buffer) for buffer in self.buffers.values()}
-        added = [name for name, buffer in present.items() if name not in self.buffers and id(buffer) not in known]
+        known = {id(buffer) for buffer in self._buffers.values()}
+        added = [name for name, buffer in present.items() if name not in self._buffers and id(buffer) not in known]
         if added:
             raise ConfigError(
                 f"buffers were added to the model after LocalSteps was made, or were empty then: {listed(added)}. They "
