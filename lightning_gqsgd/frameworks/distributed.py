@@ -126,7 +126,7 @@ def split_arguments(
                 f"{strategy.__name__} has no argument {name!r}{did_you_mean(name, allowed)} "
                 f"(its own: {', '.join(own)}; all others are DDPStrategy's)"
             )
-    if arguments.get("timeout") is not None:
+    if "timeout" in arguments:
         arguments["timeout"] = as_timeout(arguments["timeout"])
     return make_config(preset, **fields), arguments
 

@@ -163,6 +163,8 @@ class FabricMixin(StrategyMixin):
         models = [module for module, part in parts if part]
         # An earlier set-up may have had the same module.
         whole = next((module for module, part in parts if part == own), None)
+        if not models:
+            raise ConfigError("the optimizer's model is not set up; call fabric.setup(model, optimizer) for both")
         if whole is None and len(models) > 1:
             names = ", ".join(type(model).__name__ for model in models)
             raise ConfigError(
@@ -170,9 +172,7 @@ class FabricMixin(StrategyMixin):
                 "one: set up one model of all, such as torch.nn.ModuleList([encoder, decoder]), or give each model an "
                 "optimizer of its own"
             )
-        if models:
-            return models[0] if whole is None else whole
-        raise ConfigError("the optimizer's model is not set up; call fabric.setup(model, optimizer) for both")
+        return models[0] if whole is None else whole
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint, with the states of the hooks if it has an optimizer. A collective."""
