@@ -134,7 +134,8 @@ WHOLE = Sharding()
 
 
 def sharding_of(model: nn.Module, group: dist.ProcessGroup) -> Sharding:
-    """Returns how the parameters of a model are divided; ``group`` has the ranks that average, one of each replica.
+    """Returns how the parameters of a model are divided, of which at least one is. ``group`` has the ranks that
+    average, one of each replica.
 
     Raises:
         ConfigError: if parameters are divided among ranks of ``group``, or over meshes of which neither contains the
@@ -144,8 +145,6 @@ def sharding_of(model: nn.Module, group: dist.ProcessGroup) -> Sharding:
     for name, parameter in model.named_parameters():
         if is_divided(parameter):
             found.setdefault(cast(Any, parameter).device_mesh, name)
-    if not found:
-        return WHOLE
     # With tensor parallelism, some parameters are on a mesh that contains the mesh of the others.
     mesh = max(found, key=lambda one: one.size())
     ranks = _ranks_of(mesh)
