@@ -66,7 +66,8 @@ def nodes_of_groups(meeting: Meeting, device: torch.device) -> list[Nodes]:
     codec_threads(dist.get_world_size())  # checks the number of threads before ranks agree on anything
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     news = {"node": digest_of(this_node()), "bytes_per_s": link_rate(), "device": name}
-    return [_nodes(told) for told in meeting.exchange(news)]
+    meeting.agree(news=news)
+    return [_nodes(told) for told in meeting.news]
 
 
 def _nodes(told: Sequence[Mapping[str, Any]]) -> Nodes:

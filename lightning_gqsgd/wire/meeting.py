@@ -145,7 +145,7 @@ class Meeting:
         Args:
             facts: for each group, the facts that its ranks must have in common: plain values by name; empty if there
                 are none.
-            news: this rank's news, which need not be equal; see `news_by_rank`.
+            news: what this rank tells the others, plain values by name, which need not be equal; see `news`.
 
         Returns:
             For each group, a key that was never used before, the same on all its ranks.
@@ -157,27 +157,16 @@ class Meeting:
         self._keys = self._agree(facts, self._timeout_s, news)
         return self._keys
 
+    @property
+    def news(self) -> list[list[Mapping[str, Any]]]:
+        """The news of the latest round: for each group, those of its ranks, in the order of ranks."""
+        return [circle.news for circle in self._circles]
+
     def news_by_rank(self) -> dict[int, Mapping[str, Any]]:
         """Returns the news of the latest round, by the ranks' numbers among all processes."""
         return {
-            number: news for circle in self._circles for number, news in zip(circle.numbers, circle.told, strict=True)
+            number: news for circle in self._circles for number, news in zip(circle.numbers, circle.news, strict=True)
         }
-
-    def exchange(self, news: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
-        """Hold a round in which each rank tells the others something. A collective.
-
-        Args:
-            news: this rank's news: plain values by name.
-
-        Returns:
-            For each group, the news of its ranks, in the order of ranks.
-
-        Raises:
-            ConfigError: if a rank refuses. It is raised on every rank.
-            CollectiveError: if a rank did not arrive in time.
-        """
-        self._agree((), self._timeout_s, news)
-        return [circle.told for circle in self._circles]
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -238,7 +227,7 @@ class _Circle:
     """The rounds of one process group.
 
     Attributes:
-        told: the news on the cards of the latest round, in the order of ranks.
+        news: the news on the cards of the latest round, in the order of ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | Peers, timeout_s: float) -> None:
@@ -255,7 +244,7 @@ class _Circle:
         self._leader = ""  # the nonce of rank 0, as far as it is known
         self._seen = ""  # the token of the latest minutes that were read
         self.pulse: Pulse | None = None
-        self.told: list[Mapping[str, Any]] = []
+        self.news: list[Mapping[str, Any]] = []
 
     def show_life(self, key: str) -> None:
         """Start to watch whether the other ranks are alive; ``key`` is the key of a round."""
@@ -271,7 +260,7 @@ class _Circle:
         """
         nonce = secrets.token_hex(8)
         if self.size == 1:
-            self.told = [card.news]
+            self.news = [card.news]
             return nonce, verdict([card], self.numbers)
         self._leader = ""
         try:
@@ -308,8 +297,8 @@ class _Circle:
                 token = secrets.token_hex(8)
                 cards = [Card.from_json(text) for text in self._store.get_all([f"card/{rank}" for rank in ranks])]
                 problem = verdict(cards, self.numbers)
-                self.told = [card.news for card in cards]
-                self._store.set("minutes", json.dumps([token, listed, problem, self.told]))
+                self.news = [card.news for card in cards]
+                self._store.set("minutes", json.dumps([token, listed, problem, self.news]))
                 self._store.set("token", token)
             if not missing:
                 known = self._store.get_all([f"acknowledged/{rank}" for rank in ranks[1:]])
@@ -329,11 +318,11 @@ class _Circle:
             if token and self._store.get(f"done/{token}"):
                 return token, problem
             if minutes:
-                self._seen, listed, said, told = json.loads(minutes)
+                self._seen, listed, said, news = json.loads(minutes)
                 if self._seen != token and len(listed) == self.size and listed[self.rank] == nonce:
                     token = self._seen
                     problem = said
-                    self.told = told
+                    self.news = news
                     self._store.set(f"acknowledged/{self.rank}", token)
             waiting.pause(self._absent)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -73,7 +73,11 @@ def test_an_error_without_words_is_told_by_its_name() -> None:
 
 
 def test_news_come_in_the_order_of_ranks() -> None:
-    found = held(PAIRS, lambda rank, one: one.exchange({"rank": rank}))
+    def news(rank: int, one: Meeting) -> list[list[Mapping[str, Any]]]:
+        one.agree(news={"rank": rank})
+        return one.news
+
+    found = held(PAIRS, news)
     told = [[[news["rank"] for news in group] for group in groups] for groups in found]
     assert told == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
 
