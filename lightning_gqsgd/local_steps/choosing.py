@@ -66,20 +66,19 @@ def pop_options(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**given, "every": arguments.pop("local_steps", None)}
 
 
-def asks_for_local_steps(preset: object, *given: Mapping[str, Any]) -> bool:
+def asks_for_local_steps(preset: object, given: Mapping[str, Any]) -> bool:
     """Returns whether arguments ask for local steps, by their number or by a preset.
 
     Args:
         preset: the argument, which may also be a preset of a compression alone.
-        *given: more arguments of local steps, by name; None if not given.
+        given: more arguments of local steps, by name; None if not given.
 
     Raises:
         ConfigError: if there are arguments for local steps, but none asks for local steps.
     """
-    together = {name: value for arguments in given for name, value in arguments.items()}
-    if together["every"] is not None or (isinstance(preset, str) and preset in LOCAL_PRESETS):
+    if given["every"] is not None or (isinstance(preset, str) and preset in LOCAL_PRESETS):
         return True
-    alone = [f"{name}={value!r}" for name, value in together.items() if value is not None]
+    alone = [f"{name}={value!r}" for name, value in given.items() if value is not None]
     if alone:
         raise ConfigError(f"{', '.join(alone)} is for local steps; give local_steps=32 as well, or leave it out")
     return False

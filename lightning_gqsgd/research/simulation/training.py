@@ -155,7 +155,7 @@ def _trainer(
     chosen: str | GQSGDConfig | None = preset
     if preset == UNCOMPRESSED:
         chosen = GQSGDConfig(reducer="native")
-    if not asks_for_local_steps(chosen, given, virtual):
+    if not asks_for_local_steps(chosen, {**given, **virtual}):
         return _EveryStep(problem, workers, make_config(chosen, **fields), make_optimizer)
     options, compression = options_of(chosen, given)
     config = make_config(compression, **fields)
