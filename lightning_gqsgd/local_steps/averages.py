@@ -69,7 +69,8 @@ from lightning_gqsgd.wire.telemetry import moment
 
 logger = logging.getLogger(__name__)
 
-_WORDS = Words(
+#: The words of errors about process groups and steps.
+WORDS = Words(
     "this LocalSteps",
     "make a new LocalSteps",
     "Ranks have made different numbers of optimizer steps, or a state was loaded, or parameters were frozen, or the "
@@ -175,7 +176,7 @@ class LocalAverages(AveragingLoop[Average]):
             self.outer = trained.outer
             facts = facts_of(self.config, own_facts(options, model, trained))
             side = Side(self.group, facts, [self.config])
-            with open_engines(start, [side], self.device, timeout=timeout, words=_WORDS, dtypes=trained.dtypes) as (
+            with open_engines(start, [side], self.device, timeout=timeout, words=WORDS, dtypes=trained.dtypes) as (
                 self._engine,
             ):
                 # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
@@ -375,7 +376,7 @@ class LocalAverages(AveragingLoop[Average]):
         if self.is_broken:
             raise RuntimeError(
                 "gqsgd: an exception has ended an average on this rank (its start, the wait for it or its use), and "
-                f"other ranks may have used it; close this LocalSteps, and {_WORDS.remedy} on every rank"
+                f"other ranks may have used it; close this LocalSteps, and {WORDS.remedy} on every rank"
             )
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, check_integer, counted, plain_integer
-from lightning_gqsgd.local_steps.averages import open_meeting
+from lightning_gqsgd.local_steps.averages import WORDS, open_meeting
 from lightning_gqsgd.local_steps.checking import in_plain_names
 from lightning_gqsgd.local_steps.fragments import kept, refuse_kept
 from lightning_gqsgd.local_steps.inner_state import InnerState, all_or_nothing
@@ -67,15 +67,13 @@ from lightning_gqsgd.session.first_rank import take_from_first_rank
 from lightning_gqsgd.session.opening import Side, facts_of, open_engines
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.wire.communicator import parent_group
-from lightning_gqsgd.wire.engine import Words, untraced
+from lightning_gqsgd.wire.engine import untraced
 from lightning_gqsgd.wire.meeting import Meeting
 
 if TYPE_CHECKING:
     from lightning_gqsgd.membership.manager import TorchftMembers
 
 logger = logging.getLogger(__name__)
-
-_WORDS = Words("this LocalSteps", "make a new LocalSteps")
 
 #: Seconds between two looks whether this process was sent SIGTERM while it waits for a merge.
 _LOOK_S = 0.5
@@ -196,7 +194,7 @@ class MergedAverages:
             refuse_memory(config)
             facts = facts_of(config, own_facts(self.options, model, trained))
             side = Side(group, facts, [config])
-            with open_engines(start, [side], self.device, timeout=timeout, words=_WORDS, dtypes=trained.dtypes) as (
+            with open_engines(start, [side], self.device, timeout=timeout, words=WORDS, dtypes=trained.dtypes) as (
                 engine,
             ):
                 # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
