@@ -32,6 +32,32 @@ if TYPE_CHECKING:
     from lightning_gqsgd.research.optim import CMDAdagrad, RDAAdagrad
     from lightning_gqsgd.research.simulation import simulate
 
+    __all__ = [
+        "PRESETS",
+        "CMDAdagrad",
+        "CollectiveError",
+        "ConfigError",
+        "DCPState",
+        "GQSGDConfig",
+        "GQSGDFSDPState",
+        "GQSGDFabricStrategy",
+        "GQSGDKwargs",
+        "GQSGDState",
+        "GQSGDStrategy",
+        "GQSGDTelemetry",
+        "LocalSteps",
+        "Memory",
+        "RDAAdagrad",
+        "RayGQSGDStrategy",
+        "StabilityWarning",
+        "all_reduce",
+        "enable",
+        "quantised",
+        "register_gqsgd",
+        "register_gqsgd_fsdp",
+        "simulate",
+    ]
+
 _HOMES = {
     "CMDAdagrad": "research.optim",
     "CollectiveError": "errors",
@@ -55,6 +81,8 @@ _HOMES = {
     "simulate": "research.simulation",
 }
 
+_NAMES = (*_HOMES, "GQSGDFabricStrategy", "GQSGDStrategy", "GQSGDTelemetry")
+
 #: The packages that bring a module, as the extras of pyproject.toml have them (a test compares). PyPI does not have our
 #: own name and its extras.
 _BRINGS = {
@@ -67,36 +95,12 @@ _BRINGS = {
     "transformers": "transformers>=5.4",
 }
 
-__all__ = [
-    "PRESETS",
-    "CMDAdagrad",
-    "CollectiveError",
-    "ConfigError",
-    "DCPState",
-    "GQSGDConfig",
-    "GQSGDFSDPState",
-    "GQSGDFabricStrategy",
-    "GQSGDKwargs",
-    "GQSGDState",
-    "GQSGDStrategy",
-    "GQSGDTelemetry",
-    "LocalSteps",
-    "Memory",
-    "RDAAdagrad",
-    "RayGQSGDStrategy",
-    "StabilityWarning",
-    "all_reduce",
-    "enable",
-    "quantised",
-    "register_gqsgd",
-    "register_gqsgd_fsdp",
-    "simulate",
-]
-
 install()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":  # a star import loads every name of it, and should not need every optional package
+        return [each for each in _NAMES if _loads(each)]
     if name in ("GQSGDStrategy", "GQSGDTelemetry"):
         home = f"frameworks.{flavour('lightning.pytorch', 'pytorch_lightning')}"
     elif name == "GQSGDFabricStrategy":
@@ -120,4 +124,13 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_NAMES})
+
+
+def _loads(name: str) -> bool:
+    """Returns whether the packages that a name needs are installed."""
+    try:
+        __getattr__(name)
+    except ImportError:
+        return False
+    return True

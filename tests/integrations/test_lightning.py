@@ -315,6 +315,16 @@ def test_a_missing_framework_is_an_error_that_names_its_own_package(
         getattr(lightning_gqsgd, name)
 
 
+def test_a_star_import_has_what_the_installed_packages_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    for missing in ("accelerate", "ray"):
+        monkeypatch.setitem(sys.modules, missing, None)
+        monkeypatch.delitem(sys.modules, f"lightning_gqsgd.frameworks.{missing}", raising=False)
+    names: dict[str, object] = {}
+    exec("from lightning_gqsgd import *", names)  # noqa: S102  (functions cannot have a star import)
+    assert {"GQSGDStrategy", "GQSGDFabricStrategy", "register_gqsgd", "all_reduce"} <= set(names)
+    assert not {"GQSGDKwargs", "RayGQSGDStrategy"} & set(names)
+
+
 def test_remedies_for_missing_packages_are_what_the_extras_bring() -> None:
     project = (Path(lightning_gqsgd.__file__).parents[1] / "pyproject.toml").read_text()
     extras = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
