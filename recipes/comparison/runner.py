@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import time
@@ -155,12 +156,13 @@ def _lines(cells: tuple[Cell, ...], console: Console) -> Iterator[Callable[..., 
 @contextmanager
 def _plain(names: list[str], console: Console) -> Iterator[Line]:
     width = max(map(len, names))
-    said: dict[int, float] = {}
+    said: dict[int, tuple[float, str]] = {}
 
     def line(number: int, text: str | Text, done: bool, left: str | None) -> None:
         now = time.monotonic()
-        if done or number not in said or now >= said[number] + LINE_EVERY_S:
-            said[number] = now
+        latest, latest_text = said.get(number, (-math.inf, ""))
+        if done or (now >= latest + LINE_EVERY_S and str(text) != latest_text):
+            said[number] = (now, str(text))
             rest = f"; {left}" if left else ""
             console.print(f"[{number + 1}/{len(names)}] {names[number]:{width}}  {text}{rest}")
 

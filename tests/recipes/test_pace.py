@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from recipes.comparison import runner
 from recipes.comparison.runner import _share
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY, PERPLEXITY
@@ -99,6 +101,14 @@ def test_lines_come_after_validations_and_now_and_then(capsys: pytest.CaptureFix
     line = capsys.readouterr().out
     assert line.startswith("epoch 1/2, step 10/40 (25 %), 1:30 left, ")
     assert "accuracy 50.00 %" in line
+
+
+def test_a_slow_start_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(runner, "LINE_EVERY_S", 0)
+    with runner._plain(["ddp, seed 0"], Console(width=160)) as line:
+        for text in ("starting", "starting", "step 1/40 (2 %)"):
+            line(0, text, False, None)
+    assert [each.split()[4] for each in capsys.readouterr().out.splitlines()] == ["starting", "step"]
 
 
 def test_percentages_are_written_in_one_way() -> None:
