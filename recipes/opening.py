@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,14 @@ def say(text: str) -> None:
     """Print a line, unless another process of the same run prints it."""
     if speaks(os.environ):
         print(text, flush=True)
+
+
+class PrintedRecords(logging.Handler):
+    """Prints log records. A handler of `logging` keeps the stream of the start, and would write into a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record."""
+        print(self.format(record), flush=True)
 
 
 def speaks(environment: Mapping[str, str]) -> bool:

@@ -33,23 +33,18 @@ from recipes.tasks.task import Task
 
 
 class StartupSummary(Callback):
-    """Prints once, on rank 0, what is about to be trained, and what the strategy compresses."""
+    """Prints once, on rank 0, what is about to be trained."""
 
     def __init__(self, title: str, facts: dict[str, str]) -> None:
         self._title, self._facts = title, facts
 
     @rank_zero_only
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the summary, with the number of processes that the trainer knows by now."""
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Print the summary, with the number of processes that the trainer knows by now; the strategy speaks next."""
+        if stage != "fit":
+            return
         facts = {**self._facts, "processes": f"{trainer.world_size} ({trainer.num_nodes} x {trainer.num_devices})"}
         _print(self._title, facts)
-
-    @rank_zero_only
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the strategy's own first line, which goes to Lightning's log: recipes show only warnings of it."""
-        state = getattr(trainer.strategy, "gqsgd_state", None)
-        if state is not None:
-            print(state.report(), flush=True)
 
 
 def machine_facts(accelerator: str) -> dict[str, Any]:

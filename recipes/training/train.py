@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_module
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.constants import default_pg_timeout
 
@@ -288,3 +289,12 @@ def _silence_expected_messages() -> None:
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.. is deprecated.*")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning").handlers.clear()  # Hydra's handlers of the root print the same records
+    # Strategies of this package speak through Lightning's logger of rank 0, e.g. of each decision of `auto`.
+    rank_zero_module.log.setLevel(logging.INFO)
+    rank_zero_module.log.addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record of Lightning's is a warning, or is from a strategy of this package."""
+    return record.levelno > logging.INFO or record.getMessage().startswith("gqsgd")

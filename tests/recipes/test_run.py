@@ -45,6 +45,8 @@ def test_two_processes(tmp_path: Path, strategy: str) -> None:
         assert (
             finished.stdout.count("at 8 bits (companded, adaptive dither, blocks of 128) by gather over 2 ranks") == 1
         )
+        assert finished.stdout.count("gqsgd: in 6 steps, rank 0 sent ") == 1
+    assert not [path for path in folder.rglob("*") if path.is_file() and not path.stat().st_size]
     assert float(_validations(folder)[-1][names.MB_SENT]) == pytest.approx(facts["mb_sent"])
     assert (folder / "checkpoints" / "last.ckpt").is_file()
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
