@@ -178,11 +178,12 @@ def merges_at(lighthouse: str, timeout_s: float) -> int:
     return max((merges for merges, _ in _merged_on(page, _alive_on(page, _ALIVE_S))), default=0)
 
 
-def latest_merges_of(lighthouse: str, name: str, timeout_s: float) -> int:
-    """Returns the number of merges before the latest merge of members with a name (see `name_for`), also of those that
-    are gone. Other arguments and errors are those of `merges_at`."""
+def latest_merge_of(lighthouse: str, name: str, timeout_s: float) -> tuple[set[str], int]:
+    """Returns the members with a name (see `name_for`) that made the latest merge, also those that are gone, and the
+    number of merges with this one. Other arguments and errors are those of `merges_at`."""
     merged = _MERGED.findall(_page_of(lighthouse, timeout_s))
-    return max((int(merges) for member, merges, _ in merged if member.partition(":")[0] == name), default=0)
+    counts = {member: int(merges) + 1 for member, merges, _ in merged if member.partition(":")[0] == name}
+    return set(counts), max(counts.values(), default=0)
 
 
 def members_at(lighthouse: str, timeout_s: float, alive_s: float = _ALIVE_S) -> list[str]:

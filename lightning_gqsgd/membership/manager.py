@@ -32,7 +32,7 @@ from lightning_gqsgd.membership.door import (
     check_others,
     check_resolves,
     in_brackets,
-    latest_merges_of,
+    latest_merge_of,
     lighthouse_address,
     merges_at,
     name_for,
@@ -125,10 +125,11 @@ class TorchftMembers(Members):
         managers = check_others(self._lighthouse, self._name, self.timeout.total_seconds())
         self._host = own_host(self._lighthouse, self.timeout.total_seconds())
         self._present = self._fetched_present(managers)
-        self._merges_before = 0  # of a training at this lighthouse, whose state this member has not
+        # Of a training at this lighthouse whose state this member has not: who made its latest merge, and its merges.
+        self._merged_before: tuple[set[str], int] = set(), 0
         if self._present is None:
             with suppress(ConfigError):  # the first merge says that no lighthouse answers
-                self._merges_before = latest_merges_of(self._lighthouse, self._name, self.timeout.total_seconds())
+                self._merged_before = latest_merge_of(self._lighthouse, self._name, self.timeout.total_seconds())
         self._received: Mapping[str, Any] | None = None
         self._group = QuantisedProcessGroup(_Gloo(self._host, self.timeout), config, device, facts)
         self.telemetry = self._group.telemetry
@@ -204,7 +205,7 @@ class TorchftMembers(Members):
         except BaseException:
             transport.shutdown()  # otherwise each further attempt would leave a server
             raise
-        manager._client = DistinctQuorums(manager._client)
+        manager._client = self._quorums = DistinctQuorums(manager._client)
         manager._executor = _DaemonExecutor()
         manager.load_state_dict({"step": self._merges, "batches_committed": 0})
         return manager
@@ -257,15 +258,16 @@ class TorchftMembers(Members):
 
     def say_if_begun_anew(self, merges: int) -> None:
         """Warn if the lighthouse knows a longer training of the same model, of which no member was left."""
-        if merges <= self._merges_before:
+        members, merges_before = self._merged_before
+        if merges <= merges_before and not members & self._quorums.members:
             logger.warning(
                 "gqsgd: the lighthouse %s knows a training with this model and these options, which has made %s, and "
                 "none of its members is left: %s, unless this process loads a checkpoint of it",
                 self._lighthouse,
-                counted(self._merges_before + 1, "merge"),
+                counted(merges_before, "merge"),
                 "a new training begins" if merges == 1 else f"this process goes on by itself after merge {merges - 1}",
             )
-        self._merges_before = 0
+        self._merged_before = set(), 0
 
     def start_after(self, merges: int) -> None:
         """Continue after ``merges`` merges, the count of another member or of a checkpoint."""
@@ -292,7 +294,7 @@ class TorchftMembers(Members):
         if _seconds_of_machine() - self._met_at > _LOOK_AFTER.total_seconds():
             # This process may have been suspended, and the others may have finished since.
             with suppress(ConfigError):
-                self._merges_before = latest_merges_of(self._lighthouse, self._name, _GLANCE.total_seconds())
+                self._merged_before = latest_merge_of(self._lighthouse, self._name, _GLANCE.total_seconds())
         look = threading.Timer(_LOOK_AFTER.total_seconds(), _say_why_it_waits, [self._lighthouse])
         look.daemon = True
         look.start()

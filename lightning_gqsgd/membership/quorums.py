@@ -25,6 +25,11 @@ class DistinctQuorums:
         self._seen: tuple[int, list[str]] | None = None
         self._number = -1
 
+    @property
+    def members(self) -> set[str]:
+        """The members of the latest quorum."""
+        return set(self._seen[1]) if self._seen is not None else set()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 

@@ -310,8 +310,9 @@ def after_the_end(rank: int, lighthouse: str, folder: Path) -> list[Any]:
     return [merges, [text for text in said if "a new training begins" in text]]
 
 
-def suspended(rank: int, lighthouse: str, folder: Path) -> list[str]:
-    """Member 1 is stopped, and goes on when member 0 has made more merges and left. Returns what it says of that."""
+def suspended(rank: int, lighthouse: str, folder: Path, further: int) -> list[str]:
+    """Member 1 is stopped, and goes on when member 0 has made a merge and ``further`` ones, and left. Returns what it
+    says of that."""
     said = logged()
     pytest.MonkeyPatch().setattr("lightning_gqsgd.membership.manager._LOOK_AFTER", SECOND)
     model, optimizer = member(rank, lighthouse, timeout=3 * SECOND)
@@ -323,7 +324,7 @@ def suspended(rank: int, lighthouse: str, folder: Path) -> list[str]:
     else:
         while optimizer.averages.world_size == 2:
             train_step(model, optimizer, generator, 0.02)
-        enough = optimizer.averages.averages + 5
+        enough = optimizer.averages.averages + further
         while optimizer.averages.averages < enough:
             train_step(model, optimizer, generator, 0.02)
         optimizer.close()

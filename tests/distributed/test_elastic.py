@@ -216,10 +216,11 @@ def test_who_comes_when_all_others_have_gone_hears_that_a_new_training_begins(tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("further", [0, 5])
 def test_who_was_suspended_until_all_others_had_gone_hears_that_it_goes_on_by_itself(
-    tmp_path: Path, lighthouse: str
+    further: int, tmp_path: Path, lighthouse: str
 ) -> None:
-    _, said = run_members(members.suspended, 2, tmp_path, lighthouse, tmp_path)
+    _, said = run_members(members.suspended, 2, tmp_path, lighthouse, tmp_path, further)
     assert len(said) == 1
     assert "none of its members is left: this process goes on by itself after merge" in said[0]
 
