@@ -218,7 +218,7 @@ def warmup(
     with _refusals_in_one_line():
         try:
             typer.echo(warming.warm(names or list(PRESETS), dtype or ["float32"], ranks or [2, 8]))
-        except warming.NoFolderError as error:
+        except warming.NotKeptError as error:
             typer.echo(f"gqsgd: {error}", err=True)
             raise typer.Exit(1) from None
 

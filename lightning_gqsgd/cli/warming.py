@@ -14,15 +14,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import check_one_of, counted
-from lightning_gqsgd.kernels.cpu.cache import REMEDY, folders, writable_folder
+from lightning_gqsgd.kernels.cpu.cache import REMEDY, Compilation, folders, watching, writable_folder
 from lightning_gqsgd.kernels.wire import DTYPES_BY_NAME
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.wire.compiling import compile_kernels
 
 
-class NoFolderError(Exception):
-    """No folder for compiled kernels is writable."""
+class NotKeptError(Exception):
+    """Compiled kernels cannot be kept."""
 
 
 def warm(presets: Sequence[str], dtypes: Sequence[str], ranks: Sequence[int]) -> str:
@@ -38,21 +38,27 @@ def warm(presets: Sequence[str], dtypes: Sequence[str], ranks: Sequence[int]) ->
 
     Raises:
         ConfigError: an unknown preset or dtype, or a preset that cannot work at a number of ranks.
-        NoFolderError: no folder is writable.
+        NotKeptError: no folder is writable, or the folder has no room.
     """
     jobs = _jobs(presets, dtypes, ranks)
     folder = writable_folder()
     if folder is None:
-        raise NoFolderError(f"none of the folders {', '.join(map(str, folders()))} is writable: {REMEDY}")
+        raise NotKeptError(f"none of the folders {', '.join(map(str, folders()))} is writable: {REMEDY}")
     start = perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress, watching(_refuse_unkept):
         task = progress.add_task("kernels", total=len(jobs))
         for name, config, dtype, count in jobs:
             progress.update(task, description=f"{name}, {dtype}")
             compile_kernels(config, DTYPES_BY_NAME[dtype], torch.device("cpu"), count)
             progress.advance(task)
     return f"CPU kernels of {counted(len(presets), 'preset')} are in {folder} ({perf_counter() - start:.1f} s)"
+
+
+def _refuse_unkept(compilation: Compilation) -> None:
+    """End with the first kernel that is not kept: all others would be compiled in vain."""
+    if compilation.folder is None:
+        raise NotKeptError(f"{compilation.reason}: {REMEDY}")
 
 
 def _jobs(

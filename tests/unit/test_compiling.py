@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable
@@ -277,6 +278,17 @@ def test_warmup_fails_with_one_line_if_no_folder_is_writable() -> None:
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
     assert "NUMBA_CACHE_DIR" in line
+
+
+def test_warmup_fails_with_one_line_if_the_disk_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache, "_write", full)
+    result = CliRunner().invoke(app, ["warmup", "topk_ef"])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.count("No space left on device") == result.stderr.count("NUMBA_CACHE_DIR") == 1
 
 
 @pytest.mark.parametrize(("arguments", "word"), [(["topk"], "topk_ef"), (["topk_ef", "--dtype", "int8"], "bfloat16")])
