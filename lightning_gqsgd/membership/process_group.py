@@ -7,6 +7,7 @@ is created for the new ranks. All failures are reported to the Manager, through 
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
 import time
@@ -38,6 +39,7 @@ from lightning_gqsgd.wire.engine import Engine, Request, Words, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import Peers, peers_of_unregistered
 from lightning_gqsgd.wire.pipeline import Job
+from lightning_gqsgd.wire.processors import Place, own_place
 from lightning_gqsgd.wire.store import EndingStore, Store
 from lightning_gqsgd.wire.telemetry import Telemetry
 
@@ -50,6 +52,9 @@ _WORDS = Words("torchft's process group", "let the Manager configure it for the 
 
 #: Seconds that `shutdown` waits at most until old connections have ended.
 _CLOSE_S = 10.0
+
+#: Bytes in which a rank's place is sent. They are enough for the numbers of 1,700 processors.
+_PLACE_BYTES = 512
 
 #: Seconds that `QuantisedProcessGroup.have_all_said` waits for an answer of the store.
 _ANSWER_S = 2.0
@@ -289,7 +294,8 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             side = self._side()
         seen = self._greet(side)
         if side is not None and seen.are_ready:
-            engine = Engine(self._device, side.group, seen.key, timeout=timeout, words=_WORDS)
+            places = self._places_of_all()
+            engine = Engine(self._device, side.group, seen.key, timeout=timeout, words=_WORDS, places=places)
             try:
                 engine.connect(*side.configs)
             except BaseException:
@@ -327,6 +333,14 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         digests, calls, ready, tokens = rows.T.tolist()
         # The largest number of calls is used, so that no dither is used twice.
         return _Greeting(len(set(digests)) == 1 and all(ready), max(calls), f"{tokens[0]:x}")
+
+    def _places_of_all(self) -> list[Place]:
+        """Returns the places of the ranks whose places fit into a row. A collective of equal versions."""
+        place = json.dumps(own_place()).encode().ljust(_PLACE_BYTES)
+        row = bytearray(place if len(place) == _PLACE_BYTES else b" " * _PLACE_BYTES)
+        rows = self.rows_of_all(torch.frombuffer(row, dtype=torch.int64)).numpy()
+        texts = [text for text in (each.tobytes().strip() for each in rows) if text]
+        return [Place(*json.loads(text)) for text in texts]
 
     def rows_of_all(self, row: Tensor) -> Tensor:
         """Returns the rows of all ranks. A collective: it sums matrices in which only a rank's own row is not zero.

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_gqsgd import CollectiveError, ConfigError
+from lightning_gqsgd.wire.engine import Engine
+from lightning_gqsgd.wire.processors import Place
 from tests.distributed import torchft_replicas as replicas
 from tests.distributed.ranks import on_ranks, run, run_alike
 from tests.errors import error_text
@@ -111,6 +113,31 @@ def test_the_engine_is_made_anew_for_other_ranks_and_uses_no_dither_twice(tmp_pa
     of_two = replicas.values(0) + replicas.values(2)
     assert float((first[1] - of_two).norm() / of_two.norm()) < 0.2
     assert not torch.equal(first[0], first[2])  # the same tensors on the same ranks, in another call
+
+
+def _places(rank: int, port: int) -> list[Any]:
+    """The places with which a rank makes the engine of its second group, whose kernels are compiled."""
+    from lightning_gqsgd.membership import process_group as module
+
+    given = []
+
+    def engine(*arguments: Any, **named: Any) -> Engine:
+        given.append([list(place) for place in named["places"]])
+        return Engine(*arguments, **named)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(module, "Engine", engine)
+    patch.setattr(module, "own_place", lambda: Place(f"machine {rank}", "", "f0"))
+    group = replicas.process_group()
+    for name in ("first", "second"):
+        replicas.configure(group, rank, 2, port, name)
+    group.barrier(dist.BarrierOptions()).wait()
+    return given
+
+
+def test_ranks_of_later_groups_know_which_machines_the_others_are_on(tmp_path: Path, port: int) -> None:
+    both = [["machine 0", "", "f0"], ["machine 1", "", "f0"]]
+    assert run(_places, 2, tmp_path, port, initialise=False) == [[both], [both]]
 
 
 def _lose_a_rank(rank: int, port: int) -> tuple[str, bool, bool, bool]:
