@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.profilers import Profiler
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_gqsgd.errors import did_you_mean, first_line
 from lightning_gqsgd.sparse.options import tables_of
@@ -78,6 +79,13 @@ def build_network(node: DictConfig, own: frozenset[str] = frozenset()) -> nn.Mod
             "is not a LightningModule; the LightningModule is the task's: a subclass of recipes.tasks.task.Task, named "
             "by task._target_"
         )
+    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+        if is_lazy(tensor):
+            raise RecipeError(
+                f"model._target_={node._target_} has no shape for {name} before its first batch, and optimizer and "
+                "strategy need all shapes; give its layers their sizes, e.g. nn.Linear instead of nn.LazyLinear, or "
+                "call them on zeros in __init__"
+            )
     return network
 
 
@@ -90,6 +98,11 @@ def build_task(node: DictConfig, own: frozenset[str], **arguments: Any) -> Task:
         raise RecipeError(
             f"{key} is judged by {getattr(metric, 'key', metric)!r}, and recipes know {', '.join(METRICS)}; give the "
             "class one of recipes.measuring.metrics as its attribute metric"
+        )
+    if not any(parameter.requires_grad for parameter in made.parameters()):
+        raise RecipeError(
+            f"no parameter of {key} and its model requires a gradient, so there is nothing to train; take another "
+            "model, or unfreeze a part of it"
         )
     return made
 
@@ -233,9 +246,10 @@ def _found(target: Any, own: frozenset[str]) -> Any:
     try:
         return get_object(target)
     except (ImportError, ValueError) as error:
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # Hydra's has several lines
         raise RecipeError(
-            f"_target_={target}: {first_line(error)}; start in the folder of the module, or put that folder on "
-            "PYTHONPATH"
+            f"_target_={target}: {first_line(cause)}; correct the name, start in the folder of the "
+            "module, or put that folder on PYTHONPATH"
         ) from error
 
 

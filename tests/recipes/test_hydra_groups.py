@@ -84,6 +84,10 @@ class Module(LightningModule):
 
 class Judged(ClickPredictor):
     metric = Metric("f1", "F1")
+
+
+class Untrained(ClickPredictor):
+    pass
 """
 FILES = {
     "model/net.yaml": f"_target_: {OWN}.Net\nhidden: ${{width}}\nclasses: ${{data.num_classes}}\n",
@@ -309,10 +313,17 @@ def test_a_choice_of_ones_own_is_known_and_a_misspelt_one_is_not(own: Path) -> N
     ("node", "target", "said"),
     [
         ("model", "missing.Net", r"_target_=missing\.Net: .*put that folder on PYTHONPATH"),
+        (
+            "model",
+            f"{OWN}.Nett",
+            r"own_code_of_a_user\.Nett: No module named '.*\.Nett'.*; correct the name, start",
+        ),
+        ("model", "torch.nn.LazyBatchNorm1d", r"has no shape for weight before its first batch.*in __init__"),
         ("model", f"{OWN}.Module", r"makes a Module, .*subclass of recipes\.tasks\.task\.Task"),
         ("data", f"{OWN}.Net", r"_target_=own_code_of_a_user\.Net: missing a required argument: 'hidden'"),
         ("task", f"{OWN}.Seen", r"got an unexpected keyword argument 'network'; leave the entry out"),
         ("task", f"{OWN}.Judged", r"is judged by 'f1', and recipes know acc, perplexity, auc; give the class one of"),
+        ("task", f"{OWN}.Untrained", r"no parameter of task\._target_=.*\.Untrained and its model requires a gradient"),
         ("trainer", f"{OWN}.Seen", r"is not a class that inherits from lightning\.pytorch\.Trainer"),
         ("callbacks", f"{OWN}.Module", r"makes a Module, and recipes need a lightning.*Callback"),
         ("optimizer", "torch.optim.RMSprop", r"unexpected keyword argument 'betas'; leave the entry out"),
