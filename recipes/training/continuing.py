@@ -26,7 +26,7 @@ PLACES_OF_DATA = ("name", "root", "cache_dir", "download", "download_timeout", "
 #: Nodes that a run keeps when it goes on, each with the entries that may change: names, places, and what is evaluated.
 KEPT: dict[str, tuple[str, ...]] = {
     "optimizer": (),
-    "model": (),
+    "model": ("name",),
     "task": (),
     "data": (*PLACES_OF_DATA, "test_samples", "valid_samples", "valid_file", "resize"),
 }

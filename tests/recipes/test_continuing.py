@@ -50,7 +50,10 @@ def _settings(overrides: tuple[str, ...]) -> str:
         (["data.val_samples=null"], r"^data.val_samples=null \(there: 0.1\)"),  # these images would be trained on
         (["model.width=8"], r"^model.width=8 \(there: 16\)"),
         (["model.blocks=[1,2]"], r"^model.blocks=\[1,2\] \(there: \[1,1,1\]\)"),
-        (["model=convnet"], r"^model._target_=workloads.convnet.ConvNet \(there: workloads.resnet.ResNet\).* more: "),
+        (
+            ["model=convnet", "trainer.devices=4"],
+            r"^model._target_=workloads.convnet.ConvNet \(there: workloads.resnet.ResNet\).* more: ",
+        ),
         (["task.label_smoothing=0.1"], r"^task.label_smoothing=0.1 \(there: 0.0\)"),
         (["seed=3"], r"^seed=3 \(there: 0\)"),
         (["trainer.devices=4"], r"^trainer.num_nodes \* trainer.devices=4 \(there: 2\)"),
@@ -80,6 +83,11 @@ def test_settings_that_only_this_run_has_may_change(tmp_path: Path, overrides: S
     checkpoint = _earlier(tmp_path / "run")
     assert uncompared(str(checkpoint)) is None
     check_continued(composed(["resume=true", *overrides]), str(checkpoint))
+
+
+def test_a_run_goes_on_whose_model_has_no_name_in_its_file(tmp_path: Path) -> None:
+    checkpoint = _earlier(tmp_path / "run")  # a run records the name of the class then
+    check_continued(composed([f"ckpt_path={checkpoint}", "~model.name"]), str(checkpoint))
 
 
 def test_a_checkpoint_without_settings_beside_it_is_not_compared_and_this_is_said(tmp_path: Path) -> None:
