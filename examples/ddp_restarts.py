@@ -19,7 +19,7 @@ rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
 images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
 model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
 state, optimizer, first = register_gqsgd(model, bits=4), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 0
-file = Path(tempfile.gettempdir(), f"{os.environ['TORCHELASTIC_RUN_ID']}.pt")
+file = Path(tempfile.gettempdir(), f"ddp_restarts_{os.getppid()}.pt")  # torchrun's process, which outlives its ranks
 if file.exists():
     *saved, first = torch.load(file, weights_only=True)
     for part, values in zip((model, optimizer, state), saved, strict=True):

@@ -56,6 +56,19 @@ def test_example(example: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_example_of_restarts_begins_anew_in_a_second_run_of_one_name(tmp_path: Path) -> None:
+    *command, script = command_of(ROOT / "examples" / "ddp_restarts.py")
+    command.remove("--standalone")  # it makes a new name for each run
+    command.insert(1, f"TMPDIR={tmp_path}")  # behind env
+    named = [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "one", script]
+    for _ in range(2):
+        done = subprocess.run(named, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        assert "attempt 0, rank 0, from step 0 on" in done.stdout
+        assert "attempt 1, rank 0, from step 100 on" in done.stdout
+
+
+@pytest.mark.slow
 def test_example_of_members(lighthouse: str) -> None:  # noqa: F811
     command = [word.replace("HOST:29510", lighthouse) for word in command_of(OF_MEMBERS)]
     members = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
