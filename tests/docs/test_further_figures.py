@@ -315,20 +315,20 @@ SENTENCES: Sentences = {
     "docs/benchmarks.md": {
         (
             r"validation loss ends at ([\d.]+), ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) nats per byte, where fp32 "
-            r"ends at ([\d.]+) .*these ways has the learning rate ([\d.]+) and one.*With DiLoCo at 4 bits, the loss is "
+            r"ends at ([\d.]+) .*these ways has the learning rate ([\d.]+) and the.*With DiLoCo at 4 bits, the loss is "
             r"([\d.]+), after a (\d+)th of"
         ): lambda: [
-            *(trained(way) for way in ("ddp_bf16", "8 bit", "4 bit", "3 bit", "2 bit", "ddp")),
+            *(trained(way) for way in ("ddp_bf16", "8 bit", "4 bit", "3 bit", "2 bit")),
+            trained_in_fp32(0.0005),
             trained("ddp", "learning rate"),
             trained(DILOCO),
             trained("ddp", "sent (MB)") / trained(DILOCO, "sent (MB)"),
         ],
         (
-            r"three seeds of fp32 end between ([\d.]+) and ([\d.]+)\..*ends at ([\d.]+) with the same seed, and with "
-            r"0\.00025 at ([\d.]+)\."
+            r"with the second one, fp32 ends at ([\d.]+)\..*ends at ([\d.]+) with the first seed, and with 0\.00025 at "
+            r"([\d.]+)\."
         ): lambda: [
-            min(trained_in_fp32(0.001, seed) for seed in range(3)),
-            max(trained_in_fp32(0.001, seed) for seed in range(3)),
+            trained_in_fp32(0.0005, 1),
             trained_in_fp32(0.001),
             trained_in_fp32(0.00025),
         ],
