@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import socket
 import tarfile
 import threading
@@ -425,10 +426,11 @@ def test_real_cifar10_archive(tmp_path: Path) -> None:
 
 
 def test_a_user_without_a_home_is_told_where_to_name_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(path: str) -> str:
-        return path  # as for a user whom the system does not know
+    def unknown(number: int) -> None:
+        raise KeyError(number)  # as for a user whom the system does not know
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", unknown)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
     with pytest.raises(RecipeError, match="set HOME, or data.cache_dir=FOLDER"):
         cache_folder(None)
