@@ -42,10 +42,11 @@ def check_system(name: str) -> None:
 def unknown(name: str) -> ConfigError:
     """Returns the error for a name that is no preset, with the names that may be meant."""
     known = (*PRESETS, *LOCAL_PRESETS, *SYSTEMS)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
     if bits_of_name(name) is not None:
         hint = did_you_mean_preset(name, ())
+    else:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
     return ConfigError(f"unknown preset {name!r}{hint} (presets: {', '.join(known)})")
 
 

@@ -254,12 +254,12 @@ def own_facts(options: LocalOptions, model: nn.Module, trained: Trained) -> dict
     by name."""
     averaged = [entry.segment for entry in (*trained.parameters, *trained.buffers)]
     # Ranks also take those that are not averaged from the first rank, at the start or in each average.
-    every = (*model.named_parameters(), *model.named_buffers())
-    tensors = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in every if tensor.numel()]
+    named = (*model.named_parameters(), *model.named_buffers())
+    tensors = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named if tensor.numel()]
     own = {name: getattr(options, name) for name in options.field_names() if name != "anchor_device"}
     own |= {"every": _every(options), "rule": str(options.rule), "anchor_dtype": str(options.anchor_dtype)}
     own["outer"] = describe_outer(trained.outer)
-    dtypes = ", ".join(sorted({str(tensor.dtype) for _, tensor in every}))
+    dtypes = ", ".join(sorted({str(tensor.dtype) for _, tensor in named}))
     return {"dtypes": dtypes, "parameters and buffers": digest(tensors), "averaged": digest(averaged), **own}
 
 

@@ -140,6 +140,7 @@ def sendable(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_memory(tensor: Tensor) -> Tensor:
+    if tensor.numel():
+        return tensor.cpu()
     # torch before 2.10 cannot receive a tensor with a storage of 0 bytes.
-    own = tensor if tensor.numel() else tensor.new_empty(1, device="cpu")[:0].view(tensor.shape)
-    return own.cpu()
+    return tensor.new_empty(1, device="cpu")[:0].view(tensor.shape)

@@ -76,14 +76,20 @@ def short_training(rank: int, lighthouse: str) -> dict[str, Any]:
     return result
 
 
-def no_more_data(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
-    """Member 1 makes no step after it has finished, while member 0 makes three. Both finish again."""
+def _one_of_two(rank: int, lighthouse: str, folder: Path) -> tuple[nn.Module, LocalSteps, torch.Generator]:
+    """A member that has trained until both knew of each other, with its source of batches."""
     model, optimizer = member(rank, lighthouse)
     generator = torch.Generator().manual_seed(rank)
     while optimizer.averages.world_size < 2:
         train_step(model, optimizer, generator, 0.02)
     (folder / f"both{rank}").touch()
     wait_for(lambda: all((folder / f"both{number}").exists() for number in range(2)))
+    return model, optimizer, generator
+
+
+def no_more_data(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
+    """Member 1 makes no step after it has finished, while member 0 makes three. Both finish again."""
+    model, optimizer, generator = _one_of_two(rank, lighthouse, folder)
     optimizer.finish()
     before = optimizer.samples
     for _ in range(0 if rank else 3):
@@ -341,12 +347,7 @@ def stands_still(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
     """Member 1 makes no steps, perhaps after an error, until member 0 has finished without it. Then it goes on."""
     said = logged()
     pytest.MonkeyPatch().setattr("lightning_gqsgd.local_steps.merges.rounds._PATIENCE_S", 3.0)
-    model, optimizer = member(rank, lighthouse)
-    generator = torch.Generator().manual_seed(rank)
-    while optimizer.averages.world_size < 2:
-        train_step(model, optimizer, generator, 0.02)
-    (folder / f"both{rank}").touch()
-    wait_for(lambda: all((folder / f"both{number}").exists() for number in range(2)))
+    model, optimizer, generator = _one_of_two(rank, lighthouse, folder)
     if rank:
         wait_for((folder / "over").exists)
         alone = optimizer.samples

@@ -75,6 +75,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Those of `LocalAverages`, except that ranks may make different numbers of steps here.
+_WORDS = replace(
+    WORDS,
+    differ="A state was loaded, or the outer optimizer changed, on some ranks only: give every rank the same state and "
+    "the same outer optimizer",
+)
+
 #: Seconds between two looks whether this process was sent SIGTERM while it waits for a merge.
 _LOOK_S = 0.5
 
@@ -194,7 +201,7 @@ class MergedAverages:
             refuse_memory(config)
             facts = facts_of(config, own_facts(self.options, model, trained))
             side = Side(group, facts, [config])
-            with open_engines(start, [side], self.device, timeout=timeout, words=WORDS, dtypes=trained.dtypes) as (
+            with open_engines(start, [side], self.device, timeout=timeout, words=_WORDS, dtypes=trained.dtypes) as (
                 engine,
             ):
                 # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
