@@ -22,7 +22,7 @@ from lightning_gqsgd.reducers.base import HasSteps
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.reducers.native import Native
 from lightning_gqsgd.reducers.shards import AllGather, HierarchicalReduceScatter, ReduceScatter
-from lightning_gqsgd.wire.telemetry import SAMPLE_NUMEL, BucketCounters, Telemetry, sampled
+from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry, sampled
 
 #: Fields of a `BlockRun`, by their places.
 _PARAMETER = BlockRun._fields.index("parameter")
@@ -72,11 +72,11 @@ def check_parameters(trained: Mapping[str, Tensor]) -> None:
 
 @dataclass
 class _Piece:
-    """A run of coordinates, their reducer, and the coordinates to sample. None: the piece is not compressed."""
+    """A run of coordinates, their reducer, and whether it compresses them, so that they have an error."""
 
     part: slice
     reducer: HasSteps
-    sample: slice | None
+    compresses: bool
 
 
 class _Shared:
@@ -203,8 +203,9 @@ class Plan:
 
         def start(piece: _Piece) -> Steps:
             steps = self._steps(x, piece, rank, keys, store)
-            if samples and piece.sample is not None:
-                steps = sampled(steps, self._samples(x, piece.sample), self._result(rank), ranks, telemetry)
+            if samples and piece.compresses:
+                part = x.view(self.parts(ranks), -1)[:, piece.part]
+                steps = sampled(steps, part, self._result(rank), ranks, telemetry)
             return _counted(steps, piece.reducer, counters)
 
         # Functions, not steps: a started piece allocates scratch memory, and the runner decides when it does.
@@ -267,19 +268,15 @@ class Plan:
                 self.nbytes += 3 * table.nbytes
                 part = slice(start, start + sum(blocks.numel for blocks in piece))
                 start = part.stop
-                made.append(_Piece(part, reducer(table, setting), _middle(part) if reducer.compresses else None))
+                made.append(_Piece(part, reducer(table, setting), reducer.compresses))
         return made
 
     def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         part = x if len(self._pieces) == 1 else x[piece.part]
         return reduced(piece.reducer, part, rank, keys, store)
 
-    def _samples(self, x: Tensor, sample: slice) -> Tensor:
-        """Returns a view of the coordinates to sample of a piece, [parts, coordinates of a part]."""
-        return x[None, sample]
-
     def _result(self, rank: int) -> slice:
-        """Returns the part of a piece's samples that holds the mean on a rank."""
+        """Returns the parts of a piece that hold the mean on a rank."""
         return slice(None)
 
 
@@ -324,11 +321,10 @@ class ShardPlan(Plan):
         for blocks in _pieces_up_to(numel, cut, setting):
             columns = slice(start, start + sum(one.numel for one in blocks))
             start = columns.stop
-            sample = _middle(columns, max(1, SAMPLE_NUMEL // ranks))
             rows, origin = _rows_from_origin(blocks, numbers)
             shared = _Shared.of(self.collective, setting, rows, share)
             self.nbytes += 3 * 8 * COLUMNS * int(rows[:, :, _BLOCKS].sum())
-            made.append(_Columns(columns, shared.reducer, sample, origin, shared))
+            made.append(_Columns(columns, shared.reducer, True, origin, shared))
         return made
 
     def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
@@ -347,9 +343,6 @@ class ShardPlan(Plan):
             known = self._result(rank)
             parts[known] = together.view(parts.shape)[known]
         return bad
-
-    def _samples(self, x: Tensor, sample: slice) -> Tensor:
-        return x.view(self.setting.ranks, -1)[:, sample]
 
     @cached_property
     def is_native(self) -> bool:
@@ -556,9 +549,3 @@ def _in_parts(rows: np.ndarray, distance: int, block_size: int) -> np.ndarray:
     gap = distance - int(rows[0, :, _NUMEL].sum())
     table[:, START] += gap * np.repeat(np.arange(len(rows)), len(table) // len(rows))
     return table
-
-
-def _middle(part: slice, most: int = SAMPLE_NUMEL) -> slice:
-    """Returns at most ``most`` coordinates from the middle of a run."""
-    start = part.start + max(0, (part.stop - part.start - most) // 2)
-    return slice(start, min(part.stop, start + most))

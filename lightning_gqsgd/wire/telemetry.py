@@ -21,8 +21,13 @@ from torch import Tensor
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.reducers.base import Exchange, Steps
 
-#: Coordinates per piece whose exact mean is computed on sampling steps.
+#: Coordinates per piece whose exact mean is computed on sampling steps, roughly.
 SAMPLE_NUMEL = 4096
+#: Consecutive coordinates of a sample. Several runs of them are spread over a piece, which may have several layers.
+SAMPLE_RUN = 64
+#: Distance of two runs, as a part of the distance at which they would have `SAMPLE_NUMEL` coordinates. It is the golden
+#: ratio, and not a simple fraction, so that runs do not have the same columns of all rows of a matrix.
+SAMPLE_SPREAD = 0.618
 
 #: Unfinished measurements on a GPU that are kept, at most; older ones are dropped. Under FSDP2, each module has up to
 #: three in a step, and the host may be more than a step ahead of the GPU.
@@ -316,20 +321,35 @@ class Meter:
         return {f"gqsgd/{name}": float(value) for name, value in values.items()}
 
 
-def sampled(steps: Steps, sample: Tensor, result: slice, ranks: int, telemetry: Telemetry) -> Steps:
+def sampled(steps: Steps, piece: Tensor, result: slice, ranks: int, telemetry: Telemetry) -> Steps:
     """Returns the same steps, which also measure the error of some coordinates against their exact mean.
 
     Args:
         steps: the steps of a piece.
-        sample: a view of these coordinates in the tensor that the steps change, [parts, coordinates of a part].
+        piece: a view of the coordinates that the steps change, [parts, coordinates of a part].
         result: the parts in which the steps leave the mean.
         ranks: number of ranks.
         telemetry: the counters that get the error.
     """
+    sample = sample_of(piece)
+    weight = piece.numel() / sample.numel()
     exact = (sample.to(torch.promote_types(sample.dtype, torch.float32)) / ranks).contiguous()
     first: Sequence[Exchange] = next(steps)
     yield (*first, Exchange.in_place("sum", exact))
     bad = yield from steps
     mean = exact[result]
-    telemetry.add_sample((sample[result].to(mean.dtype) - mean).square().sum(), mean.square().sum())
+    error = (sample[result].to(mean.dtype) - mean).square().sum()
+    telemetry.add_sample(weight * error, weight * mean.square().sum())
     return bad
+
+
+def sample_of(piece: Tensor) -> Tensor:
+    """Returns a view of the coordinates to sample of a piece, [parts, coordinates of a part]: runs that are spread over
+    each part, [parts, runs, coordinates of a run]."""
+    parts, numel = piece.shape
+    most = max(1, SAMPLE_NUMEL // parts)
+    if numel <= most:
+        return piece[:, None]
+    size = min(SAMPLE_RUN, most)
+    distance = int(SAMPLE_SPREAD * numel * size / most) | 1  # odd, because rows often have an even length
+    return piece.unfold(1, size, max(size, distance))

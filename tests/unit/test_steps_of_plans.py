@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import scales
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
-from lightning_gqsgd.kernels.layout import PieceSize, Segment
+from lightning_gqsgd.kernels.layout import PIECE_NUMEL, PieceSize, Segment
 from lightning_gqsgd.reducers import REDUCERS, Steps, new_store, run_virtual
 from lightning_gqsgd.reducers.base import Exchange
 from lightning_gqsgd.wire.plan import Plan
@@ -60,6 +60,27 @@ def test_blocks_that_are_not_finite_are_counted(fields: dict[str, Any]) -> None:
     assert max(counts) == bad  # under "hierarchical", of one rank of each node
     assert telemetry[0].last_rel_l2 > 0
     assert [one.last_rel_l2 for one in telemetry] == [telemetry[0].last_rel_l2] * RANKS
+
+
+def test_the_sampled_error_is_that_of_all_parameters_by_their_sizes() -> None:
+    config = GQSGDConfig(bits=4, reducer="gather", sample_every=1)
+    segments = [Segment(number, PIECE_NUMEL // 2, False) for number in range(3)]
+    plan = Plan(segments, setting_of(config, 2, torch.float32))
+    stores = [new_store(plan.setting, {}, torch.device("cpu")) for _ in range(2)]
+    telemetry = Telemetry()
+    # The mean of the middle parameter is zero, and its error is not.
+    own, middle, last = torch.randn(3, PIECE_NUMEL // 2)
+    other = torch.cat([own, -middle, last])
+    own = torch.cat([own, middle, last])
+    exact = (own + other) / 2
+    starts = [
+        plan.starts(x, rank, 0, stores[rank], BucketCounters(), telemetry if rank == 0 else Telemetry())
+        for rank, x in enumerate((own, other))
+    ]
+    for piece in zip(*starts, strict=True):
+        run_virtual([start() for start in piece])
+    telemetry.end_step()
+    assert telemetry.last_rel_l2 == pytest.approx(float((own - exact).norm() / exact.norm()), rel=0.05)
 
 
 def _exchanges(rank: int, received: dict[str, Tensor]) -> Steps:

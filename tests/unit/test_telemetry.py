@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
-from lightning_gqsgd.wire.telemetry import BucketCounters, Meter, Tally, Telemetry, moment
+from lightning_gqsgd.wire.telemetry import SAMPLE_NUMEL, BucketCounters, Meter, Tally, Telemetry, moment, sample_of
 
 
 def test_a_tally_adds_numbers_and_tensors() -> None:
@@ -17,6 +18,24 @@ def test_a_tally_adds_numbers_and_tensors() -> None:
     tally.add(torch.tensor(3))
     tally.add(torch.tensor(4))
     assert int(tally.total()) == 9
+
+
+@pytest.mark.parametrize("columns", [64, 96, 768, 1000, 1024, 4096])
+def test_a_sample_has_coordinates_of_all_layers_and_of_all_columns(columns: int) -> None:
+    numel = 1 << 19
+    sample = sample_of(torch.arange(2 * numel).view(2, numel))
+    of_each = len(sample[0].unique())
+    assert SAMPLE_NUMEL / 2 <= of_each <= SAMPLE_NUMEL
+    assert sample[0].equal(sample[1] - numel)
+    layers = (sample[0] // (numel // 16)).flatten().bincount(minlength=16)
+    assert layers.min() > of_each / 16 / 1.5
+    places = (sample[0] % columns // (columns // 8)).flatten().bincount(minlength=8)[:8]
+    assert places.min() > of_each / 8 / 4
+
+
+def test_a_small_piece_is_sampled_as_a_whole() -> None:
+    piece = torch.arange(100.0)[None]
+    assert sample_of(piece).flatten().equal(piece[0])
 
 
 def test_samples_that_are_not_finite_are_left_out() -> None:
