@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from lightning_gqsgd.cli.tables import table_of_texts
+from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.research.experiments import EXPERIMENTS, Row, source_of
 from lightning_gqsgd.research.simulation.training import one_thread
 
@@ -46,8 +47,17 @@ def checked(names: Sequence[str], say: Callable[[str], None]) -> list[Checked]:
     Args:
         names: names of `EXPERIMENTS`, or "all".
         say: called with the name of each step, for a progress line.
+
+    Raises:
+        ConfigError: if a system has no experiment.
     """
     wanted = EXPERIMENTS if "all" in names else dict.fromkeys(names)
+    without = [name for name in wanted if name not in EXPERIMENTS]
+    if without:
+        raise ConfigError(
+            f"{listed(without)} has no experiment yet; add a function for it to lightning_gqsgd/research/experiments, "
+            "and its name to EXPERIMENTS there"
+        )
     with one_thread():  # the experiments are so small that more threads are not faster
         return [_outcome(name, say) for name in wanted]
 

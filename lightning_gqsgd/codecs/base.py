@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from lightning_gqsgd.errors import ConfigError
@@ -36,7 +37,7 @@ class Codec(ABC):
     name: ClassVar[str]
     fields: ClassVar[frozenset[str]] = frozenset()
     default_bits: ClassVar[int] = 8
-    widths: ClassVar[range] = range(2, 9)
+    widths: ClassVar[Sequence[int]] = range(2, 9)
     default_block_size: ClassVar[int] = 256
     has_scale: ClassVar[bool] = True
     takes_norm: ClassVar[bool] = True
@@ -48,21 +49,23 @@ class Codec(ABC):
     @classmethod
     @abstractmethod
     def of(cls, bits: int) -> Self:
-        """Returns the codec with a number of bits. Codecs that have `fields` take these as keyword arguments, too.
+        """Returns the codec with a number of bits, one of `widths`. Codecs that have `fields` take these as keyword
+        arguments, too.
 
         Raises:
-            ConfigError: if the codec cannot have this number of bits, or such a field.
+            ConfigError: if the codec cannot have such a field, or not with this number of bits.
         """
 
     @classmethod
-    def _refuse_float_bits(cls, bits: int) -> None:
-        """Raise ConfigError for more than 8 bits, which codes do not have. Floating-point numbers have their own
-        codec."""
-        if bits > 8:
-            raise ConfigError(
-                f"codec={cls.name!r} has codes of {cls.widths[0]} to {cls.widths[-1]} bits, not bits={bits}; leave "
-                "codec out, which sends floating-point numbers"
-            )
+    def check_bits(cls, bits: int) -> None:
+        """Raise ConfigError for a number of bits that is none of `widths`."""
+        if bits in cls.widths:
+            return
+        *others, last = map(str, cls.widths)
+        words = f"{', '.join(others)} or {last}" if others else last
+        if isinstance(cls.widths, range) and others:
+            words = f"{others[0]} to {last}"
+        raise ConfigError(f"codec={cls.name!r} has bits={words}, not {bits}; leave bits out, or codec")
 
     def check_blocks(self, block_size: int, *, rotation: bool) -> None:
         """Check that the codec works with a block size, and with rotated blocks if ``rotation`` is true.

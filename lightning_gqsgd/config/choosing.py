@@ -14,9 +14,10 @@ def codec_of(config: Fields) -> Codec:
     """Returns the codec that the fields of a configuration describe.
 
     Raises:
-        ConfigError: see `Codec.of`.
+        ConfigError: see `Codec.check_bits` and `Codec.of`.
     """
     kind = CODECS[config.codec]
+    kind.check_bits(config.num_bits)
     return kind.of(config.num_bits, **{name: getattr(config, name) for name in kind.fields})
 
 

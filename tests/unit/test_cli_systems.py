@@ -86,3 +86,9 @@ def test_a_claim_that_does_not_hold_is_exit_code_1(monkeypatch: pytest.MonkeyPat
 )
 def test_a_name_without_an_experiment_is_refused_in_one_line(name: str, message: str) -> None:
     assert message in refusal("systems", "check", name)
+
+
+def test_a_new_preset_without_an_experiment_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(checking.EXPERIMENTS, "qsgd")
+    message = "'qsgd' has no experiment yet; add a function for it to lightning_gqsgd/research/experiments"
+    assert message in refusal("systems", "check", "qsgd")

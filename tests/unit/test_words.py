@@ -86,14 +86,38 @@ def test_the_error_of_bits_out_of_range_lists_what_works_and_nothing_else() -> N
     assert _works(bits="auto")
 
 
-@pytest.mark.parametrize("codec", ["linear", "companded", "exponential"])
-def test_the_error_of_a_codec_that_is_no_floating_point_number_says_what_it_has(codec: str) -> None:
-    widths = CODECS[codec].widths
-    with pytest.raises(
-        ConfigError, match=f"codec='{codec}' has codes of {widths[0]} to {widths[-1]} bits, not bits=16"
-    ):
-        GQSGDConfig(codec=codec, bits=16)
-    assert _works(bits=16)
+@pytest.mark.parametrize(
+    ("codec", "words"),
+    [
+        ("linear", "1 to 8"),
+        ("companded", "2 to 8"),
+        ("exponential", "2 to 8"),
+        ("eden", "1 to 4"),
+        ("trellis", "1 to 4"),
+        ("sign", "1"),
+        ("top_k", "2, 3, 4 or 32"),
+        ("dct_top_k", "32"),
+        ("float", "16 or 32"),
+    ],
+)
+def test_each_codec_works_with_its_own_numbers_of_bits_alone(codec: str, words: str) -> None:
+    memory = "ef" if codec in ("sign", "top_k", "dct_top_k") else "none"
+    for bits in (*range(1, 9), 16, 32):
+        if bits in CODECS[codec].widths:
+            assert GQSGDConfig(codec=codec, bits=bits, memory=memory).bits == bits
+            continue
+        with pytest.raises(ConfigError, match=f"codec='{codec}' has bits={words}, not {bits}; leave bits out, or cod"):
+            GQSGDConfig(codec=codec, bits=bits, memory=memory)
+
+
+def test_bits_by_name_are_numbers_that_the_codec_has() -> None:
+    with pytest.raises(ConfigError, match="codec='eden' has bits=1 to 4, not 8"):
+        GQSGDConfig(codec="eden", bits={"*": 4, "head.*": 8})
+
+
+def test_every_codec_is_in_the_test_of_its_numbers_of_bits() -> None:
+    (mark,) = test_each_codec_works_with_its_own_numbers_of_bits_alone.pytestmark  # type: ignore[attr-defined]
+    assert {codec for codec, _ in mark.args[1]} == set(CODECS)
 
 
 @pytest.mark.parametrize("name", ["gqsgd_8bit", "gqsgd-8bit", "gqsgd8bit", "gqsgd_5bit", "gqsgd_16bit"])

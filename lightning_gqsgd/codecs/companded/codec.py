@@ -190,12 +190,6 @@ class CompandedCodec(Codec):
     @classmethod
     def of(cls, bits: int, *, dither: str = "adaptive") -> CompandedCodec:
         """Returns the codec with these attributes; see `Codec.of`."""
-        cls._refuse_float_bits(bits)
-        if bits < 2:
-            raise ConfigError(
-                "codec='companded' needs two levels on each side of zero for its curve; take bits=2 to 8, not 1, or "
-                "codec='linear'"
-            )
         if dither not in DITHERS:
             raise ConfigError(
                 f"dither={dither!r} does not work with codec='companded', which always subtracts its dither after "

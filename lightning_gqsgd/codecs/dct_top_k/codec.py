@@ -21,19 +21,16 @@ ranks that sent the coordinate. Here, a run consists of consecutive coordinates,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs.top_k.codec import TopKCodec, TopKQuantiser
-from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.protocol import Kind
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 #: Number of coordinates that are transformed together.
 RUN = 64
@@ -124,17 +121,8 @@ class DctTopKCodec(TopKCodec):
     the module's docstring."""
 
     name: ClassVar[str] = "dct_top_k"
+    widths: ClassVar[Sequence[int]] = (32,)
     default_block_size: ClassVar[int] = 4096
-
-    @classmethod
-    def of(cls, bits: int, *, density: float = 0.01) -> Self:
-        """Returns the codec that keeps the share ``density`` of all coordinates, at 32 bits; see `TopKCodec.of`."""
-        if bits != 32:
-            raise ConfigError(
-                f"codec='dct_top_k' sends each coefficient that it keeps in bits=32, not in bits={bits}; leave bits "
-                "out, or take codec='top_k'"
-            )
-        return super().of(bits, density=density)
 
     def describe(self) -> tuple[str, list[str]]:
         """Returns the bits per coordinate, and words that describe the codec; see `Codec.describe`."""

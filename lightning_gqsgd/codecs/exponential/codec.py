@@ -144,11 +144,6 @@ class ExponentialCodec(Codec):
     @classmethod
     def of(cls, bits: int, *, levels: int | None = None, mantissa: int = 0) -> ExponentialCodec:
         """Returns the codec with these attributes; see `Codec.of`. ``levels`` becomes ``most``."""
-        cls._refuse_float_bits(bits)
-        if bits < 2:
-            raise ConfigError(
-                "codec='exponential' needs a bit for the sign and one for the magnitude; take bits=2 or more"
-            )
         check_levels(levels, bits)
         return cls(bits, mantissa, levels)
 

@@ -22,6 +22,7 @@ number, with an error of at most 2^-9 of the sum. A ring makes n - 1 additions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
@@ -62,6 +63,7 @@ class FloatCodec(Codec):
 
     name: ClassVar[str] = "float"
     default_bits: ClassVar[int] = 32
+    widths: ClassVar[Sequence[int]] = tuple(REDUCER_OF_BITS)
     default_block_size: ClassVar[int] = 1024
     has_scale: ClassVar[bool] = False
     takes_norm: ClassVar[bool] = False
@@ -69,8 +71,6 @@ class FloatCodec(Codec):
     @classmethod
     def of(cls, bits: int) -> FloatCodec:
         """Returns the codec of numbers with 16 or 32 bits; see `Codec.of`."""
-        if bits not in REDUCER_OF_BITS:
-            raise ConfigError(f"codec='float' has bits=16 or bits=32, not {bits}; leave codec out")
         return cls(bits)
 
     def check_blocks(self, block_size: int, *, rotation: bool) -> None:

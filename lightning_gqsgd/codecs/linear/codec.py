@@ -171,13 +171,12 @@ class LinearCodec(Codec):
 
     name: ClassVar[str] = "linear"
     fields: ClassVar[frozenset[str]] = frozenset({"levels", "dither"})
-    widths: ClassVar[range] = range(1, 9)
+    widths: ClassVar[Sequence[int]] = range(1, 9)
     adds_as_integers: ClassVar[bool] = True
 
     @classmethod
     def of(cls, bits: int, *, levels: int | None = None, dither: str = "adaptive") -> LinearCodec:
         """Returns the codec with these attributes; see `Codec.of`. ``levels`` becomes ``most``."""
-        cls._refuse_float_bits(bits)
         if bits == 1 and dither == "stochastic":
             raise ConfigError(
                 "bits=1 cannot hold the three levels (-1, 0, 1) of stochastic rounding; take bits=2 or "

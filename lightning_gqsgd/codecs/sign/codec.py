@@ -7,12 +7,12 @@ is a linear codec with two levels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_gqsgd.codecs.base import BiasedCodec
 from lightning_gqsgd.codecs.linear.codec import LinearQuantiser
-from lightning_gqsgd.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,13 @@ class SignCodec(BiasedCodec):
 
     name: ClassVar[str] = "sign"
     default_bits: ClassVar[int] = 1
+    widths: ClassVar[Sequence[int]] = (1,)
     bits = 1
     takes_norm: ClassVar[bool] = False  # the scale is the mean magnitude
 
     @classmethod
     def of(cls, bits: int) -> SignCodec:
         """Returns the codec, whose number of bits is 1; see `Codec.of`."""
-        if bits != 1:
-            raise ConfigError(f"codec='sign' has bits=1, not {bits}; leave bits out")
         return cls()
 
     def quantiser(self, block_size: int, summed: int | None = None) -> LinearQuantiser:

@@ -9,6 +9,7 @@ bits each. With ``bits`` from 2 to 4, kept coordinates are also rounded; see `co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -23,9 +24,6 @@ from lightning_gqsgd.kernels.protocol import Kind, Lengths
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-#: The numbers of bits of kept coordinates that are rounded; see `codecs.top_k.coarse`.
-FEW_BITS = (2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,7 @@ class TopKCodec(BiasedCodec):
     name: ClassVar[str] = "top_k"
     fields: ClassVar[frozenset[str]] = frozenset({"density"})
     default_bits: ClassVar[int] = 32
+    widths: ClassVar[Sequence[int]] = (2, 3, 4, 32)  # below 32, `codecs.top_k.coarse` rounds kept coordinates
     has_scale: ClassVar[bool] = False
     takes_norm: ClassVar[bool] = False
 
@@ -74,11 +73,6 @@ class TopKCodec(BiasedCodec):
         Raises:
             ConfigError: if the codec cannot have this number of bits, or if ``density`` is 0.
         """
-        if bits not in (32, *FEW_BITS):
-            raise ConfigError(
-                f"codec='top_k' sends each coordinate that it keeps in bits=32, or in few, not in bits={bits}; take "
-                f"one of {', '.join(map(str, FEW_BITS))}, or leave bits out"
-            )
         if not density:
             raise ConfigError("density=0 keeps nothing; take e.g. density=0.01")
         return cls(density, bits)
