@@ -35,7 +35,7 @@ from lightning_gqsgd.wire.peers import Peers
 from lightning_gqsgd.wire.pipeline import STREAMS, Job, Runner, Start, release, runner_for
 from lightning_gqsgd.wire.plan import Plan, PlanCache, PlanKey, check_gradient
 from lightning_gqsgd.wire.processors import Place
-from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
+from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry, span
 from lightning_gqsgd.wire.workers import codec_threads
 
 _P = ParamSpec("_P")
@@ -247,6 +247,10 @@ class Engine:
             ConfigError: if the tensor cannot be reduced.
             RuntimeError: if the engine is closed.
         """
+        with span("reduce"):
+            return self._reduce(x, request)
+
+    def _reduce(self, x: Tensor, request: Request) -> Job:
         self.check_open()
         counters = self.telemetry.bucket(request.bucket)
         starts: Sequence[Start] = ()

@@ -42,7 +42,7 @@ from lightning_gqsgd.reducers.base import Exchange, Steps
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.shared_memory import holds_a_lock
 from lightning_gqsgd.wire.staging import make_current
-from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry, moment
+from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry, moment, span
 from lightning_gqsgd.wire.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -303,8 +303,9 @@ class _Piece:
     def _compute(self) -> _Outcome:
         begun = time.perf_counter()
         try:
-            self._steps = self._steps or self._start()
-            exchanges = next(self._steps)
+            with span("agreement" if self.is_agreement else f"stage {self.stage}"):
+                self._steps = self._steps or self._start()
+                exchanges = next(self._steps)
         except StopIteration as end:
             return _Outcome(time.perf_counter() - begun, nonfinite=end.value)
         except Exception as error:  # raised by the thread that asks for it

@@ -12,11 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch._C._profiler import _RecordFunctionFast
 
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.reducers.base import Exchange, Steps
@@ -50,6 +52,12 @@ def moment(device: torch.device) -> Moment:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def span(name: str) -> AbstractContextManager[object]:
+    """Returns a context whose work has a name in traces of torch.profiler. Without a profiler, it takes less than a
+    microsecond."""
+    return _RecordFunctionFast(f"gqsgd: {name}")
 
 
 def wait_for_stream(stream: torch.cuda.Stream | None, tensors: Sequence[Tensor]) -> None:

@@ -434,3 +434,17 @@ def test_report_says_what_is_compressed_and_what_is_not(rank: int) -> None:
     assert "by gather over 2 ranks" in text
     assert "uncompressed: 1,546 values in 4 tensors (3 smaller than 1024, 1 excluded by name)" in text
     assert "uncompressed until step 7" in text
+
+
+@on_ranks(2)
+def test_a_trace_of_the_profiler_names_what_the_hook_does(rank: int) -> list[int]:
+    model, state = wrapped({}, {"bits": 4})
+    train(model, rank, range(2))
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=config) as trace:
+        train(model, rank, range(2, 4))
+    found = {event.key: event.count for event in trace.key_averages() if event.key.startswith("gqsgd: ")}
+    finish(state, model)
+    assert set(found) == {"gqsgd: reduce", "gqsgd: agreement", "gqsgd: stage 1", "gqsgd: stage 2"}
+    assert found["gqsgd: reduce"] <= found["gqsgd: stage 1"] == found["gqsgd: stage 2"]
+    return sorted(found.values())
