@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 import shutil
 import sys
@@ -132,9 +133,16 @@ def _cpu_kernels() -> str:
 def _gpu_kernels() -> str:
     triton = triton_version() or "not installed"
     if not torch.cuda.is_available():
-        return f"no GPU to run them on; Triton {triton}"
+        # Nodes with GPUs often have the image of this one.
+        compiler = "" if _c_compiler() else ", which needs a C compiler on nodes with GPUs: install gcc, or set CC"
+        return f"no GPU to run them on; Triton {triton}{compiler}"
     _check_kernels(torch.device("cuda"))
     return f"{_RIGHT}; Triton {triton}"
+
+
+def _c_compiler() -> str | None:
+    """Returns the C compiler that Triton would use; None if there is none."""
+    return os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
 
 
 def _check_kernels(device: torch.device) -> None:

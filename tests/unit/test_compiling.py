@@ -216,6 +216,16 @@ def test_kernels_that_were_compiled_wrongly_are_an_error(
     assert "other numbers" in finding.answer
 
 
+@pytest.mark.parametrize(("compiler", "is_said"), [("/usr/bin/gcc", False), (None, True)])
+def test_the_doctor_says_where_triton_has_no_c_compiler(
+    monkeypatch: pytest.MonkeyPatch, compiler: str | None, is_said: bool
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: compiler)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert ("needs a C compiler on nodes with GPUs: install gcc, or set CC" in doctor._gpu_kernels()) == is_said
+
+
 def test_a_coordinate_that_is_rounded_otherwise_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     _spoil_decoding(monkeypatch, _round_one_otherwise)
     _check("gqsgd", torch.float32)
