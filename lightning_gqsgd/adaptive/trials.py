@@ -416,7 +416,7 @@ class Trials:
             share = 1 - Rules.doubt if knows_codec else 1 + Rules.tie
             if seconds is not None and bits != self.allow[0] and seconds * share > best_s:
                 trial.skipped.add(bits)
-        trial.turns = deque(sorted(trial.turns, key=lambda bits: (trial.predicted[bits] or math.inf, -bits)))
+        trial.turns = deque(sorted(trial.turns, key=lambda bits: (trial.predicted.get(bits) or math.inf, -bits)))
 
     def _is_refuted(self, trial: Try, measured: Mapping[int, Measured]) -> bool:
         """Returns whether steps were shorter than their predicted lower bound. Then something else has changed since

@@ -341,6 +341,16 @@ def test_a_candidate_that_is_forbidden_during_its_turn_has_no_further_step() -> 
     assert len(trials.decisions) == 1
 
 
+def test_a_candidate_that_is_forbidden_before_its_first_turn_needs_no_prediction() -> None:
+    trials = Trials(ALLOW, predictor=predictor())
+    length = constant({32: 4.0, 16: 2.2, 8: 1.4, 4: 1.0})
+    almost_over = Rules.settling + Rules.block + LAG - 1  # the first turn, some of whose lengths are known
+    assert set(run(trials, range(almost_over), length, exposed_s=3.5)) == {32}
+    trials.permit((32, 8, 4), almost_over, "noise")
+    assert 16 not in run(trials, range(almost_over, 100), length, exposed_s=3.5)
+    assert trials.decisions[-1].bits == 4
+
+
 def _resting() -> Trials:
     """Trials that have kept 32 bits, whose hook has been left."""
     trials = Trials(ALLOW)
