@@ -43,8 +43,6 @@ class Try:
         why: why there is a trial.
         turns: candidates whose turns are still to come in this round.
         round: number of the round, from 0.
-        bits: the candidate whose turn it is.
-        left: number of remaining steps of the turn.
         used: number of steps so far.
         samples: durations of steps in seconds, by candidate.
         waits: for the same steps, seconds of waiting for gradients, and seconds from the first to the last bucket.
@@ -53,15 +51,11 @@ class Try:
         hopeless: candidates that get no further turn.
         skipped: candidates that get no turn because of their predictions.
         tried: candidates that have had a turn.
-        is_new_turn: whether the next step is the first one of its turn.
-        draining: number of steps until the last duration is known; None while there are turns.
     """
 
     why: str
     turns: deque[int]
     round: int = 0
-    bits: int = 0
-    left: int = 0
     used: int = 0
     samples: dict[int, list[float]] = field(default_factory=dict)
     waits: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
@@ -70,8 +64,6 @@ class Try:
     hopeless: set[int] = field(default_factory=set)
     skipped: set[int] = field(default_factory=set)
     tried: set[int] = field(default_factory=set)
-    is_new_turn: bool = False
-    draining: int | None = None
 
     def measured(self) -> dict[int, Measured]:
         """Returns the medians of the candidates that have at least two counted steps."""

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -103,6 +103,7 @@ class Trials:
         self._credit = float(Rules.most_trials * self._cost)
         self._asked: str | None = None  # why a trial is due as soon as the credit is enough
         self._counted: dict[int, int | None] = {}  # candidate of each recent step; None if its duration does not count
+        self._steps: Iterator[bool] = iter(())  # of the latest trial, see `_steps_of`
 
     @property
     def is_trying(self) -> bool:
@@ -144,10 +145,7 @@ class Trials:
         before = self.permitted
         self.permitted = tuple(width for width in self.allow if width in bits)
         if isinstance(self.state, Try):
-            forbidden = set(self.allow) - set(self.permitted)
-            self.state.hopeless |= forbidden
-            if self.state.bits in forbidden:
-                self.state.left = 0
+            self.state.hopeless |= set(self.allow) - set(self.permitted)
         if self.bits not in self.permitted:
             self._retreat(step, why)
         new = [str(width) for width in self.permitted if width not in before]
@@ -258,7 +256,9 @@ class Trials:
         """Begin a trial. If steps of plain DDP began it, ``plain_s`` is their median."""
         self._asked = None
         self._watch.began_s = plain_s
-        self._enter(Try(why, deque(self.permitted), hopeless=set(self.allow) - set(self.permitted)))
+        trial = Try(why, deque(self.permitted), hopeless=set(self.allow) - set(self.permitted))
+        self._steps = self._steps_of(trial)
+        self._enter(trial)
 
     def _decide(self, decision: Decision, state: State) -> None:
         """Record a decision, and watch the following steps."""
@@ -320,57 +320,56 @@ class Trials:
     def _go_on(self, trial: Try, step: int, plain: PlainDDP) -> bool:
         """Choose the candidate of the next step of a trial, or end the trial. Returns whether the step's duration
         counts."""
-        self._give_up_hopeless(trial)
-        if not trial.left and trial.draining is None:
-            self._next_turn(trial)
-        if trial.draining is None:
-            self.bits = trial.bits
-            is_first = trial.is_new_turn
-            trial.is_new_turn = False
-            trial.left -= 1
-            trial.used += 1
-            return not is_first
-        if trial.draining:
-            trial.draining -= 1
-            trial.used += 1
+        counts = next(self._steps, None)
+        if counts is None:
+            self._end_trial(trial, step, plain)
+            return False  # it may follow a step of another candidate
+        trial.used += 1
+        return counts
+
+    def _steps_of(self, trial: Try) -> Iterator[bool]:
+        """Choose the candidate of each step of a trial, and yield whether the step's duration counts."""
+        while True:
+            self._predict(trial)
+            turns = (trial.turns.popleft() for _ in range(len(trial.turns)))
+            bits = next((bits for bits in turns if bits not in trial.hopeless | trial.skipped), None)
+            if bits is not None:
+                yield from self._turn(trial, bits)
+            elif not self._begin_round(trial):
+                break
+        self.bits = self._best(trial)[0] if self._counting(trial) else self.bits
+        yield from [False] * (LAG - 1)  # until the durations of the last steps are known
+
+    def _turn(self, trial: Try, bits: int) -> Iterator[bool]:
+        """Yield whether the duration of each step of a turn counts. The turn ends early if its candidate becomes
+        hopeless."""
+        is_new = bits not in trial.tried
+        trial.tried.add(bits)
+        # The durations from which others are predicted have to be known when the turn ends.
+        is_longer = self._predictor is not None and is_new and len(trial.tried) <= 2
+        self.bits = bits
+        for number in range(Rules.block + (LAG if is_longer else 0)):
+            yield number > 0
+            self._give_up_hopeless(trial)
+            if bits in trial.hopeless:
+                return
+
+    def _begin_round(self, trial: Try) -> bool:
+        """Give turns to all candidates that may still win. Returns False if no further round is needed."""
+        trial.round += 1
+        remaining = [bits for bits in self.permitted if bits not in trial.hopeless | trial.skipped]
+        measured = all(len(trial.samples.get(bits, ())) > 1 for bits in remaining)
+        enough = trial.round >= Rules.rounds + (not measured)
+        if enough or (len(remaining) == 1 and measured):
             return False
-        self._end_trial(trial, step, plain)
-        return False  # it may follow a step of another candidate
+        trial.turns.extend(remaining)
+        return True
 
     def _give_up_hopeless(self, trial: Try) -> None:
         medians = {bits: median(seconds) for bits, seconds in trial.samples.items() if len(seconds) > 1}
-        if not medians:
-            return
-        limit = Rules.hopeless * min(medians.values())
-        for bits in medians:
-            if min(trial.samples[bits]) > limit:
-                trial.hopeless.add(bits)
-                if bits == trial.bits:
-                    trial.left = 0
-
-    def _next_turn(self, trial: Try) -> None:
-        """Give the next candidate its turn. If there is none, wait for the durations of the last steps."""
-        while True:
-            self._predict(trial)
-            while trial.turns:
-                trial.bits = trial.turns.popleft()
-                if trial.bits not in trial.hopeless | trial.skipped:
-                    is_new = trial.bits not in trial.tried
-                    trial.tried.add(trial.bits)
-                    trial.is_new_turn = True
-                    # The durations from which others are predicted have to be known when the turn ends.
-                    is_longer = self._predictor is not None and is_new and len(trial.tried) <= 2
-                    trial.left = Rules.block + (LAG if is_longer else 0)
-                    return
-            trial.round += 1
-            remaining = [bits for bits in self.permitted if bits not in trial.hopeless | trial.skipped]
-            measured = all(len(trial.samples.get(bits, ())) > 1 for bits in remaining)
-            enough = trial.round >= Rules.rounds + (not measured)
-            if enough or (len(remaining) == 1 and measured):
-                break
-            trial.turns.extend(remaining)
-        trial.draining = LAG - 1
-        self.bits = self._best(trial)[0] if self._counting(trial) else self.bits
+        if medians:
+            limit = Rules.hopeless * min(medians.values())
+            trial.hopeless |= {bits for bits in medians if min(trial.samples[bits]) > limit}
 
     def _best(self, trial: Try) -> tuple[int, str]:
         """Returns the candidate to keep, and the reason."""
