@@ -27,12 +27,7 @@ class Settle:
 
 
 class Stay:
-    """All steps use the kept candidate, and the watch continues."""
-
-
-class Rest(Stay):
-    """Plain DDP replaces the hook, so candidates are not chosen for each step. From time to time, ranks report the
-    duration of their steps."""
+    """All steps use the kept candidate, and the watch continues, also while plain DDP replaces the hook."""
 
 
 @dataclass

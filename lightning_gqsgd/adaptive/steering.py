@@ -244,7 +244,6 @@ class Steering:
 
     def end_plain(self) -> None:
         """Note that the hook has replaced plain DDP."""
-        self._timed.end_rest()
         self.is_plain = False
         self.clock.interrupt()
 

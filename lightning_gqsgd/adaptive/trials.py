@@ -40,7 +40,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from lightning_gqsgd.adaptive.prediction import Measured
-from lightning_gqsgd.adaptive.states import Challenge, Rest, Settle, State, Stay, Try, Watch, standard_error
+from lightning_gqsgd.adaptive.states import Challenge, Settle, State, Stay, Try, Watch, standard_error
 from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.spec.decisions import LAG, Decision, Rules, positive, width
@@ -181,12 +181,7 @@ class Trials:
 
     def begin_rest(self) -> None:
         """Forget the durations of the hook's steps, because plain DDP has replaced the hook."""
-        self._enter(self.state if isinstance(self.state, Challenge) else Rest())
-
-    def end_rest(self) -> None:
-        """Choose candidates for each step again, because the hook has replaced plain DDP."""
-        if isinstance(self.state, Rest):
-            self._enter(Stay())
+        self._enter(self.state)
 
     def rest(self, steps: int, seconds: float | None, step: int) -> None:
         """Count steps for which `choose` was not called. Afterwards, `is_resting` is False if a trial has begun, or if
@@ -309,7 +304,7 @@ class Trials:
             self._credit -= challenge.passed
         latest = self.decisions[-1]
         decision = replace(latest, step=step, bits=self.bits, seconds=medians, reason=reason)
-        self._decide(decision, Rest() if stays else Stay())
+        self._decide(decision, Stay())
         if seconds is not None and stays:
             # The trial measured the other bits. If steps have become much shorter since then, it is no longer valid.
             self._watch.reference_s = challenge.seconds.get(self.bits)
