@@ -76,8 +76,7 @@ def measured(sampler: GradientSampler, gradient: Tensor, mean: Tensor, layer: La
 
 def added(several: Sequence[NoiseSums]) -> NoiseSums:
     """The sums of several layers together."""
-    errors = tuple(map(sum, zip(*(sums.errors for sums in several), strict=True)))
-    return NoiseSums(sum(sums.square for sums in several), sum(sums.inner for sums in several), errors)
+    return tuple(map(sum, zip(*several, strict=True)))
 
 
 def follow(task: str, ranks: int, batch: int, steps: int) -> tuple[Course, list[int]]:

@@ -22,9 +22,9 @@ this ("How few bits the noise allows", after McCandlish et al., arXiv 1812.06162
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_gqsgd.codecs.variance import relative_variance
 from lightning_gqsgd.config import GQSGDConfig
@@ -41,42 +41,9 @@ LEAST = 5
 DECAY = 0.9
 #: Fewer bits are chosen only if their R/V is at most (1 - this) ``max_slowdown``, so that bits do not alternate.
 _MARGIN = 0.2
-
-
-class NoiseSums(NamedTuple):
-    """Sums that one rank has measured in one step, or their mean over all ranks.
-
-    Attributes:
-        square: |g_i|².
-        inner: <g_i, m>, m the decoded mean.
-        errors: |Q(g_i) - g_i|² at each number of bits that has codes, widest first.
-    """
-
-    square: float
-    inner: float
-    errors: tuple[float, ...]
-
-    @property
-    def is_usable(self) -> bool:
-        """Returns whether all numbers are finite, and the gradient is not zero."""
-        return all(map(math.isfinite, self.numbers)) and self.square > 0
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """All sums, in order."""
-        return (self.square, self.inner, *self.errors)
-
-    @classmethod
-    def of(cls, numbers: Iterable[float]) -> NoiseSums:
-        """Returns the sums from their `numbers`."""
-        square, inner, *errors = numbers
-        return cls(square, inner, tuple(errors))
-
-    @classmethod
-    def mean(cls, several: Sequence[NoiseSums]) -> NoiseSums:
-        """Returns the mean over ranks. It does not depend on the order of the ranks."""
-        columns = zip(*(sums.numbers for sums in several), strict=True)
-        return cls.of(math.fsum(column) / len(several) for column in columns)
+#: Sums that one rank has measured in one step: |g_i|²; <g_i, m>, m the decoded mean; and |Q(g_i) - g_i|² at each number
+#: of bits that has codes, widest first.
+NoiseSums = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -197,14 +164,15 @@ class NoiseGauge:
         If the sums of one rank cannot be used, the measurement is ignored: a gradient was not finite, or a state was
         saved before the sums could be exchanged.
         """
-        if not all(sums.is_usable for sums in of_ranks):
+        if not all(sums[0] > 0 and all(map(math.isfinite, sums)) for sums in of_ranks):
             return
-        mean = NoiseSums.mean(of_ranks)
+        # The means over ranks do not depend on the order of the ranks.
+        means = [math.fsum(column) / len(of_ranks) for column in zip(*of_ranks, strict=True)]
         keep = self.decay
         # Sums are relative to |g|². Otherwise, measurements of larger gradients would count more, and hide for hundreds
         # of steps what changes as gradients become smaller. Sums start at zero. So all of them are too small by the
         # same factor at first, which does not change ratios.
-        fresh = [value / mean.square for value in mean.numbers]
+        fresh = [value / means[0] for value in means]
         self._sums = [keep * old + (1 - keep) * new for old, new in zip(self._sums, fresh, strict=True)]
         self.count += 1
         if self.count >= self.least:

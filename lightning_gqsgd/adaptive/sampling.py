@@ -135,7 +135,7 @@ class GradientSampler:
         if not all(math.isfinite(value) for row in rows for value in row):
             return None
         square, *errors, product = (math.fsum(column) for column in zip(*rows, strict=True))
-        return NoiseSums(square, product, tuple(errors))
+        return square, product, *errors
 
     def drop(self) -> None:
         """Discard the measurements since the last call of `collect`."""

@@ -208,8 +208,7 @@ class Steering:
         if sums is None:
             self.sampler.drop()
             return (0,) * (2 + len(gauge.coded))
-        numbers = sums.numbers
-        return struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers))
+        return struct.unpack(f"<{len(sums)}q", struct.pack(f"<{len(sums)}d", *sums))
 
     # --- steps without the hook --------------------------------------------------------------------------------------
 
@@ -414,7 +413,7 @@ def _seconds(microseconds: int) -> float:
 
 def _sums_of(row: Sequence[int]) -> NoiseSums:
     """Returns the sums whose fp64 numbers have the bits of these integers."""
-    return NoiseSums.of(struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}q", *row)))
+    return struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}q", *row))
 
 
 def _told(value: Any) -> int:
