@@ -28,6 +28,9 @@ USUAL_BATCH = 32
 #: Characters of another package's error that a message shows at most.
 _SHOWN = 300
 
+#: Returns a model, on PyTorch's default device, and its inputs for a number of samples; None if they are unknown.
+Make = Callable[[int], tuple[nn.Module, tuple[Any, ...] | None]]
+
 
 @dataclass(frozen=True)
 class Built:
@@ -69,9 +72,9 @@ def build(name: str, batch: int, device: torch.device) -> Built:
     try:
         # Modules are imported before: the device is not for what they compute then, and torch 2.7 cannot load its
         # compiler, which transformers imports, on the device "meta".
-        make = _maker(kind, rest)
+        make = {"torchvision": _torchvision, "transformers": _transformers}.get(kind, partial(_factory, kind))(rest)
         with torch.device(device):
-            built = _built(name, kind, make(), batch)
+            built = Built(name, *make(batch))
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # code of a user or of another package may raise any error
@@ -81,49 +84,6 @@ def build(name: str, batch: int, device: torch.device) -> Built:
         ) from error
     _check_parameters(built)
     return built
-
-
-def _maker(kind: str, rest: str) -> Callable[[], Any]:
-    """Returns the function that builds a model, with everything imported that it needs; see `build`.
-
-    Raises:
-        ConfigError: if there is no such model.
-    """
-    if kind == "torchvision":
-        return _torchvision(rest)
-    if kind == "transformers":
-        return _transformers(rest)
-    return _factory(kind, rest)
-
-
-def _built(name: str, kind: str, made: Any, batch: int) -> Built:
-    """Returns a model, on PyTorch's default device, with its inputs; see `build`, which turns all other errors into
-    ConfigErrors.
-
-    Args:
-        name: the requested name.
-        kind: the part of it in front of the colon.
-        made: the model, or what a user's function has returned.
-        batch: number of samples of the inputs.
-
-    Raises:
-        ConfigError: if a user's function has returned something else.
-    """
-    if kind == "torchvision":
-        return Built(name, made, (torch.zeros(batch, 3, IMAGE_SIZE, IMAGE_SIZE),))
-    if kind == "transformers":
-        return Built(name, made, _inputs_of(made, batch))
-    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"{name} returned {type(model).__name__}; return a torch.nn.Module, or a module and its inputs"
-        )
-    inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
-    if not (inputs is None or isinstance(inputs, (tuple, list))):
-        raise ConfigError(
-            f"{name} returned inputs of type {type(inputs).__name__}; return a tensor, or a tuple of inputs"
-        )
-    return Built(name, model, None if inputs is None else tuple(inputs))
 
 
 def _check_parameters(built: Built) -> None:
@@ -193,7 +153,7 @@ def _shape(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _torchvision(name: str) -> Callable[[], Any]:
+def _torchvision(name: str) -> Make:
     models = import_optional("torchvision.models", "torchvision", f"model torchvision:{name}", "name your own factory")
     if name not in models.list_models():
         raise ConfigError(
@@ -203,10 +163,13 @@ def _torchvision(name: str) -> Callable[[], Any]:
     # By default, detectors and segmenters use pretrained weights of their backbone, which would be downloaded.
     takes = inspect.signature(models.get_model_builder(name)).parameters
     without = {"weights_backbone": None} if "weights_backbone" in takes else {}
-    return partial(models.get_model, name, weights=None, **without)
+    return lambda batch: (
+        models.get_model(name, weights=None, **without),
+        (torch.zeros(batch, 3, IMAGE_SIZE, IMAGE_SIZE),),
+    )
 
 
-def _transformers(name: str) -> Callable[[], Any]:
+def _transformers(name: str) -> Make:
     package = import_optional("transformers", "transformers", f"model transformers:{name}", "name your own factory")
     types = list(package.CONFIG_MAPPING)
     try:
@@ -230,7 +193,12 @@ def _transformers(name: str) -> Callable[[], Any]:
         raise ConfigError(
             f"transformers:{name} is a {type(config).__name__}, which no AutoModel has; name another type"
         )
-    return partial(package.AutoModel.from_config, config)
+
+    def make(batch: int) -> tuple[nn.Module, Any]:
+        model = package.AutoModel.from_config(config)
+        return model, _inputs_of(model, batch)
+
+    return make
 
 
 def _inputs_of(model: Any, batch: int) -> tuple[Any, ...]:
@@ -244,8 +212,8 @@ def _inputs_of(model: Any, batch: int) -> tuple[Any, ...]:
     return (tokens, None, tokens) if getattr(model.config, "is_encoder_decoder", False) else (tokens,)
 
 
-def _factory(module: str, name: str) -> Callable[[], Any]:
-    """Returns a user's function, from the current folder or from Python's path."""
+def _factory(module: str, name: str) -> Make:
+    """Returns the maker of a user's function, which is in the current folder or in Python's path."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -254,5 +222,20 @@ def _factory(module: str, name: str) -> Callable[[], Any]:
         raise ConfigError(f"model {module}:{name}: {_in_a_line(error)}; a model is {FORMS}") from error
     if not callable(function):
         raise ConfigError(f"module {module!r} has no function {name!r}; name one that returns a model")
-    result: Callable[[], Any] = function
-    return result
+
+    def make(_: int) -> tuple[nn.Module, Any]:
+        made = function()
+        model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"{module}:{name} returned {type(model).__name__}; return a torch.nn.Module, or a module and its inputs"
+            )
+        inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+        if not (inputs is None or isinstance(inputs, (tuple, list))):
+            raise ConfigError(
+                f"{module}:{name} returned inputs of type {type(inputs).__name__}; return a tensor, or a tuple of "
+                "inputs"
+            )
+        return model, None if inputs is None else tuple(inputs)
+
+    return make
