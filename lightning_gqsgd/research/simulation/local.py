@@ -9,9 +9,8 @@ anchor then moves by the mean change of those workers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +29,6 @@ from lightning_gqsgd.reducers import run_virtual
 from lightning_gqsgd.reducers.memory import Keeps
 from lightning_gqsgd.research.simulation.problems import Problem
 from lightning_gqsgd.research.simulation.virtual import VirtualRanks, relative_error
-
-#: Arguments of local steps that only virtual workers have.
-VIRTUAL_ONLY = ("participation", "local_steps_of")
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class Crowd:
 
     workers: int
     participation: int | None = None
-    steps_of: tuple[int, ...] | None = None
+    steps_of: Sequence[int] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -313,17 +309,6 @@ class VirtualAverage(Pending):
     """An average that is not used yet."""
 
     mean: Tensor
-
-
-def pop_virtual(fields: dict[str, Any]) -> dict[str, Any]:
-    """Remove the arguments that only virtual workers have and return them; None if not given."""
-    return {name: fields.pop(name, None) for name in VIRTUAL_ONLY}
-
-
-def crowd_of(workers: int, given: Mapping[str, Any], seed: int) -> Crowd:
-    """Returns the crowd that arguments describe; see `Crowd`."""
-    steps_of = given["local_steps_of"]
-    return Crowd(workers, given["participation"], None if steps_of is None else tuple(steps_of), seed)
 
 
 def _fragments(point: Tensor, segments: Sequence[Segment], options: LocalOptions) -> list[Fragment]:

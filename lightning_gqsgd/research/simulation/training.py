@@ -15,7 +15,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, check_whole
 from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_of, pop_options
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, did_you_mean_preset, make_config
-from lightning_gqsgd.research.simulation.local import LocalWorkers, crowd_of, pop_virtual
+from lightning_gqsgd.research.simulation.local import Crowd, LocalWorkers
 from lightning_gqsgd.research.simulation.problems import Problem
 from lightning_gqsgd.research.simulation.record import Record, Rows
 from lightning_gqsgd.research.simulation.virtual import VirtualRanks, relative_error
@@ -149,7 +149,8 @@ def _trainer(
         near = did_you_mean_preset(preset, known)
         raise ConfigError(f"unknown preset {preset!r}{near} (presets: {', '.join(known)})")
     given = pop_options(fields)
-    virtual = pop_virtual(fields)
+    # Only virtual workers have these.
+    virtual = {name: fields.pop(name, None) for name in ("participation", "local_steps_of")}
     if given["every"] is None and virtual["local_steps_of"] is not None:
         given["every"] = max(virtual["local_steps_of"], default=1)
     chosen: str | GQSGDConfig | None = preset
@@ -159,7 +160,8 @@ def _trainer(
         return _EveryStep(problem, workers, make_config(chosen, **fields), make_optimizer)
     options, compression = options_of(chosen, given)
     config = make_config(compression, **fields)
-    return LocalWorkers(problem, options, config, crowd_of(workers, virtual, config.seed), make_optimizer)
+    crowd = Crowd(workers, virtual["participation"], virtual["local_steps_of"], config.seed)
+    return LocalWorkers(problem, options, config, crowd, make_optimizer)
 
 
 def _maker(make: MakeOptimizer | None, lr: float | None) -> MakeOptimizer:
