@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import import_optional
+from lightning_gqsgd.research.simulation.problems import Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,36 +101,57 @@ class Record:
         figure.savefig(path, dpi=150)
 
 
-class Rows:
-    """The rows of a run that is under way."""
+class Workers(Protocol):
+    """Virtual workers with a configuration, which know what they have sent; see `Record`."""
 
-    def __init__(self) -> None:
+    @property
+    def config(self) -> GQSGDConfig: ...
+
+    @property
+    def bytes_sent(self) -> int: ...
+
+    @property
+    def wire_bits(self) -> float: ...
+
+
+class Rows:
+    """The rows of a run that is under way.
+
+    Args:
+        problem: the problem to train on.
+        workers: the virtual workers.
+    """
+
+    def __init__(self, problem: Problem, workers: Workers) -> None:
+        self._problem = problem
+        self._workers = workers
         self._columns: dict[str, list[float]] = defaultdict(list)
         self._metrics: dict[str, list[float]] = defaultdict(list)
 
-    def add(self, loss: float, metrics: Mapping[str, float], **columns: float) -> bool:
+    def add(self, x: Tensor, step: int, error: float, metrics: Mapping[str, float] | None = None) -> bool:
         """Add a row if the loss is finite. Returns whether it is finite.
 
         Args:
-            loss: loss of the problem.
-            metrics: metrics of the problem, by name; the names are the same in every call.
-            **columns: ``step``, ``bytes_sent``, ``relative_error`` and ``wire_bits``; see `Record`.
+            x: the parameters, [d].
+            step: number of steps so far.
+            error: relative L2 error of the latest mean of gradients.
+            metrics: more metrics than those of the problem, by name; the names are the same in every call.
         """
+        loss = self._problem.loss(x)
         if not math.isfinite(loss):
             return False
-        for name, value in {"loss": loss, **columns}.items():
+        sent = {"bytes_sent": self._workers.bytes_sent, "wire_bits": self._workers.wire_bits}
+        for name, value in {"loss": loss, "step": step, "relative_error": error, **sent}.items():
             self._columns[name].append(value)
-        for name, value in metrics.items():
+        for name, value in {**self._problem.metrics(x), **(metrics or {})}.items():
             self._metrics[name].append(value)
         return True
 
-    def record(
-        self, name: str, config: GQSGDConfig, workers: int, parameters: Tensor, diverged_at: int | None = None
-    ) -> Record:
+    def record(self, name: str, workers: int, parameters: Tensor, diverged_at: int | None = None) -> Record:
         """Returns the rows as a `Record`, which describes the arguments."""
         return Record(
             name=name,
-            config=config,
+            config=self._workers.config,
             workers=workers,
             metrics={metric: np.array(values) for metric, values in self._metrics.items()},
             parameters=parameters.detach().numpy().copy(),

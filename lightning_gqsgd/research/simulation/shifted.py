@@ -68,24 +68,19 @@ class DGDDEF:
         check_whole(steps=steps)
         x = problem.start().clone()
         ranks = self._ranks(problem, x, fields)
-        rows = Rows()
+        rows = Rows(problem, ranks)
         diverged_at = None
-        sent: dict[str, float] = {"bytes_sent": 0, "wire_bits": ranks.wire_bits}
-        rows.add(problem.loss(x), problem.metrics(x), step=0, relative_error=math.nan, **sent)
+        rows.add(x, 0, math.nan)
         for step in range(steps):
             points = x - self.lr * ranks.errors() if self.shifted else x
             gradients = problem.gradients(points, step, self.workers)
             mean = ranks.mean(list(gradients), step)
             x = x - self.lr * mean
-            sent = {"bytes_sent": ranks.bytes_sent, "wire_bits": ranks.wire_bits}
             error = relative_error(mean, list(gradients))
-            finite = bool(x.isfinite().all()) and rows.add(
-                problem.loss(x), problem.metrics(x), step=step + 1, relative_error=error, **sent
-            )
-            if not finite:
+            if not (x.isfinite().all() and rows.add(x, step + 1, error)):
                 diverged_at = step + 1
                 break
-        return rows.record("dgd_def", ranks.config, self.workers, x, diverged_at)
+        return rows.record("dgd_def", self.workers, x, diverged_at)
 
     def _ranks(self, problem: Problem, x: Tensor, fields: dict[str, Any]) -> VirtualRanks | SubspaceRanks:
         """Returns the virtual ranks that average messages and remember their errors."""

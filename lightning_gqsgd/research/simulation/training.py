@@ -119,8 +119,8 @@ def simulate(
     """
     every = _interval(steps, record_every)
     trainer = _trainer(preset, problem, workers, {"seed": seed, **fields}, _maker(optimizer, lr))
-    rows = Rows()
-    if not _booked(rows, problem, trainer, 0):
+    rows = Rows(problem, trainer)
+    if not rows.add(trainer.x, 0, trainer.error):
         raise ConfigError(f"the loss of {problem} is not finite before training; start somewhere else")
     diverged_at = None
     small = trainer.x.numel() < SMALL
@@ -132,12 +132,12 @@ def simulate(
                 trainer.finish()
             finite = bool(trainer.x.isfinite().all())
             if finite and (done % every == 0 or done == steps):
-                finite = _booked(rows, problem, trainer, done)
+                finite = rows.add(trainer.x, done, trainer.error)
             if not finite:
                 diverged_at = done
                 break
             advance()
-    return rows.record(preset, trainer.config, workers, trainer.x, diverged_at)
+    return rows.record(preset, workers, trainer.x, diverged_at)
 
 
 def _trainer(
@@ -176,13 +176,6 @@ def _maker(make: MakeOptimizer | None, lr: float | None) -> MakeOptimizer:
 def _interval(steps: int, every: int | None) -> int:
     check_whole(steps=steps, record_every=1 if every is None else every)
     return max(1, steps // 100) if every is None else every
-
-
-def _booked(rows: Rows, problem: Problem, trainer: Trainer, step: int) -> bool:
-    """Add a row, unless the loss is not finite."""
-    sent = {"bytes_sent": trainer.bytes_sent, "wire_bits": trainer.wire_bits}
-    x = trainer.x
-    return rows.add(problem.loss(x), problem.metrics(x), step=step, relative_error=trainer.error, **sent)
 
 
 @contextmanager

@@ -88,15 +88,15 @@ class FedVote:
         ranks = (_Weighed if self.reputations else _summed)(self.workers, len(places))
         latent = x[places].atanh() / self.slope
         x[places] = torch.tanh(self.slope * latent)
-        rows = Rows()
-        _note(rows, problem, x, places, 0, ranks, math.nan)
+        rows = Rows(problem, ranks)
+        rows.add(x, 0, math.nan, _of_signs(problem, x, places))
         for number in range(rounds):
             weights = self._trained(problem, x, places, latent, number)
             x[places] = ranks.mean(list(self._votes(weights, number)), number)
             latent = x[places].clamp(MARGIN - 1, 1 - MARGIN).atanh() / self.slope
             error = relative_error(x[places], list(weights))
-            _note(rows, problem, x, places, (number + 1) * self.local_steps, ranks, error)
-        return rows.record("fedvote", ranks.config, self.workers, x)
+            rows.add(x, (number + 1) * self.local_steps, error, _of_signs(problem, x, places))
+        return rows.record("fedvote", self.workers, x)
 
     def _trained(self, problem: Problem, x: Tensor, places: Tensor, latent: Tensor, number: int) -> Tensor:
         """Returns the workers' weights W after a round's local steps, [workers, voted]."""
@@ -166,12 +166,8 @@ def _places(segments: Sequence[Segment], voted: Sequence[int]) -> Tensor:
     return torch.cat([part for number, part in zip(numbers, parts, strict=True) if number in voted])
 
 
-def _note(
-    rows: Rows, problem: Problem, x: Tensor, places: Tensor, step: int, ranks: VirtualRanks | _Weighed, error: float
-) -> None:
-    """Add a row."""
+def _of_signs(problem: Problem, x: Tensor, places: Tensor) -> dict[str, float]:
+    """Returns the metrics of the signs of voted weights, which are named ``binary_...``."""
     binary = x.clone()
     binary[places] = torch.where(x[places] < 0, -1.0, 1.0).to(x)
-    metrics = {**problem.metrics(x), **{f"binary_{name}": value for name, value in problem.metrics(binary).items()}}
-    sent = {"bytes_sent": ranks.bytes_sent, "wire_bits": ranks.wire_bits}
-    rows.add(problem.loss(x), metrics, step=step, relative_error=error, **sent)
+    return {f"binary_{name}": value for name, value in problem.metrics(binary).items()}
