@@ -432,7 +432,7 @@ def simulate(
     with _refusals_in_one_line(), waiting.status("making the problem") as say:
         made = simulating.outcomes(names or simulating.DEFAULT_PRESETS, problem, workers, steps, lr, say)
     if as_json:
-        _print_json([row.to_dict() for row in made])
+        _print_json([simulating.to_dict(run) for run in made])
     else:
         tables.show(simulating.table(made, problem, workers, steps), *simulating.notes(problem, workers))
 

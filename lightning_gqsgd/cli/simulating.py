@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
@@ -14,7 +13,7 @@ from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.codecs import CODECS
 from lightning_gqsgd.errors import ConfigError, check_one_of, counted
 from lightning_gqsgd.reducers.memory import StabilityWarning
-from lightning_gqsgd.research.simulation import simulate
+from lightning_gqsgd.research.simulation import Record, simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression, Problem
 from lightning_gqsgd.research.simulation.training import UNCOMPRESSED
 
@@ -30,37 +29,10 @@ PROBLEMS: dict[str, Callable[[], Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """The result of a preset.
-
-    Attributes:
-        preset: its name.
-        loss: of the problem, at the end; infinite if the run diverged.
-        bits: of one worker's message per coordinate, scales included, in the last step.
-        megabytes_sent: that each worker has sent, in 10^6 bytes.
-        relative_error: relative L2 error of the last mean of gradients, or of changes with local steps; 0 without
-            compression.
-    """
-
-    preset: str
-    loss: float
-    bits: float
-    megabytes_sent: float
-    relative_error: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values, with None for numbers that are not finite, which JSON does not have."""
-        return {
-            name: value if isinstance(value, str) or math.isfinite(value) else None
-            for name, value in asdict(self).items()
-        }
-
-
 def outcomes(
     presets: Sequence[str], problem: str, workers: int, steps: int, lr: float, say: Callable[[str], None]
-) -> list[Simulated]:
-    """Train with each preset on the same problem, from the same start. Returns the results.
+) -> list[Record]:
+    """Train with each preset on the same problem, from the same start. Returns the records.
 
     Raises:
         ConfigError: an unknown preset or problem, a problem whose package is missing, or numbers that cannot work.
@@ -72,17 +44,29 @@ def outcomes(
     return [_outcome(name, made, workers, steps, lr, say) for name in presets]
 
 
-def _outcome(name: str, problem: Problem, workers: int, steps: int, lr: float, say: Callable[[str], None]) -> Simulated:
+def _outcome(name: str, problem: Problem, workers: int, steps: int, lr: float, say: Callable[[str], None]) -> Record:
     say(f"training with {name}")
     with warnings.catch_warnings():  # a memory that may be unstable shows in the loss
         warnings.simplefilter("ignore", StabilityWarning)
-        record = simulate(name, problem, workers=workers, steps=steps, lr=lr, progress=False)
-    # The rows of a run that has diverged end some steps before.
-    bits, nbytes, error = (
-        math.nan if record.diverged_at is not None else float(column[-1])
-        for column in (record.wire_bits, record.bytes_sent, record.relative_error)
-    )
-    return Simulated(name, record.last(), bits, nbytes / 1e6, error)
+        return simulate(name, problem, workers=workers, steps=steps, lr=lr, progress=False)
+
+
+def _figures(run: Record) -> dict[str, float]:
+    """Returns the loss at the end; bits of one worker's message per coordinate in the last step, scales included; 10^6
+    bytes that each worker has sent; and the relative L2 error of the last mean of gradients, or of changes with local
+    steps. They mean nothing if the run has diverged, whose rows end some steps before."""
+    return {
+        "loss": float(run.loss[-1]),
+        "bits": float(run.wire_bits[-1]),
+        "megabytes_sent": float(run.bytes_sent[-1]) / 1e6,
+        "relative_error": float(run.relative_error[-1]),
+    }
+
+
+def to_dict(run: Record) -> dict[str, Any]:
+    """Returns plain values, with None for numbers that are not finite, which JSON does not have."""
+    finite = {name: value if math.isfinite(value) else None for name, value in _figures(run).items()}
+    return {"preset": run.name, **(finite if run.diverged_at is None else dict.fromkeys(finite))}
 
 
 def notes(problem: str, workers: int) -> list[str]:
@@ -96,14 +80,12 @@ def notes(problem: str, workers: int) -> list[str]:
     ]
 
 
-def table(made: Sequence[Simulated], problem: str, workers: int, steps: int) -> Table:
+def table(made: Sequence[Record], problem: str, workers: int, steps: int) -> Table:
     """Returns the table for a terminal."""
     title = f"{problem}, {counted(workers, 'virtual worker')}, {counted(steps, 'step')} of SGD"
     shown = plain_table(title, ["preset", "loss at the end", "bits", "sent (MB)", "relative error"])
-    for row in made:
-        if math.isinf(row.loss):
-            shown.add_row(row.preset, "diverged", "–", "–", "–")
-            continue
-        numbers = (f"{row.loss:.4g}", f"{row.bits:.2f}", f"{row.megabytes_sent:.3g}", f"{row.relative_error:.2%}")
-        shown.add_row(row.preset, *numbers)
+    for run in made:
+        loss, bits, sent, error = _figures(run).values()
+        numbers = (f"{loss:.4g}", f"{bits:.2f}", f"{sent:.3g}", f"{error:.2%}")
+        shown.add_row(run.name, *(numbers if run.diverged_at is None else ("diverged", "–", "–", "–")))
     return shown
