@@ -94,18 +94,22 @@ def _progress(words: str, total: int) -> Iterator[Callable[[], object]]:
 
 
 def parts_of(made: Bench | Training) -> list[RenderableType]:
-    """Returns the tables of a measurement, and the note below them."""
+    """Returns the tables of a measurement, as far as it was made, and the note below them."""
+    ranks = f"over {made.ranks} local ranks by {made.backend}"
     if isinstance(made, Training):
-        return [_table_of_steps(made), _note_on_steps(made)]
-    return [*tables(made), note(made)]
-
-
-def tables(made: Bench) -> list[Table]:
-    """Returns the tables of kernels and of all-reduces, as far as they were measured."""
-    return [
-        *([_table_of_kernels(made)] if made.kernels else []),
-        *([_table_of_reduces(made)] if made.all_reduces else []),
-    ]
+        model = f"The model has dense layers and 5 M parameters; medians of {made.rounds} rounds in turns."
+        steps = _table_of_ways(f"Training step of a small model {ranks}", "ddp", made.steps)
+        return [steps, f"{model}\n{_fastest(made.steps, 'ddp')}"]
+    tables: list[RenderableType] = []
+    note = [f"Medians of {made.rounds} rounds in turns."]
+    if made.kernels:
+        tables.append(_table_of_kernels(made))
+        note.insert(0, "ns: per coordinate; GB/s: of fp32 gradient.")
+    if made.all_reduces:
+        title = f"All-reduce of {made.numel * 4 / 2**20:.4g} MiB {ranks}"
+        tables.append(_table_of_ways(title, "fp32", made.all_reduces))
+        note.append(_fastest(made.all_reduces, "fp32"))
+    return [*tables, "\n".join(note)]
 
 
 def _table_of_kernels(made: Bench) -> Table:
@@ -119,17 +123,6 @@ def _table_of_kernels(made: Bench) -> Table:
     return kernels
 
 
-def _table_of_reduces(made: Bench) -> Table:
-    mebibytes = made.numel * 4 / 2**20
-    title = f"All-reduce of {mebibytes:.4g} MiB over {made.ranks} local ranks by {made.backend}"
-    return _table_of_ways(title, "fp32", made.all_reduces)
-
-
-def _table_of_steps(made: Training) -> Table:
-    title = f"Training step of a small model over {made.ranks} local ranks by {made.backend}"
-    return _table_of_ways(title, "ddp", made.steps)
-
-
 def _table_of_ways(title: str, against: str, ways: Sequence[WayTime]) -> Table:
     made = plain_table(title, ["", "sent (MB)", "time (ms)", f"against {against}", "10 to 90 %"])
     for way in ways:
@@ -138,24 +131,8 @@ def _table_of_ways(title: str, against: str, ways: Sequence[WayTime]) -> Table:
     return made
 
 
-def note(made: Bench) -> str:
-    """Returns the units of the figures, and a warning that ranks on one machine say nothing of a network."""
-    said = [f"Medians of {made.rounds} rounds in turns."]
-    if made.kernels:
-        said.insert(0, "ns: per coordinate; GB/s: of fp32 gradient.")
-    if made.all_reduces:
-        said.append(f"{_fastest(made.all_reduces, 'fp32')} {_ON_ONE_MACHINE}")
-    return "\n".join(said)
-
-
-def _note_on_steps(made: Training) -> str:
-    return (
-        f"The model has dense layers and 5 M parameters; medians of {made.rounds} rounds in turns.\n"
-        f"{_fastest(made.steps, 'ddp')} {_ON_ONE_MACHINE}"
-    )
-
-
 def _fastest(ways: Sequence[WayTime], against: str) -> str:
+    """Returns which way is fastest, and a warning that ranks on one machine say nothing of a network."""
     # Medians of times may have another order, because the speed of a machine changes between rounds.
     best = max(ways, key=lambda way: way.speedup)
-    return f"Against {against} in the same round, {best.name} is fastest."
+    return f"Against {against} in the same round, {best.name} is fastest. {_ON_ONE_MACHINE}"

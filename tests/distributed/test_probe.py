@@ -322,7 +322,7 @@ def test_a_bench_is_a_table_of_kernels_and_one_of_all_reduces() -> None:
     made = bench.Bench("CPU", "gloo", 2, 6_553_600, 15, kernels, ways)
     console = Console(width=120)
     with console.capture() as captured:
-        console.print(*benching.tables(made), benching.note(made))
+        console.print(*benching.parts_of(made))
     text = captured.get()
     assert "All-reduce of 25 MiB over 2 local ranks by gloo" in text
     assert "1.50×" in text
