@@ -43,8 +43,6 @@ _STREAMS = 1
 #: if a step has more than `MOST` pieces, see `timeline.bunch_length`.
 _FINE_BLOCKS = 8
 _FINE_PIECES = 4
-#: The plans of compressed collectives among shards.
-_PLANS: dict[str, type[ShardPlan]] = {"all-gather": GatherPlan, "reduce-scatter": ScatterPlan}
 
 
 class Coordinates(NamedTuple):
@@ -264,7 +262,7 @@ class _Collectives:
         """Returns the gathering of a unit's weights."""
         share = unit.weights.among(self.shards)
         if self._method.all_gather_bits is not None:
-            return _of_scope(self._coded("all-gather", self._method.all_gather_bits, share), self._scope)
+            return _of_scope(self._coded(GatherPlan, self._method.all_gather_bits, share), self._scope)
         nbytes = (self.shards - 1) * share.numel * self._method.dtype.itemsize
         return _native(Message("all_gather", nbytes, self._scope, self.shards))
 
@@ -272,7 +270,7 @@ class _Collectives:
         """Returns the reduce-scatter of a unit's gradients."""
         share = unit.gradients.among(self.shards)
         if self._method.bits is not None and not self._method.has_replicas:
-            return self._coded("reduce-scatter", self._method.bits, share)
+            return self._coded(ScatterPlan, self._method.bits, share)
         whole = self.shards * share.numel * self._method.dtype.itemsize
         if self._costs.on_streams:
             nbytes = whole * (self.shards - 1) // self.shards
@@ -300,11 +298,11 @@ class _Collectives:
         size = 2 * self._method.dtype.itemsize
         return size * unit.weights.numel, size * unit.gradients.numel
 
-    def _coded(self, collective: str, bits: int, share: Coordinates) -> tuple[Profile, ...]:
+    def _coded(self, plan: Callable[..., ShardPlan], bits: int, share: Coordinates) -> tuple[Profile, ...]:
         config = GQSGDConfig(bits=bits, reducer="two_shot", sample_every=0)
-        if self._method.has_levels and collective == "reduce-scatter":
+        if self._method.has_levels and plan is ScatterPlan:
             config = replace(config, reducer="hierarchical", node_size=self._per_node)
-        return _shard_profiles(collective, self._setting(config, self.shards), share)
+        return _shard_profiles(plan, self._setting(config, self.shards), share)
 
     def _setting(self, config: GQSGDConfig, ranks: int) -> Setting:
         return setting_of(
@@ -333,12 +331,11 @@ def _segments(share: Coordinates, ranks: int) -> list[Segment]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _shard_profiles(collective: str, setting: Setting, share: Coordinates) -> tuple[Profile, ...]:
+def _shard_profiles(plan: Callable[..., ShardPlan], setting: Setting, share: Coordinates) -> tuple[Profile, ...]:
     """Returns the profiles of the pieces of a flat tensor with a shard of each rank.
 
     All pieces but the last are equal. So one of them is planned, and the rest of the tensor.
     """
-    plan = _PLANS[collective]
     ranks = setting.ranks
     numel = max(1, setting.piece_size.within(ranks * share.numel) // ranks)
     full = max(0, share.coded - 1) // numel
