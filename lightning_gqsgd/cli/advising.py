@@ -97,15 +97,24 @@ class Question:
             if probe is None:
                 raise ConfigError("--codec measured needs a measurement; give --probe FILE, or --codec h100 or cpu")
             self._check_codes(probe)
-        costs_at, link_rate = self._network(codec, probe, per_node)
+            costs = probe.costs
+            device = probe.device.lower()
+            source = f"measured on {probe.device}"
+        else:
+            costs = ESTIMATES[codec]
+            if probe is not None:
+                costs = replace(costs, collectives=probe.costs.collectives)
+            device = codec
+            source = costs.source + ("; it is assumed, and --codec names another one" if self.codec is None else "")
+        costs_at, link_rate = self._network(costs, device, probe, per_node)
         timeline, sharded, notes = self._computation(probe, nodes, per_node)
         if self.backward is None:
             batch = self._batch_of(timeline)
         else:
             batch = models.USUAL_BATCH if self.batch is None else self.batch
-        notes.append(_note(codec, probe, is_assumed=self.codec is None))
+        notes.append(f"codec: {source}")
         if self.link is not None and self.intra is None and per_node > 1:
-            rate = rate_in_words(inside_rate(_device(codec, probe)))
+            rate = rate_in_words(inside_rate(device))
             notes.append(f"between the ranks of a node: {rate} in each direction; --intra changes it")
         if batch is None:
             notes.append("samples/s: not known, because the probe does not say its batch; give --batch")
@@ -113,11 +122,6 @@ class Question:
         return Cluster(
             timeline, costs_at, nodes, per_node, batch, link_rate, tuple(filter(None, notes)), words, sharded
         )
-
-    def _inside(self, codec: str, probe: Probe | None, link: Link) -> Link:
-        """Returns the link between the ranks of a node, at the rate of ``--intra``, or else at that of the device."""
-        inside = inside_of(_device(codec, probe), link)
-        return replace(inside, bytes_per_s=bytes_per_second(self.intra, "--intra")) if self.intra else inside
 
     def _check_codes(self, probe: Probe) -> None:
         """Raise ConfigError if a probe has timed no codec that can be recommended."""
@@ -141,8 +145,14 @@ class Question:
                 f"--forward {self.forward} has no effect without --backward; give both, or neither to take the probe's"
             )
 
-    def _network(self, codec: str, probe: Probe | None, per_node: int) -> tuple[CostsAt, float | None]:
+    def _network(self, costs: Costs, device: str, probe: Probe | None, per_node: int) -> tuple[CostsAt, float | None]:
         """Returns `Cluster.costs_at` and `Cluster.link`.
+
+        Args:
+            costs: the costs of the codec, with the collectives that the probe has measured, if there is one.
+            device: name of the device whose codec is meant, in lower case.
+            probe: the probe, if there is one.
+            per_node: ranks on each node.
 
         Raises:
             ConfigError: a rate or a latency is none, or the probe has other nodes.
@@ -150,8 +160,9 @@ class Question:
         if self.link is not None:
             latency_s = seconds(self.latency, "--latency") if self.latency else LATENCY_S
             link = Link(bytes_per_second(self.link, "--link"), latency_s)
-            inside = self._inside(codec, probe, link)
-            costs = _costs(codec, probe)
+            inside = inside_of(device, link)
+            if self.intra:
+                inside = replace(inside, bytes_per_s=bytes_per_second(self.intra, "--intra"))
             # One that is only assumed counts as in the start of a training, which compares ways to reduce by it
             # (docs/performance.md).
             if self.latency and not costs.on_streams:
@@ -163,7 +174,7 @@ class Question:
                 f"{self.probe} was measured with {counted(probe.per_node, 'rank')} per node, not {per_node}; leave out "
                 "--gpus-per-node, or give --link"
             )
-        return over_probe(_costs(codec, probe), probe.ranks, per_node), None
+        return over_probe(costs, probe.ranks, per_node), None
 
     def _measured(self, probe: Probe | None) -> Timeline:
         """Returns the timeline of the model that the probe has measured."""
@@ -242,29 +253,6 @@ def _notes_on_shards(sharded: ShardedModel, by: str, nodes: int, per_node: int) 
 def _gigabytes(nbytes: float) -> str:
     """Returns a number of bytes as text, with two digits, or with those before the point if these are more."""
     return f"{nbytes / 1e9:,.0f} GB" if nbytes >= 10e9 else f"{nbytes / 1e9:.2g} GB"
-
-
-def _device(codec: str, probe: Probe | None) -> str:
-    """Returns the name of the device whose codec is meant, in lower case."""
-    return probe.device.lower() if codec == MEASURED and probe is not None else codec
-
-
-def _costs(codec: str, probe: Probe | None) -> Costs:
-    """Returns the costs of a codec, with the collectives that the probe has measured, if there is one."""
-    if codec == MEASURED:
-        assert probe is not None
-        return probe.costs
-    costs = ESTIMATES[codec]
-    return costs if probe is None else replace(costs, collectives=probe.costs.collectives)
-
-
-def _note(codec: str, probe: Probe | None, *, is_assumed: bool) -> str:
-    """Returns a note on the codec: the device that it runs on, and the source of its speed."""
-    if codec == MEASURED:
-        assert probe is not None
-        return f"codec: measured on {probe.device}"
-    said = f"codec: {ESTIMATES[codec].source}"
-    return f"{said}; it is assumed, and --codec names another one" if is_assumed else said
 
 
 def _note_on_tables(tables: Mapping[str, Tensor], numel: int) -> str:
