@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -23,7 +24,7 @@ class Settle:
     """
 
     why: str
-    left: int
+    left: int = Rules.settling
 
 
 class Stay:
@@ -102,23 +103,23 @@ class Challenge:
 State = Settle | Try | Stay | Challenge
 
 
+@dataclass
 class Watch:
     """Detects that the duration of steps has changed since a decision.
 
     Attributes:
         reference_s: the duration of steps with which others are compared, in seconds; None means the next median.
-        is_refined: whether the reference is a median of steps after the decision.
-        is_plain: whether the reference is a median of plain DDP's steps.
         began_s: the median of plain DDP's steps that began the latest trial; None if something else began it.
+        is_plain: whether the reference is a median of plain DDP's steps.
+        is_refined: whether the reference is a median of steps after the decision.
         window: durations of the latest steps with the hook.
     """
 
-    def __init__(self, reference_s: float | None = None, began_s: float | None = None) -> None:
-        self.reference_s = reference_s
-        self.is_refined = False
-        self.is_plain = False
-        self.began_s = began_s
-        self.window: deque[float] = deque(maxlen=Rules.window)
+    reference_s: float | None = None
+    began_s: float | None = None
+    is_plain: bool = False
+    is_refined: bool = False
+    window: deque[float] = field(default_factory=partial(deque, maxlen=Rules.window))
 
     def length(self, lengths: Sequence[float], *, at_once: bool) -> float | None:
         """Returns the duration of steps to compare; None if too few steps are known.

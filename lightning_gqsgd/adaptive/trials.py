@@ -97,7 +97,7 @@ class Trials:
         self._predictor = predictor
         self.bits = self.allow[0]
         self.decisions: list[Decision] = []
-        self.state: State = Settle("first trial", Rules.settling)
+        self.state: State = Settle("first trial")
         self._watch = Watch()
         self._cost = Rules.longest_trial(len(self.allow)) + (2 * LAG if predictor else 0)
         self._credit = float(Rules.most_trials * self._cost)
@@ -490,13 +490,11 @@ class Trials:
         trials._credit = min(credit, trials._credit)
         fresh = [candidate for candidate in trials.allow if candidate not in tried]
         if not is_same_world:
-            trials.state = Settle("another number of ranks", Rules.settling)
+            trials.state = Settle("another number of ranks")
         elif fresh:
-            trials.state = Settle(f"{', '.join(map(str, fresh))} bits are allowed now", Rules.settling)
+            trials.state = Settle(f"{', '.join(map(str, fresh))} bits are allowed now")
         else:
-            trials._watch = Watch(reference_s, began_s)
-            trials._watch.is_plain = is_plain
-            trials._watch.is_refined = is_plain
+            trials._watch = Watch(reference_s, began_s, is_plain, is_refined=is_plain)
             trials.state = challenge if challenge is not None and challenge.bits in trials.allow else Stay()
         return trials
 
