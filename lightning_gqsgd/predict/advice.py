@@ -328,7 +328,7 @@ def recommendation(choices: Sequence[Candidate]) -> str:
     plain = choices[0].prediction
     best = best_of(choices)
     made = best.prediction
-    wrapper = _wrapper_of(choices)
+    wrapper = "FSDP2" if isinstance(choices[0].method, ShardedMethod) else "DDP"
     what = "gradients" if wrapper == "DDP" else "weights and gradients"
     waits = f"a step of plain {wrapper} waits {duration(plain.exposed_s)} of {duration(plain.step_s)} for {what}"
     shortest = min(candidate.prediction.step_s for candidate in recommendable(choices))
@@ -343,11 +343,6 @@ def recommendation(choices: Sequence[Candidate]) -> str:
     name = "torch's bf16_compress_hook" if best.method == BF16 else best.keywords
     faster = f"{_times(plain, made)} than {wrapper}{_against_bf16(choices, best)}"
     return f"Take {name}, predicted to take {duration(made.step_s)}, {faster}: {waits}, and {_what_is_left(best)}."
-
-
-def _wrapper_of(choices: Sequence[Candidate]) -> str:
-    """Returns the name of what candidates train under."""
-    return "FSDP2" if isinstance(choices[0].method, ShardedMethod) else "DDP"
 
 
 def _against_bf16(choices: Sequence[Candidate], best: Candidate) -> str:

@@ -115,7 +115,16 @@ class Probe:
         if version != VERSION:
             raise ConfigError(f"{source} is not a probe of version {VERSION} (its version: {version})")
         try:
-            return cls._of_entries(own, source)
+            given = files.entries(own, "the probe", tuple(field.name for field in fields(cls)))
+            return cls(
+                costs=_costs_of(given["costs"], source),
+                ranks=files.integer(given["ranks"], "ranks", 2),
+                per_node=files.integer(given["per_node"], "per_node", 1),
+                backend=files.text(given["backend"], "backend"),
+                device=files.text(given["device"], "device"),
+                seconds=files.number(given["seconds"], "seconds"),
+                timelines=tuple(map(Timeline.from_dict, files.rows(given["timelines"], "timelines"))),
+            )
         except ConfigError as error:
             raise ConfigError(f"{source} is not a probe: {error}") from None
 
@@ -135,19 +144,6 @@ class Probe:
             return cls.from_dict(values, str(path))
         except ConfigError as error:
             raise ConfigError(f"{error}; run `gqsgd probe --output {path}` again") from None
-
-    @classmethod
-    def _of_entries(cls, values: dict[str, Any], source: str) -> Probe:
-        given = files.entries(values, "the probe", tuple(field.name for field in fields(cls)))
-        return cls(
-            costs=_costs_of(given["costs"], source),
-            ranks=files.integer(given["ranks"], "ranks", 2),
-            per_node=files.integer(given["per_node"], "per_node", 1),
-            backend=files.text(given["backend"], "backend"),
-            device=files.text(given["device"], "device"),
-            seconds=files.number(given["seconds"], "seconds"),
-            timelines=tuple(map(Timeline.from_dict, files.rows(given["timelines"], "timelines"))),
-        )
 
 
 def _costs_of(values: object, source: str) -> Costs:

@@ -152,12 +152,10 @@ class Dion(ClosureOptimizer):
     def average_momenta(self) -> None:
         """Replace the momenta of all ranks by their mean, so that all ranks have the same state. Later steps do not
         change, up to rounding. A collective."""
-        kept = [self.state[matrix]["momentum"] for matrix in self._matrices() if self.state[matrix]]
+        matrices = (matrix for group in self.param_groups if group[_KEY] for matrix in group["params"])
+        kept = [self.state[matrix]["momentum"] for matrix in matrices if self.state[matrix]]
         for momentum, mean in zip(kept, self._means(kept), strict=True):
             momentum.copy_(mean)
-
-    def _matrices(self) -> list[Tensor]:
-        return [matrix for group in self.param_groups if group[_KEY] for matrix in group["params"]]
 
     def _momentum(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
         """Add the new gradient to the momentum of a matrix and return it. Creates the state in the first step."""
