@@ -25,18 +25,16 @@ from lightning_gqsgd.sparse.rows import Rows
 from lightning_gqsgd.sparse.tables import Table, Touched
 from lightning_gqsgd.wire.telemetry import BucketCounters
 
-#: Bytes of one rank's lengths.
-LENGTH_BYTES = 16
-
 #: Steps that end with the touched rows of all ranks and their mean.
 Mean = Generator[Sequence[Exchange], None, Touched]
 
 
-def gathered_lengths(rows: int, number_bytes: int, ranks: int) -> Generator[Sequence[Exchange], None, Tensor]:
-    """Run stage 1 of a gather, which returns the lengths of all ranks, int64 [ranks, 2]."""
-    lengths = torch.empty(ranks, 2, dtype=torch.int64)
-    yield (Exchange("all_gather", lengths, torch.tensor([rows, number_bytes])),)
-    return lengths
+def all_gathered(sent: Tensor, ranks: int, counters: BucketCounters) -> Generator[Sequence[Exchange], None, Tensor]:
+    """Run a stage that returns the tensors of all ranks, [ranks, ...]."""
+    received = sent.new_empty(ranks, *sent.shape)
+    counters.add_sent((ranks - 1) * sent.nbytes, sent.nbytes)
+    yield (Exchange("all_gather", received, sent),)
+    return received
 
 
 def gathered_mean(
@@ -54,7 +52,7 @@ def gathered_mean(
         table: the table.
         touched: the rows that this rank has touched. Their values may be changed.
         numbers: the stream of this rank's row numbers.
-        lengths: see `gathered_lengths`.
+        lengths: the lengths of all ranks, the result of stage 1, int64 [ranks, 2].
         rows: the format in which rows are written.
         rank: this rank.
         counters: counters of the bucket.
@@ -66,9 +64,7 @@ def gathered_mean(
     own = rows.nbytes(len(touched.rows))
     rows.write(touched, sent[:own], rank)
     sent[own : own + len(numbers)] = torch.from_numpy(numbers)
-    received = torch.empty(len(counts), longest, dtype=torch.uint8)
-    yield (Exchange("all_gather", received, sent),)
-    counters.add_sent((len(counts) - 1) * longest, longest)
+    received = yield from all_gathered(sent, len(counts), counters)
 
     messages = []
     for source, (count, number_bytes) in enumerate(counts):
@@ -94,9 +90,7 @@ def gathered_unions(
     for line, rows in zip(bits, marks, strict=True):
         line[rows.numpy()] = 1
     sent = torch.from_numpy(np.packbits(bits, axis=1)).flatten()
-    received = torch.empty(ranks, len(sent), dtype=torch.uint8)
-    counters.add_sent((ranks - 1) * len(sent), len(sent))
-    yield (Exchange("all_gather", received, sent),)
+    received = yield from all_gathered(sent, ranks, counters)
     everyone = np.bitwise_or.reduce(received.numpy(), axis=0).reshape(len(marks), -1)
     return [torch.from_numpy(np.flatnonzero(np.unpackbits(line, count=table.height))) for line in everyone]
 

@@ -21,7 +21,7 @@ from lightning_gqsgd.reducers import StepKeys, Steps, new_store
 from lightning_gqsgd.reducers.base import ALL, side_by_side
 from lightning_gqsgd.session.parameters import Parameter
 from lightning_gqsgd.sparse import row_numbers
-from lightning_gqsgd.sparse.gathering import LENGTH_BYTES, Mean, gathered_lengths, gathered_mean, gathered_unions
+from lightning_gqsgd.sparse.gathering import Mean, all_gathered, gathered_mean, gathered_unions
 from lightning_gqsgd.sparse.rows import rows_for
 from lightning_gqsgd.sparse.sketching import sketched_mean
 from lightning_gqsgd.sparse.tables import Table, Touched, gradient_of, touched_rows
@@ -120,8 +120,8 @@ class SparseGradients:
         sketches = config.sparse == "sketch" and request.compressed
         numbers = row_numbers.write(touched.rows.numpy())
         bad = int((~touched.values.isfinite()).any(dim=1).sum())
-        lengths = yield from gathered_lengths(len(touched.rows), bad if sketches else len(numbers), engine.world_size)
-        counters.add_sent((engine.world_size - 1) * LENGTH_BYTES, LENGTH_BYTES)
+        own = torch.tensor([len(touched.rows), bad if sketches else len(numbers)])
+        lengths = yield from all_gathered(own, engine.world_size, counters)
         rows = int(lengths[:, 0].sum())
         if not rows:
             return touched

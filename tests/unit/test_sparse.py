@@ -322,8 +322,8 @@ def test_sent_bytes_are_those_of_all_messages(monkeypatch: pytest.MonkeyPatch) -
     touched = [some_rows(rank, count=20 + rank) for rank in range(3)]
     gathered(touched, 100, reducer="native")
     longest = max(values.nbytes + len(row_numbers.write(rows.numpy())) for rows, values in touched)
-    longest = -(-longest // 16) * 16
-    assert [(made.bytes_sent, made.message_bytes) for made in counters] == [(2 * longest, longest)] * 3
+    sent = 16 + -(-longest // 16) * 16  # two lengths of 8 bytes come first
+    assert [(made.bytes_sent, made.message_bytes) for made in counters] == [(2 * sent, sent)] * 3
 
     counters.clear()
     union = _sketched(touched, 100).rows

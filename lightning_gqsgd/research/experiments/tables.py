@@ -14,7 +14,7 @@ from lightning_gqsgd.reducers import StepKeys, run_virtual
 from lightning_gqsgd.reducers.base import Steps
 from lightning_gqsgd.research.experiments.rows import Row
 from lightning_gqsgd.sparse import row_numbers
-from lightning_gqsgd.sparse.gathering import gathered_lengths, gathered_mean
+from lightning_gqsgd.sparse.gathering import all_gathered, gathered_mean
 from lightning_gqsgd.sparse.rows import rows_for
 from lightning_gqsgd.sparse.sketching import places_of, sketch_of, sketched_mean
 from lightning_gqsgd.sparse.tables import Table, Touched, sparse_rows
@@ -42,8 +42,9 @@ def gathered(touched: Sequence[Touched], height: int, step: int = 0, number: int
         rows = rows_for(table, config, dtype, keys, compressed=True)
         numbers = row_numbers.write(touched[rank].rows.numpy())
         mine = Touched(touched[rank].rows, touched[rank].values.clone())
-        lengths = yield from gathered_lengths(len(mine.rows), len(numbers), ranks)
-        results[rank] = yield from gathered_mean(table, mine, numbers, lengths, rows, rank, BucketCounters())
+        counters = BucketCounters()
+        lengths = yield from all_gathered(torch.tensor([len(mine.rows), len(numbers)]), ranks, counters)
+        results[rank] = yield from gathered_mean(table, mine, numbers, lengths, rows, rank, counters)
         return 0
 
     run_virtual([steps(rank) for rank in range(ranks)])
