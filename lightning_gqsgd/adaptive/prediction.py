@@ -68,14 +68,16 @@ def predicted_steps(
     wait_s = min(base.exposed_s, base.step_s)
     backward_s = min(base.backward_s, base.step_s - wait_s)
     model = _Model(candidates, ranks, base.step_s - wait_s, backward_s)
-    beta_s = _solved(lambda beta: model.step_s(32, beta, 0.0) - base.step_s, model.largest_beta_s(base.step_s))
+    # A step of 32 bits takes longer with this cost of a byte, even if part of the exchange is hidden.
+    most_s = 2 * base.step_s / model.predicted(32, 0.0, 0.0).sent_bytes
+    beta_s = _solved(lambda beta: model.predicted(32, beta, 0.0).step_s - base.step_s, most_s)
     gamma_s = 0.0
     coded = [bits for bits in measured if bits not in REDUCER_OF_BITS]
     if coded:
         bits = min(coded)  # the fewest bytes, so that the codec has the largest part of the step
         step_s = measured[bits].step_s
-        gamma_s = _solved(lambda gamma: model.step_s(bits, beta_s, gamma) - step_s, step_s / model.numel)
-    return {bits: model.step_s(bits, beta_s, gamma_s) for bits in candidates}
+        gamma_s = _solved(lambda gamma: model.predicted(bits, beta_s, gamma).step_s - step_s, step_s / model.numel)
+    return {bits: model.predicted(bits, beta_s, gamma_s).step_s for bits in candidates}
 
 
 class _Model:
@@ -102,16 +104,8 @@ class _Model:
         self._timeline = Timeline(buckets, backward_s, max(0.0, compute_s - backward_s))
         self._codecs = [codec_of_config(config) for bits, config in candidates.items() if bits not in REDUCER_OF_BITS]
 
-    def largest_beta_s(self, step_s: float) -> float:
-        """Returns a cost of a byte at which a step of 32 bits takes longer than ``step_s``, even if part of the
-        exchange is hidden."""
-        return 2 * step_s / self._predicted(32, 0.0, 0.0).sent_bytes
-
-    def step_s(self, bits: int, beta_s: float, gamma_s: float) -> float:
-        """Returns the seconds of a step."""
-        return self._predicted(bits, beta_s, gamma_s).step_s
-
-    def _predicted(self, bits: int, beta_s: float, gamma_s: float) -> Prediction:
+    def predicted(self, bits: int, beta_s: float, gamma_s: float) -> Prediction:
+        """Returns the prediction of a step, given the costs of a byte and of a coordinate of codes."""
         from lightning_gqsgd.predict.costs import KINDS, Collective, Costs, Gamma
         from lightning_gqsgd.predict.model import predict
 
