@@ -82,14 +82,10 @@ class Host(NamedTuple):
     interface: Interface | None
     present: tuple[Interface, ...]
 
-    def to_json(self) -> str:
-        """Returns the host as text, for the other ranks."""
-        return json.dumps(self)
-
     @classmethod
-    def of_json(cls, text: bytes) -> Host:
-        """Returns the host of a text that `to_json` has made."""
-        rank, name, namespace, used, present = json.loads(text)
+    def of(cls, values: Sequence[Any]) -> Host:
+        """Returns the host whose values another rank has sent as JSON."""
+        rank, name, namespace, used, present = values
         return cls(rank, name, namespace, used and Interface(*used), tuple(Interface(*one) for one in present))
 
 
@@ -118,17 +114,15 @@ def examine() -> Findings | None:
     store = _meet(place, wait)
     before = doctor_interfaces.interfaces()
     host = Host(place.rank, socket.gethostname(), network(), None, tuple(before))
-    hosts = _exchange(store, "present", host, place, wait)
+    hosts = [Host.of(values) for values in _exchange(store, "present", host, place, wait)]
     with _connected(store, place, hosts, wait):
         pairs = _measure_all(place, _measuring(hosts))
     used = doctor_interfaces.busiest(before, doctor_interfaces.interfaces())
-    measured = _exchange(store, "used", host._replace(interface=used), place, wait)
-    with _rank_0_may_have_ended(place):
-        store.set(f"pairs/{place.rank}", json.dumps(pairs))
-        if place.rank:
-            return None
-        found = [Pair(*values) for rank in range(place.size) for values in json.loads(store.get(f"pairs/{rank}"))]
-    return Findings(place, measured, found)
+    measured = _exchange(store, "measured", [host._replace(interface=used), pairs], place, wait)
+    if place.rank:
+        return None
+    found = [Pair(*values) for _, of_rank in measured for values in of_rank]
+    return Findings(place, [Host.of(values) for values, _ in measured], found)
 
 
 def opening(findings: Findings) -> str:
@@ -210,19 +204,12 @@ def _not_met(place: Place, wait: timedelta, reason: str) -> str:
     )
 
 
-def _exchange(store: Any, key: str, host: Host, place: Place, wait: timedelta) -> list[Host]:
-    """Returns the host of each rank; raises ConfigError if one has not come. A collective."""
+def _exchange(store: Any, key: str, mine: object, place: Place, wait: timedelta) -> list[Any]:
+    """Returns what each rank tells, as values of JSON; raises ConfigError if one has not come. A collective."""
     # Rank 0 may have the store: it waits a little longer, so that the others can still ask who is missing.
     end = time.monotonic() + wait.total_seconds() + (LAST_S if place.rank == 0 else 0)
-    with _rank_0_may_have_ended(place):
-        return _asked(store, key, host, place, end)
-
-
-@contextmanager
-def _rank_0_may_have_ended(place: Place) -> Iterator[None]:
-    """Returns a context in which an error of the store becomes a ConfigError."""
     try:
-        yield
+        return _asked(store, key, mine, place, end)
     except (RuntimeError, OSError) as error:
         raise ConfigError(
             f"{_who(place)} was waiting for the others, and rank 0 at {place.meets_at}, where they meet, "
@@ -230,10 +217,10 @@ def _rank_0_may_have_ended(place: Place) -> Iterator[None]:
         ) from None
 
 
-def _asked(store: Any, key: str, host: Host, place: Place, end: float) -> list[Host]:
-    """Exchange hosts through the store; see `_exchange`. ``end``: when to give up, on the monotonic clock."""
+def _asked(store: Any, key: str, mine: object, place: Place, end: float) -> list[Any]:
+    """Exchange values through the store; see `_exchange`. ``end``: when to give up, on the monotonic clock."""
     begun = time.monotonic()
-    store.set(f"{key}/{place.rank}", host.to_json())
+    store.set(f"{key}/{place.rank}", json.dumps(mine))
     missing = list(range(place.size))
     while missing and time.monotonic() < end:
         missing = [rank for rank in missing if not store.check([f"{key}/{rank}"])]
@@ -243,7 +230,7 @@ def _asked(store: Any, key: str, host: Host, place: Place, end: float) -> list[H
             f"{_who(place)} has waited {time.monotonic() - begun:.0f} s for {ranks_in_words(missing)} of {place.size}; "
             f"look at the output of their hosts, and whether they reach {place.meets_at}"
         )
-    found = [Host.of_json(store.get(f"{key}/{rank}")) for rank in range(place.size)]
+    found = [json.loads(store.get(f"{key}/{rank}")) for rank in range(place.size)]
     # Rank 0 may have the store, and has to be the last to leave.
     store.set(f"{key}/read/{place.rank}", "")
     if place.rank == 0:

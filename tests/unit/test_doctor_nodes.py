@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from itertools import combinations
 from pathlib import Path
@@ -181,7 +182,7 @@ def test_rounds_have_every_pair_once_and_no_rank_twice(count: int) -> None:
 
 def test_each_host_is_warned_of_once_and_its_ranks_share_what_one_has_measured() -> None:
     hosts = [Host(rank, "n", f"{rank // 2}", None if rank % 2 else SLOW, (LO, SLOW, FAST)) for rank in range(4)]
-    assert [Host.of_json(host.to_json().encode()) for host in hosts] == hosts
+    assert [Host.of(json.loads(json.dumps(host))) for host in hosts] == hosts
     findings = Findings(Place("torchrun", 0, 4, "a", 1), hosts, [Pair(0, 2, 1e-4, 1e9)])
     assert len(doctor_nodes.warnings(findings)) == 2
     assert doctor_nodes.opening(findings) == "4 ranks on 2 hosts, started by torchrun; they met at a:1"
