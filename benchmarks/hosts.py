@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.report import Report, present, program
+from lightning_gqsgd.predict.timing import slowest as slowest
 from netlab.lab import NetLab, NetLabError, parse_rate
 from netlab.ranks import run_everywhere
 
@@ -115,10 +116,3 @@ def sent_bytes() -> int:
     """Returns the bytes that this host has sent to others, headers included, as its network devices count them."""
     counters = Path("/sys/class/net").glob("*/statistics/tx_bytes")
     return sum(int(file.read_text()) for file in counters if file.parts[-3] != "lo")
-
-
-def slowest(seconds: Any) -> Any:
-    """Element-wise maximum over all workers: a step lasts until the last worker has finished."""
-    tensor = torch.as_tensor(seconds, dtype=torch.float64).clone()
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tensor.numpy()

@@ -225,7 +225,7 @@ def on_slowest_rank(
         dist.barrier()
 
     seconds = in_turns(cases, rounds, warmup=WARMUP, before=ready, clock=clock_of_ranks(device))
-    return {name: slowest(torch.from_numpy(values), device).numpy() for name, values in seconds.items()}
+    return {name: slowest(values, device) for name, values in seconds.items()}
 
 
 def _mean(x: Tensor, ranks: int) -> None:

@@ -132,7 +132,7 @@ class _Case:
         for bucket in buckets:
             marks = self.reduce(bucket)
             spent.append(sum(marks.spent) - overhead_s * len(marks.spent))
-            passed = slowest(torch.tensor([time.perf_counter() - begun], dtype=torch.float64), bucket.device)
+            passed = slowest([time.perf_counter() - begun], bucket.device)
             if len(spent) >= _FEWEST and float(passed[0]) > _PATIENCE_S:  # all ranks stop together
                 break
         return max(1.0, median(spent[1:]) / expected_s)

@@ -275,8 +275,7 @@ class _Stopwatch:
 
     def _spent(self) -> float:
         """Returns the seconds since the start, on the slowest rank."""
-        spent = torch.tensor([time.perf_counter() - self._begun], dtype=torch.float64)
-        return float(slowest(spent, self._communicator.device)[0])
+        return float(slowest([time.perf_counter() - self._begun], self._communicator.device)[0])
 
     def _exchange(self, kind: str, nbytes: int, scope: Scope) -> tuple[Exchange, int]:
         """Returns a collective with messages of about ``nbytes`` bytes, and the bytes that a rank sends in it."""
@@ -321,7 +320,7 @@ class _Stopwatch:
             work.wait()
         if exchanges[0].input.is_cuda:
             torch.cuda.synchronize()
-        times = torch.tensor([time.perf_counter() - begun, time.process_time() - cpu], dtype=torch.float64)
+        times = [time.perf_counter() - begun, time.process_time() - cpu]
         wall_s, cpu_s = slowest(times, self._communicator.device).tolist()
         return wall_s, cpu_s
 
@@ -361,6 +360,5 @@ def _processors(count: int, device: torch.device) -> float:
         thread.start()
     for thread in threads:
         thread.join()
-    took = torch.tensor([time.process_time() - cpu, time.perf_counter() - begun], dtype=torch.float64)
-    busy_s, wall_s = slowest(took, device).tolist()
+    busy_s, wall_s = slowest([time.process_time() - cpu, time.perf_counter() - begun], device).tolist()
     return busy_s / wall_s

@@ -81,10 +81,10 @@ class Recorder:
         Raises:
             ConfigError: if a rank has recorded no step with the buckets that DDP keeps.
         """
-        fewest = -int(slowest(torch.tensor([-len(self._rows)]), self._device))
+        fewest = -int(slowest([-len(self._rows)], self._device)[0])
         if not fewest:
             raise ConfigError("no step was recorded; make at least three")
-        rows = of_all_ranks(torch.tensor(self._rows[-fewest:], dtype=torch.float64), self._device)
+        rows = of_all_ranks(self._rows[-fewest:], self._device)
         # Rows are [ranks, steps, columns].
         last = rows[..., :2].sum(dim=-1).argmax(dim=0)
         forward, backward, update, *ready = rows[last, torch.arange(fewest)].quantile(0.5, dim=0).tolist()

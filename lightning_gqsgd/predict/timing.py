@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,7 +91,7 @@ def clock_of_ranks(device: torch.device) -> Clock:
 
 def _on_any_rank(device: torch.device, is_so: bool) -> bool:
     """Returns whether something is so on at least one rank. A collective."""
-    return bool(slowest(torch.tensor([int(is_so)]), device)[0])
+    return bool(slowest([is_so], device)[0])
 
 
 def in_turns(
@@ -127,19 +127,19 @@ def in_turns(
     return seconds
 
 
-def slowest(values: Tensor, device: torch.device) -> Tensor:
-    """Returns the element-wise maximum over the ranks of the default process group, on the host. A collective.
+def slowest(values: Any, device: torch.device | None = None) -> np.ndarray:
+    """Returns the element-wise maximum over the ranks of the default process group, fp64. A collective.
 
     Args:
-        values: the values of this rank, of the same shape on all ranks.
+        values: the numbers of this rank, a sequence or an array of the same shape on all ranks.
         device: this rank's GPU, if the group's backend is NCCL, which cannot send from host memory.
     """
     moved = _sendable(values, device)
     dist.all_reduce(moved, op=dist.ReduceOp.MAX)
-    return moved.cpu()
+    return moved.cpu().numpy()
 
 
-def of_all_ranks(values: Tensor, device: torch.device) -> Tensor:
+def of_all_ranks(values: Any, device: torch.device) -> Tensor:
     """Returns the values of all ranks, [ranks, ...], on the host. A collective; see `slowest` for the arguments."""
     mine = _sendable(values, device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -152,5 +152,5 @@ def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def _sendable(values: Tensor, device: torch.device) -> Tensor:
-    return values.to(device if dist.get_backend() == "nccl" else "cpu")
+def _sendable(values: Any, device: torch.device | None) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device if dist.get_backend() == "nccl" else "cpu")
