@@ -233,6 +233,7 @@ class _Collectives:
 
     Attributes:
         shards: number of ranks among which a model is divided.
+        itemsize: bytes of a coordinate that is not compressed.
 
     Args:
         costs: all costs.
@@ -244,6 +245,7 @@ class _Collectives:
     def __init__(self, costs: Costs, method: ShardedMethod, nodes: int, per_node: int) -> None:
         self._method = method
         self.shards = per_node if method.has_replicas else nodes * per_node
+        self.itemsize = method.dtype.itemsize
         self._costs = costs
         self._replicas = nodes if method.has_replicas else 1
         self._per_node = per_node
@@ -263,7 +265,7 @@ class _Collectives:
         share = unit.weights.among(self.shards)
         if self._method.all_gather_bits is not None:
             return _of_scope(self._coded(GatherPlan, self._method.all_gather_bits, share), self._scope)
-        nbytes = (self.shards - 1) * share.numel * self._method.dtype.itemsize
+        nbytes = (self.shards - 1) * share.numel * self.itemsize
         return _native(Message("all_gather", nbytes, self._scope, self.shards))
 
     def scatter(self, unit: Unit) -> Sequence[Profile]:
@@ -271,7 +273,7 @@ class _Collectives:
         share = unit.gradients.among(self.shards)
         if self._method.bits is not None and not self._method.has_replicas:
             return self._coded(ScatterPlan, self._method.bits, share)
-        whole = self.shards * share.numel * self._method.dtype.itemsize
+        whole = self.shards * share.numel * self.itemsize
         if self._costs.on_streams:
             nbytes = whole * (self.shards - 1) // self.shards
             return _native(Message(f"reduce_scatter/{self._name}", nbytes, self._scope, self.shards))
@@ -286,17 +288,11 @@ class _Collectives:
         share = unit.gradients.among(self.shards)
         peers = Scope("peers", self.shards)
         if self._method.bits is None:
-            nbytes = ring_bytes(share.numel * self._method.dtype.itemsize, self._replicas)
+            nbytes = ring_bytes(share.numel * self.itemsize, self._replicas)
             return _native(Message(f"sum/{self._name}", nbytes, peers, self._replicas))
         config = GQSGDConfig(bits=self._method.bits, reducer="two_shot", sample_every=0)
         setting = self._setting(config, self._replicas)
         return _of_scope(bucket_pieces(setting, tuple(_segments(share, 1))), peers)
-
-    def copied_bytes(self, unit: Unit) -> tuple[int, int]:
-        """Returns the bytes that FSDP reads and writes to copy a unit's weights out of what was gathered, and its
-        gradients into what is reduced."""
-        size = 2 * self._method.dtype.itemsize
-        return size * unit.weights.numel, size * unit.gradients.numel
 
     def _coded(self, plan: Callable[..., ShardPlan], bits: int, share: Coordinates) -> tuple[Profile, ...]:
         config = GQSGDConfig(bits=bits, reducer="two_shot", sample_every=0)
@@ -389,15 +385,13 @@ class _Step:
 
     def forward(self, unit: Unit, after: Sequence[_Task]) -> _Task:
         """Add a unit's forward pass, which copies its weights first."""
-        weights, _ = self._collectives.copied_bytes(unit)
-        return self._computing("forward", unit, self.model.timeline.forward_s, weights, after)
+        return self._computing("forward", unit, self.model.timeline.forward_s, unit.weights.numel, after)
 
     def backward(self, unit: Unit, after: Sequence[_Task]) -> _Task:
         """Add a unit's backward pass, with the copies of its weights before it and of its gradients after it."""
-        weights, gradients = self._collectives.copied_bytes(unit)
         # The root's weights are still there from its forward pass.
-        copied = gradients if unit is self.model.root else weights + gradients
-        return self._computing("backward", unit, self.model.timeline.backward_s, copied, after)
+        weights = 0 if unit is self.model.root else unit.weights.numel
+        return self._computing("backward", unit, self.model.timeline.backward_s, weights + unit.gradients.numel, after)
 
     def gather(self, unit: Unit, after: Sequence[_Task]) -> _Task:
         """Add the gathering of a unit's weights."""
@@ -415,7 +409,8 @@ class _Step:
         self.clock.run()
 
     def _computing(self, label: str, unit: Unit, pass_s: float, copied: int, after: Sequence[_Task]) -> _Task:
-        copy_s = self._costs.seconds(Work("torch", nbytes=copied)) / self._costs.speed
+        nbytes = 2 * self._collectives.itemsize * copied  # read and written
+        copy_s = self._costs.seconds(Work("torch", nbytes=nbytes)) / self._costs.speed
         seconds = unit.times * (unit.share * pass_s + copy_s)
         arguments = (seconds, self._costs.speed, label, self._number[id(unit)], -1)
         return self._add(partial(self._compute.add, *arguments), after)
