@@ -42,7 +42,8 @@ def check_files(files: Mapping[str, Path]) -> None:
     from matplotlib.backend_bases import FigureCanvasBase
 
     for option, file in files.items():
-        _check_suffix(file, FigureCanvasBase.get_supported_filetypes())
+        if file.suffix.lstrip(".").lower() not in FigureCanvasBase.get_supported_filetypes():
+            raise ConfigError(f"{file} has no suffix of a picture; end its name in .png, .pdf or .svg")
         check_writable(option, file)
     if len({file.resolve() for file in files.values()}) < len(files):
         raise ConfigError(f"{' and '.join(files)} name one file, {next(iter(files.values()))}; name two files")
@@ -171,16 +172,9 @@ def _save(figure: Any, file: Path | IO[bytes], plt: Any) -> None:
         figure.savefig(file, format="svg", metadata={"Date": None})  # the same prediction gives the same file
         plt.close(figure)
         return
-    _check_suffix(file, figure.canvas.get_supported_filetypes())
     try:
         figure.savefig(file, dpi=_DPI)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written ({error.strerror}); name a file in a folder that exists") from None
     finally:
         plt.close(figure)
-
-
-def _check_suffix(file: Path, formats: Mapping[str, str]) -> None:
-    """Raise ConfigError for a file whose suffix is not among matplotlib's formats."""
-    if file.suffix.lstrip(".").lower() not in formats:
-        raise ConfigError(f"{file} has no suffix of a picture; end its name in .png, .pdf or .svg")
