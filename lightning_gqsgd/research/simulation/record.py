@@ -96,7 +96,8 @@ class Record:
         by_step.set(xlabel="step", ylabel="loss")
         by_bytes.set(xlabel="MB sent per worker")
         for axes in (by_step, by_bytes):
-            _tidy(axes)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(alpha=0.25)
         by_step.legend(frameon=False, fontsize="small")
         figure.savefig(path, dpi=150)
 
@@ -158,8 +159,3 @@ class Rows:
             diverged_at=diverged_at,
             **{column: np.array(values) for column, values in self._columns.items()},
         )
-
-
-def _tidy(axes: Any) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
