@@ -11,7 +11,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -412,10 +412,23 @@ def _telling_handler(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def save_or_load(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
         handler = self.ddp_handler
-        with handler.used_by(self) if isinstance(handler, GQSGDKwargs) else nullcontext():
+        if not isinstance(handler, GQSGDKwargs):
+            return method(self, *args, **kwargs)
+        _warn_of_lost_memory(handler, self)
+        with handler.used_by(self):
             return method(self, *args, **kwargs)
 
     return save_or_load
+
+
+def _warn_of_lost_memory(handler: GQSGDKwargs, accelerator: Accelerator) -> None:
+    """Warn if a checkpoint is without the memory of the hook."""
+    if handler.config.remembers and not any(one is handler for one in accelerator._custom_objects):
+        warnings.warn(
+            "gqsgd: the memory of the hook is not part of this checkpoint, so it starts empty in a run that resumes: "
+            "call accelerator.register_for_checkpointing(handler) before the first save_state, in every run",
+            stacklevel=4,
+        )
 
 
 def _lists(accelerator: Accelerator, model: DistributedDataParallel) -> bool:

@@ -281,6 +281,22 @@ def test_a_model_that_was_wrapped_anew_keeps_its_state_in_checkpoints(rank: int,
     assert steps == [one.step for one in handler.states] == [2]
 
 
+@pytest.mark.parametrize("preset", ["signsgd_ef", "gqsgd"])
+@on_ranks(2, initialise=False)
+def test_a_checkpoint_without_the_memory_is_warned_of(rank: int, tmp_path: Path, preset: str) -> None:
+    accelerator, handler = accelerator_of("kwargs_handlers", {"preset": preset})
+    model = accelerator.prepare(mlp(64))
+    accelerator.backward(loss_of(model, rank, 0))
+    with warnings.catch_warnings(record=True) as registered:
+        accelerator.save_state(str(tmp_path / "registered"), safe_serialization=False)
+    accelerator._custom_objects.clear()
+    with warnings.catch_warnings(record=True) as found:
+        accelerator.save_state(str(tmp_path / "not"), safe_serialization=False)
+    said = ["register_for_checkpointing(handler)" in str(one.message) for one in found]
+    assert any(said) == (preset == "signsgd_ef")
+    assert not any("register_for_checkpointing" in str(one.message) for one in registered)
+
+
 @pytest.mark.slow
 @on_ranks(2, initialise=False)
 def test_several_models_and_a_checkpoint_that_comes_before_them(rank: int, tmp_path: Path) -> None:
