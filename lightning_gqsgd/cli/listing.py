@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from lightning_gqsgd.cli.tables import grid_of, table_of_texts
+from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.presets import LOCAL_PRESETS
 from lightning_gqsgd.research.systems import SYSTEMS
 
@@ -58,7 +59,10 @@ def _row_of_local_steps(name: str) -> list[str]:
     given = preset.options
     outer = str(given.get("outer", "nesterov"))
     rule = str(given.get("rule", "mean"))
-    return [name, str(given["every"]), outer, rule, preset.compression.config.describe(), preset.paper]
+    messages = LocalOptions(**given).averaging.most_requests
+    sends = preset.compression.config.describe()
+    sends = sends if messages == 1 else f"{messages} messages of {sends}"
+    return [name, str(given["every"]), outer, rule, sends, preset.paper]
 
 
 def _local_steps_to_dict(name: str) -> dict[str, Any]:
@@ -81,8 +85,9 @@ LOCAL_STEPS = Listing(
     headings=("preset", "H", "outer", "rule", "an average sends", "paper"),
     whole=("preset",),
     note="H: number of optimizer steps between two averages. outer: the outer optimizer, which moves the anchor by the "
-    "mean change. rule: the rule by which changes become their mean. gqsgd presets NAME prints all values of a preset. "
-    "Every argument of LocalSteps overrides the preset's value.",
+    "mean change. rule: the rule by which changes become their mean. an average sends: bits per coordinate, without "
+    "scales and before Elias codes, and the codec. gqsgd presets NAME prints all values of a preset. Every argument of "
+    "LocalSteps overrides the preset's value.",
     names=LOCAL_PRESETS,
     row=_row_of_local_steps,
     to_dict=_local_steps_to_dict,

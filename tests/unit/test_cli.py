@@ -21,6 +21,7 @@ import lightning_gqsgd
 from lightning_gqsgd.cli import ranks, tables
 from lightning_gqsgd.cli.app import app, main
 from lightning_gqsgd.cli.facts import COLUMNS, facts_at
+from lightning_gqsgd.cli.listing import LOCAL_STEPS
 from lightning_gqsgd.codecs import CompandedCodec
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.local_steps.choosing import make_local
@@ -109,6 +110,14 @@ def test_every_system_of_the_literature_is_listed() -> None:
     listed = {entry["name"] for entry in _json()}
     for system, names in LITERATURE.items():
         assert {*names} <= listed, system
+
+
+def test_an_average_of_several_messages_sends_that_many() -> None:
+    column = LOCAL_STEPS.headings.index("an average sends")
+    sent = {name: LOCAL_STEPS.row(name)[column] for name in LOCAL_PRESETS}
+    several = {name: text for name, text in sent.items() if " messages of " in text}
+    assert list(several) == ["gqsgd_neolithic"]
+    assert several["gqsgd_neolithic"].startswith("4 messages of 2.4 bits (")
 
 
 @pytest.mark.parametrize("name", LOCAL_PRESETS)
