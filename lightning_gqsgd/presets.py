@@ -285,7 +285,9 @@ LOCAL_PRESETS: dict[str, LocalPreset] = {
         "changes of each step in 4 messages of the largest 5 % of what is left, both ways, errors fed back",
         {"density": 0.05, "reducer": "two_shot", "memory_down": "ef"},
         left_out="the loop over R batches at one point, because gradients are the caller's, and all loops accumulate "
-        "already: Trainer(accumulate_grad_batches=4) for its 4 messages, or step() after every fourth backward()",
+        "already: Trainer(accumulate_grad_batches=4) for its 4 messages, or step() after every fourth backward(); and "
+        "the wait of the server for all messages of a change, because each exchange has both ways: an owner answers "
+        "each message at once, so that more is left out on the way back",
     ),
     "gqsgd_mcm": LocalPreset(
         {"every": 1, "outer": "sgd"},

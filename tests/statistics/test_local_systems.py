@@ -17,6 +17,7 @@ from lightning_gqsgd.local_steps.fragments import Entry, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.rules import MeanOf
 from lightning_gqsgd.local_steps.rules.multi_step import MultiStep
+from lightning_gqsgd.presets import LOCAL_PRESETS
 from lightning_gqsgd.research.experiments.local import QSGD, Uneven, half_of_workers, predictive_run, uploads
 from lightning_gqsgd.research.simulation import VirtualRanks, simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP, LogisticRegression, Quadratic
@@ -121,6 +122,25 @@ def test_multi_step_compression_loses_a_power_of_what_one_message_loses() -> Non
         left.append(float((x - total).square().sum() / x.square().sum()))
     assert all(loss <= 0.95**messages for loss, messages in zip(left, (1, 4, 8, 16), strict=True))
     assert left == pytest.approx([0.77, 0.41, 0.14, 0.006], rel=0.4)
+
+
+def test_the_way_back_of_several_messages_may_leave_out_more_than_the_power() -> None:
+    """What 8 ranks send first cancels. Their last messages have places of their own, and get one answer, which has an
+    eighth of them: 7/8 is left, and (1 - δ)^4 is 0.81."""
+    numel, kept, messages, workers = 256, 13, 4, 8
+    first = (messages - 1) * kept
+    changes = torch.zeros(workers, numel)
+    changes[:, :first] = torch.tensor([10.0, -10.0]).repeat(workers // 2)[:, None]
+    changes[:, first : first + workers * kept] = torch.eye(workers).repeat_interleave(kept, dim=1)
+    compression = LOCAL_PRESETS["gqsgd_neolithic"].compression.config
+    ranks = VirtualRanks(workers, [Segment(0, numel, raw=False)], preset=compression, block_size=numel)
+    requests = [changes, *[torch.zeros_like(changes)] * (messages - 1)]
+    back = sum(ranks.mean(list(request), step) for step, request in enumerate(requests))
+    sent = (changes - ranks.errors()).mean(0)
+    assert not ranks.errors().any()
+    left = float((sent - back).square().sum() / sent.square().sum())
+    assert left == pytest.approx(1 - 1 / workers, abs=1e-6)
+    assert left > (1 - kept / numel) ** messages
 
 
 @pytest.mark.slow

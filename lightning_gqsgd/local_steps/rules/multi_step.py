@@ -7,9 +7,12 @@ change plus the remembered error e. Each further message has the codes of zero p
     u_1 = Δ + e,   u_r = e for r = 2..R,   e <- u_r - C(u_r) after each message;   other ranks use Σ C(u_r).
 
 So with a contraction, |x - C(x)|² <= (1 - δ) |x|², the loss after R messages is at most (1 - δ)^R of the original. The
-way back does the same with the owner's error. NEOLITHIC computes the gradients of R batches at the same point, one for
-each message. To do the same, accumulate the gradients of R batches for each optimizer step (``accumulate_grad_batches``
-of Lightning's Trainer).
+owner of a shard answers each mean m_r of these messages at once, with the codes of m_r plus its own remembered error.
+So (1 - δ)^R is no bound of the loss on the way back, because the last mean has only one answer. NEOLITHIC's server
+waits for all R messages, and compresses the mean of their sums in R messages.
+
+NEOLITHIC computes the gradients of R batches at the same point, one for each message. To do the same, accumulate the
+gradients of R batches for each optimizer step (``accumulate_grad_batches`` of Lightning's Trainer).
 """
 
 from __future__ import annotations
