@@ -188,8 +188,10 @@ PRESETS: dict[str, Preset] = {
         "Liu et al. 2019, arXiv 1910.07561",
         "Artemis with errors fed back on the way back",
         optimizer="SGD",
-        left_out="the proximal step, because a penalty keeps the mean gradient away from zero, and the way back would "
-        "go on rounding it; diana has it",
+        left_out="the free weights β and η of the way back, because ω gives a stable weight: a message has 1/(1 + ω) "
+        "of the error, and all that it leaves out is kept, where the paper forgets 1 - η of the error; and the "
+        "proximal step, because a penalty keeps the mean gradient away from zero, and the way back would go on "
+        "rounding it; diana has it",
     ),
     "wyner_ziv": Preset(
         {"bits": 3, "memory": "shared"},
