@@ -39,6 +39,24 @@ def test_error_of_a_block_is_within_omega(dither: str, bits: int) -> None:
     assert ratios[1] == pytest.approx(omega if dither == "subtractive" else 0.0, rel=0.05)
 
 
+def test_a_scale_that_is_rounded_up_makes_an_error_up_to_two_parts_in_128_larger_than_omega() -> None:
+    blocks, bits = 400, 4
+    x = torch.zeros(blocks * 256)
+    x[::256] = 1 + 1e-5  # the next scale is 1 + 2^-7
+    ranks = VirtualRanks(
+        1,
+        [Segment(0, len(x), False)],
+        codec="linear",
+        bits=bits,
+        block_size=256,
+        dither="subtractive",
+        reducer="gather",
+    )
+    errors = [float((ranks.mean([x], step) - x).square().sum() / x.square().sum()) for step in range(10)]
+    ratio = statistics.fmean(errors) / LinearCodec(bits, "subtractive").omega(256)
+    assert ratio == pytest.approx((1 + 2**-7) ** 2, abs=0.004)
+
+
 @pytest.mark.parametrize("bits", [2, 4, 6, 8])
 def test_error_of_a_block_of_mostly_zeros_is_within_omega_of_adaptive_dither(bits: int) -> None:
     """All other coordinates are halfway between two levels of stochastic rounding, where its error is largest."""
