@@ -97,6 +97,11 @@ _GLOBAL = "Xin et al. 2023, arXiv 2305.18627"
 _ALL_TAKE_PART = (
     "partial participation: a collective has all ranks of its process group, so a rank that stays away would stop it; "
 )
+#: Of error feedback whose papers remember errors of the optimizer's steps.
+_ERRORS_OF_GRADIENTS = (
+    "the learning rate in the memory: the paper remembers errors of steps, and a hook, which does not know the "
+    "learning rate, those of gradients; the two are equal while it is constant (docs/method.md, Memory)"
+)
 #: Global-QSGD's scale, the largest magnitude in the bucket of any rank, and its 8 bits; nothing travels uncompressed.
 _ONE_SCALE = {"bits": 8, "scale_per": "bucket", "min_numel": 0}
 #: DIANA's and Artemis' codec: l2 norm, levels -1, 0, 1.
@@ -226,12 +231,14 @@ PRESETS: dict[str, Preset] = {
         "Zheng et al. 2019, arXiv 1905.10936",
         "signs, errors fed back both ways",
         fixed=("codec",),
+        left_out=_ERRORS_OF_GRADIENTS,
     ),
     "topk_ef": Preset(
         {"codec": "top_k", "density": 0.01, "block_size": 4096, "reducer": "gather", "memory": "ef"},
         "Stich et al. 2018, arXiv 1809.07599",
         "the largest 1 % of each block, errors fed back",
         fixed=("codec",),
+        left_out=_ERRORS_OF_GRADIENTS,
     ),
 }
 

@@ -52,6 +52,35 @@ def test_cd_adam_sends_and_steps_as_its_algorithm_says() -> None:
     assert np.linalg.norm(common - mean) < np.linalg.norm(mean)  # what all have in common follows the mean
 
 
+def test_errors_of_top_k_are_those_of_steps_while_the_learning_rate_is_constant() -> None:
+    """Algorithm 1 of arXiv 1809.07599 remembers errors of steps: x <- x - top_k(m + η g), and m keeps what is left out.
+    When η falls to a tenth, the package's errors, which are those of gradients, fall with it; those of the paper do
+    not."""
+    kept, steps, constant = 26, 20, 15
+    random = np.random.default_rng(0)
+    rank = VirtualRanks(1, [Segment(0, NUMEL, False)], torch.float64, "topk_ef", density=0.05, block_size=NUMEL)
+
+    def largest(x: np.ndarray) -> np.ndarray:
+        return np.where(np.abs(x) >= np.sort(np.abs(x))[-kept], x, 0)
+
+    def moves(memory: np.ndarray, scaled: bool) -> tuple[np.ndarray, np.ndarray]:
+        """A move of the model, and the memory after it, at the learning rate of this step."""
+        wanted = (lr / before if scaled else 1) * memory + lr * gradient
+        return largest(wanted), wanted - largest(wanted)
+
+    papers, own = np.zeros(NUMEL), np.zeros(NUMEL)
+    before = 0.1
+    for step in range(steps):
+        lr = 0.1 if step < constant else 0.01
+        gradient = random.standard_normal(NUMEL)
+        found = lr * rank.mean([torch.from_numpy(gradient)], step).numpy()
+        of_paper, papers = moves(papers, scaled=False)
+        expected, own = moves(own, scaled=True)
+        before = lr
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+        assert np.allclose(found, of_paper) == (step < constant)
+
+
 def test_natural_compression_rounds_up_as_often_as_its_mantissa_says() -> None:
     """Definition 1 of arXiv 1905.10988: |t| goes to 2^a or 2^(a+1), up with probability |t|/2^a - 1. With 64 numbers of
     20,000 draws each, no count is 4.5 standard deviations off."""
