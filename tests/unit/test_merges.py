@@ -205,6 +205,18 @@ def test_by_the_clock_a_pause_is_no_step(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not rounds.is_due(1)
 
 
+def test_a_step_may_end_while_the_thread_of_merges_reads_how_long_steps_are() -> None:
+    rounds = ByClock(20.0)
+
+    class Length(float):
+        def __lt__(self, other: float) -> bool:
+            rounds.end_step()  # in the middle of the comparison
+            return float(self) < float(other)
+
+    rounds._times.extend(map(Length, (3, 1, 2)))
+    assert rounds.step_s == 2.0
+
+
 def test_by_steps_the_merge_begins_when_the_steps_are_made() -> None:
     rounds = BySteps(lambda number: 4 * (number + 1))
     assert not rounds.is_due(3)

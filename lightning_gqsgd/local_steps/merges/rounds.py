@@ -9,7 +9,6 @@ for less than one step.
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from abc import ABC, abstractmethod
@@ -46,7 +45,8 @@ class MergeRounds(ABC):
         """Seconds of the second longest of the latest steps; see the class."""
         # The longest one may contain a pause, such as a validation or a compilation, and a member that took it for a
         # step would hand over early, and wait.
-        return min(heapq.nlargest(2, self._times), default=0.0)
+        # `sorted` copies them at once: the thread of merges reads this while a step may end.
+        return min(sorted(self._times)[-2:], default=0.0)
 
     @property
     def latest_step(self) -> float:
