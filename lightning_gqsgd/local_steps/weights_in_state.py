@@ -43,7 +43,7 @@ class WeightsInState:
 
     def __init__(self, optimizers: Sequence[Optimizer], options: LocalOptions) -> None:
         self._optimizers = list(optimizers) if options.inner_state == "keep" else []
-        self._delay = options.delay
+        self._options = options
         # By the optimizer's number and the state's name: of what may be weights, the distance to the parameters and the
         # `_sums`, as they were when it was first seen; and what is something else.
         self._seen: dict[tuple[int, str], tuple[float, dict[int, tuple[float, float]]]] = {}
@@ -69,7 +69,7 @@ class WeightsInState:
                 distance, before = self._seen[key]
                 now = _sums(kept)
                 if any(now.get(parameter, sums) != sums for parameter, sums in before.items()):
-                    raise ConfigError(_refusal(optimizer, name, len(kept), distance, self._delay))
+                    raise ConfigError(_refusal(optimizer, name, len(kept), distance, self._options))
 
     def _judge(self, key: tuple[int, str], kept: list[tuple[Tensor, Tensor]]) -> None:
         """Decide whether new state may be weights. If it also looks like gradients, decide later."""
@@ -148,10 +148,15 @@ def _sums(kept: Iterable[tuple[Tensor, Tensor]]) -> dict[int, tuple[float, float
     return sums
 
 
-def _refusal(optimizer: Optimizer, name: str, count: int, distance: float, delay: int) -> str:
+def _refusal(optimizer: Optimizer, name: str, count: int, distance: float, options: LocalOptions) -> str:
     remedy = "take inner_state='average', which averages it with the parameters"
-    if delay:
-        remedy += f", and delay=0 instead of delay={delay}, which inner_state='average' needs"
+    if options.is_merged:
+        remedy = (
+            "take another optimizer, or inner_state='average' with a number of steps for every, without elastic, "
+            "because ranks that make different numbers of steps cannot average it"
+        )
+    if options.delay:
+        remedy += f", and delay=0 instead of delay={options.delay}, which inner_state='average' needs"
     remedy += "; or, if it is a copy that a step needs until it ends, as in SAM, let the step delete it from the state"
     return (
         f"the inner optimizer {type(optimizer).__name__} keeps weights in its state: {name!r} of "

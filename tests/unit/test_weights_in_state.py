@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.local_steps.choosing import make_local
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
 
@@ -102,11 +103,15 @@ def _network(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def _steps(
-    make: Callable[[Any], torch.optim.Optimizer], model: nn.Module, steps: int = 60, penalty_only: bool = False
+    make: Callable[[Any], torch.optim.Optimizer],
+    model: nn.Module,
+    steps: int = 60,
+    penalty_only: bool = False,
+    options: LocalOptions | None = None,
 ) -> None:
     """Train, and look at the state after the first step and after every fourth."""
     optimizer = make(model.parameters())
-    watch = WeightsInState([optimizer], LocalOptions())
+    watch = WeightsInState([optimizer], options or LocalOptions())
     dtype = next(model.parameters()).dtype
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
@@ -135,6 +140,14 @@ def test_weights_in_a_state_are_found(make: Any, name: str, dtype: torch.dtype) 
         ConfigError, match=f"keeps weights in its state: '{name}' of 8 parameters.*inner_state='average'"
     ):
         _steps(make, _network(dtype))
+
+
+@pytest.mark.parametrize("fields", [{"every": "20s"}, {"every": 8, "elastic": True, "delay": 1}], ids=str)
+def test_what_refuses_an_average_of_the_state_is_not_asked_for_one(fields: dict[str, Any]) -> None:
+    options = make_local(None, fields, {})[0]
+    words = "take another optimizer, or inner_state='average' with a number of steps for every, without elastic"
+    with pytest.raises(ConfigError, match=f"keeps weights in its state: 'z'.*{words}"):
+        _steps(ScheduleFreeLike, _network(), options=options)
 
 
 def test_a_copy_that_only_a_step_needs_is_to_be_deleted() -> None:
