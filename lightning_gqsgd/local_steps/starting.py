@@ -255,7 +255,8 @@ def own_facts(options: LocalOptions, model: nn.Module, trained: Trained) -> dict
     averaged = [entry.segment for entry in (*trained.parameters, *trained.buffers)]
     # Ranks also take those that are not averaged from the first rank, at the start or in each average.
     named = (*model.named_parameters(), *model.named_buffers())
-    tensors = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named if tensor.numel()]
+    # By plain names, because some ranks may have compiled the model, and others not.
+    tensors = [(plain_name(name), tuple(tensor.shape), tensor.dtype) for name, tensor in named if tensor.numel()]
     own = {name: getattr(options, name) for name in options.field_names() if name != "anchor_device"}
     own |= {"every": _every(options), "rule": str(options.rule), "anchor_dtype": str(options.anchor_dtype)}
     own["outer"] = describe_outer(trained.outer)

@@ -224,7 +224,7 @@ def samples_of_others(model: nn.Module, averaged: Collection[int]) -> dict[str, 
         averaged: the ids of the parameters that are averaged.
     """
     return {
-        name: parameter.detach().reshape(-1)[:: max(1, parameter.numel() // _SAMPLED)].clone()
+        plain_name(name): parameter.detach().reshape(-1)[:: max(1, parameter.numel() // _SAMPLED)].clone()
         for name, parameter in model.named_parameters()
         if id(parameter) not in averaged and _has_values(parameter)
     }

@@ -249,6 +249,7 @@ def _difference(other: str) -> str:
     if version != __version__:
         return f"they have version {version} of lightning_gqsgd, and this one {__version__}; install the same on all"
     return (
-        "they have another model, other options or another compression than this one, or other values of parameters "
-        "that are not trained; start all with the same, or a lighthouse for each training"
+        "they have another model, other options or another compression than this one, other values of parameters that "
+        "are not trained, or devices of another kind (CPU or GPU); start all with the same, or a lighthouse for each "
+        "training"
     )

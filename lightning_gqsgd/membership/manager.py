@@ -119,7 +119,7 @@ class TorchftMembers(Members):
         self.patience_s = patience.total_seconds()
         self._lighthouse = lighthouse_address(os.environ)
         check_resolves(self._lighthouse)
-        self._name = name_for(facts)
+        self._name = name_for({"device": device.type, **facts})  # as the process group compares them
         # The others' names are compared before they notice this member. Members that start at the same time do not see
         # each other's names yet, so the process group compares the facts again.
         managers = check_others(self._lighthouse, self._name, self.timeout.total_seconds())

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from lightning_gqsgd import ConfigError, LocalSteps
+from lightning_gqsgd.presets import make_config
 from tests.distributed import elastic_members as members
 from tests.distributed.elastic_members import SECOND
 from tests.distributed.ranks import run
@@ -378,6 +379,46 @@ def test_a_reducer_that_needs_nodes_is_refused_and_not_asked_for_their_size() ->
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     with pytest.raises(ConfigError, match="ranks come and go; leave it out"):
         LocalSteps(model, optimizer, every="1s", elastic=True, reducer="hierarchical")
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names with which members come to the door, where all of them are refused."""
+    from lightning_gqsgd.membership import manager
+
+    seen: list[str] = []
+
+    def refuse(_: str, name: str, *__: object) -> None:
+        seen.append(name)
+        raise ConfigError("seen")
+
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "127.0.0.1:9")
+    monkeypatch.setattr(manager, "check_others", refuse)
+    return seen
+
+
+def test_a_member_that_has_compiled_its_model_fits_one_that_has_not(names: list[str]) -> None:
+    for compiles in (False, True):
+        model = network(0)
+        model[0].requires_grad_(False)
+        if compiles:
+            model[0] = torch.compile(model[0], backend="eager")
+            model = torch.compile(model, backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        with pytest.raises(ConfigError, match="seen"):
+            LocalSteps(model, optimizer, every="1s", elastic=True)
+    assert names[0] == names[1]
+
+
+def test_a_member_on_a_device_of_another_kind_is_refused_at_the_door(names: list[str]) -> None:
+    from lightning_gqsgd.membership.manager import TorchftMembers
+
+    for kind in ("cpu", "cuda"):
+        with pytest.raises(ConfigError, match="seen"):
+            TorchftMembers(
+                make_config(bits=4), {}, dict, device=torch.device(kind), min_replicas=1, patience=20 * SECOND
+            )
+    assert names[0] != names[1]
 
 
 @pytest.mark.parametrize("timeout", [timedelta.max, timedelta(0), timedelta(seconds=-1), 5])
