@@ -8,11 +8,13 @@ the merges of the existing members.
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import re
 import socket
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from lightning_gqsgd.errors import ConfigError, counted
@@ -95,7 +97,7 @@ def check_resolves(lighthouse: str) -> None:
         raise _not_reached(lighthouse, error) from error
 
 
-def own_host(lighthouse: str, timeout_s: float) -> str:
+def own_host(lighthouse: str, timeout_s: float, others: Sequence[str] = ()) -> str:
     """Returns the address of this machine in connections to the lighthouse. Other members can also reach it there.
 
     A host name may have several addresses, and the lighthouse may listen at only one of them.
@@ -103,15 +105,46 @@ def own_host(lighthouse: str, timeout_s: float) -> str:
     Args:
         lighthouse: address of a lighthouse that answers.
         timeout_s: how long to wait for it.
+        others: the addresses of other members, see `check_others`.
 
     Raises:
-        ConfigError: if it cannot be reached.
+        ConfigError: if the lighthouse cannot be reached, or if this machine and that of another member reach each other
+            by no address: one of them finds the lighthouse at localhost, and the other one is another machine.
     """
     try:
         with socket.create_connection(_socket_address(lighthouse), timeout_s) as connection:
-            return str(connection.getsockname()[0])
+            own = str(connection.getsockname()[0])
+            is_here = own == connection.getpeername()[0]
     except OSError as error:
         raise _not_reached(lighthouse, error) from error
+    for other in filter(None, map(host_and_port, others)):
+        host = other[0].strip("[]")
+        if _is_loopback(own) and not _is_of_this_machine(host):
+            raise ConfigError(
+                f"this member finds the lighthouse {lighthouse} at {own}, where the member at {host} cannot reach it; "
+                f"set {LIGHTHOUSE} to the address at which other machines find the lighthouse"
+            )
+        if _is_loopback(host) and not is_here:
+            raise ConfigError(
+                f"the lighthouse {lighthouse} has a member at {host}, where this machine cannot reach it; start that "
+                f"one again with the {LIGHTHOUSE} of this one, which is on another machine"
+            )
+    return own
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False  # a name
+
+
+def _is_of_this_machine(host: str) -> bool:
+    """Returns whether a host is an address of this machine, so that one can listen there."""
+    try:
+        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError:
+        return False
+    return True
 
 
 def _socket_address(lighthouse: str) -> tuple[str, int]:

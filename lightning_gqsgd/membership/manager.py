@@ -123,7 +123,7 @@ class TorchftMembers(Members):
         # The others' names are compared before they notice this member. Members that start at the same time do not see
         # each other's names yet, so the process group compares the facts again.
         managers = check_others(self._lighthouse, self._name, self.timeout.total_seconds())
-        self._host = own_host(self._lighthouse, self.timeout.total_seconds())
+        self._host = own_host(self._lighthouse, self.timeout.total_seconds(), managers)
         self._present = self._fetched_present(managers)
         # Of a training at this lighthouse whose state this member has not: who made its latest merge, and its merges.
         self._merged_before: tuple[set[str], int] = set(), 0

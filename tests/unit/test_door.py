@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
@@ -135,6 +136,40 @@ def test_members_are_asked_for_their_state_and_for_their_merges() -> None:
         assert door.check_others(address, OWN, 5.0) == ["http://10.0.0.1:2"]
         assert door.merges_at(address, 5.0) == 7
         assert door.own_host(address, 5.0) == "127.0.0.1"
+
+
+class Connection:
+    """A connection to a lighthouse, from an address of this machine."""
+
+    def __init__(self, own: str, lighthouse: str) -> None:
+        self.getsockname = lambda: (own, 1)
+        self.getpeername = lambda: (lighthouse, 2)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("own", "lighthouse", "other", "words"),
+    [
+        ("127.0.0.1", "127.0.0.1", "192.0.2.1", "finds the lighthouse http://name:1 at 127.0.0.1, where the member at"),
+        ("::1", "::1", "[2001:db8::1]", "finds the lighthouse http://name:1 at ::1, where the member at 2001:db8::1"),
+        ("192.0.2.2", "192.0.2.1", "127.0.0.1", "has a member at 127.0.0.1, where this machine cannot reach it"),
+        ("192.0.2.1", "192.0.2.1", "127.0.0.1", None),  # of one machine, as are the next two
+        ("127.0.0.1", "127.0.0.1", "127.0.0.2", None),
+        ("::1", "::1", "127.0.0.1", None),
+        ("192.0.2.2", "192.0.2.1", "192.0.2.3", None),
+        ("192.0.2.2", "192.0.2.1", "some-name", None),
+    ],
+)
+def test_members_of_which_one_finds_the_lighthouse_at_localhost_and_the_other_elsewhere_refuse_each_other(
+    own: str, lighthouse: str, other: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door.socket, "create_connection", lambda *_: Connection(own, lighthouse))
+    with nullcontext() if words is None else pytest.raises(ConfigError, match=re.escape(words)):
+        assert door.own_host("http://name:1", 5.0, [f"http://{other}:2"]) == own
 
 
 def test_members_with_the_most_merges_are_asked_first_and_those_that_are_gone_never() -> None:
