@@ -327,7 +327,7 @@ class TorchftMembers(Members):
         Another member may wait for a message of this member, and not of the one that has died. It then notices the
         failure now, and not after the timeout.
         """
-        if self._manager is None:
+        if self._manager is None or self._is_closed:  # `close` has ended what would answer
             return
         self._manager.report_error(error)
         self._group.abort()

@@ -456,6 +456,15 @@ def test_a_state_that_comes_too_slowly_and_is_old_is_refused_before_anybody_wait
     assert newcomer._fetched_present([]) == {"merges": 3}
 
 
+def test_a_merge_that_fails_because_a_member_was_closed_asks_nothing_of_what_has_ended() -> None:
+    from lightning_gqsgd.membership import manager
+
+    member = manager.TorchftMembers.__new__(manager.TorchftMembers)
+    member._manager = object()  # type: ignore[assignment]  # it answers nothing
+    member._is_closed = True
+    member._fail(RuntimeError("the connection was closed"))
+
+
 def test_a_lighthouse_says_where_it_listens_and_stays_where_an_answer_takes_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -31,7 +32,17 @@ from lightning_gqsgd.local_steps.merges.thread import MergeThread
 from lightning_gqsgd.local_steps.options import LocalOptions, parse_time
 from lightning_gqsgd.local_steps.outer import make_outer
 from lightning_gqsgd.local_steps.starting import numbered
-from lightning_gqsgd.membership.members import Commit, Meet, Members, Quorum, Rejoin, Request, RowsOfAll, SumOfAll
+from lightning_gqsgd.membership.members import (
+    Commit,
+    Meet,
+    Members,
+    MergeFailed,
+    Quorum,
+    Rejoin,
+    Request,
+    RowsOfAll,
+    SumOfAll,
+)
 from lightning_gqsgd.wire.telemetry import Telemetry
 
 SENDS = Flag.HAS_CHANGE | Flag.IS_FINITE
@@ -411,6 +422,24 @@ def test_a_checksum_is_that_of_the_anchors_wherever_they_lie(optimizer: type[tor
     own.version += 1
     assert own.checksum() == state_of(2.0).checksum() != before
     assert own.fragment.bundles[0].flat_anchors().tolist() == [2.0]
+
+
+def test_the_thread_has_ended_once_it_is_closed_also_where_a_merge_was_under_way() -> None:
+    began = threading.Event()
+    closed = threading.Event()
+
+    def run(_: object) -> None:
+        began.set()
+        closed.wait()
+        time.sleep(0.1)  # as torchft's calls do, which return to Python while this process may be ending
+        raise MergeFailed("this member has left")
+
+    members = SimpleNamespace(waits_for_all=False, patience_s=600.0, run=run, close=closed.set)
+    thread = MergeThread(members, state_of(0.0), Member(1, "one"), ByClock(0.0), torch.device("cpu"))  # type: ignore[arg-type]
+    thread._thread.start()
+    assert began.wait(10)
+    thread.close()
+    assert not thread._thread.is_alive()
 
 
 def test_a_member_starts_from_what_another_one_knows_and_merges_beside_its_training() -> None:

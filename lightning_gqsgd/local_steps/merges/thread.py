@@ -29,6 +29,9 @@ _PAUSE_S = 0.2
 #: Seconds between two looks whether all members have finished.
 _LOOK_S = 0.5
 
+#: Seconds that `MergeThread.close` waits at most until the thread has ended.
+_CLOSE_S = 3.0
+
 #: Seconds without a merge after which a warning gives the reason.
 _SAY_AFTER_S = 15.0
 
@@ -167,14 +170,17 @@ class MergeThread:
             return self._rests
 
     def close(self) -> None:
-        """End the thread. If a merge is under way, it fails, also on the other members. Does nothing in a forked
-        process."""
+        """End the thread, and wait until it has ended. If a merge is under way, it fails, also on the other members.
+        Does nothing in a forked process."""
         if self._process != os.getpid():
             return
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         self._members.close()
+        # A thread that returns from torchft's calls while Python is ending would abort the process.
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSE_S)
 
     def _has_taken(self, state: Mapping[str, Any] | None) -> bool:
         """Load a state if there is one that fits. Returns whether a state was loaded."""
@@ -283,7 +289,8 @@ class MergeThread:
                 now - self._failing_since,
                 problem or "another member's merge failed",
             )
-        time.sleep(_PAUSE_S)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closing, _PAUSE_S)
         return None
 
     def _take(self, found: Merge, contribution: Contribution | None) -> None:
