@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.research.simulation import VirtualRanks, average, relative_error, simulate
 from lightning_gqsgd.research.simulation.problems import (
@@ -195,6 +195,16 @@ def test_uncompressed_training_is_that_of_the_optimizer_alone() -> None:
         optimizer.step()
     np.testing.assert_allclose(record.parameters, x.detach().numpy(), rtol=1e-12)
     assert record.parameters.dtype == np.float64
+
+
+def test_a_configuration_is_trained_as_its_fields() -> None:
+    config = GQSGDConfig(bits=3)
+    found = simulate(config, LeastSquares(dimension=64, rows=100), workers=2, steps=5, progress=False)
+    named = simulate("gqsgd", LeastSquares(dimension=64, rows=100), workers=2, steps=5, progress=False, bits=3)
+    assert found.loss == named.loss
+    assert found.name == config.describe()
+    gradients = list(torch.randn(2, 300))
+    assert torch.equal(average(gradients, preset=config)[0], average(gradients, bits=3)[0])
 
 
 def test_other_seeds_give_other_dither() -> None:

@@ -70,7 +70,7 @@ Trainer = _EveryStep | LocalWorkers
 
 
 def simulate(
-    preset: str,
+    preset: str | GQSGDConfig,
     problem: Problem,
     *,
     workers: int,
@@ -90,7 +90,7 @@ def simulate(
 
     Args:
         preset: name of a preset (see `presets.PRESETS`), or of a preset of local steps (see
-            `presets.LOCAL_PRESETS`), or ``"ddp"``: the exact mean.
+            `presets.LOCAL_PRESETS`), ``"ddp"`` for the exact mean, or a configuration.
         problem: the problem to train on, e.g. from `problems`. The run has the dtype of its gradients.
         workers: number of virtual workers.
         steps: number of steps.
@@ -119,12 +119,13 @@ def simulate(
     """
     every = _interval(steps, record_every)
     trainer = _trainer(preset, problem, workers, {"seed": seed, **fields}, _maker(optimizer, lr))
+    name = preset if isinstance(preset, str) else preset.describe()
     rows = Rows(problem, trainer)
     if not rows.add(trainer.x, 0, trainer.error):
         raise ConfigError(f"the loss of {problem} is not finite before training; start somewhere else")
     diverged_at = None
     small = trainer.x.numel() < SMALL
-    with one_thread(small), _bar(f"{preset}, {workers} workers", steps, shown=progress) as advance:
+    with one_thread(small), _bar(f"{name}, {workers} workers", steps, shown=progress) as advance:
         for step in range(steps):
             trainer.train(step)
             done = step + 1
@@ -137,15 +138,15 @@ def simulate(
                 diverged_at = done
                 break
             advance()
-    return rows.record(preset, workers, trainer.x, diverged_at)
+    return rows.record(name, workers, trainer.x, diverged_at)
 
 
 def _trainer(
-    preset: str, problem: Problem, workers: int, fields: dict[str, Any], make_optimizer: MakeOptimizer
+    preset: str | GQSGDConfig, problem: Problem, workers: int, fields: dict[str, Any], make_optimizer: MakeOptimizer
 ) -> Trainer:
     check_whole(workers=workers)
     known = (UNCOMPRESSED, *PRESETS, *LOCAL_PRESETS)
-    if preset not in known:
+    if isinstance(preset, str) and preset not in known:
         near = did_you_mean_preset(preset, known)
         raise ConfigError(f"unknown preset {preset!r}{near} (presets: {', '.join(known)})")
     given = pop_options(fields)
@@ -153,9 +154,7 @@ def _trainer(
     virtual = {name: fields.pop(name, None) for name in ("participation", "local_steps_of")}
     if given["every"] is None and virtual["local_steps_of"] is not None:
         given["every"] = max(virtual["local_steps_of"], default=1)
-    chosen: str | GQSGDConfig | None = preset
-    if preset == UNCOMPRESSED:
-        chosen = GQSGDConfig(reducer="native")
+    chosen = GQSGDConfig(reducer="native") if preset == UNCOMPRESSED else preset
     if not asks_for_local_steps(chosen, {**given, **virtual}):
         return _EveryStep(problem, workers, make_config(chosen, **fields), make_optimizer)
     options, compression = options_of(chosen, given)

@@ -119,7 +119,7 @@ def average(
     *,
     step: int = 0,
     segments: Sequence[Segment] | None = None,
-    preset: str | None = None,
+    preset: str | GQSGDConfig | None = None,
     **fields: Unpack[FieldArguments],
 ) -> list[Tensor]:
     """Returns the mean that each rank would have after a reduction with an empty memory; see `VirtualRanks`.
@@ -128,7 +128,7 @@ def average(
         gradients: one flat floating-point tensor per rank, all of one shape, dtype and device; not changed.
         step: number of the dither.
         segments: the parameters in a gradient, in order. None means that the gradient is one compressed parameter.
-        preset: name of a preset; see `presets.PRESETS`.
+        preset: name of a preset (see `presets.PRESETS`), or a configuration.
         **fields: fields of `GQSGDConfig`.
 
     Returns:
