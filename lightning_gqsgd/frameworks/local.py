@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import check_has_one_width
-from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.distributed import as_timeout, parameter_names, split_arguments
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
@@ -130,14 +130,10 @@ class LocalTraining:
                 f"local steps train the module itself, without DistributedDataParallel, for which {', '.join(of_ddp)} "
                 "is; leave it out"
             )
-        every = given["every"]
-        if every is not None and not callable(every) and not isinstance(every, str | timedelta):
-            # Here, because this is the name that the user has given.
-            check_integer("local_steps", plain_integer(every), 1, MOST_STEPS)
         options, compression = options_of(preset, given)
         if options.every_s is not None and not options.elastic:
             raise ConfigError(
-                f"local_steps={every!r}: ranks make different numbers of steps, and Lightning's own "
+                f"local_steps={options.every_in_words()}: ranks make different numbers of steps, and Lightning's own "
                 "collectives, at the end of an epoch, count on equal ones; give elastic=True, with which each process "
                 "trains by itself (docs/elastic.md), or use LocalSteps in a loop of your own"
             )

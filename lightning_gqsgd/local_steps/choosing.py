@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, did_you_mean
-from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.local_steps.options import LocalOptions, checked_every
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, Preset, did_you_mean_preset, make_config
 
 
@@ -61,9 +61,14 @@ def options_of(
 
 def pop_options(arguments: dict[str, Any]) -> dict[str, Any]:
     """Remove the fields of `LocalOptions` from arguments and return them; None if not given. In the arguments,
-    ``every`` is called ``local_steps``."""
+    ``every`` is called ``local_steps``.
+
+    Raises:
+        ConfigError: if ``local_steps`` has a value that cannot work. The message has that name, and not ``every``.
+    """
     given = {name: arguments.pop(name, None) for name in LocalOptions.field_names() if name != "every"}
-    return {**given, "every": arguments.pop("local_steps", None)}
+    every = arguments.pop("local_steps", None)
+    return {**given, "every": None if every is None else checked_every("local_steps", every)}
 
 
 def asks_for_local_steps(preset: object, given: Mapping[str, Any]) -> bool:

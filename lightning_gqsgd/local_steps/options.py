@@ -122,13 +122,9 @@ class LocalOptions:
     outlier: float = _OUTLIER
 
     def __post_init__(self) -> None:
-        for name in ("every", "outer_after", "fragments", "delay", "min_replicas"):
+        object.__setattr__(self, "every", checked_every("every", self.every))
+        for name in ("outer_after", "fragments", "delay", "min_replicas"):
             object.__setattr__(self, name, plain_integer(getattr(self, name)))
-        if isinstance(self.every, str | timedelta):
-            otherwise = "; a number of steps is an integer, e.g. every=32"
-            object.__setattr__(self, "every", parse_time("every", self.every, otherwise))
-        elif not callable(self.every):
-            check_integer("every", self.every, 1, MOST_STEPS)
         check_outer(self.outer)
         if self.outer_after is None:
             object.__setattr__(self, "outer_after", _OUTER_AFTER if self.outer == "nesterov" else 0)
@@ -237,6 +233,25 @@ class LocalOptions:
     def field_names(cls) -> tuple[str, ...]:
         """Names of all fields, in order."""
         return tuple(field.name for field in fields(cls))
+
+
+def checked_every(name: str, value: Any) -> Every:
+    """Returns the interval between two averages that a user has written, with a time as a timedelta.
+
+    Args:
+        name: name of the option, for errors: ``every``, or ``local_steps`` in a strategy.
+        value: the value that the user has written.
+
+    Raises:
+        ConfigError: if the value is no number of steps from 1 on, no function, and no time.
+    """
+    if isinstance(value, str | timedelta):
+        return parse_time(name, value, f"; a number of steps is an integer, e.g. {name}=32")
+    if callable(value):
+        return value
+    steps = plain_integer(value)
+    check_integer(name, steps, 1, MOST_STEPS)
+    return steps
 
 
 def parse_time(name: str, value: str | timedelta, otherwise: str = "") -> timedelta:

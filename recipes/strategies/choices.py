@@ -172,11 +172,9 @@ def check_settings(node: Mapping[str, Any]) -> None:
     # Other entries are arguments of Lightning's strategy.
     fields = {name: value for name, value in plain.items() if name in GQSGDConfig.field_names()}
     if plain.get("preset") in LOCAL_PRESETS or plain.get("local_steps") is not None:
-        from lightning_gqsgd.local_steps.choosing import make_local
-        from lightning_gqsgd.local_steps.options import LocalOptions
+        from lightning_gqsgd.local_steps.choosing import make_local, pop_options
 
-        given = {name: plain.get(name) for name in LocalOptions.field_names() if name != "every"}
-        make_local(plain.get("preset"), {"every": plain.get("local_steps"), **given}, fields)
+        make_local(plain.get("preset"), pop_options(plain), fields)
         return
     make_config(plain.get("preset"), **fields)
 

@@ -354,6 +354,7 @@ def test_settings_of_every_kind_of_strategy_pass(strategy: str) -> None:
     ("overrides", "message"),
     [
         (["strategy=gqsgd", "+strategy.reducer=ring"], "reducer='ring'"),
+        (["strategy=gqsgd_diloco", "strategy.local_steps=0"], "local_steps=0 is out of range"),
         (["strategy=gqsgd_diloco", "+strategy.delay=32"], "delay=32 must be less than every=32"),
     ],
 )

@@ -111,6 +111,8 @@ def test_changes_that_are_not_finite_are_left_out() -> None:
         ({"local_steps": 2, "local_steps_of": [1, 2]}, "has 2 numbers for 4 workers"),
         ({"local_steps": 2, "local_steps_of": [1, 2, 3, 1]}, "has more steps than a round of local_steps=2"),
         ({"local_steps_of": [1, 2, 0, 1]}, r"local_steps_of\[2\]=0 is out of range"),
+        ({"local_steps": 0}, "local_steps=0 is out of range"),
+        ({"local_steps": "20s"}, "local_steps=20 s with elastic=False: virtual workers have no clocks"),
         ({"local_steps": 4, "participation": 2, "delay": 1}, "a worker takes part in whole rounds"),
         ({"preset": "dore", "local_steps": 4, "participation": 2}, "goes without a memory"),
         ({"local_steps": 4, "bit": 2}, "unknown field 'bit'"),

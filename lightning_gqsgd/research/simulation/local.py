@@ -80,8 +80,8 @@ class Crowd:
                 )
         if options.is_merged:
             raise ConfigError(
-                f"every={options.every!r} with elastic={options.elastic}: virtual workers have no clocks and do not "
-                "leave; give a number of steps"
+                f"local_steps={options.every_in_words()} with elastic={options.elastic}: virtual workers have no "
+                "clocks and do not leave; give a number of steps"
             )
         if self.steps_of is not None:
             steps = options.steps_of_round(0)
