@@ -76,30 +76,51 @@ def draw_sweeps(
             if candidate.name == name
         }
         right.plot(list(steps), list(steps.values()), **style)
-    left.axvline(cluster.nodes, color=_GREY, lw=0.8, ls=":")
-    left.set(xscale="log", xlabel="nodes", ylabel="scaling efficiency", ylim=(0, 1.02))
+    left.set(xlabel="nodes", ylabel="scaling efficiency", ylim=(0, 1.02))
     left.set_xscale("log", base=2)
+    left.xaxis.set_major_formatter("{x:g}")
+    _mark(left, cluster.nodes, "this cluster", color=_GREY, lw=0.8, ls=":")
     left.set_title("Step without communication / step", loc="left", fontsize=10)
     figure.legend(loc="outside lower center", ncols=4, fontsize=7, frameon=False)
-    limit = break_even(rates)
-    right.axvline(_rate(cluster, 1.0), color=_GREY, lw=0.8, ls=":")
-    if limit is not None:
-        right.axvline(_rate(cluster, limit), color="#b2182b", lw=1.0)
-        label = "break-even" if cluster.link is None else f"break-even: {rate_in_words(cluster.link * limit)}"
-        right.annotate(
-            label,
-            (_rate(cluster, limit), 0.97),
-            xycoords=("data", "axes fraction"),
-            fontsize=8,
-            rotation=90,
-            ha="right",
-            va="top",
-            color="#b2182b",
-        )
     unit = "times that measured" if cluster.link is None else "Gbit/s"
     right.set(xscale="log", yscale="log", xlabel=f"rate of the links ({unit})", ylabel="step (ms)")
+    _write_numbers(right)
+    _mark(right, _rate(cluster, 1.0), "this cluster", color=_GREY, lw=0.8, ls=":")
+    limit = break_even(rates)
+    if limit is not None:
+        label = "break-even" if cluster.link is None else f"break-even: {rate_in_words(cluster.link * limit)}"
+        _mark(right, _rate(cluster, limit), label, color="#b2182b", lw=1.0)
     right.set_title(f"{cluster.nodes} × {cluster.per_node} ranks", loc="left", fontsize=10)
     _save(figure, file, plt)
+
+
+def _mark(axes: Any, place: float, label: str, **line: Any) -> None:
+    """Draw a vertical line, with a label along its upper end."""
+    axes.axvline(place, **line)
+    axes.annotate(
+        label,
+        (place, 0.97),
+        xycoords=("data", "axes fraction"),
+        xytext=(-2, 0),
+        textcoords="offset points",
+        fontsize=8,
+        rotation=90,
+        ha="right",
+        va="top",
+        color=line["color"],
+    )
+
+
+def _write_numbers(axes: Any) -> None:
+    """Write numbers, and not powers of ten, at the ticks of two logarithmic axes, whatever their range is."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        steps = (1.0, 2.0, 5.0) if high < 300 * low else (1.0,)
+        axis.set_major_locator(MaxNLocator(6) if high < 5 * low else LogLocator(10, steps))
+        axis.set_major_formatter("{x:,g}")
+        axis.set_minor_formatter(NullFormatter())
 
 
 def draw_steps(predictions: Mapping[str, Prediction], file: Path | IO[bytes], width: float = 9.6) -> None:

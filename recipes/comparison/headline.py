@@ -164,7 +164,7 @@ def _finish_axes(axes: Axes, headline: Headline, layout: Layout, end: float) -> 
         bottom, top = axes.get_ylim()
         axes.set_ylim(bottom, top + 0.12 * (top - bottom))  # room for the names of the curves
     if metric.percent:
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
         bottom, top = axes.get_ylim()
         axes.set_yticks([tick for tick in axes.get_yticks() if bottom <= tick <= min(1.0, top)])
     axes.xaxis.set_major_locator(MaxNLocator(layout.ticks, steps=[1, 2, 5, 10]))

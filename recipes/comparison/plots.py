@@ -169,8 +169,10 @@ def _draw_curve(
         # Marks of different curves stand at different places.
         marked = {"marker": marker, "ms": 4.5, "markevery": (place % every, every)}
     axes.plot(x, curves.mean(0), color=colour, label=label, lw=1.8, **marked)
-    if len(runs) > 1:
+    if len(runs) > 1 and x.size > 1:
         axes.fill_between(x, curves.min(0), curves.max(0), color=colour, alpha=0.18, lw=0)
+    elif len(runs) > 1:
+        axes.vlines(x, curves.min(0), curves.max(0), color=colour, alpha=0.5, lw=1.8)  # an area needs two points
 
 
 def save_family(lines: Sequence[Line], title: str, file: Path) -> bool:
@@ -304,7 +306,7 @@ def save(figure: Figure, file: Path | IO[bytes]) -> None:
 
 
 def _three_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
 def _step_parts(runs: list[Run]) -> tuple[float, float, float]:
@@ -355,7 +357,7 @@ def _finish_metric_axis(axes: Axes, metric: Metric, curves: Sequence[Curve]) -> 
         _logarithmic(axes, low, high)
         return
     if metric.percent:
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None, symbol=" %"))
     axes.set_ylim(max(0.0, low - 0.03), min(1.0, high) + 0.03 * max(0.2, high))
 
 
@@ -382,7 +384,7 @@ def _spread_metric_axis(axes: Axes, metric: Metric, curves: Sequence[Curve]) -> 
     values = np.concatenate([curve for curve in curves if curve.size] or [np.array([0.0, 1.0])])
     axes.set_yticks([0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0])
     axes.set_ylim(max(0.0, float(values.min()) - 0.03), min(1.0, float(values.max()) + 0.002))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
 
 
 def _finish_progress_axis(axes: Axes, variants: dict[str, list[Run]], axis: Axis, ticks: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
 from PIL import Image
 
 from lightning_gqsgd.predict.model import Prediction
@@ -39,6 +40,20 @@ def test_plots_of_runs_without_points_or_communication(tmp_path: Path) -> None:
     run = made_up_run(tmp_path / "alone", [0.4, 0.5])
     silent = Run(run.facts, run.time, run.epoch, 0 * run.mb_sent, run.value, math.nan)
     save_curves({"other name": [silent]}, "mb_sent", "title", tmp_path / "silent.png")
+
+
+def test_a_single_validation_of_several_seeds_has_its_range(tmp_path: Path) -> None:
+    runs = {"ddp": [made_up_run(tmp_path / str(value), [value], seed=seed) for seed, value in enumerate((0.4, 0.6))]}
+    (axes,) = plots._draw_together(runs, "epoch", "title", math.nan, plots.SIZE).axes
+    (drawn,) = axes.collections
+    assert isinstance(drawn, LineCollection)  # an area would have no width
+    assert np.asarray(drawn.get_paths()[0].vertices)[:, 1].tolist() == [0.4, 0.6]
+
+
+def test_numbers_are_written_in_one_way(variants: dict[str, list[Run]]) -> None:
+    (axes,) = plots._draw_together(variants, "time", "title", 0.9, plots.SIZE).axes
+    assert {text.get_text()[-2:] for text in axes.get_yticklabels()} == {" %"}  # as the target's
+    assert [plots._three_digits(value) for value in (6.77, 15, 99.97, 1234)] == ["6.77", "15.0", "100", "1,234"]
 
 
 def test_step_times_are_drawn(variants: dict[str, list[Run]], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import fields, replace
 from functools import partial
@@ -184,6 +185,16 @@ def test_sweeps_and_steps_are_drawn(tmp_path: Path) -> None:
     _run(*USUAL, "--link", "10gbit", "--plot", str(sweep), "--gantt", str(gantt))
     for picture in (sweep, gantt):
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("backward", ["50ms", "20s"])  # steps over several decades, and over a hundredth of one
+def test_sweeps_say_what_their_lines_and_ticks_are(tmp_path: Path, backward: str) -> None:
+    sweep = tmp_path / "sweep.svg"
+    _run(*USUAL, "--backward", backward, "--link", "100mbit", "--plot", str(sweep))
+    texts = re.findall("<!-- (.*) -->", sweep.read_text())
+    assert texts.count("this cluster") == 2
+    assert not [text for text in texts if "^" in text]  # numbers, and not powers
+    assert len([text for text in texts[texts.index("rate of the links (Gbit/s)") :] if text[0].isdigit()]) >= 3
 
 
 def test_a_given_latency_counts_for_each_segment_over_gloo_and_for_each_level_of_a_tree_over_nccl() -> None:
