@@ -245,12 +245,12 @@ def _label(axes: Axes, line: Line, end: tuple[float, float], beside: bool, other
         color=colour,
         fontweight="bold",
         fontsize=8.5,
+        path_effects=_halo(),
     )
 
 
 def _mark(axes: Axes, target: float, times: tuple[float, float], words: str) -> None:
-    """An arrow at the target between two times; its words can be read on top of a curve."""
-    halo: Any = [withStroke(linewidth=2.5, foreground="#ffffff")]
+    """An arrow at the target between two times."""
     axes.annotate(
         "", (times[0], target), (times[1], target), arrowprops={"arrowstyle": "<->", "color": "#222222", "lw": 1.2}
     )
@@ -264,5 +264,10 @@ def _mark(axes: Axes, target: float, times: tuple[float, float], words: str) -> 
         fontsize=10,
         fontweight="bold",
         color="#222222",
-        path_effects=halo,
+        path_effects=_halo(),
     )
+
+
+def _halo() -> list[Any]:
+    """A white rim, with which words can be read on top of a curve."""
+    return [withStroke(linewidth=2.5, foreground="#ffffff")]

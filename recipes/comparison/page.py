@@ -34,6 +34,7 @@ from recipes.comparison.results import (
     target_text,
 )
 from recipes.comparison.slower_links import Elsewhere
+from recipes.measuring.amounts import parameters_in_words
 
 #: Names of files and strategies, and command lines, are escaped.
 _TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
@@ -167,7 +168,7 @@ def _facts_in_words(facts: dict[str, object]) -> list[str]:
     parameters = facts.get("parameters")
     nodes = counted(int(str(facts["nodes"])), "node")
     return [
-        f"{facts['model']}" + (f", {parameters / 1e6:.2f} M parameters" if isinstance(parameters, int) else ""),
+        f"{facts['model']}" + (f", {parameters_in_words(parameters)}" if isinstance(parameters, int) else ""),
         f"{facts['data']}",
         f"{counted(int(str(facts['processes'])), 'process', 'processes')} on {nodes}",
         f"{facts['device']}",

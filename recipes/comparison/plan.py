@@ -24,13 +24,15 @@ from recipes.launch.processes import local_processes
 from recipes.loggers.chosen import chosen_loggers
 from recipes.measuring.metrics import METRICS, Metric
 from recipes.overrides import combinations, composed, parse
-from recipes.strategies.choices import ALL, check_strategies, choices_of
+from recipes.strategies.choices import ALL, check_strategies, choices_of, steps_of_round
 
 CELL_FILE = "cell.json"
 
 #: Fewest steps of a probe. The first step compiles kernels, and DDP builds its buckets anew after it: the median has to
 #: be that of later steps.
 LEAST_PROBE = 8
+#: Fewest rounds of a probe with local steps, for the same reason.
+LEAST_ROUNDS = 3
 #: Settings that a probe leaves out, because it chooses another logger and no callback.
 _OF_TRAININGS = ("logger.", "callbacks.")
 DEFAULT_STRATEGIES = "strategy=ddp,gqsgd"
@@ -47,7 +49,8 @@ class Settings:
         output: folder of all comparisons.
         links: rates of netlab's links. Each training is made once, without a limit, and a probe measures the training's
             step on each link.
-        probe_steps: number of steps of a probe, at least `LEAST_PROBE`.
+        probe_steps: number of steps of a probe, at least `LEAST_PROBE`. With local steps, a probe has at least
+            `LEAST_ROUNDS` rounds.
 
     Raises:
         RecipeError: a value is out of range.
@@ -192,13 +195,14 @@ def _probes(cells: Sequence[Cell], settings: Settings) -> tuple[Cell, ...]:
     """A short run of each variant on each link, link by link, with the variant's first seed."""
     first = {cell.variant: cell for cell in reversed(cells)}
     short = {
-        **{"trainer.max_steps": settings.probe_steps, "trainer.limit_val_batches": 0},
+        "trainer.limit_val_batches": 0,
         # Callbacks watch what a probe does not have, as early stopping does the loss of a validation.
         **{"test": "false", "checkpoint": "false", "logger": "csv", "callbacks": "[]"},
     }
     probes = []
     for link, cell in itertools.product(settings.links, reversed(first.values())):
-        own = {**short, "hardware.rate": link}
+        steps = max(settings.probe_steps, LEAST_ROUNDS * steps_of_round(cell.config["strategy"]))
+        own = {**short, "trainer.max_steps": steps, "hardware.rate": link}
         kept = [text for text in cell.overrides if _key(text) not in own and not _key(text).startswith(_OF_TRAININGS)]
         choice = (*kept, *(f"{key}={value}" for key, value in own.items()))
         folder = cell.folder.parent / f"{slug(cell.variant)}-{link}"

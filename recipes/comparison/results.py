@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from lightning_gqsgd.research.theory import bits_at
 from recipes.files import METRICS_FILE, RESULT_FILE
 from recipes.measuring import names
+from recipes.measuring.amounts import megabytes_in_words
 from recipes.measuring.metrics import METRICS, Metric
 
 Curve = NDArray[np.float64]
@@ -239,7 +240,7 @@ def cells(line: Line) -> list[str]:
         f"{line.train_time:.1f}",
         f"{1000 * line.step_s:.1f}",
         _number(line.step_ratio, ".2f"),
-        f"{line.mb_sent:,.1f}",
+        megabytes_in_words(line.mb_sent),
         _number(line.bits_per_coordinate, ".2f"),
         _number(line.message_bits, ".2f"),
         _number(line.rel_l2, ".3g"),

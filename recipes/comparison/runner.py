@@ -21,6 +21,7 @@ from rich.text import Text
 from recipes.comparison.plan import CELL_FILE, Cell
 from recipes.comparison.processes import Starter
 from recipes.files import RESULT_FILE
+from recipes.measuring.amounts import megabytes_in_words
 from recipes.measuring.metrics import METRICS
 from recipes.pace import LINE_EVERY_S, ComparisonPace, duration
 
@@ -115,7 +116,7 @@ def outcome_of(cell: Cell) -> str:
     metric = METRICS[facts["metric"]]
     value = metric.of_run(facts["metrics"])
     shown = f"{metric.label} {metric.shown(value)}, " if value is not None else ""
-    return f"{shown}{facts['train_time']:.1f} s of training, {facts['mb_sent']:,.1f} MB sent"
+    return f"{shown}{facts['train_time']:.1f} s of training, {megabytes_in_words(facts['mb_sent'])} MB sent"
 
 
 def _share(text: str) -> float:

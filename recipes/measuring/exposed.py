@@ -18,24 +18,26 @@ class ExposedCommunication(Callback):
     """Logs ``perf/exposed_s``: seconds from the last gradient of a step to the end of its backward pass.
 
     In between, DDP only waits for gradients that are still on their way, whatever hook sends them. So the number means
-    the same for every strategy.
+    the same for every strategy. Local steps wait for averages instead, and count these waits themselves.
     """
 
     def __init__(self) -> None:
         self._durations: list[float] = []
         self._pending: list[tuple[Any, Any]] = []  # marks of steps whose duration has not been read yet
         self._last_gradient: Any = None
+        self._first_step = 0
         self._handles: list[Any] = []
 
     @property
     def seconds(self) -> NDArray[np.float64]:
-        """Exposed seconds of every synchronised step of this run (steps,)."""
+        """Exposed seconds of every synchronised step of this run (steps,); with local steps, their mean (1,)."""
         self._read()
         return np.asarray(self._durations)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Watch every parameter's gradient."""
         self._watch = Stopwatch(trainer.strategy.root_device)
+        self._first_step = trainer.global_step
         parameters = [p for p in pl_module.parameters() if p.requires_grad]
         self._handles = [p.register_post_accumulate_grad_hook(self._mark_gradient) for p in parameters]
 
@@ -57,6 +59,10 @@ class ExposedCommunication(Callback):
         """Watch gradients no longer."""
         for handle in self._handles:
             handle.remove()
+        state = getattr(trainer.strategy, "gqsgd_state", None)
+        steps = trainer.global_step - self._first_step
+        if state is not None and steps and not self.seconds.size:
+            self._durations.append(float(state.telemetry.totals()["exposed_s"]) / steps)
 
     def _mark_gradient(self, parameter: Tensor) -> None:
         self._last_gradient = self._watch.mark()

@@ -179,6 +179,12 @@ def check_settings(node: Mapping[str, Any]) -> None:
     make_config(plain.get("preset"), **fields)
 
 
+def steps_of_round(node: Mapping[str, Any]) -> int:
+    """Number of steps from one average to the next: 1, unless a strategy has local steps."""
+    steps = node.get("local_steps")
+    return steps if isinstance(steps, int) else 1
+
+
 def _check(name: str) -> None:
     names = strategies()
     if name == "all":

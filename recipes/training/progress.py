@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from rich.progress import BarColumn, Progress, TextColumn
 
 from recipes.measuring import names
+from recipes.measuring.amounts import megabytes_in_words
 from recipes.measuring.metrics import Metric
 from recipes.pace import LINE_EVERY_S, Clock, RunPace
 
@@ -110,6 +111,6 @@ def _numbers(trainer: Trainer, metric: Metric) -> list[str]:
         (names.TRAIN_TIME, lambda value: f"{value:.1f} s of training"),
         (names.TRAIN_LOSS, lambda value: f"loss {value:.4f}"),
         (metric.val, lambda value: f"{metric.label} {metric.shown(value)}"),
-        (names.MB_SENT, lambda value: f"{value:,.1f} MB sent"),
+        (names.MB_SENT, lambda value: f"{megabytes_in_words(value)} MB sent"),
     )
     return [text(logged[name]) for name, text in texts if name in logged]

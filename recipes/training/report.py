@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.markup import escape
 
@@ -26,9 +28,11 @@ from recipes.data.task_data import TaskData
 from recipes.files import METRICS_FILE, RESULT_FILE, metrics_bytes
 from recipes.launch.hardware import hardware_facts
 from recipes.measuring import names
+from recipes.measuring.amounts import megabytes_in_words
 from recipes.measuring.clock import TrainingClock
 from recipes.measuring.communication import CommunicationCounter
 from recipes.measuring.exposed import ExposedCommunication
+from recipes.strategies.choices import steps_of_round
 from recipes.tasks.task import Task
 
 
@@ -92,7 +96,7 @@ def run_facts(
         "steps": trainer.global_step,
         "samples": clock.samples,
         "train_time": clock.train_time,
-        "step_s": _quantiles(clock.step_seconds),
+        "step_s": _quantiles(over_rounds(clock.step_seconds, steps_of_round(config["strategy"]))),
         "exposed_s": _quantiles(exposed.seconds),
         "mb_sent": counter.bytes_sent / 1e6,
         "bits_per_coordinate": counter.bits_per_coordinate(trainer.world_size),
@@ -147,7 +151,8 @@ def finish(folder: Path, facts: dict[str, Any], checkpoint: Path | None) -> None
         lines["strategies"] = ", then ".join(facts["strategies"])
     lines["training"] = f"{facts['train_time']:.1f} s, {counted(facts['steps'], 'step')}{median}"
     if facts["bits_per_coordinate"] is not None:
-        lines["sent"] = f"{facts['mb_sent']:.1f} MB per process, {facts['bits_per_coordinate']:.2f} bits per coordinate"
+        sent = megabytes_in_words(facts["mb_sent"])
+        lines["sent"] = f"{sent} MB per process, {facts['bits_per_coordinate']:.2f} bits per coordinate"
     if (folder / METRICS_FILE).is_file():
         lines["metrics"] = str(folder / METRICS_FILE)
     lines["result"] = str(folder / RESULT_FILE)
@@ -163,6 +168,20 @@ def strict(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [strict(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def over_rounds(seconds: NDArray[np.float64], steps: int) -> NDArray[np.float64]:
+    """The mean step of each round (rounds,), as only some of a round's steps wait for an average.
+
+    Args:
+        seconds: of each step.
+        steps: number of steps in a round; 1 if all steps are alike.
+    """
+    rounds = len(seconds) // steps
+    if not rounds:
+        return seconds.mean(keepdims=True) if len(seconds) else seconds
+    # Wherever a round is said to begin, it has as many averages. The first steps are longer than later ones.
+    return seconds[len(seconds) - rounds * steps :].reshape(rounds, steps).mean(1)
 
 
 def _quantiles(seconds: Any) -> dict[str, float]:

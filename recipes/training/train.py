@@ -31,6 +31,7 @@ from recipes.launch.ranks import cluster_environment, is_rank_zero, meeting_of_r
 from recipes.loggers.chosen import chosen_loggers
 from recipes.loggers.csv_rows import ContinuedCSVLogger
 from recipes.loggers.labels import Labels
+from recipes.measuring.amounts import parameters_in_words
 from recipes.measuring.clock import RowOfShortRun, TrainingClock
 from recipes.measuring.communication import CommunicationCounter
 from recipes.measuring.exposed import ExposedCommunication
@@ -170,7 +171,7 @@ def _summary(config: dict[str, Any], network: torch.nn.Module, threads: int, fol
     samples = counted(config["data"]["batch_size"], "sample")
     return {
         "data": f"{config['data']['name']}, {samples} per process and step",
-        "model": f"{config['model']['name']}, {parameters / 1e6:.2f} M parameters",
+        "model": f"{config['model']['name']}, {parameters_in_words(parameters)}",
         "strategy": _described(config["strategy"]),
         "hardware": described(config["hardware"]),
         "threads": f"{threads} per process",

@@ -10,6 +10,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
@@ -42,11 +43,12 @@ from recipes.comparison.runner import LOG
 from recipes.errors import RecipeError
 from recipes.files import METRICS_FILE, RESULT_FILE
 from recipes.measuring import names
+from recipes.measuring.amounts import megabytes_in_words, parameters_in_words
 from recipes.measuring.metrics import ACCURACY, PERPLEXITY, Metric
 from recipes.opening import print_in_any_locale
 from recipes.strategies.choices import ALL, strategies
 from recipes.training.continuing import read_configuration
-from recipes.training.report import finish
+from recipes.training.report import finish, over_rounds
 from tests.recipes.conftest import ROOT, TINY, run_script
 from tests.recipes.made_up_runs import made_up_run
 
@@ -172,6 +174,39 @@ def test_links_are_probed_with_trainings_that_they_share() -> None:
         assert not config.get("callbacks")
     folders = {cell.folder for cell in (*plan.cells, *plan.probes)}
     assert len(folders) == 8
+
+
+@pytest.mark.slow
+def test_probes_of_local_steps_have_averages() -> None:
+    arguments = ["+exp=quickstart", "hardware=netlab", "links=10mbit"]
+    for given, steps in (
+        (["strategy=ddp,gqsgd_diloco"], [30, 3 * 32]),
+        (["strategy=gqsgd_diloco", "strategy.local_steps=16", "probe_steps=60"], [60]),
+    ):
+        plan = make_plan([*arguments, *given])
+        assert [probe.config["trainer"]["max_steps"] for probe in plan.probes] == steps
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "means"),
+    [
+        ([3, 1, 2], 1, [3, 1, 2]),
+        ([5, 1, 1, 1, 7, 1, 1, 7], 3, [3, 3]),  # the first steps are left out
+        ([1, 2], 4, [1.5]),
+        ([], 4, []),
+    ],
+)
+def test_a_step_with_local_steps_is_the_mean_over_a_round(seconds: list[float], steps: int, means: list[float]) -> None:
+    assert over_rounds(np.array(seconds, dtype=np.float64), steps).tolist() == means
+
+
+def test_small_amounts_are_not_written_as_zero() -> None:
+    assert [megabytes_in_words(value) for value in (0, 1.6e-4, 0.0412, 0.97, 1234.56)] == [
+        *("0.0", "0.00016", "0.041", "1.0", "1,234.6")
+    ]
+    assert [parameters_in_words(count) for count in (4810, 79_000, 11_173_962)] == [
+        *("4,810 parameters", "0.08 M parameters", "11.17 M parameters")
+    ]
 
 
 @pytest.mark.slow
