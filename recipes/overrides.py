@@ -198,7 +198,7 @@ def _check_key(override: Override, overrides: Sequence[str]) -> None:
 def _no_such_key(override: Override, base: DictConfig, settings: Sequence[str]) -> str:
     key = override.key_or_group
     node, _, leaf = key.rpartition(".")
-    elsewhere = [name for name in _all_keys(base) if name.rpartition(".")[2] == leaf]
+    elsewhere = [name for name in _other_keys(base, key) if name.rpartition(".")[2] == leaf]
     if node == GROUP:
         chosen = base[GROUP]
         if chosen.get("_target_") == TARGET:
@@ -226,7 +226,7 @@ def _near(word: str, key: str, base: DictConfig) -> str | None:
     The word is the whole key, or its last part where the node before it exists: two keys of one node are not alike
     because their nodes are.
     """
-    keys = {name if word == key else name.rpartition(".")[2]: name for name in _all_keys(base)}
+    keys = {name if word == key else name.rpartition(".")[2]: name for name in _other_keys(base, key)}
     found = difflib.get_close_matches(word, keys, n=1, cutoff=0.6 if word == key else 0.75)
     return keys[found[0]] if found else None
 
@@ -264,6 +264,11 @@ def _all_keys(cfg: DictConfig) -> list[str]:
 
     walk(cfg, "")
     return [key for key in keys if not key.endswith("_target_")]
+
+
+def _other_keys(cfg: DictConfig, key: str) -> list[str]:
+    """All keys of a configuration but the nodes in which a key would be."""
+    return [name for name in _all_keys(cfg) if not key.startswith(f"{name}.")]
 
 
 # --- types ------------------------------------------------------------------------------------------------------------
