@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lightning_gqsgd.cli import waiting
 from lightning_gqsgd.cli.ranks import joined_ranks
-from lightning_gqsgd.cli.tables import plain_table
+from lightning_gqsgd.cli.tables import plain_table, three_digits
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.predict import models
 from lightning_gqsgd.predict.advice import BITS, check_batch
@@ -111,10 +111,12 @@ def tables(probe: Probe) -> list[Table]:
         gbit = 8e-9 / cost.beta_s if cost.beta_s else math.inf
         alone = cost.beta_s + cost.alone_s
         values = (1e6 * cost.alpha_s, 1e9 * cost.beta_s, gbit, 1e9 * alone, 1e6 * cost.cpu_s, 1e9 * cost.cpu_beta_s)
-        links.add_row(name, *(f"{value:.3g}" for value in values))
+        links.add_row(name, *map(three_digits, values))
     kernels = plain_table(f"Kernels on {probe.device}", ["codec", "encode (ns)", "decode (ns)", "add (ns)"])
     for name, gamma in probe.costs.gammas.items():
-        kernels.add_row(name, *(f"{1e9 * value:.3g}" for value in (gamma.encode_s, gamma.decode_s, gamma.reduce_s)))
+        kernels.add_row(
+            name, *(three_digits(1e9 * value) for value in (gamma.encode_s, gamma.decode_s, gamma.reduce_s))
+        )
     return [links, kernels]
 
 
@@ -123,8 +125,8 @@ def lines(probe: Probe) -> list[str]:
     costs = probe.costs
     said = [
         f"Each rank has {costs.cores:.2g} processors, {costs.thread:.2g} with one thread; a copy takes "
-        f"{1e9 * costs.touch_s:.2g} ns per byte, a launch {1e6 * costs.launch_s:.3g} µs, "
-        f"a stage of a piece {1e6 * costs.stage_s:.3g} µs more. Measured in "
+        f"{1e9 * costs.touch_s:.2g} ns per byte, a launch {three_digits(1e6 * costs.launch_s)} µs, "
+        f"a stage of a piece {three_digits(1e6 * costs.stage_s)} µs more. Measured in "
         f"{probe.seconds:.0f} s, with fewer repetitions where there are more ranks."
     ]
     return said + [

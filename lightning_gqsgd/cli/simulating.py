@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_gqsgd.cli.tables import plain_table
+from lightning_gqsgd.cli.tables import plain_table, three_digits
 from lightning_gqsgd.codecs import CODECS
 from lightning_gqsgd.errors import ConfigError, check_one_of, counted
 from lightning_gqsgd.reducers.memory import StabilityWarning
@@ -86,6 +86,6 @@ def table(made: Sequence[Record], problem: str, workers: int, steps: int) -> Tab
     shown = plain_table(title, ["preset", "loss at the end", "bits", "sent (MB)", "relative error"])
     for run in made:
         loss, bits, sent, error = _figures(run).values()
-        numbers = (f"{loss:.4g}", f"{bits:.2f}", f"{sent:.3g}", f"{error:.2%}")
+        numbers = (f"{loss:.4g}", f"{bits:.2f}", three_digits(sent), f"{error:.2%}")
         shown.add_row(run.name, *(numbers if run.diverged_at is None else ("diverged", "–", "–", "–")))
     return shown

@@ -71,6 +71,11 @@ def plain_table(title: str, headings: Sequence[str]) -> Table:
     return made
 
 
+def three_digits(value: float) -> str:
+    """Returns a number with three digits, or all digits before the point, and no exponent: ``0.357``, ``12,100``."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def table_of_texts(title: str, headings: Sequence[str], whole: Collection[str]) -> Table:
     """Returns an empty table of texts; columns whose headings are in ``whole`` are not folded in narrow terminals."""
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)

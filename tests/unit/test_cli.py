@@ -37,6 +37,11 @@ def _json(*arguments: str) -> Any:
     return json.loads(_run(*arguments, "--json"))
 
 
+def test_numbers_of_measurements_have_no_exponent() -> None:
+    values = (0.0355, 6.977, 99.96, 1507.2, 12_100.0, math.inf)
+    assert [*map(tables.three_digits, values)] == ["0.0355", "6.98", "100", "1,507", "12,100", "inf"]
+
+
 @pytest.mark.parametrize(("width", "left_out"), [(80, 3), (60, 5), (36, 6), (120, 0)])
 def test_a_narrow_terminal_gets_whole_numbers_and_the_names_of_the_columns_that_are_left_out(
     width: int, left_out: int
