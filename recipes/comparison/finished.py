@@ -282,7 +282,7 @@ def _variant(config: Mapping[str, Any], keys: Sequence[str]) -> str:
         if key == "strategy.name":
             words.append(str(value))
         elif value is not None:  # plain DDP has no bits
-            words.append(f"{key.rpartition('.')[2]}={value}")
+            words.append(f"{key.removesuffix('.name').rpartition('.')[2]}={value}")
     return " ".join(words)
 
 

@@ -14,7 +14,9 @@ def grouping(configs: Sequence[dict[str, Any]], across_seeds: bool = False) -> t
     Args:
         configs: the configurations of all runs.
         across_seeds: whether runs of different seeds are compared, too, as they must be where the runs are no product
-            of settings and seeds. A key whose values are the seeds themselves is then no setting.
+            of settings and seeds. A key whose values are the seeds themselves is then no setting. A key outside of the
+            strategy is then needed wherever it differs and does not follow from a key of its own node: runs of two
+            strategies may have been made with two learning rates, and would look as if only their strategies differed.
     """
     runs = [dict(_flattened(config)) for config in configs]
     keys = list(dict.fromkeys(key for run in runs for key in run))
@@ -23,7 +25,9 @@ def grouping(configs: Sequence[dict[str, Any]], across_seeds: bool = False) -> t
         keys = [key for key in keys if not _is_the_seed(key, runs)]
     chosen = ["strategy.name"]
     for key in sorted(keys, key=lambda name: not name.endswith(".name")):
-        alike = [[repr(run.get(name)) for name in (*first, *chosen)] for run in runs]
+        apart = across_seeds and _node(key) != "strategy"
+        known = [name for name in chosen if not apart or _node(name) == _node(key)]
+        alike = [[repr(run.get(name)) for name in (*first, *known)] for run in runs]
         values = [repr(run.get(key)) for run in runs]
         if any(
             alike[number] == alike[other] and values[number] != values[other]
@@ -32,6 +36,10 @@ def grouping(configs: Sequence[dict[str, Any]], across_seeds: bool = False) -> t
         ):
             chosen.append(key)
     return tuple(chosen)
+
+
+def _node(key: str) -> str:
+    return key.partition(".")[0]
 
 
 def _is_the_seed(key: str, runs: Sequence[dict[str, Any]]) -> bool:

@@ -116,6 +116,16 @@ def test_one_kind_of_hardware_has_no_overview_and_baselines_come_first(runs: Pat
     assert side_by_side({hardware.name: compare(variants, 0.8)}, 0.8) == []
 
 
+def test_a_setting_that_differs_between_strategies_is_named(tmp_path: Path) -> None:
+    _made_up(tmp_path, "ddp", "nvlink", 0, 0.1, "optimizer.lr=0.2", "model=resnet20")
+    _made_up(tmp_path, "gqsgd", "nvlink", 0, 0.05, "optimizer.lr=0.1")
+    _made_up(tmp_path, "gqsgd", "nvlink", 1, 0.05, "optimizer.lr=0.1")
+    finished = find([tmp_path])
+    assert {"model.name", "optimizer.lr"} < {*finished.keys}
+    (variants,) = finished.by_hardware.values()
+    assert [*variants] == ["ddp model=resnet20 lr=0.2", "gqsgd model=resnet_digits lr=0.1"]
+
+
 @pytest.mark.slow
 def test_settings_that_differ_make_variants_and_places_do_not(runs: Path) -> None:
     assert find([runs]).keys == ("strategy.name",)  # the seed differs, and so does that of the data
