@@ -48,6 +48,11 @@ _HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
 #: Where an Accelerator finds the number of processes.
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
+_ONE_PROCESS = (
+    "gqsgd: one process, so nothing is reduced. Several are started by torchrun, or by accelerate launch --multi_gpu; "
+    "on CPUs, by ACCELERATE_USE_CPU=true torchrun (accelerate launch --cpu starts one)"
+)
+
 #: What Accelerate trains with instead of DDP, where a handler of DDP's is not looked at.
 WITHOUT_DDP = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
@@ -321,6 +326,7 @@ def enable_accelerator(
     handler = GQSGDKwargs(preset, **{**kept, **fields})
     if accelerator.num_processes == 1:
         say_that_there_is_one_process()
+        _WITHOUT_MODEL.discard(handler)  # it has been said
     accelerator.ddp_handler = handler
     accelerator.register_for_checkpointing(handler)
     return handler
@@ -440,15 +446,24 @@ def _lists(accelerator: Accelerator, model: DistributedDataParallel) -> bool:
 
 
 def say_that_there_is_one_process() -> None:
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started = _started()
     if started == 1:
-        _say_once("gqsgd: one process, nothing to reduce")
+        _say_once(_ONE_PROCESS)
         return
-    warnings.warn(
+    warnings.warn(_on_its_own(started), stacklevel=4)
+
+
+def _started() -> int:
+    """Returns the number of processes that the launcher has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _on_its_own(started: int) -> str:
+    """Returns the words for an Accelerator that is alone although there are other processes."""
+    return (
         f"gqsgd: {started} processes were started (WORLD_SIZE), but this Accelerator is on its own, so each process "
         "trains a model of its own and nothing is reduced; without a GPU, set ACCELERATE_USE_CPU=true, or pass "
-        "cpu=True to Accelerator or use_cpu=True to TrainingArguments",
-        stacklevel=4,
+        "cpu=True to Accelerator or use_cpu=True to TrainingArguments"
     )
 
 
@@ -458,12 +473,9 @@ def _say_that_nothing_is_reduced_by_one_process() -> None:
     The handler looks at what an Accelerator would look at.
     """
     sizes = {os.environ.get(name, "1") for name in _WORLD_SIZES}
-    alone = PartialState().num_processes == 1 if PartialState._shared_state else sizes == {"1"}
-    if alone:
-        _say_once(
-            "gqsgd: one process, so nothing is reduced. Several are started by torchrun, or by accelerate launch "
-            "--multi_gpu; on CPUs, by ACCELERATE_USE_CPU=true torchrun (accelerate launch --cpu starts one)"
-        )
+    has_others = bool(PartialState._shared_state) and PartialState().num_processes > 1
+    if sizes == {"1"} and not has_others:  # an Accelerator that does not find the others is warned of
+        _say_once(_ONE_PROCESS)
 
 
 #: The handlers that no Accelerator has asked for a hook, until an optimizer steps.
@@ -480,7 +492,10 @@ def _warn_of_handlers_without_model(optimizer: Optimizer, args: Any, kwargs: Any
     if torch.compiler.is_compiling() or not _WITHOUT_MODEL:
         return
     _WITHOUT_MODEL.clear()
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    started = _started()
+    if started > 1 and PartialState._shared_state and PartialState().num_processes == 1:
+        warnings.warn(_on_its_own(started), stacklevel=4)
+    elif dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
             f"gqsgd: {type(optimizer).__name__} steps, and no model has the hook of GQSGDKwargs, so nothing is "
             "compressed, and each process may train a model of its own: pass the model to accelerator.prepare, and "

@@ -449,7 +449,30 @@ def test_processes_that_do_not_find_each_other_are_told(rank: int) -> None:
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()) as said:
         warnings.simplefilter("error")
         enable(Accelerator())
-    assert said.getvalue() == "gqsgd: one process, nothing to reduce\n"
+    (line,) = said.getvalue().splitlines()
+    assert line.startswith("gqsgd: one process, so nothing is reduced. Several are started by torchrun")
+
+
+@on_ranks(2, initialise=False)
+@pytest.mark.parametrize("route", ["kwargs_handlers", "enable"])
+def test_processes_that_do_not_find_each_other_are_told_once_why(rank: int, route: str) -> None:
+    """A handler does not know its Accelerator, so they hear of it when they train."""
+    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stderr(io.StringIO()) as printed:
+        warnings.simplefilter("always")
+        accelerator = Accelerator(kwargs_handlers=[GQSGDKwargs()] if route == "kwargs_handlers" else [])
+        if accelerator.num_processes == 2:
+            return
+        if route == "enable":
+            enable(accelerator)
+        model = mlp(16)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(2):
+            accelerator.backward(loss_of(model, rank, step))
+            optimizer.step()
+    (said,) = (str(warning.message) for warning in caught if "gqsgd" in str(warning.message))
+    assert "one process" not in printed.getvalue()
+    assert "this Accelerator is on its own" in said
+    assert "set ACCELERATE_USE_CPU=true" in said
 
 
 @pytest.mark.slow
