@@ -172,6 +172,19 @@ def test_there_is_no_bias_where_few_coordinates_are_not_zero(codec: type[EdenCod
         assert float(((bias - left) / y.std(0)).max()) * math.sqrt(repeats) <= 4.5, values
 
 
+@pytest.mark.parametrize(
+    ("bits", "length", "share"), [(3, 128, 0.03), pytest.param(2, 256, 0.02, marks=pytest.mark.slow)]
+)
+def test_beside_a_coordinate_that_dominates_a_small_one_is_off_by_what_the_theory_page_says(
+    bits: int, length: int, share: float
+) -> None:
+    x = few(length, [64.0, 1.0])
+    y = decoded(x, EdenCodec(bits), 80_000)[:, x == 1]
+    bias, deviation = float(y.mean()) - 1, float(y.std()) / math.sqrt(80_000)
+    assert abs(bias - share) <= 3 * deviation
+    assert bias + 3 * deviation <= 64 / (4 * length)
+
+
 @pytest.mark.parametrize("length", [129, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 @pytest.mark.parametrize("codec", CODECS)

@@ -21,11 +21,11 @@ coordinates are sums of multiples of 2(x+y)/m and 2(x-y)/m. The position of thes
 for all signs, so the mean of a coordinate could be wrong by up to 6 %. Therefore, a block with at most `FEW`
 coordinates that are not small gets a dither of the lattice's width, 4 max|x|/m, before its levels are chosen. The scale
 S is computed from the coordinates without this dither, so that <x̂, x> stays |x|². In blocks of 128 and more
-coordinates, the mean of a coordinate is then right within a share of 1/m (`tests/statistics/test_eden.py`). This share
-is reached at 1 and 2 bits, if one coordinate dominates a block. If more than `FEW` coordinates are not small, their own
-sums fill the gaps of the lattice. There is no dither then, because a dither increases the error. A block whose length
-is not a power of two from 128 on gets zeros at its end, up to the next such power, and all of its rotated coordinates
-are sent.
+coordinates, the mean of a coordinate is then right within a share of 1/m, unless another one is many times as large.
+A coordinate of 1/64 of the largest one may be off by 3 %, which is less than 1/(4m) of the largest one
+(`tests/statistics/test_eden.py`). If more than `FEW` coordinates are not small, their own sums fill the gaps of the
+lattice. There is no dither then, because a dither increases the error. A block whose length is not a power of two from
+128 on gets zeros at its end, up to the next such power, and all of its rotated coordinates are sent.
 
 The error is |x̂ - x|² = S² |q|² - |x|², because <x̂, x> = |x|². See `variance.omega_eden`.
 
