@@ -201,7 +201,7 @@ def test_a_configuration_is_trained_as_its_fields() -> None:
     config = GQSGDConfig(bits=3)
     found = simulate(config, LeastSquares(dimension=64, rows=100), workers=2, steps=5, progress=False)
     named = simulate("gqsgd", LeastSquares(dimension=64, rows=100), workers=2, steps=5, progress=False, bits=3)
-    assert found.loss == named.loss
+    assert np.array_equal(found.loss, named.loss)
     assert found.name == config.describe()
     gradients = list(torch.randn(2, 300))
     assert torch.equal(average(gradients, preset=config)[0], average(gradients, bits=3)[0])
