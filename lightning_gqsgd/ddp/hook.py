@@ -392,10 +392,10 @@ class GQSGDState:
     # --- which parameters are trained --------------------------------------------------------------------------------
 
     def changes(self) -> tuple[list[str], list[str]]:
-        """Returns two lists of parameter names: those that require a gradient but are not reduced by DDP, and those
-        that are reduced by DDP but do not require a gradient.
+        """Returns two lists of parameter names: those that require a gradient but are not reduced by DDP as they are
+        now, and those that are reduced by DDP but do not require a gradient.
 
-        DDP reduces the parameters that required a gradient when it was built.
+        DDP reduces the parameters that required a gradient when it was built, in the memory format of that time.
         """
         return self._attachment.trained.unfrozen, self._attachment.trained.frozen
 
@@ -404,10 +404,11 @@ class GQSGDState:
         the module has other parameters.
 
         This is a collective on the process group. The step, the seed, the counters and the memory of each parameter are
-        kept. A parameter that is new in the module gets the values of the group's first rank and an empty memory. If a
-        parameter was frozen and still has a gradient, that gradient is averaged now, because no later step would
-        average it. If an exception has ended the last backward pass, all gradients are set to None. Do not use the old
-        DDP model any more. Add new parameters to the optimizer yourself.
+        kept. A parameter that is new in the module gets the values of the group's first rank and an empty memory; one
+        that has got another memory format has an empty memory, too. If a parameter was frozen and still has a gradient,
+        that gradient is averaged now, because no later step would average it. If an exception has ended the last
+        backward pass, all gradients are set to None. Do not use the old DDP model any more. Add new parameters to the
+        optimizer yourself.
 
         Args:
             build: a function that wraps a module in DDP as the old model was wrapped, e.g. ``DistributedDataParallel``.

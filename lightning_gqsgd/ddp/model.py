@@ -21,7 +21,7 @@ from lightning_gqsgd.ddp.unaveraged import BackwardWatch, TrainedParameters
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.reducers.memory import Keeps, MemoryStore
-from lightning_gqsgd.session.parameters import Parameter, segments_of
+from lightning_gqsgd.session.parameters import Parameter, order_of, segments_of
 from lightning_gqsgd.wire.communicator import Communicator
 
 #: Why the memory of all ranks is gathered, for errors.
@@ -48,7 +48,7 @@ class NumberedParameters:
     def __init__(
         self,
         numbered: Sequence[Parameter],
-        parameters: Iterable[nn.Parameter],
+        parameters: Collection[nn.Parameter],
         choices: Mapping[int, int],
         setting: Setting,
         device: torch.device,
@@ -58,6 +58,7 @@ class NumberedParameters:
         self._device = device
         self.buckets: dict[tuple[int, ...], tuple[Segment, ...]] = {}
         self.entries = _by_id(numbered, parameters)
+        self._orders = _orders_of(parameters)
         self.remembered: set[int] = set()
         self.store = self._new_store(setting, self.numbered)
 
@@ -72,9 +73,14 @@ class NumberedParameters:
         return self.buckets[ids]
 
     def moved_to(self, numbered: Sequence[Parameter], parameters: Collection[nn.Parameter]) -> dict[int, int]:
-        """Returns the new number of each parameter that was there before, by its old number; see `renumber`."""
+        """Returns the new number of each parameter that was there before, by its old number; see `renumber`.
+
+        A parameter with another memory format is left out, because its memory has the order of before.
+        """
         after = _by_id(numbered, parameters)
-        return {entry.number: after[key].number for key, entry in self.entries.items() if key in after}
+        orders = _orders_of(parameters)
+        stayed = (key for key in self.entries if key in after and orders[key] == self._orders[key])
+        return {self.entries[key].number: after[key].number for key in stayed}
 
     def renumber(
         self,
@@ -96,15 +102,16 @@ class NumberedParameters:
         after = _by_id(numbered, parameters)
         # Parameters are compared in order: two of equal size may have changed places.
         is_same = list(after.items()) == list(self.entries.items())
-        self.buckets.clear()
-        if is_same and dtype == self._setting.dtype:
-            return False
         moved_to = self.moved_to(numbered, parameters)
+        self.buckets.clear()
+        if is_same and len(moved_to) == len(after) and dtype == self._setting.dtype:
+            return False
         same = {number: moved_to[number] for number in self.remembered if number in moved_to}
         setting = replace(self._setting, dtype=dtype)
         store = self._new_store(setting, after.values())
         store.take_from(self.store, same, communicator.rank, partial(communicator.gather, purpose=_MOVING))
         self.entries = after
+        self._orders = _orders_of(parameters)
         self.store = store
         self.remembered = set(same.values())
         self._setting = setting
@@ -113,6 +120,10 @@ class NumberedParameters:
     def _new_store(self, setting: Setting, entries: Iterable[Parameter]) -> MemoryStore:
         sizes = {entry.number: entry.numel for entry in entries if not entry.raw}
         return new_store(setting, sizes, self._device)
+
+
+def _orders_of(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[int, ...]]:
+    return {id(p): order_of(p) for p in parameters}
 
 
 def _by_id(numbered: Sequence[Parameter], parameters: Iterable[nn.Parameter]) -> dict[int, Parameter]:

@@ -2,8 +2,9 @@
 
 DDP fixes what it reduces when it is built: it hooks onto the gradient accumulators of the parameters that require a
 gradient then. It never looks again. A parameter that is unfrozen, replaced or added later trains on each rank's own
-gradient, and so does one that is cast or moved, because PyTorch gives it a new accumulator. `TrainedParameters` finds
-these.
+gradient, and so does one that is cast or moved, because PyTorch gives it a new accumulator. If a parameter gets another
+memory format, DDP writes its gradient in the format of before and reads the mean in the new one, so that coordinates
+change places. `TrainedParameters` finds these.
 
 DDP reduces what the backward pass after each of its forward passes computes, once. Gradients of any other backward pass
 are left as they are on each rank, and DDP says nothing: of a second one through the same graph, of the second of two
@@ -32,28 +33,39 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_gqsgd.ddp.checks import unignored
-from lightning_gqsgd.errors import ConfigError, listed
+from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.session.copies import on_gradients, remove_all
 from lightning_gqsgd.session.ddp_models import DDPModels
-from lightning_gqsgd.session.parameters import Parameter, parameters_of
+from lightning_gqsgd.session.parameters import Parameter, order_of, parameters_of
 from lightning_gqsgd.wire.agreement import Weights
 
 logger = logging.getLogger(__name__)
 
-#: The words for parameters that require a gradient although DDP does not reduce it: the change, the remedy, and the
-#: change in one word.
+_ALONE = "which therefore does not reduce it: each rank would train its own"
+
+#: The words for parameters that require a gradient although DDP does not reduce it as it should: the change, what it
+#: leads to, the remedy, and the change in one word.
 _UNREDUCED = (
-    ("requires a gradient, but did not when the model was wrapped", "Unfreeze it", "unfrozen"),
+    ("requires a gradient, but did not when the model was wrapped", _ALONE, "Unfreeze it", "unfrozen"),
     (
         "was added to the module, or took the place of another one, after the model was wrapped",
+        _ALONE,
         "Change the module, and tell the optimizer,",
         "changed",
     ),
     (
         "was cast to another dtype, moved to another device or parametrized after the model was wrapped",
+        _ALONE,
+        "Do that",
+        "changed",
+    ),
+    (
+        "got another memory format (such as torch.channels_last) after the model was wrapped",
+        "which would mix up the coordinates of its gradient",
         "Do that",
         "changed",
     ),
@@ -101,12 +113,12 @@ class TrainedParameters:
         self.parameters = [entries[id(p)] for p in self.reduced.values()]
         self._new: dict[str, nn.Parameter] = {}  # those that the module has now and DDP has never seen
         self._removed: set[str] = set()  # names of those that have left the module
-        self._tree: _Tree | None = _Tree(model.module)
+        self._tree: _Tree | None = _Tree(model)
         self._accumulators = _Accumulators(self.reduced)
 
     @property
     def unfrozen(self) -> list[str]:
-        """Names of parameters that require a gradient now although DDP does not reduce them."""
+        """Names of parameters that require a gradient now although DDP does not reduce them, or not as they are."""
         return [name for names in self._unreduced_now() for name in names]
 
     @property
@@ -120,13 +132,12 @@ class TrainedParameters:
 
         It takes about 0.1 ms for a thousand parameters, see `_Tree` and `_Accumulators`.
         """
-        for names, (change, advice, done) in zip(self._unreduced_now(), _UNREDUCED, strict=True):
+        for names, (change, effect, advice, done) in zip(self._unreduced_now(), _UNREDUCED, strict=True):
             if names:
                 raise ConfigError(
-                    f"parameter {listed(names)} {change} in DistributedDataParallel, which therefore does not reduce "
-                    f"it: each rank would train its own. {advice} before the forward pass and wrap anew: `model = "
-                    "state.rewrap(DistributedDataParallel)`. (The Lightning strategy does this at the start of a "
-                    f"batch, for what was {done} by then. {_IN_TRANSFORMERS}.)"
+                    f"parameter {listed(names)} {change} in DistributedDataParallel, {effect}. {advice} before the "
+                    "forward pass and wrap anew: `model = state.rewrap(DistributedDataParallel)`. (The Lightning "
+                    f"strategy does this at the start of a batch, for what was {done} by then. {_IN_TRANSFORMERS}.)"
                 )
 
     def has_ended(self, reducer: Any) -> bool:
@@ -194,27 +205,28 @@ class TrainedParameters:
         self._accumulators = _Accumulators({})
 
     def _look(self) -> None:
-        """Note which parameters are new in the module, and which have left it."""
-        if self._tree is None or not self._tree.has_changed():
+        """Note which parameters are new in the module, and which have left it. The module may be another one."""
+        model = self._model()
+        if model is None or self._tree is None or not self._tree.has_changed():
             return
-        module = self._tree.module
-        now = unignored(module, self._ignored)
+        now = unignored(model.module, self._ignored)
         known = {**self._unreduced, **self.reduced}
-        self._tree = _Tree(module)
+        self._tree = _Tree(model)
         self._accumulators.ask_all()
         known_ids = set(map(id, known.values()))
         self._new = {name: p for name, p in now.items() if id(p) not in known_ids}
         present_ids = set(map(id, now.values()))
         self._removed = {name for name, p in known.items() if id(p) not in present_ids}
 
-    def _unreduced_now(self) -> tuple[list[str], list[str], list[str]]:
+    def _unreduced_now(self) -> tuple[list[str], ...]:
         """Returns the names of parameters that require a gradient although DDP does not reduce them: those that
-        required none when it was built, those that are new in the module, and those that were cast or moved."""
+        required none when it was built, those that are new in the module, those that were cast or moved, and those that
+        have another memory format."""
         self._look()
         unfrozen = [name for name, p in self._unreduced.items() if p.requires_grad and name not in self._removed]
         new = [name for name, p in self._new.items() if p.requires_grad]
-        moved = [name for name in self._accumulators.lost() if name not in self._removed]
-        return unfrozen, new, moved
+        moved, reordered = ([n for n in names if n not in self._removed] for names in self._accumulators.lost())
+        return unfrozen, new, moved, reordered
 
 
 #: Torch's words where a backward pass has not reached all parameters.
@@ -233,12 +245,13 @@ def _waits_for_frozen(names: list[str]) -> str:
     )
 
 
-def _waits_for_others(names: list[str], *, is_static: bool) -> str:
+def _waits_for_others(names: list[str], gone: int, *, is_static: bool) -> str:
     """Returns the error of a backward pass that has not reached all parameters.
 
     Args:
         names: those that have no gradient. There may be none, because gradients of earlier backward passes are kept
             unless they are set to None.
+        gone: number of those that have left the module.
         is_static: whether DDP was told that the graph is the same in every step.
     """
     if is_static:
@@ -252,28 +265,26 @@ def _waits_for_others(names: list[str], *, is_static: bool) -> str:
             "Parameters that do not take part in every step need find_unused_parameters=True, or "
             "state.rewrap(DistributedDataParallel)"
         )
-    have_none = f" ({listed(names)} {'has' if len(names) == 1 else 'have'} none)" if names else ""
+    causes = [f"{listed(names)} {'has' if len(names) == 1 else 'have'} none"] if names else []
+    causes += [f"{counted(gone, 'parameter')} left the module after it was wrapped"] if gone else []
+    known = f" ({'; '.join(causes)})" if causes else ""
     return (
-        f"DistributedDataParallel still waits for gradients of some parameters{have_none}, so this step's gradients "
+        f"DistributedDataParallel still waits for gradients of some parameters{known}, so this step's gradients "
         f"are not averaged. {remedy}. After an exception in a backward pass, state.rewrap drops the pass's gradients, "
         "and training goes on"
     )
 
 
 class _Tree:
-    """The modules and parameters of a module, as the objects that they were when this was made.
+    """The modules and parameters of a DDP model, as the objects that they were when this was made.
 
     A walk through the tree takes a millisecond for a thousand parameters, and a comparison of all its dictionaries
-    30 microseconds.
-
-    Attributes:
-        module: the root.
+    30 microseconds. It keeps the module inside alive, but not the DDP model.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, model: DistributedDataParallel) -> None:
         self._contents: list[dict[str, Any]] = [
-            part for each in module.modules() for part in (each._parameters, each._modules)
+            part for each in model.modules() for part in (each._parameters, each._modules)
         ]
         self._before = [dict(content) for content in self._contents]
         # Two parameters with one equal coordinate each are equal to Python, though not the same.
@@ -281,7 +292,7 @@ class _Tree:
             (content, name, value)
             for content in self._contents
             for name, value in content.items()
-            if isinstance(value, Tensor) and value.numel() == 1
+            if isinstance(value, Tensor) and not is_lazy(value) and value.numel() == 1
         ]
 
     def has_changed(self) -> bool:
@@ -316,6 +327,8 @@ class _Accumulators:
     be used again. So each storage carries a token, which is freed with it. ``torch.nn.utils.parametrize`` gives a
     parameter another accumulator by ``set_``, with the same storage; it also changes the modules (see `ask_all`).
 
+    A parameter with another memory format has another storage, too, and the same accumulator.
+
     Args:
         parameters: the parameters that DDP reduces, by name.
     """
@@ -324,25 +337,29 @@ class _Accumulators:
         self._parameters = parameters
         self._gone: set[str] = set()
         self._addresses = self._addresses_now()
-        self._nodes: dict[str, Node] = {name: get_gradient_edge(p).node for name, p in parameters.items()}
+        self._nodes = {name: _accumulator_of(p) for name, p in parameters.items()}
+        self._orders = {name: order_of(p) for name, p in parameters.items()}
         self._mark(parameters)
 
-    def lost(self) -> list[str]:
-        """Returns the names of the parameters that require a gradient and have another accumulator now."""
+    def lost(self) -> tuple[list[str], list[str]]:
+        """Returns the names of the parameters that require a gradient and have another accumulator now, and of those
+        that have another memory format."""
         addresses = self._addresses_now()
         if addresses != self._addresses:
             before = zip(self._parameters, self._addresses, addresses, strict=True)
             self._gone.update(name for name, address, now in before if address != now)
             self._addresses = addresses
         if not self._gone:
-            return []
+            return [], []
         asked = {name: p for name in sorted(self._gone) if (p := self._parameters.get(name)) is not None}
         trained = {name: p for name, p in asked.items() if p.requires_grad}
-        lost = [name for name, p in trained.items() if get_gradient_edge(p).node is not self._nodes[name]]
+        lost = [name for name, p in trained.items() if _accumulator_of(p) is not self._nodes[name]]
         kept = {name: p for name, p in trained.items() if name not in lost}
+        reordered = [name for name, p in kept.items() if order_of(p) != self._orders[name]]
+        kept = {name: p for name, p in kept.items() if name not in reordered}
         self._mark(kept)  # it may free tokens that name the same parameters
         self._gone.difference_update(kept)  # those that are frozen are asked again once they are trained
-        return lost
+        return lost, reordered
 
     def ask_all(self) -> None:
         """Let the next call of `lost` ask every parameter."""
@@ -359,6 +376,12 @@ class _Accumulators:
         for names in shared.values():
             storage = parameters[names[0]].untyped_storage()
             storage._gqsgd_token = _Token(names, self._gone)  # type: ignore[attr-defined]
+
+
+def _accumulator_of(parameter: nn.Parameter) -> Node:
+    """Returns the node that accumulates a parameter's gradient."""
+    with torch.inference_mode(False):  # in which PyTorch shows no node
+        return get_gradient_edge(parameter).node
 
 
 def average(gradients: Iterable[Tensor], group: dist.ProcessGroup) -> None:
@@ -504,6 +527,7 @@ class BackwardWatch:
                 "so that ranks train different models. Call optimizer.step() after backward()"
             )
         elif self._stray_version is not None:
+            self._check_finished(model)  # a compiled forward pass has announced nothing
             self._say_stray()
         elif is_early:
             raise ConfigError(
@@ -513,10 +537,8 @@ class BackwardWatch:
         elif not self.is_waiting:
             if not has_closure:
                 self._say_if_local(optimizer)
-        elif self._has_hook:
-            self._check_reached(model)
         else:
-            self.end_reduction()
+            self._check_reached(model)
 
     # --- findings ----------------------------------------------------------------------------------------------------
 
@@ -584,20 +606,28 @@ class BackwardWatch:
     def _check_reached(self, model: DistributedDataParallel) -> None:
         """Raise ConfigError if the backward pass under way since the latest forward pass is over and not reduced."""
         self._has_begun = False
+        self._check_finished(model)
+        if not self._has_hook:
+            self.end_reduction()
+            return
+        raise ConfigError(
+            "the latest backward pass has computed gradients, and none of them has reached DistributedDataParallel, so "
+            "each rank would train its own. The model was changed after it was wrapped, for example cast to another "
+            "dtype and back: wrap anew, `model = state.rewrap(DistributedDataParallel)`"
+        )
+
+    def _check_finished(self, model: DistributedDataParallel) -> None:
+        """Raise ConfigError if DDP still waits for gradients of a backward pass."""
         try:
             model.reducer._check_reducer_finalized()
         except RuntimeError as error:
             reduced = {name: p for name, p in model.module.named_parameters() if id(p) in self._reduced}
             frozen = [name for name, p in reduced.items() if not p.requires_grad]
             without = [name for name, p in reduced.items() if p.requires_grad and p.grad is None]
+            gone = len(self._reduced) - len(reduced)
             is_static = getattr(model, "static_graph", False)
-            text = _waits_for_frozen(frozen) if frozen else _waits_for_others(without, is_static=is_static)
+            text = _waits_for_frozen(frozen) if frozen else _waits_for_others(without, gone, is_static=is_static)
             raise ConfigError(text) from error
-        raise ConfigError(
-            "the latest backward pass has computed gradients, and none of them has reached DistributedDataParallel, so "
-            "each rank would train its own. The model was changed after it was wrapped, for example cast to another "
-            "dtype and back: wrap anew, `model = state.rewrap(DistributedDataParallel)`"
-        )
 
     def _version(self) -> int:
         """Returns a number that grows whenever a watched parameter is changed in place."""

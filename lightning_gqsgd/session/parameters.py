@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.spec.bits_by_name import check_matched
 from lightning_gqsgd.wire.plan import Segments
@@ -44,8 +46,15 @@ def number_parameters(parameters: Mapping[str, Tensor], config: GQSGDConfig) -> 
     """Returns the parameters of a model, in order, with the settings that a configuration gives them.
 
     Raises:
-        ConfigError: if a pattern of ``exclude`` matches no parameter; see also `spec.bits_by_name.BitsByName.check`.
+        ConfigError: if a parameter has no shape yet, or if a pattern of ``exclude`` matches no parameter; see also
+            `spec.bits_by_name.BitsByName.check`.
     """
+    lazy = [name for name, tensor in parameters.items() if is_lazy(tensor)]
+    if lazy:
+        raise ConfigError(
+            f"parameter {listed(lazy)} has no shape before the first forward pass: call the module once first, e.g. on "
+            "zeros under torch.no_grad(), on every rank"
+        )
     check_matched("exclude", config.exclude, list(parameters))
     numbered = [
         Parameter(number, name, tensor.numel(), tensor.numel() < config.min_numel or _is_excluded(name, config))
@@ -94,6 +103,14 @@ def segments_of(parameters: Iterable[Parameter], choices: Mapping[int, int]) -> 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
     """Returns all parameters of some optimizers, in order."""
     return (parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"])
+
+
+def order_of(tensor: Tensor) -> tuple[int, ...]:
+    """Returns in which order the coordinates of a tensor lie in memory: the strides of its dimensions, of those with
+    more than one coordinate. Tensors of equal shapes can be compared. Empty for a tensor without strides."""
+    if tensor.layout != torch.strided:
+        return ()
+    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
 def plain_name(name: str) -> str:

@@ -67,7 +67,13 @@ def _one_coordinate(model: nn.Sequential) -> None:
     model[5].scale = nn.Parameter(model[5].scale.detach().clone())
 
 
-#: What is done to `mlp` between two steps, after which DDP does not reduce all that is trained.
+def _transpose_in_memory(model: nn.Sequential) -> None:
+    """What ``model.to(memory_format=torch.channels_last)`` does to the weights of convolutions."""
+    weight = model[2].weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+#: What is done to `mlp` between two steps, after which DDP does not reduce all that is trained as it should.
 UNREDUCED: dict[str, Callable[[nn.Sequential], object]] = {
     "a layer is replaced": lambda model: model.__setitem__(4, _layer(128, 10)),
     "a layer is added": lambda model: model.append(_layer(10, 10)),
@@ -80,6 +86,7 @@ UNREDUCED: dict[str, Callable[[nn.Sequential], object]] = {
     "a layer is cast and cast back": lambda model: model[2].bfloat16().float(),
     "a weight is cast by hand": _by_hand,
     "a layer is cast while its values are held": _cast_while_held,
+    "a weight gets another memory format": _transpose_in_memory,
 }
 
 #: The same for `frozen_but_the_head`.

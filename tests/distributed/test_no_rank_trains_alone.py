@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,84 @@ def test_a_parameter_that_is_written_past_pytorch_is_found_in_the_next_step(rank
     text = error_text(ConfigError, train, model, rank, range(1, 2))
     state.close()
     assert text.startswith("parameter '4.bias' was added")
+    return text
+
+
+@pytest.mark.parametrize("unused", [False, True])
+@on_ranks(2)
+def test_another_module_in_place_of_the_wrapped_one_is_an_error(rank: int, unused: bool) -> list[str]:
+    """A module that is replaced by another, by its copy, or by one around it; and one around it without parameters."""
+    replacements: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "'weight', 'bias' was added": lambda module: nn.Linear(32, 10),
+        "'0.weight', '0.bias', '2.weight' and 3 more was added": copy.deepcopy,
+        "'1.weight', '1.bias' was added": lambda module: nn.Sequential(module, nn.Linear(10, 10)),
+        "": lambda module: nn.Sequential(module, nn.Identity()),
+    }
+    bits = []
+    for words, replaced in replacements.items():
+        model, state = wrapped({"find_unused_parameters": unused}, {})
+        train(model, rank, range(2))
+        torch.manual_seed(rank)
+        model.module = replaced(model.module)
+        if words:
+            assert words in error_text(ConfigError, train, model, rank, range(2, 3))
+            model = state.rewrap(DistributedDataParallel)
+        train(model, rank, range(2, 4))
+        assert state.step == 4
+        state.close()
+        bits.append(fingerprint(model))
+    return bits
+
+
+@on_ranks(2)
+def test_a_layer_without_a_shape_is_an_error_that_says_what_to_do(rank: int) -> str:
+    model, state = wrapped({}, {})
+    train(model, rank, range(1))
+    model.module.append(nn.LazyLinear(10))
+    assert "'5.weight', '5.bias' was added" in error_text(ConfigError, train, model, rank, range(1, 2))
+    text = error_text(ConfigError, state.rewrap, DistributedDataParallel)
+    assert "'5.weight', '5.bias' has no shape before the first forward pass" in text
+    with torch.no_grad():
+        model.module(torch.zeros(1, 32))
+    model = state.rewrap(DistributedDataParallel)
+    train(model, rank, range(1, 3))
+    state.close()
+    return fingerprint(model)
+
+
+@on_ranks(2)
+def test_gradients_are_right_after_a_memory_format_has_changed(rank: int) -> str:
+    """After wrapping anew, the gradient is that of the module, and the memory, which has the order of before, empty."""
+    model, state = wrapped({}, {"bits": 2, "memory": "ef"})
+    train(model, rank, range(3))
+    kept = state._store.rows(0)
+    CHANGES["a weight gets another memory format"][1](model.module)
+    model = state.rewrap(DistributedDataParallel)
+    assert not any(row.any() for row in state._store.rows(2).values())
+    assert all(torch.equal(row, kept[kind]) for kind, row in state._store.rows(0).items())
+    state.close()
+    model, state = wrapped({}, {"reducer": "native"}, model.module)
+    model.zero_grad()
+    loss_of(model, rank, 3).backward()
+    (weight,) = torch.autograd.grad(
+        (loss_of(model.module, 0, 3) + loss_of(model.module, 1, 3)) / 2, [model.module[2].weight]
+    )
+    assert torch.allclose(model.module[2].weight.grad, weight, atol=1e-6)
+    state.close()
+    return fingerprint(model)
+
+
+@on_ranks(2)
+def test_a_compiled_model_with_another_layer_is_refused_before_weights_change(rank: int) -> str:
+    model, state = wrapped({}, {})
+    compiled = torch.compile(model, backend="eager")
+    train(compiled, rank, range(2))
+    model.module[4] = nn.Linear(128, 10)
+    before = fingerprint(model)
+    text = error_text(ConfigError, train, compiled, rank, range(2, 3))
+    assert fingerprint(model) == before
+    state.close()
+    assert "(2 parameters left the module after it was wrapped)" in text
     return text
 
 

@@ -62,6 +62,18 @@ def on_plain(rank: int, module: nn.Module | None = None):
     return model, state
 
 
+@on_ranks(2)
+def test_what_is_frozen_while_plain_ddp_carries_the_gradients_is_an_error_before_weights_change(rank: int) -> str:
+    model, state = on_plain(rank)
+    model.module[0].requires_grad_(False)
+    before = fingerprint(model)
+    text = error_text(ConfigError, train, model, rank, range(20, 21))
+    assert fingerprint(model) == before
+    state.close()
+    assert "still waits for the gradient of parameter '0.weight', '0.bias'" in text
+    return text
+
+
 def asks_for_a_trial(state: GQSGDState) -> None:
     """Let the watch find at the next comparison that steps have become longer."""
     assert state._steering is not None
