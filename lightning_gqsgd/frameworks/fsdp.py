@@ -34,13 +34,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve_each
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.frameworks.fsdp_changes import ModelChanges
 from lightning_gqsgd.frameworks.fsdp_hooks import check_hooks, set_hooks
 from lightning_gqsgd.frameworks.fsdp_modules import (
     Partial,
     ShardedGroup,
     ShardedParameter,
+    not_averaged,
     present,
     row,
     shard_group,
@@ -74,8 +75,9 @@ logger = logging.getLogger(__name__)
 
 _WORDS = Words(
     remedy="shard a new model and register the hooks there",
-    differ="A state was loaded, or parameters were frozen, unfrozen or left without a gradient, on some ranks only: do "
-    "the same on every rank (set_reduce_scatter_unused_params(True) is for the last), and register the hooks on a new "
+    differ="A state was loaded, or parameters were frozen, unfrozen or left without a gradient, on some ranks only, or "
+    "weights were cast or set_gradient_divide_factor was called there: do the same on every rank "
+    "(set_reduce_scatter_unused_params(True) is for parameters without a gradient), and register the hooks on a new "
     "model",
 )
 
@@ -186,7 +188,7 @@ class GQSGDFSDPState:
         self._graphs: set[int] = set()  # graphs of backward passes at whose ends `_after_graph` is called
         self._left: dict[int, Partial | None] = {}  # what modules had kept at the end of the step, by their index
         self._is_checked = False  # whether the forward pass of this step has looked for changes of the model
-        self._trained = ""  # which parameters required a gradient in the latest step
+        self._trained = ""  # which parameters required a gradient in the latest step; see `ShardedGroup.trained`
         self._used = ""  # which of them had one at its end
         self._changes = ModelChanges(model, replicate is not None)
         # Kernels are compiled in `_meet`: FSDP's mixed precision decides on the dtype of gradients.
@@ -264,7 +266,7 @@ class GQSGDFSDPState:
             reduced.zero_()
             return
         self._run(self._average, group, reduced)
-        if _divisor(group) is not None:
+        if group.divisor is not None:
             reduced *= self._average.engine.world_size
 
     def scatter(self, group: ShardedGroup, output: Tensor, gradients: Tensor, op: Any) -> None:
@@ -280,7 +282,7 @@ class GQSGDFSDPState:
         shards = self._sharded.world_size
         output.copy_(gradients.view(shards, -1)[self._sharded.rank])
         if op != dist.ReduceOp.AVG:
-            divisor = None if op == dist.ReduceOp.SUM else _divisor(group)  # the third is a sum of what was divided
+            divisor = None if op == dist.ReduceOp.SUM else group.divisor  # the third is a sum of what was divided
             output *= shards / (divisor or 1.0)
 
     def gather(self, group: ShardedGroup, weights: Tensor, own: Tensor, ranks: dist.ProcessGroup) -> None:
@@ -460,11 +462,23 @@ class GQSGDFSDPState:
             if self._average is not None and not self._has_met:
                 sums = (group.bit_sums() for group in self._groups)
                 replicas["values of parameters (replicas have to start alike)"] = digest(sums)
+                self._say_what_is_not_averaged()
             meeting.agree([facts, *([replicas] if self._replicas is not None else [])])
             with meeting.preparing():
                 for one in self._collectives:
                     one.engine.compile(one.to_compile, [x.dtype], one.plan)
         self._has_met.add(x.dtype)
+
+    def _say_what_is_not_averaged(self) -> None:
+        """Warn of modules around this model that replicas train apart."""
+        names = not_averaged(self._groups[0])
+        if names:
+            logger.warning(
+                "gqsgd: nobody averages the gradients of %s (%s) over replicas: they are sharded as this model is, and "
+                "are no part of it; call register_gqsgd_fsdp on the root of the model, or average them yourself",
+                counted(len(names), "module"),
+                listed(names),
+            )
 
     @property
     def _collectives(self) -> list[_Collective]:
@@ -707,9 +721,3 @@ def _lacks_gradients(name: str) -> str:
 def _reducers_of(configs: Sequence[GQSGDConfig]) -> list[list[Any]]:
     """Returns the reducers that were chosen for the ranks of a group, as plain values."""
     return [[config.reducer, config.node_size] for config in configs]
-
-
-def _divisor(group: ShardedGroup) -> float | None:
-    """Returns the divisor of sums that the user has set instead of the number of ranks; None: there is none."""
-    # torch 2.7 has no such attribute.
-    return getattr(group.inner, "gradient_divide_factor", None)

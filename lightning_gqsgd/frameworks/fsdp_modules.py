@@ -158,8 +158,18 @@ class ShardedGroup:
 
     @property
     def trained(self) -> str:
-        """Which of the parameters require a gradient now: 1 or 0 for each."""
-        return "".join("1" if param.sharded_param.requires_grad else "0" for param in self.inner.fsdp_params)
+        """What ranks have to have in common in each step: which of the parameters require a gradient now, 1 or 0 for
+        each; the dtypes of the shards; and the divisor of sums, see `divisor`."""
+        shards = [param.sharded_param for param in self.inner.fsdp_params]
+        flags = "".join("1" if shard.requires_grad else "0" for shard in shards)
+        return f"{flags} {[*dict.fromkeys(shard.dtype for shard in shards)]} {self.divisor}"
+
+    @property
+    def divisor(self) -> float | None:
+        """The divisor of sums that the user has set instead of the number of ranks; None: there is none."""
+        # torch 2.7 has no such attribute.
+        divisor: float | None = getattr(self.inner, "gradient_divide_factor", None)
+        return divisor
 
     @property
     def used(self) -> str:
@@ -255,6 +265,20 @@ def seen_groups(model: nn.Module) -> weakref.WeakSet[Any]:
 def sharded_since(model: nn.Module, seen: weakref.WeakSet[Any]) -> list[str]:
     """Returns the names of the modules that were sharded since `seen_groups` was called."""
     return [name or "the root" for name, _, inner in _param_groups(model) if inner not in seen]
+
+
+def not_averaged(group: ShardedGroup) -> list[str]:
+    """Returns the names of trained modules under the same root that are sharded over the same ranks, and that neither
+    FSDP nor a hook averages over replicas. FSDP knows a root's modules once its first forward pass has begun."""
+    return [
+        getattr(inner, "_module_fqn", None) or "the root"
+        for state in getattr(_alive(group._state)._state_ctx, "all_states", [])
+        for inner in _of_state(state)
+        if getattr(inner.mesh_info, "shard_process_group", None) is group.shards
+        and getattr(inner.mesh_info, "replicate_process_group", None) is None
+        and getattr(inner, _HOOKS[0], None) is None
+        and any(param.sharded_param.requires_grad for param in inner.fsdp_params)
+    ]
 
 
 def unreduced_parameters(model: nn.Module) -> list[tuple[str, nn.Module, str]]:

@@ -190,6 +190,34 @@ def test_ranks_that_freeze_other_layers_all_raise(rank: int) -> None:
     )
 
 
+@on_ranks(2)
+def test_ranks_that_cast_weights_or_set_a_divisor_alone_all_raise(rank: int) -> None:
+    changes: list[Change] = [lambda model: model.bfloat16(), lambda model: model.set_gradient_divide_factor(4.0)]
+    for change in changes:
+        model, _ = quantised(mesh(2), {"bits": 4})
+        _steps(model, rank, range(2))
+        if rank:
+            change(model)
+        text = error_text(ConfigError, _steps, model, rank, range(2, 3))
+        assert "weights were cast or set_gradient_divide_factor was called there" in text
+
+
+@pytest.mark.parametrize("on_root", [False, True])
+@on_ranks(2)
+def test_modules_around_a_part_that_has_hooks_are_named(rank: int, on_root: bool) -> None:
+    said = logged(level=logging.WARNING)
+    model = sharded(mesh(2)["shard"])
+    register_gqsgd_fsdp(model if on_root else model[2], replicate=mesh(2)["replicate"], bits=4)
+    _steps(model, rank, range(2))
+    apart = [text for text in said if "nobody averages the gradients of 2 modules" in text]
+    assert len(apart) == (0 if on_root else 1)
+    model = sharded(mesh(2))  # torch averages over its replicas
+    register_gqsgd_fsdp(model[2], replicate=mesh(2)["replicate"], bits=4)
+    said.clear()
+    _steps(model, rank, range(2))
+    assert not any("nobody averages" in text for text in said)
+
+
 class _TwoHeads(nn.Module):
     """Two heads of equal size, of which a batch uses one."""
 
