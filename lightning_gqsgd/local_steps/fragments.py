@@ -73,10 +73,11 @@ class Bundle:
         self._dtype = COMPUTE_DTYPES[entries[0].tensor.dtype]
         self._device = entries[0].tensor.device
         device = options.anchor_device or self._device
-        self.anchors = [
-            torch.empty(entry.tensor.shape, dtype=self._anchor_dtype(entry, options), device=device)
-            for entry in self.entries
-        ]
+        with torch.inference_mode(False):  # each average changes them, and may be outside of that mode
+            self.anchors = [
+                torch.empty(entry.tensor.shape, dtype=self._anchor_dtype(entry, options), device=device)
+                for entry in self.entries
+            ]
         self.take_anchors()
         self._check_range()
 

@@ -233,7 +233,7 @@ def numbered(
         for fact in facts
     ]
     first_of_buffers = len(all_parameters) * sharding.size
-    floating = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.numel()}
+    floating = {name: buffer for name, buffer in model.named_buffers() if _is_averaged(buffer) and buffer.numel()}
     buffers = [
         Entry(Segment(first_of_buffers + place, buffer.numel(), True), plain_name(name), buffer, True)
         for place, (name, buffer) in enumerate(floating.items())
@@ -318,11 +318,16 @@ class OwnBuffers:
             model.get_submodule(module)._buffers[own_name] = buffer  # type: ignore[union-attr]
 
 
+def _is_averaged(buffer: Tensor) -> bool:
+    """Returns whether a buffer's dtype is one whose mean is computed. That of 8 bits is not: it holds codes."""
+    return buffer.dtype in COMPUTE_DTYPES
+
+
 class IntegerBuffers:
-    """Buffers that cannot be averaged, such as counters, because their dtype is not floating-point."""
+    """Buffers that are not averaged, because of their dtype, such as counters, and weights of 8 bits."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = [buffer for buffer in model.buffers() if not buffer.is_floating_point() and buffer.numel()]
+        self._buffers = [buffer for buffer in model.buffers() if not _is_averaged(buffer) and buffer.numel()]
 
     def start(self, group: dist.ProcessGroup) -> tuple[list[Tensor], list[dist.Work]]:
         """Start to broadcast the current values of a group's first rank. Returns the tensors that will hold them, and

@@ -249,3 +249,19 @@ def test_a_step_may_be_compiled(rank: int) -> str:
     torch.compile(optimizer.finish, backend="eager")()
     optimizer.close()
     return bits_of_model(model)
+
+
+@on_ranks(2)
+def test_buffers_of_8_bits_are_those_of_the_first_rank_and_lazy_layers_are_named(rank: int) -> list[str]:
+    model = mlp()
+    for bits in (torch.float8_e4m3fn, torch.float8_e5m2):
+        model.register_buffer(f"codes_{bits}".replace(".", "_"), torch.full((8,), 1.0 + rank).to(bits))
+    optimizer = local_steps(model, {"every": 2})
+    train_with(model, optimizer, rank, range(3))
+    optimizer.finish()
+    optimizer.close()
+    assert all(bool((buffer.float() == 1.0).all()) for buffer in model.buffers())
+    lazy = nn.Sequential(nn.Linear(32, 10), nn.LazyLinear(10))
+    text = error_text(ConfigError, LocalSteps, lazy, torch.optim.SGD(lazy.parameters(), lr=0.1), every=2)
+    assert "parameter '1.weight', '1.bias' has no shape before the first forward pass" in text
+    return [bits_of_model(model), text]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.ddp import hook
@@ -24,7 +25,7 @@ from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.session.opening import Side, facts_of, open_engines
 from lightning_gqsgd.wire.engine import Engine, Words
 from lightning_gqsgd.wire.meeting import Meeting
-from tests.distributed.models import fingerprint, mlp, train, wrapped
+from tests.distributed.models import fingerprint, mlp, train, train_with, wrapped
 from tests.distributed.ranks import on_ranks, run
 from tests.errors import error_text
 
@@ -273,6 +274,24 @@ def test_states_may_be_saved_and_loaded_in_inference_mode(tmp_path: Path) -> Non
     (first, second), *others = run(_saved_in_inference_mode, 2, tmp_path)
     assert first == second
     assert others == [[first, second]]
+
+
+@on_ranks(2)
+def test_a_start_in_inference_mode_trains_as_any_other(rank: int) -> list[str]:
+    bits: dict[bool, list[str]] = {}
+    for mode in (False, True):
+        model = DistributedDataParallel(mlp())
+        alone = mlp()
+        with torch.inference_mode(mode):
+            state = register_gqsgd(model, preset="dore")
+            optimizer = LocalSteps(alone, torch.optim.SGD(alone.parameters(), lr=0.1), every=2, outer_after=0)
+        train(model, rank, range(4))
+        train_with(alone, optimizer, rank, range(6))
+        optimizer.close()
+        state.close()
+        bits[mode] = [fingerprint(model), fingerprint(alone)]
+    assert bits[True] == bits[False]
+    return bits[True]
 
 
 @on_ranks(2, collective_timeout=20)
