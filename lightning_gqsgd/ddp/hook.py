@@ -461,6 +461,7 @@ class GQSGDState:
             before.trained.drop_gradients(old.reducer)
         average(left.values(), self._group)
         take_from_first_rank(new.values(), self._group)
+        old._gqsgd_was_replaced = True  # type: ignore[assignment]
         del old
         if self._parameters.renumber(numbered, named.values(), dtypes[0], self._engine.communicator):
             if self._steering is not None:
@@ -649,6 +650,12 @@ def before_forward(model: nn.Module, inputs: Any) -> None:
     """Forward pre-hook of DDP models: calls `GQSGDState.before_forward`, or warns that the model is a copy."""
     if torch.compiler.is_compiling():
         return
+    if getattr(model, "_gqsgd_was_replaced", False) and model.training and torch.is_grad_enabled():
+        raise ConfigError(
+            "this DistributedDataParallel model is not used any more, because rewrap has wrapped its module anew, and "
+            "may not average all that is trained now: keep and train what rewrap has returned, `model = "
+            "state.rewrap(DistributedDataParallel)`"
+        )
     for _, state in getattr(model, "_comm_hooks", ()):
         if isinstance(state, GQSGDState) and isinstance(model, DistributedDataParallel) and state.is_on(model):
             state.before_forward(model)

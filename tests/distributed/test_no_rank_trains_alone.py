@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_gqsgd import CollectiveError, register_gqsgd
 from lightning_gqsgd.config import ConfigError
-from tests.distributed.changed_models import CHANGES
+from tests.distributed.changed_models import CHANGES, frozen_but_the_head
 from tests.distributed.models import Branches, batch, fingerprint, loss_of, mlp, train, wrapped
 from tests.distributed.ranks import logged, on_ranks, run, run_alike
 from tests.errors import error_text
@@ -117,6 +117,23 @@ def test_another_module_in_place_of_the_wrapped_one_is_an_error(rank: int, unuse
         state.close()
         bits.append(fingerprint(model))
     return bits
+
+
+@on_ranks(2)
+def test_the_model_of_before_is_refused_after_rewrap(rank: int) -> str:
+    model, state = wrapped({}, {}, frozen_but_the_head())
+    train(model, rank, range(2))
+    model.module.requires_grad_(True)
+    new = state.rewrap(DistributedDataParallel)
+    before = fingerprint(model)
+    text = error_text(ConfigError, train, model, rank, range(2, 3))
+    assert fingerprint(model) == before
+    with torch.no_grad():
+        loss_of(model, rank, 2)
+    train(new, rank, range(2, 4))
+    state.close()
+    assert "keep and train what rewrap has returned" in text
+    return fingerprint(model)
 
 
 @on_ranks(2)
