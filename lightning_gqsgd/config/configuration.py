@@ -233,7 +233,7 @@ class GQSGDConfig(Fields):
         for way, memory in (("", self.up), (" on the way back", self.down)):
             if memory is not None:
                 what.append(f"{'shared ' if memory.shared else ''}memory{way}: {memories.numbers_in_words(memory)}")
-        return f"{bits} bits ({', '.join(what)})"
+        return f"{bits} {'bit' if bits == '1' else 'bits'} ({', '.join(what)})"
 
     def describe_rows(self, *, raw: bool = False) -> str:
         """Returns the form in which the touched rows of a table with sparse gradients are sent.
