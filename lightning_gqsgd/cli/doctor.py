@@ -19,6 +19,7 @@ from lightning_gqsgd import version
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.frameworks.versions import check_version
 from lightning_gqsgd.kernels import triton_version
+from lightning_gqsgd.wire.build import this_build
 from lightning_gqsgd.wire.processors import processors
 
 #: The answer where kernels work.
@@ -74,7 +75,7 @@ def lines(answers: list[Finding]) -> list[str]:
 
 def _versions() -> str:
     # There may be another copy of the package, which the metadata is of. Bugs are reported of what was imported.
-    own = f"lightning-gqsgd {version.__version__} in {Path(version.__file__).parent}"
+    own = f"lightning-gqsgd {this_build()} in {Path(version.__file__).parent}"
     others = [f"{name} {_version(name)}" for name in ("torch", "numba", "numpy")]
     return ", ".join([f"Python {platform.python_version()}", *others, own])
 

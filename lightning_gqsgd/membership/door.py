@@ -19,7 +19,6 @@ from typing import Any
 
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.spec.quantities import TIMES
-from lightning_gqsgd.version import __version__
 
 #: The environment variable with the lighthouse's address.
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
@@ -159,9 +158,11 @@ def _not_reached(lighthouse: str, error: Exception) -> ConfigError:
 
 def name_for(facts: Mapping[str, Any]) -> str:
     """Returns the name of members with these facts. It consists of letters, digits, dots and hyphens."""
-    from lightning_gqsgd.session.opening import digest_of_facts  # needs torch, and recipes check addresses before
+    # They need torch, and recipes check addresses before.
+    from lightning_gqsgd.session.opening import digest_of_facts
+    from lightning_gqsgd.wire.build import this_build
 
-    return f"gqsgd-{__version__}-{digest_of_facts(facts) % 2**64:016x}"
+    return f"gqsgd-{this_build()}-{digest_of_facts(facts) % 2**64:016x}"
 
 
 def check_others(lighthouse: str, name: str, timeout_s: float) -> list[str]:
@@ -193,7 +194,7 @@ def check_others(lighthouse: str, name: str, timeout_s: float) -> list[str]:
     for member in alive:
         other = member.partition(":")[0]
         if other != name:
-            raise ConfigError(f"the lighthouse {lighthouse} has members that do not fit: {_difference(other)}")
+            raise ConfigError(f"the lighthouse {lighthouse} has members that do not fit: {_difference(other, name)}")
     return [address for _, address in sorted(_merged_on(page, alive), key=lambda entry: -entry[0])]
 
 
@@ -275,12 +276,12 @@ def _merged_on(page: str, alive: list[str]) -> list[tuple[int, str]]:
     return [(int(merges), address) for member, merges, address in _MERGED.findall(page) if member in alive]
 
 
-def _difference(other: str) -> str:
+def _difference(other: str, own: str) -> str:
     if not other.startswith("gqsgd-"):
         return f"{other[:80]!r} is not a training of this package; start a lighthouse for each training"
-    version = other.removeprefix("gqsgd-").rpartition("-")[0]
-    if version != __version__:
-        return f"they have version {version} of lightning_gqsgd, and this one {__version__}; install the same on all"
+    theirs, mine = (name.removeprefix("gqsgd-").rpartition("-")[0] for name in (other, own))
+    if theirs != mine:
+        return f"they run another build of lightning-gqsgd ({theirs}) than this one ({mine}); install the same on all"
     return (
         "they have another model, other options or another compression than this one, other values of parameters that "
         "are not trained, or devices of another kind (CPU or GPU); start all with the same, or a lighthouse for each "

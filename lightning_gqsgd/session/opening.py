@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.kernels.wire import VERSION
-from lightning_gqsgd.version import __version__
 from lightning_gqsgd.wire.agreement import Card, digest_of
 from lightning_gqsgd.wire.communicator import check_timeout
 from lightning_gqsgd.wire.engine import Engine, Words
@@ -151,8 +149,7 @@ def facts_of(config: GQSGDConfig, own: Mapping[str, Any]) -> dict[str, Any]:
         config: the configuration.
         own: more facts from the caller.
     """
-    versions = {"version of lightning_gqsgd": __version__, "version of the wire format": VERSION}
-    return {**config.to_dict(), **own, **versions}
+    return {**config.to_dict(), **own}
 
 
 def digest_of_facts(facts: Mapping[str, Any]) -> int:

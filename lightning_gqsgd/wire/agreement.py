@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_gqsgd.errors import ConfigError, describe_difference
 from lightning_gqsgd.reducers.base import Exchange
+from lightning_gqsgd.wire.build import this_build
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Card:
         error: why the rank refuses; empty if it does not refuse.
         is_own: whether the error arose on this rank; False if the rank heard of it in another process group.
         news: further values for the other ranks, plain values by name; they need not be equal.
+        build: the build of the package that the rank runs, see `build.this_build`. It is compared before all others.
     """
 
     purpose: str
@@ -61,21 +63,23 @@ class Card:
     error: str = ""
     is_own: bool = True
     news: Mapping[str, Any] = field(default_factory=dict)
+    build: str = field(default_factory=this_build)
 
     def to_json(self) -> str:
         """Returns the card as text, with an error cut to `ERROR_LENGTH` characters."""
         error = self.error[:ERROR_LENGTH]
-        return json.dumps([self.purpose, self.facts, error, self.is_own, self.news], sort_keys=True)
+        return json.dumps([self.build, self.purpose, self.facts, error, self.is_own, self.news], sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Card:
-        """Parse a card. If the text is no card, return a card that refuses, because its rank runs another version."""
-        unreadable = cls("", {}, f"its card cannot be read ({text:.100}); install the same version on every rank")
+        """Parse a card. If the text is no card, return a card that refuses, because its rank runs another build."""
+        unreadable = cls("", {}, f"its card cannot be read ({text:.100})", build=f"its card: {text:.100}")
         try:
-            fields = tuple(json.loads(text))
+            build, *others = json.loads(text)
         except (TypeError, ValueError, RecursionError):  # a text like "[[[[[..." is too deep to parse
             return unreadable
-        return cls(*fields) if tuple(map(type, fields)) == (str, dict, str, bool, dict) else unreadable
+        fields = (*others, build)
+        return cls(*fields) if tuple(map(type, fields)) == (str, dict, str, bool, dict, str) else unreadable
 
 
 def verdict(cards: Sequence[Card], numbers: Sequence[int]) -> str:
@@ -89,6 +93,13 @@ def verdict(cards: Sequence[Card], numbers: Sequence[int]) -> str:
     heard = [card.error for card in cards if card.error and not card.is_own]
     if heard:
         return heard[0]
+    # Two builds may have other facts for the same arguments, and refuse other arguments.
+    foreign = [rank for rank, card in enumerate(cards) if card.build != cards[0].build]
+    if foreign:
+        return (
+            f"{named(foreign, numbers)} {'runs' if len(foreign) == 1 else 'run'} another build of lightning-gqsgd "
+            f"({cards[foreign[0]].build}) than {named([0], numbers)} ({cards[0].build}); install the same on all ranks"
+        )
     refusing = {rank: card.error for rank, card in enumerate(cards) if card.error}
     if refusing:
         reason = next(iter(refusing.values()))

@@ -29,6 +29,7 @@ from lightning_gqsgd.predict.costs import BF16_HOOK, KINDS, Costs
 from lightning_gqsgd.predict.probe import Probe
 from lightning_gqsgd.predict.recording import Recorder
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
+from lightning_gqsgd.wire.build import this_build
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.shared_memory import SharedGroup
 from tests.commands import output_of, refusal
@@ -261,7 +262,7 @@ def test_the_doctor_answers_every_question_in_a_line() -> None:
     assert len(lines) == 10
     assert all(line.startswith("ok  ") for line in lines)
     assert 'knows strategy="gqsgd"' in output
-    assert f"lightning-gqsgd {version.__version__} in {Path(version.__file__).parent}" in lines[0]
+    assert f"lightning-gqsgd {this_build()} in {Path(version.__file__).parent}" in lines[0]
 
 
 def test_the_doctor_names_a_remedy_where_kernels_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,10 @@ from lightning_gqsgd.ddp import hook
 from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.errors import CollectiveError, ConfigError
+from lightning_gqsgd.kernels.wire import VERSION
+from lightning_gqsgd.local_steps.optimizer import LocalSteps
 from lightning_gqsgd.session.opening import Side, facts_of, open_engines
+from lightning_gqsgd.version import __version__
 from lightning_gqsgd.wire.engine import Engine, Words
 from lightning_gqsgd.wire.meeting import Meeting
 from tests.distributed.models import fingerprint, mlp, train, train_with, wrapped
@@ -92,6 +95,30 @@ def _another_function(rank: int) -> tuple[str, float]:
 def test_ranks_that_call_other_functions_are_an_error_on_all(tmp_path: Path) -> None:
     for text, seconds in run(_another_function, 2, tmp_path):
         assert "rank 0 calls register_gqsgd while rank 1 calls all_reduce" in text
+        assert seconds < AT_ONCE
+
+
+def _local_steps() -> None:
+    model = mlp()
+    LocalSteps(model, torch.optim.SGD(model.parameters(), 0.1), every=4)
+
+
+@on_ranks(2)
+def test_a_rank_of_another_build_is_named_before_anything_of_it_is_read(rank: int) -> None:
+    """Its news and facts may have other names, and other defaults."""
+    model = DistributedDataParallel(mlp())
+    build, agree = "lightning_gqsgd.wire.build", Meeting.agree
+    calls = [lambda: register_gqsgd(model), lambda: all_reduce(torch.zeros(5)), _local_steps]
+    for call in calls:
+        with pytest.MonkeyPatch.context() as older:
+            if rank == 1:
+                older.setattr(f"{build}.digest_of_sources", lambda: 64 * "0")
+                older.setattr(Meeting, "agree", lambda meeting, *_, **__: agree(meeting))
+            text, seconds = _error(call)
+        assert text.startswith(
+            f"rank 1 runs another build of lightning-gqsgd ({__version__}-wire{VERSION}-000000000000) than rank 0 ("
+        )
+        assert text.endswith("; install the same on all ranks")
         assert seconds < AT_ONCE
 
 

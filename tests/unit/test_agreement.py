@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from lightning_gqsgd.wire.agreement import (
     compared,
     verdict,
 )
+from lightning_gqsgd.wire.build import this_build
 
 
 @pytest.mark.parametrize("error", ["short", "ω" * 1000, "\U0001f600" * 1000, "\n" * 1000, "x" * 5000])
@@ -53,13 +55,25 @@ def test_a_rank_that_refuses_waits_for_no_card_of_the_others(monkeypatch: pytest
 def test_a_card_that_fits_travels_as_it_is() -> None:
     card = Card("all_reduce", {"bits": 4}, "too few", is_own=False)
     (exchange,) = next(compared(card, range(2), torch.device("cpu")))
-    assert json.loads(bytes(exchange.input.tolist())) == ["all_reduce", {"bits": 4}, "too few", False, {}]
+    sent = json.loads(bytes(exchange.input.tolist()))
+    assert sent == [this_build(), "all_reduce", {"bits": 4}, "too few", False, {}]
 
 
 def test_only_the_ranks_that_refuse_for_the_first_reason_are_named() -> None:
     cards = [Card("f", {}, error) for error in ("", "one", "two", "one")]
     assert verdict(cards, range(4)) == "ranks 1 and 3 refused: one"
     assert verdict(cards, range(0, 8, 2)) == "global ranks 2 and 6 refused: one"
+
+
+@pytest.mark.parametrize(
+    "other", [{"error": "unknown field 'outlier'"}, {"purpose": "LocalSteps"}, {"facts": {"block_size": 128}}]
+)
+def test_ranks_of_another_build_are_named_before_what_follows_from_it(other: dict[str, Any]) -> None:
+    """Such as a field that only one of the builds has, or another default."""
+    cards = [Card("f", {})] + 2 * [Card(**{"purpose": "f", "facts": {}, **other}, build="0.1.0-wire3-0123456789ab")]
+    builds = f"another build of lightning-gqsgd (0.1.0-wire3-0123456789ab) than rank 0 ({this_build()})"
+    assert verdict(cards, range(3)) == f"ranks 1 and 2 run {builds}; install the same on all ranks"
+    assert verdict(cards[:2], range(2)) == f"rank 1 runs {builds}; install the same on all ranks"
 
 
 def stamped(check: StampCheck, *stamps: Stamp) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from lightning_gqsgd import ConfigError
 from lightning_gqsgd.membership import door
+from lightning_gqsgd.wire.build import this_build
 
 OWN = door.name_for({"bits": 4})
 
@@ -184,4 +185,12 @@ def test_members_with_the_most_merges_are_asked_first_and_those_that_are_gone_ne
 def test_a_member_of_another_training_that_is_there_is_an_error() -> None:
     members = [(f"{OWN}:1", 3, "1.5s"), ("gqsgd-other:4", 12, "4.9s")]
     with answering(page_of(*members)) as address, pytest.raises(ConfigError, match="members that do not fit"):
+        door.check_others(address, OWN, 5.0)
+
+
+@pytest.mark.parametrize("build", ["0.1.0", "0.1.0-wire3-0123456789ab"])
+def test_members_of_another_build_are_said_to_be_that(build: str) -> None:
+    words = rf"another build of lightning-gqsgd \({build}\) than this one \({this_build()}\); install the same on all"
+    other = page_of((f"gqsgd-{build}-0123456789abcdef:1", 3, "1.5s"))
+    with answering(other) as address, pytest.raises(ConfigError, match=words):
         door.check_others(address, OWN, 5.0)

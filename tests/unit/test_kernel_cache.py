@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lightning_gqsgd import version
 from lightning_gqsgd.kernels.cpu import cache
 from lightning_gqsgd.kernels.cpu.cache import Compilation
 from lightning_gqsgd.kernels.cpu.jit import kernel
@@ -100,19 +101,19 @@ def test_every_file_that_kernels_include_is_part_of_the_digest(tmp_path: Path) -
         copies.append(tmp_path / f"{number}" / file.name)
         copies[-1].parent.mkdir()
         copies[-1].write_bytes(file.read_bytes())
-    digest = cache.digest_of(copies)
-    assert digest == cache.digest_of(files)
+    digest = version.digest_of(copies)
+    assert digest == version.digest_of(files)
     for copy in copies:
         content = copy.read_bytes()
         copy.write_bytes(content + b"#")
-        assert cache.digest_of(copies) != digest
+        assert version.digest_of(copies) != digest
         copy.write_bytes(content)
 
 
 def test_another_version_in_a_zip_archive_has_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = cache.digest_of([])
-    monkeypatch.setattr(cache, "__version__", "0.0.1")
-    assert cache.digest_of([]) != before
+    before = version.digest_of([])
+    monkeypatch.setattr(version, "__version__", "0.0.1")
+    assert version.digest_of([]) != before
 
 
 def test_a_damaged_file_is_replaced(folder: Path, told: list[Compilation]) -> None:

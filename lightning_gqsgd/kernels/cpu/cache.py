@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -39,7 +39,7 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 from numba.misc.appdirs import AppDirs
 
-from lightning_gqsgd.version import __version__
+from lightning_gqsgd.version import digest_of
 
 #: Advice for the case that no folder is writable.
 REMEDY = "set the environment variable NUMBA_CACHE_DIR to a folder that is writable and has room"
@@ -87,19 +87,10 @@ def included_files() -> list[Path]:
     return [file for folder in _FOLDERS for file in sorted((package / folder).rglob("*.py"))]
 
 
-def digest_of(files: Iterable[Path]) -> str:
-    """Returns the digest of the names and the contents of files, and of the version of the package."""
-    # The version decides for a package in a zip archive, which has no files.
-    digest = hashlib.sha256(__version__.encode())
-    for file in files:
-        content = file.read_bytes()
-        digest.update(f"\0{file.name} {len(content)}\0".encode() + content)
-    return digest.hexdigest()
-
-
 @lru_cache(maxsize=1)
 def _source_digest() -> str:
-    """Returns the digest of the sources. It is computed once, because imported code does not change with its files."""
+    """Returns the digest of the sources that kernels can include. It is computed once, because imported code does not
+    change with its files."""
     return digest_of(included_files())
 
 
