@@ -12,7 +12,7 @@ from ipaddress import IPv6Address
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_gqsgd.session.nodes import card_rate
+from lightning_gqsgd.session.links import card_rate
 
 #: Linux's request for an interface's IPv4 address.
 _SIOCGIFADDR = 0x8915

@@ -1,20 +1,19 @@
-"""Finds which ranks of a process group share a node, and the rate of the node's link."""
+"""Finds which ranks of a process group share a node."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.session.links import link_rate
 from lightning_gqsgd.wire.agreement import digest_of
+from lightning_gqsgd.wire.communicator import backends_of
 from lightning_gqsgd.wire.node import this_node
 from lightning_gqsgd.wire.workers import codec_threads
 
@@ -65,7 +64,9 @@ def nodes_of_groups(meeting: Meeting, device: torch.device) -> list[Nodes]:
     """
     codec_threads(dist.get_world_size())  # checks the number of threads before ranks agree on anything
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    news = {"node": digest_of(this_node()), "bytes_per_s": link_rate(), "device": name}
+    over_nccl = device.type == "cuda" and backends_of(meeting.groups[0]).get("cuda") == "nccl"
+    rate = link_rate("nccl" if over_nccl else "gloo")
+    news = {"node": digest_of(this_node()), "bytes_per_s": rate, "device": name}
     meeting.agree(news=news)
     return [_nodes(told) for told in meeting.news]
 
@@ -76,43 +77,6 @@ def _nodes(told: Sequence[Mapping[str, Any]]) -> Nodes:
     known = [rank["bytes_per_s"] for rank in told if rank["bytes_per_s"]]
     of_ranks = tuple(numbers[rank["node"]] for rank in told)
     return Nodes(of_ranks, min(known, default=0.0), frozenset(rank["device"] for rank in told))
-
-
-def link_rate(root: Path = Path("/sys/class")) -> float:
-    """Returns the bytes per second that this machine can send to others, according to its kernel; 0 if unknown.
-
-    The rates of all InfiniBand ports are added. If there are none, it is the rate of the fastest network card. Virtual
-    cards, such as those of containers, are ignored, because their rates mean nothing.
-    """
-    return sum(_infiniband(root / "infiniband")) or max(_cards(root / "net"), default=0.0)
-
-
-def _infiniband(folder: Path) -> Iterator[float]:
-    for port in sorted(folder.glob("*/ports/*")):
-        with suppress(OSError):
-            rate = re.match(r"(\d+(?:\.\d+)?) Gb/sec", (port / "rate").read_text())
-            if rate and "ACTIVE" in (port / "state").read_text():
-                yield float(rate[1]) * 1e9 / 8
-
-
-def _cards(folder: Path) -> Iterator[float]:
-    for card in sorted(folder.glob("*")):
-        megabits = card_rate(card)
-        if megabits is not None and (card / "device").exists():
-            yield megabits * 1e6 / 8
-
-
-def card_rate(card: Path) -> int | None:
-    """Returns the rate of a network card in Mbit/s, according to its driver; None if the driver does not say it, or if
-    no cable is connected.
-
-    Args:
-        card: the card's folder below ``/sys/class/net``.
-    """
-    with suppress(OSError, ValueError):
-        megabits = int((card / "speed").read_text())
-        return megabits if megabits > 0 else None
-    return None
 
 
 def with_nodes(config: GQSGDConfig, nodes: Nodes) -> GQSGDConfig:

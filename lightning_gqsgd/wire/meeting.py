@@ -91,11 +91,15 @@ class Meeting:
         groups: process groups. If there are several, they have to connect every two ranks: news go round the first
             group, then round the second group, and then round the first group again.
         timeout: how long to wait for other ranks in a round.
+
+    Attributes:
+        groups: the process groups.
     """
 
     def __init__(self, purpose: str, groups: Sequence[dist.ProcessGroup | Peers], timeout: timedelta) -> None:
         self._purpose = purpose
         self._timeout_s = timeout.total_seconds()
+        self.groups = groups
         self._circles = [_Circle(group, self._timeout_s) for group in groups]
         self._keys: list[str] = []
         self._told = False

@@ -94,7 +94,7 @@ def test_calls_may_have_nodes_of_several_sizes(tmp_path: Path) -> None:
 def _by_itself(rank: int, nodes: str) -> dict[str, str]:
     """What is reported, and the weights at the end, on a machine that stands for several nodes."""
     os.environ["GROUP_RANK"] = nodes[rank]
-    session.nodes.link_rate = lambda: 0.0  # whatever this machine has
+    session.nodes.link_rate = lambda _: 0.0  # whatever this machine has
     reports = {}
     model, state = wrapped({}, {}, mlp(1024))
     train(model, rank, range(3))

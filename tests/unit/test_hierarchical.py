@@ -14,7 +14,8 @@ from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers.gather import Gather
 from lightning_gqsgd.research.simulation import average, relative_error
-from lightning_gqsgd.session.nodes import Nodes, _nodes, link_rate, with_nodes
+from lightning_gqsgd.session.links import link_rate
+from lightning_gqsgd.session.nodes import Nodes, _nodes, with_nodes
 from lightning_gqsgd.wire.node import this_node
 from lightning_gqsgd.wire.plan import Plan
 from tests.unit.test_scatter import gaussian
@@ -144,22 +145,75 @@ def test_a_machine_stands_for_several_nodes_where_a_launcher_numbers_them(monkey
     assert len({plain, first, this_node()}) == 3
 
 
-def test_the_rate_of_a_node_is_that_of_its_infiniband_ports_or_of_its_fastest_card(tmp_path: Path) -> None:
-    assert link_rate(tmp_path) == 0
-    for name, speed, is_real in (("eth0", "1000", True), ("eth1", "25000", True), ("docker0", "100000", False)):
-        card = tmp_path / "net" / name
-        card.mkdir(parents=True)
-        (card / "speed").write_text(speed)
-        if is_real:
-            (card / "device").mkdir()
-    (tmp_path / "net" / "wlan0" / "device").mkdir(parents=True)
-    assert link_rate(tmp_path) == 25e9 / 8
-    for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "4: ACTIVE"), ("mlx5_2", "1: DOWN")):
+@pytest.fixture
+def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The devices of a machine with two cards, a bond and a VLAN over them, and four ports of InfiniBand."""
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA"):
+        monkeypatch.delenv(name, raising=False)
+    net = tmp_path / "net"
+    for name, speed in (("eth0", 1000), ("eth1", 25000), ("docker0", 100000), ("bond0", 50000), ("bond0.7", -1)):
+        (net / name).mkdir(parents=True)
+        (net / name / "speed").write_text(str(speed))
+    for name in ("eth0", "eth1", "wlan0"):
+        (net / name / "device").mkdir(parents=True)
+    (net / "bond0" / "lower_eth1").symlink_to(net / "eth1")
+    (net / "bond0.7" / "lower_bond0").symlink_to(net / "bond0")
+    for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "4: ACTIVE"), ("mlx5_2", "1: DOWN"), ("x0", "4: ACTIVE")):
         port = tmp_path / "infiniband" / device / "ports" / "1"
         port.mkdir(parents=True)
         (port / "rate").write_text("100 Gb/sec (4X EDR)")
         (port / "state").write_text(state)
-    assert link_rate(tmp_path) == 200e9 / 8
+    return tmp_path
+
+
+def test_the_rate_of_a_node_is_that_of_its_infiniband_ports_over_nccl_or_of_its_fastest_card(devices: Path) -> None:
+    assert link_rate("nccl", devices) == 300e9 / 8
+    assert link_rate("gloo", devices) == 25e9 / 8
+    assert link_rate("gloo", devices / "nothing") == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "gbit"),
+    [
+        ("", 25),
+        ("eth0", 1),
+        ("=eth0", 1),
+        ("eth", 25),
+        ("=eth", 0),
+        ("^eth1,bond", 1),
+        ("^=eth1,bond0", 25),  # bond0.7 is left
+        ("^eth", 25),
+        ("eth1:5,eth0", 25),
+        ("=bond0.7", 25),
+        ("docker0", 0),
+        ("wlan0", 0),
+    ],
+)
+def test_the_rate_over_nccl_without_infiniband_is_that_of_the_interfaces_it_may_use(
+    given: str, gbit: float, devices: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", given)
+    assert link_rate("nccl", devices) == gbit * 1e9 / 8
+
+
+@pytest.mark.parametrize(("given", "gbit"), [("eth0", 1), ("eth0,eth1", 25), ("eth", 0), ("bond0", 25)])
+def test_the_rate_over_gloo_is_that_of_the_interfaces_it_may_use(
+    given: str, gbit: float, devices: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
+    assert link_rate("gloo", devices) == gbit * 1e9 / 8
+
+
+@pytest.mark.parametrize(("given", "gbit"), [("mlx5", 200), ("=mlx5_0:1", 100), ("^mlx5_1,x", 100), ("mlx5_2", 25)])
+def test_the_rate_over_nccl_is_that_of_the_infiniband_devices_it_may_use(
+    given: str, gbit: float, devices: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_IB_DISABLE", "0")
+    monkeypatch.setenv("NCCL_IB_HCA", given)
+    assert link_rate("nccl", devices) == gbit * 1e9 / 8
 
 
 def test_the_rate_of_a_group_is_that_of_its_slowest_link_that_is_known() -> None:
