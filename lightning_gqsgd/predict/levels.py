@@ -20,6 +20,7 @@ from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.costs import LATENCY_S, Costs, Link, estimated_costs
 from lightning_gqsgd.predict.timeline import BUCKET_BYTES, Bucket, Timeline
+from lightning_gqsgd.session.links import VARIABLE
 from lightning_gqsgd.session.nodes import Nodes, with_nodes
 from lightning_gqsgd.spec.quantities import duration
 
@@ -130,7 +131,9 @@ def _fastest(
         plain: what torch itself does, in words.
         advice: the end of the warning.
     """
-    link = f"{'' if nodes.bytes_per_s else 'an assumed '}{8 * _link(nodes).bytes_per_s / 1e9:.3g} Gbit/s"
+    link = f"{8 * _link(nodes).bytes_per_s / 1e9:.3g} Gbit/s"
+    if not nodes.bytes_per_s:
+        link = f"an assumed {link} ({VARIABLE}=25gbit sets the rate)"
     seconds = {way: seconds_of(way) for way in ways}
     chosen = min(ways, key=lambda way: seconds[way])
     note = ""

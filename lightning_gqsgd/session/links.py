@@ -8,6 +8,22 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from lightning_gqsgd.spec.quantities import bytes_per_second
+
+#: Environment variable with the rate of the nodes' links, such as ``25gbit``, instead of what the kernel says. The
+#: cards of most virtual machines do not say theirs.
+VARIABLE = "GQSGD_LINK"
+
+
+def given_rate() -> float:
+    """Returns the bytes per second in ``GQSGD_LINK``; 0 if it is not set.
+
+    Raises:
+        ConfigError: if it is no rate.
+    """
+    given = os.environ.get(VARIABLE, "").strip()
+    return bytes_per_second(given, VARIABLE) if given else 0.0
+
 
 def link_rate(backend: str, root: Path = Path("/sys/class")) -> float:
     """Returns the bytes per second that this machine can send to others, according to its kernel; 0 if unknown.

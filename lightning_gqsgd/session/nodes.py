@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.session.links import link_rate
+from lightning_gqsgd.session.links import VARIABLE, given_rate, link_rate
+from lightning_gqsgd.spec.quantities import rate_in_words
 from lightning_gqsgd.wire.agreement import digest_of
 from lightning_gqsgd.wire.communicator import backends_of
 from lightning_gqsgd.wire.node import this_node
@@ -58,16 +59,18 @@ def nodes_of_groups(meeting: Meeting, device: torch.device) -> list[Nodes]:
         device: device of this rank's gradients.
 
     Raises:
-        ConfigError: if a rank's environment has an invalid number of processes or of threads. It is raised on every
-            rank.
+        ConfigError: if a rank's environment has an invalid number of processes or of threads, or an invalid rate of the
+            link, or if ranks have different ones. It is raised on every rank.
         CollectiveError: if a rank did not arrive in time.
     """
     codec_threads(dist.get_world_size())  # checks the number of threads before ranks agree on anything
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     over_nccl = device.type == "cuda" and backends_of(meeting.groups[0]).get("cuda") == "nccl"
-    rate = link_rate("nccl" if over_nccl else "gloo")
+    given = given_rate()
+    rate = given or link_rate("nccl" if over_nccl else "gloo")
     news = {"node": digest_of(this_node()), "bytes_per_s": rate, "device": name}
-    meeting.agree(news=news)
+    in_common = {VARIABLE: rate_in_words(given) if given else "not set"}
+    meeting.agree([in_common] * len(meeting.groups), news)
     return [_nodes(told) for told in meeting.news]
 
 

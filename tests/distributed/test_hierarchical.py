@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd import LocalSteps, all_reduce, session
 from lightning_gqsgd.ddp.functional import close
+from lightning_gqsgd.ddp.hook import register_gqsgd
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.research.simulation import average
 from tests.bits import bits_of
 from tests.distributed.models import finish, mlp, train, wrapped
-from tests.distributed.ranks import run, run_alike
+from tests.distributed.ranks import on_ranks, run, run_alike
+from tests.errors import error_text
 
 FIELDS = {"reducer": "hierarchical", "node_size": 2, "sample_every": 1}
 
@@ -89,6 +93,27 @@ def test_calls_may_have_nodes_of_several_sizes(tmp_path: Path) -> None:
     gradients = [torch.arange(5_000, dtype=torch.float32).sin() * (rank + 1) for rank in range(6)]
     for size, found in ((2, two), (3, three)):
         assert found == bits_of([average(gradients, reducer="hierarchical", node_size=size, bits=4)[0]])
+
+
+@on_ranks(2)
+def test_the_rate_of_the_link_may_be_given_and_is_the_same_on_all_ranks(rank: int) -> None:
+    os.environ["GROUP_RANK"] = str(rank)
+    session.nodes.link_rate = lambda _: 0.0  # as on most virtual machines
+    model = DistributedDataParallel(mlp(1024))
+    for given, words in (
+        (["25gbit", "fast"], "rank 1 refused: GQSGD_LINK 'fast' is not a number and a unit"),
+        (
+            ["25gbit", "10gbit"],
+            'ranks 0 and 1 do not agree: GQSGD_LINK: "25gbit" != "10gbit"; give every rank the same',
+        ),
+        ([" ", "10gbit"], 'ranks 0 and 1 do not agree: GQSGD_LINK: "not set" != "10gbit"; give every rank the same'),
+    ):
+        os.environ["GQSGD_LINK"] = given[rank]
+        assert words.removeprefix("rank 1 refused: " if rank else "") in error_text(
+            ConfigError, lambda: register_gqsgd(model)
+        )
+    os.environ["GQSGD_LINK"] = ["400gbit", "0.4 Tbit"][rank]
+    assert "PREDICTED TO BE SLOWER than plain DDP: on 400 Gbit/s" in register_gqsgd(model).report()
 
 
 def _by_itself(rank: int, nodes: str) -> dict[str, str]:

@@ -82,7 +82,7 @@ def test_an_unknown_link_is_assumed_and_gives_no_warning() -> None:
     unknown = Nodes(on(4, 8).of_ranks)
     fit = fitted(GQSGDConfig(), unknown, NUMEL, torch.float32)
     assert fit.config.reducer == "hierarchical"
-    assert "on an assumed 1 Gbit/s" in fit.note
+    assert "on an assumed 1 Gbit/s (GQSGD_LINK=25gbit sets the rate), the gradients" in fit.note
     flat = Nodes(on(4, 1).of_ranks)
     assert fitted(GQSGDConfig(), flat, NUMEL, torch.float32).note == ""
 
