@@ -7,6 +7,7 @@ on the number of bits.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -43,7 +44,8 @@ class Fit:
 
     Attributes:
         config: the configuration; its reducer is "hierarchical" if that is predicted to be faster.
-        note: a clause that says so, or that plain DDP is, or may be, faster; empty otherwise.
+        note: clauses that say so, or why that is not possible, or that plain DDP is, or may be, faster; empty
+            otherwise.
     """
 
     config: GQSGDConfig
@@ -75,7 +77,9 @@ def fitted(config: GQSGDConfig, nodes: Nodes, numel: int, dtype: torch.dtype) ->
     # All candidates of `auto` use the same way, which is chosen for the widest one, the closest to plain DDP.
     seconds_of = partial(_all_reduce_s, nodes, numel, dtype, max(widths))
     advice = "; `gqsgd advise` says what pays, and auto=True takes plain DDP where that is faster"
-    return _fastest(_ways(config, nodes.size), nodes, seconds_of, "plain DDP", advice)
+    fit = _fastest(_ways(config, nodes.size), nodes, seconds_of, "plain DDP", advice)
+    missed = _missed_levels(config, nodes, lambda equal: fitted(config, equal, numel, dtype))
+    return replace(fit, note=missed + fit.note)
 
 
 def fitted_scatter(config: GQSGDConfig, nodes: Nodes, numel: int) -> Fit:
@@ -105,8 +109,10 @@ def fitted_scatter(config: GQSGDConfig, nodes: Nodes, numel: int) -> Fit:
             )
         return Fit(config if config.reducer == "hierarchical" else one_level)
     widths = _widths(config)
-    if nodes.number == 1 or size < 2 or not widths or not numel:
+    if nodes.number == 1 or not widths or not numel:
         return Fit(one_level)
+    if size < 2:
+        return Fit(one_level, _missed_levels(config, nodes, lambda equal: fitted_scatter(config, equal, numel)))
     seconds_of = partial(_reduce_scatter_s, nodes, numel, max(widths))
     advice = " in fp32; `gqsgd advise --fsdp` says what pays"
     return _fastest([one_level, *_ways(config, size)[1:]], nodes, seconds_of, "torch's own reduce-scatters", advice)
@@ -150,6 +156,27 @@ def _fastest(
             f"gradients of a step against {duration(plain_s)}{advice}"
         )
     return Fit(chosen, note)
+
+
+def _missed_levels(config: GQSGDConfig, nodes: Nodes, fit_on: Callable[[Nodes], Fit]) -> str:
+    """Returns a clause that says why nodes cannot have two levels, if these would be taken on equal nodes of the
+    largest size; empty otherwise.
+
+    Args:
+        config: the configuration.
+        nodes: the nodes, at least two.
+        fit_on: returns the configuration that fits other nodes.
+    """
+    if nodes.size or config.reducer != "auto":
+        return ""
+    counts = Counter(nodes.of_ranks).values()
+    largest = max(counts)
+    equal = nodes._replace(of_ranks=tuple(rank // largest for rank in range(largest * nodes.number)))
+    if fit_on(equal).config.reducer != "hierarchical":
+        return ""
+    *most, last = map(str, sorted(set(counts), reverse=True))
+    why = f"nodes have {', '.join(most)} and {last} ranks" if most else "ranks are not ordered by node"
+    return f"; hierarchical is not possible, because {why}: on equal nodes, it is predicted to be faster"
 
 
 def _warning_of_one_node(config: GQSGDConfig, nodes: Nodes) -> str:

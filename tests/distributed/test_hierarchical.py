@@ -148,4 +148,6 @@ def test_auto_takes_two_levels_on_nodes_of_equal_size_by_itself(nodes: str, tmp_
     assert ("by hierarchical over 4 ranks (2 nodes of 2)" in first["hook"]) == has_levels
     assert ("hierarchical, because 2 ranks share the link of a node: on an assumed" in first["hook"]) == has_levels
     assert ("by hierarchical" in first["local steps"]) == has_levels
+    is_unequal = nodes in ("0001", "0101")
+    assert ("hierarchical is not possible, because" in first["hook"]) == is_unequal
     assert float(first["tensor"]) == pytest.approx(4999 * 1.5, rel=0.02)

@@ -87,6 +87,29 @@ def test_an_unknown_link_is_assumed_and_gives_no_warning() -> None:
     assert fitted(GQSGDConfig(), flat, NUMEL, torch.float32).note == ""
 
 
+@pytest.mark.parametrize(
+    ("of_ranks", "why"),
+    [
+        ((0, 0, 1), "nodes have 2 and 1 ranks"),
+        ((0,) * 8 + (1,) * 7 + (2,) * 8 + (3,), "nodes have 8, 7 and 1 ranks"),
+        ((0, 1, 0, 1), "ranks are not ordered by node"),
+    ],
+)
+def test_nodes_that_keep_the_start_from_two_levels_are_named(of_ranks: tuple[int, ...], why: str) -> None:
+    clause = f"; hierarchical is not possible, because {why}: on equal nodes, it is predicted to be faster"
+    nodes = Nodes(of_ranks, 1.25e8)
+    fit = fitted(GQSGDConfig(bits=4), nodes, NUMEL, torch.float32)
+    assert fit.config == GQSGDConfig(bits=4)
+    assert fit.note == clause
+    for config, others in (
+        (GQSGDConfig(bits=4), nodes._replace(of_ranks=tuple(range(4)))),
+        (GQSGDConfig(bits=4), nodes._replace(bytes_per_s=1.25e11)),  # one level is faster on this link
+        (GQSGDConfig(bits=4, reducer="two_shot"), nodes),
+        (GQSGDConfig(memory="ef", codec="sign"), nodes),
+    ):
+        assert "hierarchical" not in fitted(config, others, NUMEL, torch.float32).note
+
+
 def test_ranks_with_different_gpus_take_the_same_reducer() -> None:
     """Each rank alone would predict by its own GPU, and ranks would not agree."""
     names = {"NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB"}
@@ -148,9 +171,12 @@ def test_reduce_scatters_have_two_levels_where_ranks_share_a_link() -> None:
     fit = fitted_scatter(GQSGDConfig(), on_gpus(2, 8), NUMEL)
     assert (fit.config.reducer, fit.config.node_size) == ("hierarchical", 8)
     assert fit.note.startswith("; hierarchical, because 8 ranks share the link of a node: on 10 Gbit/s, the gradients")
-    for nodes in (on_gpus(1, 8), on_gpus(8, 1), Nodes((0, 0, 0, 1, 1), 1e8)):
+    for nodes in (on_gpus(1, 8), on_gpus(8, 1)):
         fit = fitted_scatter(GQSGDConfig(), nodes, NUMEL)
         assert (fit.config.reducer, fit.config.node_size, fit.note) == ("two_shot", 0, "")
+    fit = fitted_scatter(GQSGDConfig(), Nodes((0, 0, 0, 1, 1), 1e8), NUMEL)
+    assert (fit.config.reducer, fit.config.node_size) == ("two_shot", 0)
+    assert fit.note.startswith("; hierarchical is not possible, because nodes have 3 and 2 ranks: ")
 
 
 def test_reduce_scatters_of_one_level_warn_where_torchs_own_are_faster() -> None:
