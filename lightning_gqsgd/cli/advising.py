@@ -116,6 +116,8 @@ class Question:
         if self.link is not None and self.intra is None and per_node > 1:
             rate = rate_in_words(inside_rate(device))
             notes.append(f"between the ranks of a node: {rate} in each direction; --intra changes it")
+        if min(nodes, per_node) > 1:
+            notes.append(f"sent (MB): of one rank; wire (ms): of a node's link, which its {per_node} ranks share")
         if batch is None:
             notes.append("samples/s: not known, because the probe does not say its batch; give --batch")
         words = f"codec {codec}" + (" (assumed)" if self.codec is None and probe is None else "")

@@ -94,9 +94,12 @@ def test_bytes_within_a_node_are_told_apart_from_those_between_nodes() -> None:
     assert levels["sent_bytes"] == levels["network_bytes"] + levels["node_bytes"]
     assert 0 < levels["network_bytes"] < flat["sent_bytes"] == flat["network_bytes"]
     assert "in node (MB)" in _run(*words)
+    note = "Note: sent (MB): of one rank; wire (ms): of a node's link, which its 4 ranks share."
+    assert note in _run(*words)
     (one, *_) = _json(*USUAL, "--nodes", "1", "--gpus-per-node", "4", "--link", "1gbit")["candidates"]
     assert (one["network_bytes"], one["node_bytes"]) == (0, one["sent_bytes"])
     assert "in node (MB)" not in _run(*USUAL, "--link", "1gbit")
+    assert "which its" not in _run(*USUAL, "--link", "1gbit")
 
 
 def test_json_has_the_break_even_and_both_sweeps() -> None:
