@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_gqsgd.cli.tables import plain_table
-from lightning_gqsgd.errors import ConfigError, check_one_of, counted
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.predict import models
 from lightning_gqsgd.predict.advice import (
     ADAM_BYTES,
@@ -36,13 +36,14 @@ from lightning_gqsgd.predict.costs import (
     Link,
     inside_of,
     inside_rate,
+    of_bandwidth,
 )
 from lightning_gqsgd.predict.device_times import codec_of_bits
 from lightning_gqsgd.predict.probe import Probe
 from lightning_gqsgd.predict.sharded import ShardedModel, sharded_model
 from lightning_gqsgd.predict.timeline import Timeline, estimated
 from lightning_gqsgd.sparse.options import tables_of
-from lightning_gqsgd.spec.quantities import bytes_per_second, rate_in_words, seconds
+from lightning_gqsgd.spec.quantities import bandwidth, bytes_per_second, rate_in_words, seconds
 
 #: The codec whose speed a probe has measured.
 MEASURED = "measured"
@@ -82,7 +83,7 @@ class Question:
         """
         check_batch(self.batch)
         if self.codec is not None:
-            check_one_of("--codec", self.codec, [*ESTIMATES, MEASURED])
+            _check_codec(self.codec)
         self._check_effects()
         probe = None if self.probe is None else Probe.load(self.probe)
         per_node = (probe.per_node if probe else 1) if self.gpus_per_node is None else self.gpus_per_node
@@ -101,7 +102,7 @@ class Question:
             device = probe.device.lower()
             source = f"measured on {probe.device}"
         else:
-            costs = ESTIMATES[codec]
+            costs = ESTIMATES[codec] if codec in ESTIMATES else of_bandwidth(codec, bandwidth(codec, "--codec"))
             if probe is not None:
                 costs = replace(costs, collectives=probe.costs.collectives)
             device = codec
@@ -255,6 +256,19 @@ def _notes_on_shards(sharded: ShardedModel, by: str, nodes: int, per_node: int) 
 def _gigabytes(nbytes: float) -> str:
     """Returns a number of bytes as text, with two digits, or with those before the point if these are more."""
     return f"{nbytes / 1e9:,.0f} GB" if nbytes >= 10e9 else f"{nbytes / 1e9:.2g} GB"
+
+
+def _check_codec(codec: str) -> None:
+    """Raise ConfigError for what is neither the name of a codec nor a bandwidth of memory."""
+    if codec[:1].isdigit():
+        bandwidth(codec, "--codec")
+    elif codec not in (*ESTIMATES, MEASURED):
+        # No name is suggested: a10 is not nearly an a100.
+        names = ", ".join(map(repr, (*ESTIMATES, MEASURED)))
+        raise ConfigError(
+            f"--codec={codec!r} is not one of {names}; for another GPU, give the rated bandwidth of its memory, e.g. "
+            "600GB/s"
+        )
 
 
 def _note_on_tables(tables: Mapping[str, Tensor], numel: int) -> str:

@@ -291,8 +291,9 @@ def advise(
     codec: Annotated[
         str | None,
         typer.Option(
-            help="Speed of the codec: h100 or a100 (from the rated memory bandwidth), cpu (measured on one server "
-            "core), or measured (by the probe).  [default: measured with --probe, else h100]"
+            help="Speed of the codec: h100 or a100 (from the rated memory bandwidth), another bandwidth such as "
+            "600GB/s, cpu (measured on one server core), or measured (by the probe).  "
+            "[default: measured with --probe, else h100]"
         ),
     ] = None,
     fsdp: Annotated[

@@ -296,11 +296,13 @@ def inside_of(device: str, link: Link) -> Link:
 _CODECS = {f"{family}/{bits}": bits for family in ("linear", "companded") for bits in range(1, 9)} | {"eden/2": 2}
 
 
-def _of_bandwidth(bytes_per_s: float, source: str) -> Costs:
-    """Returns an estimate for a GPU from the bytes that its kernels read and write in a second.
+def of_bandwidth(name: str, rated: float) -> Costs:
+    """Returns an estimate for a GPU, without collectives, from its memory's rated bandwidth in bytes per second.
 
-    A codec reads or writes each coordinate, 4 bytes, and its code once.
+    Kernels are assumed to reach 60 % of it. A codec reads or writes each coordinate, 4 bytes, and its code once.
     """
+    bytes_per_s = 0.6 * rated
+    source = f"{name}: an estimate from memory bandwidth, not a measurement"
     gammas = {}
     for codec, bits in _CODECS.items():
         code = bits / 8
@@ -325,11 +327,10 @@ def _of_xeon() -> Costs:
     return Costs({}, gammas, touch_s=0.071e-9, launch_s=20e-6, stage_s=105e-6, cores=2.0, source=source)
 
 
-#: Costs without collectives, by the name of their device. A GPU's kernels are assumed to reach 60 % of its memory's
-#: rated bandwidth.
+#: Costs without collectives, by the name of their device.
 ESTIMATES = {
-    "h100": _of_bandwidth(0.6 * 3.35e12, "h100: an estimate from memory bandwidth, not a measurement"),
-    "a100": _of_bandwidth(0.6 * 1.56e12, "a100: an estimate from memory bandwidth, not a measurement"),
+    "h100": of_bandwidth("h100", 3.35e12),
+    "a100": of_bandwidth("a100", 1.56e12),
     "cpu": _of_xeon(),
 }
 

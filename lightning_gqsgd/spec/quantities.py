@@ -1,4 +1,4 @@
-"""Reads and writes times and rates as a number and a unit."""
+"""Reads and writes times, rates and bandwidths of memory as a number and a unit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from lightning_gqsgd.errors import ConfigError
 TIMES: dict[str, float] = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 #: Units of rates, in bits per second.
 RATES: dict[str, float] = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
-#: The smallest and the largest meaningful rate in bits per second, and duration in seconds.
+#: Units of the bandwidths of memory, in bytes per second.
+BANDWIDTHS: dict[str, float] = {"gb/s": 1e9, "tb/s": 1e12}
+#: The smallest and the largest meaningful rate in bits per second, bandwidth in bytes per second, and duration in
+#: seconds.
 _RATE_LIMITS = (1.0, 1e18)
+_BANDWIDTH_LIMITS = (1e9, 1e15)
 _TIME_LIMITS = (1e-12, 1e6)
 #: Characters of a text that an error message shows at most.
 _SHOWN = 40
@@ -26,7 +30,7 @@ def quantity(text: str, units: Mapping[str, float]) -> float | None:
         text: decimal digits with at most one point, and a unit; spaces and the case of letters do not matter.
         units: the value of each unit.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zµ]+)\s*", text.lower())
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zµ/]+)\s*", text.lower())
     return float(found[1]) * units[found[2]] if found is not None and found[2] in units else None
 
 
@@ -37,6 +41,11 @@ def bytes_per_second(text: str, option: str) -> float:
         ConfigError: if the text is no number with a unit, or if the rate is out of range.
     """
     return _read(text, option, RATES, "100mbit, 10gbit or 3.2tbit", _RATE_LIMITS, "1bit to 1000000tbit") / 8
+
+
+def bandwidth(text: str, option: str) -> float:
+    """Returns the bytes per second of a bandwidth of memory such as ``"600GB/s"``; see `bytes_per_second`."""
+    return _read(text, option, BANDWIDTHS, "600GB/s or 3.35TB/s", _BANDWIDTH_LIMITS, "1GB/s to 1000TB/s")
 
 
 def seconds(text: str, option: str) -> float:

@@ -23,7 +23,6 @@ from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.kernels.wire import VERSION
-from lightning_gqsgd.local_steps.optimizer import LocalSteps
 from lightning_gqsgd.session.opening import Side, facts_of, open_engines
 from lightning_gqsgd.version import __version__
 from lightning_gqsgd.wire.engine import Engine, Words

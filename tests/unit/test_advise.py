@@ -137,6 +137,19 @@ def test_the_table_says_that_numbers_of_gpus_are_estimates() -> None:
     assert "…" not in output
 
 
+def test_the_codec_of_any_gpu_is_estimated_from_the_bandwidth_of_its_memory() -> None:
+    words = [*USUAL, "--link", "10gbit", "--gpus-per-node", "2"]
+    output = _run(*words, "--codec", "600GB/s")
+    assert "Note: codec: 600GB/s: an estimate from memory bandwidth, not a measurement." in output
+    assert "Note: between the ranks of a node: 200gbit in each direction; --intra changes it." in output
+    same = ["--intra", "3.6tbit"]
+    (fast, *_), (named, *_), (slow, *_) = (
+        _json(*words, *same, "--codec", codec)["candidates"][::-1] for codec in ("3.35 TB/s", "h100", "600GB/s")
+    )
+    assert fast == named
+    assert slow["codec_s"] > 2 * fast["codec_s"] > 0
+
+
 def test_a_probe_with_a_timeline_needs_nothing_else(tmp_path: Path) -> None:
     _probe(tmp_path / "p.json")
     advised = _json("--probe", str(tmp_path / "p.json"))
@@ -339,6 +352,10 @@ def test_a_configuration_without_a_model_names_its_type() -> None:
         ),
         (["--gpus-per-node", "-1"], "--gpus-per-node -1 has to be at least 1"),
         (["--codec", "h200"], "--codec='h200' is not one of 'h100'"),
+        (["--codec", "a10"], "'measured'; for another GPU, give the rated bandwidth of its memory, e.g. 600GB/s"),
+        (["--codec", "600"], "--codec '600' is not a number and a unit; write e.g. 600GB/s or 3.35TB/s"),
+        (["--codec", "600gbit"], "--codec '600gbit' is not a number and a unit; write e.g. 600GB/s or 3.35TB/s"),
+        (["--codec", "0GB/s"], "--codec '0GB/s' has to be more than 0"),
         (["--codec", "measured"], "--codec measured needs a measurement; give --probe FILE"),
         (
             ["--probe", "/nowhere/probe.json"],
